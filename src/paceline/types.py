@@ -1,0 +1,112 @@
+"""The shared nouns. Frozen, without behaviour beyond views of their own fields; imported by every floor.
+
+Array shapes are given with names; `num_requests` counts the requests that decode in one engine step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Int32Array = NDArray[np.int32]
+Int64Array = NDArray[np.int64]
+UInt64Array = NDArray[np.uint64]
+Float32Array = NDArray[np.float32]
+Float64Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class DraftQuery:
+    """What a drafter is asked for in one engine step, one row per decoding request."""
+
+    groups: Int64Array  # [num_requests] rollout group ids
+    responses: Int64Array  # [num_requests] response ids, unique within the engine
+    keys: UInt64Array  # [num_requests] dice keys
+    positions: Int64Array  # [num_requests] absolute position of the first token to be drafted
+    temperatures: Float32Array  # [num_requests] 0 = greedy
+    max_tokens: Int32Array  # [num_requests] longest draft that the request can still take
+
+
+@dataclass(frozen=True, slots=True)
+class DraftBatch:
+    """Draft tokens proposed for one engine step, before the budget cuts them.
+
+    `acceptance[r, j]` estimates P(token j is accepted | tokens 0..j-1 were accepted); its running product along j is
+    the path probability. `cells[r, j]` is the calibration cell that the estimate came from (planning/acceptance.py).
+    `probes[r, s]` is the token that the s-th value of the sharpness grid would have drafted at the first position
+    (-1: no proposal): whatever was drafted, every sharpness is then scored against the target's token.
+    Entries beyond `num_tokens[r]` are undefined.
+    """
+
+    tokens: Int32Array  # [num_requests, max_draft_tokens]
+    num_tokens: Int32Array  # [num_requests]
+    acceptance: Float32Array  # [num_requests, max_draft_tokens]
+    cells: Int32Array  # [num_requests, max_draft_tokens]
+    probes: Int32Array  # [num_requests, num_sharpness]
+
+    @property
+    def path_probability(self) -> Float32Array:
+        """P(tokens 0..j are all accepted), 0 beyond the draft. [num_requests, max_draft_tokens] float32."""
+        width = np.arange(self.tokens.shape[1])[None, :] < self.num_tokens[:, None]
+        product: Float32Array = np.cumprod(np.where(width, self.acceptance, 0.0), axis=1, dtype=np.float32)
+        return product
+
+
+@dataclass(frozen=True, slots=True)
+class StepObservation:
+    """One measured engine step: what was verified, what came of it and how long it took."""
+
+    num_requests: int
+    """Decoding requests in the step (batch size)."""
+    num_draft_tokens: int
+    num_accepted_tokens: int
+    """Accepted draft tokens, bonus tokens not counted."""
+    num_prefill_tokens: int
+    step_s: float
+    """Wall time from schedule to output, seconds."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that went through the target in the step."""
+        return self.num_requests + self.num_draft_tokens + self.num_prefill_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutRequest:
+    """One response to be generated."""
+
+    prompt: tuple[int, ...]
+    """Prompt token ids."""
+    max_tokens: int
+    key: int | None = None
+    """Dice key, 64 bits; None: derived from (run seed, prompt, sample)."""
+    group: int | None = None
+    """Rollout group; None: derived from the prompt, so that equal prompts share drafts."""
+    sample: int = 0
+    """Index of the response within its group."""
+    generated: tuple[int, ...] = ()
+    """Response tokens that already exist (a resumed chunk); they count against max_tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Response:
+    """One finished (or aborted) response, token-in/token-out."""
+
+    request: RolloutRequest
+    tokens: tuple[int, ...]
+    """Generated token ids, EOS included, `request.generated` included."""
+    logprobs: tuple[float, ...]
+    """Log-probability of each newly generated token (`len(tokens) - len(request.generated)`)."""
+    finish_reason: str
+    """"stop" (EOS or a stop token/string), "length" or "abort"."""
+    key: int
+    group: int
+    policy_version: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
+    num_steps: int
+    """Engine steps in which the response decoded; acceptance length = new tokens / num_steps."""
+    extra: dict[str, Any] | None = None
