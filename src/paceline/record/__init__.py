@@ -1,0 +1,57 @@
+"""The record of a run: `record.jsonl`, append-only, one event per line, the header first.
+
+Owns the schema (`events`), the writer and the reader. At most the last line can be torn (by a crash);
+`RecordWriter.resume` cuts it off. Written by the trainer, the owner of the rollout engine and the command
+line; read by `paceline report` and by policy replay.
+"""
+
+from paceline.record.events import (
+    FILE_NAME,
+    SCHEMA_VERSION,
+    Comparison,
+    Decision,
+    EngineStepSample,
+    Evaluation,
+    Event,
+    Failure,
+    Header,
+    Line,
+    Machine,
+    Note,
+    Phases,
+    ResponseDone,
+    Resumed,
+    RunEnd,
+    TrainStep,
+    end_of,
+    measure_tail,
+)
+from paceline.record.machine import describe_machine, describe_versions
+from paceline.record.reader import RecordReader
+from paceline.record.writer import RecordWriter
+
+__all__ = [
+    "FILE_NAME",
+    "SCHEMA_VERSION",
+    "Comparison",
+    "Decision",
+    "EngineStepSample",
+    "Evaluation",
+    "Event",
+    "Failure",
+    "Header",
+    "Line",
+    "Machine",
+    "Note",
+    "Phases",
+    "RecordReader",
+    "RecordWriter",
+    "ResponseDone",
+    "Resumed",
+    "RunEnd",
+    "TrainStep",
+    "describe_machine",
+    "describe_versions",
+    "end_of",
+    "measure_tail",
+]

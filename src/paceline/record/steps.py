@@ -1,0 +1,60 @@
+"""Merges engine steps, thousands per second on a fast engine, into samples that keep the record small."""
+
+from __future__ import annotations
+
+from paceline.record.events import EngineStepSample
+from paceline.types import StepObservation
+
+
+class StepMerger:
+    """Merges consecutive engine steps of one worker and one train step into samples of about `bucket_s`."""
+
+    def __init__(self, bucket_s: float, step: int, worker: str) -> None:
+        self.bucket_s = bucket_s
+        self.step = step
+        self.worker = worker
+        self._clear()
+
+    def _clear(self) -> None:
+        self._t_s = 0.0
+        self._num_steps = 0
+        self._step_s = 0.0
+        self._running = 0
+        self._waiting = 0
+        self._tokens = [0, 0, 0, 0]  # drafted, accepted, generated, prefilled
+
+    def add(self, t_s: float, seen: StepObservation, num_waiting: int, num_generated_tokens: int) -> bool:
+        """Add the step that began at `t_s`; True when the bucket is full and should be taken."""
+        if self._num_steps == 0:
+            self._t_s = t_s
+        self._num_steps += 1
+        self._step_s += seen.step_s
+        self._running += seen.num_requests
+        self._waiting += num_waiting
+        tokens = self._tokens
+        tokens[0] += seen.num_draft_tokens
+        tokens[1] += seen.num_accepted_tokens
+        tokens[2] += num_generated_tokens
+        tokens[3] += seen.num_prefill_tokens
+        return t_s + seen.step_s - self._t_s >= self.bucket_s
+
+    def take(self) -> EngineStepSample | None:
+        """The merged sample, None when no step was added since the last one."""
+        if self._num_steps == 0:
+            return None
+        drafted, accepted, generated, prefilled = self._tokens
+        sample = EngineStepSample(
+            t_s=round(self._t_s, 6),
+            num_steps=self._num_steps,
+            step_s=round(self._step_s, 6),
+            num_running=self._running / self._num_steps,
+            num_waiting=self._waiting / self._num_steps,
+            num_draft_tokens=drafted,
+            num_accepted_tokens=accepted,
+            num_generated_tokens=generated,
+            num_prefill_tokens=prefilled,
+            step=self.step,
+            worker=self.worker,
+        )
+        self._clear()
+        return sample
