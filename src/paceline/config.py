@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict, Field
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 
 class Section(BaseModel):
@@ -20,3 +22,109 @@ class RecordConfig(Section):
     """Seconds after which the disk is asked to keep what was written; a power cut loses at most so much."""
     decision_every: int = Field(default=0, ge=0)
     """Record every n-th decision of the planning policies for replay; 0 records none."""
+
+
+def describe(error: ValidationError) -> str:
+    """One line for a refused configuration: each field, the value it had and the limit."""
+    return "; ".join(
+        f"{'.'.join(map(str, item['loc'])) or 'value'}={item['input']!r}: {item['msg']}"
+        for item in error.errors()
+    )
+
+
+class EngineSettings(Section):
+    """What the engine plug-in does; carried to the engine process in vLLM's `additional_config["paceline"]`."""
+
+    run_seed: int = 0
+    """Seed of the run: keys of requests that bring neither key nor seed are derived from it."""
+
+    drafter: Literal["suffix", "lookup", "none"] = "suffix"
+    """Model-free drafter: the group's suffix tree, n-gram lookup in the own response, or none."""
+
+    model_drafter: str | None = None
+    """Folder of a small Hugging Face causal language model with the target's tokenizer; it drafts with the same dice."""
+
+    model_drafter_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Number format of the model drafter's weights."""
+
+    max_draft_tokens: int = Field(default=16, ge=1, le=127)
+    """Longest draft of one request in one step. vLLM refuses more than 128 tokens."""
+
+    num_paths: int = Field(default=1, ge=1, le=8)
+    """Draft paths per request, verified by row expansion; more than one is used only in small batches."""
+
+    draft_floor: float = Field(default=0.05, ge=0.0, lt=1.0)
+    """A draft ends where the probability that all of it is accepted falls below this."""
+
+    suffix_depth: int = Field(default=24, ge=2, le=256)
+    """Longest context, in tokens, that the suffix tree counts."""
+
+    suffix_memory_bytes: int = Field(default=1 << 30, ge=1 << 20)
+    """Memory bound of all suffix trees; whole groups are dropped, least recently used first."""
+
+    sharpness: float | None = Field(default=None, gt=0.0)
+    """Fixed exponent on the drafter's distribution (inf: greedy); unset: learned online for each drafter."""
+
+    batch_invariant: bool | None = None
+    """Bitwise the same logits in every batch. Unset: on for the CPU, left to vLLM's own switch on a GPU."""
+
+    budget: BudgetSettings = Field(default_factory=lambda: BudgetSettings())
+    """How many drafted tokens are verified in each step."""
+
+
+class BudgetSettings(Section):
+    """Which draft tokens one engine step verifies (planning/budget.py)."""
+
+    policy: Literal["marginal", "bandit", "thresholds", "fixed", "off"] = "marginal"
+    """marginal: the set with the best expected tokens per second under the measured step time; bandit: TLT's
+    bucketed epsilon-greedy bandit; thresholds: Seer's limits per request and batch; fixed: one length; off."""
+    max_draft_tokens: int = Field(default=16, ge=0, le=128)
+    """Longest draft verified per request and step, for every policy; vLLM takes at most 128."""
+
+    min_gain: float = Field(default=0.01, ge=0.0, le=1.0)
+    """marginal: expected gain in tokens per second below which nothing is verified (0.01 = 1 %)."""
+    max_growth: float = Field(default=1.5, gt=1.0, le=4.0)
+    """marginal: a step may exceed the largest step measured so far by this factor: bounds a trial's cost."""
+    refresh_steps: int = Field(default=256, ge=8)
+    """marginal: engine steps after which an unused alternative (no drafts, or some) is measured again."""
+
+    fixed_tokens: int = Field(default=4, ge=0, le=128)
+    """fixed: draft tokens per request."""
+
+    threshold_request_tokens: int = Field(default=12, ge=0, le=128)
+    """thresholds: draft tokens one request may take."""
+    threshold_batch_tokens: int = Field(default=24, ge=0)
+    """thresholds: draft tokens the batch may take; divided by the batch size, the length per request."""
+    threshold_min_probability: float = Field(default=0.3, ge=0.0, le=1.0)
+    """thresholds: draft tokens with a lower path probability are dropped."""
+
+    bandit_strategies: tuple[tuple[int, int], ...] = (
+        (16, 8), (12, 8), (8, 8),
+        (8, 4), (6, 4), (4, 4),
+        (4, 2), (3, 2), (2, 2),
+        (0, 0),
+    )  # fmt: skip
+    """bandit: pairs (draft depth, draft tokens to verify per request), grouped by the second number."""
+    bandit_batch_sizes: tuple[int, ...] = (1, 4, 16, 33)
+    """bandit: smallest batch size of each group of strategies, the group that verifies most first."""
+    bandit_epsilon: float = Field(default=0.05, ge=0.0, le=1.0)
+    """bandit: share of the steps that try a random strategy."""
+    bandit_window: int = Field(default=32, ge=1, le=1024)
+    """bandit: rewards kept per strategy."""
+    bandit_seed: int = Field(default=0, ge=0)
+    """bandit: seed of its random choices."""
+
+    @model_validator(mode="after")
+    def _bandit_fits(self) -> BudgetSettings:
+        groups = len({verified for _, verified in self.bandit_strategies})
+        sizes = list(self.bandit_batch_sizes)
+        if any(depth < verified or verified < 0 for depth, verified in self.bandit_strategies):
+            raise ValueError(
+                f"bandit_strategies {self.bandit_strategies}: each needs draft depth >= tokens to verify >= 0"
+            )
+        if groups == 0 or len(sizes) != groups or sizes != sorted(set(sizes)) or sizes[0] < 1:
+            raise ValueError(
+                f"bandit_batch_sizes {sizes}: name ascending sizes from 1, one for each of the {groups} "
+                "numbers of tokens to verify"
+            )
+        return self

@@ -1,0 +1,104 @@
+"""Calibrated acceptance: the probability that a draft token of a given kind is accepted, learned online.
+
+A drafter sorts its tokens into cells (by its own probability, the match length, …) and gives each cell a
+prior. The table counts what the target accepted, cell by cell. Invariant: only verified positions are
+counted, that is those up to and including the first rejection, so an estimate is P(accepted | everything
+before it was accepted), the factor of which path probabilities are made. Counts decay with every step, so a
+table follows the policy, and a cell that the budget stopped verifying drifts back to its prior and gets tried
+again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from paceline.errors import EngineError
+from paceline.types import DraftBatch, Float32Array, Float64Array, Int32Array
+
+BoolArray = NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class AcceptanceTable:
+    """Decayed counts per cell. Make one with `initial`, read it with `estimate`."""
+
+    accepted: Float64Array  # [num_cells] decayed number of accepted draft tokens
+    verified: Float64Array  # [num_cells] decayed number of verified draft tokens
+    prior: Float32Array  # [num_cells] acceptance assumed before anything was verified
+    prior_strength: float
+    """Verified tokens that the prior counts for."""
+    half_life_steps: float
+    """Updates after which an observation counts half."""
+
+    @classmethod
+    def initial(
+        cls, prior: ArrayLike, prior_strength: float = 8.0, half_life_steps: float = 2000.0
+    ) -> AcceptanceTable:
+        """A table that believes `prior` [num_cells]; raises EngineError for a prior outside [0, 1]."""
+        prior = np.asarray(prior, dtype=np.float32)
+        if prior.ndim != 1 or not ((prior >= 0) & (prior <= 1)).all():
+            raise EngineError("acceptance priors must be one row of probabilities: pass values from 0 to 1")
+        if not (prior_strength > 0 and half_life_steps > 0):
+            raise EngineError(
+                f"prior strength {prior_strength} and half-life {half_life_steps} must both be positive"
+            )
+        zeros = np.zeros(prior.shape)
+        return cls(zeros, zeros, prior, prior_strength, half_life_steps)
+
+
+def estimate(table: AcceptanceTable) -> Float32Array:
+    """Posterior mean acceptance of each cell, [num_cells] float32 in [0, 1]."""
+    strength = table.prior_strength
+    mean: Float32Array = ((table.accepted + strength * table.prior) / (table.verified + strength)).astype(
+        np.float32
+    )
+    return mean
+
+
+def update_acceptance(
+    table: AcceptanceTable, cells: Int32Array, accepted: BoolArray, verified: Float64Array | None = None
+) -> AcceptanceTable:
+    """The table after one engine step.
+
+    cells: [num_verified] the cell of each verified token, as `verified_outcomes` gives them.
+    accepted: [num_verified] whether the target's token was the same (or the number accepted, see `verified`).
+    verified: [num_verified] how many tokens each entry stands for; None: one each.
+    """
+    decay = 0.5 ** (1.0 / table.half_life_steps)
+    num_cells = table.prior.shape[0]
+    if cells.size and not 0 <= int(cells.min()) <= int(cells.max()) < num_cells:
+        raise EngineError(
+            f"acceptance cells {int(cells.min())}..{int(cells.max())} do not fit a table of {num_cells}: "
+            "build it with the drafter's own number of cells"
+        )
+    more_accepted = np.bincount(cells, weights=accepted, minlength=num_cells)
+    more_verified = np.bincount(cells, weights=verified, minlength=num_cells)
+    return replace(
+        table,
+        accepted=table.accepted * decay + more_accepted,
+        verified=table.verified * decay + more_verified,
+    )
+
+
+def verified_outcomes(
+    drafts: DraftBatch, num_verified: Int32Array, num_accepted: Int32Array
+) -> tuple[Int32Array, BoolArray]:
+    """What one engine step says about the drafts: flat (cells, accepted), request by request, position by
+    position.
+
+    num_verified: [num_requests] draft tokens that the target saw (the budget's decision).
+    num_accepted: [num_requests] accepted ones, at most num_verified.
+    Positions behind the first rejection say nothing and are left out: min(num_verified, num_accepted + 1) per
+    request.
+    """
+    if (num_accepted > num_verified).any():
+        raise EngineError(
+            "more draft tokens accepted than verified: pass both counts in the same request order"
+        )
+    positions = np.arange(drafts.cells.shape[1], dtype=np.int32)
+    told = positions < np.minimum(num_verified, num_accepted + 1)[:, None]
+    accepted = positions < num_accepted[:, None]
+    return drafts.cells[told], accepted[told]

@@ -1,0 +1,289 @@
+"""The draft budget: which of the proposed draft tokens does this engine step verify?
+
+One interface over five policies: `decide(snapshot, state, settings) -> lengths`, `update(state, observation,
+settings) -> state`, once per engine step each, called by the engine's scheduler and by the simulator.
+Invariants: a decision is a draft length per request, so with a token everything before it in its draft is
+verified too; it never exceeds the draft, `settings.max_draft_tokens` or `snapshot.max_total_draft_tokens`;
+nothing here changes which tokens are sampled.
+
+`marginal` (goes beyond Seer 4.4, TurboSpec and TLT 5.2). A set S of draft tokens in a step of B requests
+yields B + sum of P_i tokens, P_i the path probability, in T(B + |S|) seconds. P falls along every draft, so
+the best set of n tokens is the n likeliest, whatever T is, and is closed under prefixes. T need not be convex
+(tiles, kernels), so the ratio is computed for every n and its maximum taken: O(N log N) for N proposed
+tokens, vectorised. With weights w (how much a request's progress is worth under a long tail) tokens count w_r
+each.
+
+T is learned from the very steps the policy chooses, so it explores, at a bounded cost:
+    E1 baseline   while no step of about B tokens (B/2 .. 3B/2) was measured twice, nothing is verified, and
+                  again when the last is `refresh_steps` ago: the reference "no drafts" is always measured
+    E2 trust      a step exceeds the largest measured one at most `max_growth` times: T is learned outwards
+    E3 optimism   beyond what was measured T rises slowly (latency.UNKNOWN_SLOPE): a larger step gets tried
+    E4 probe      after `refresh_steps` steps without drafts, one step forgets what it knows above the baseline
+                  (E3 from there, up to `max_growth` x B tokens): a T once measured too high is corrected
+E1 and E4 cost at most about one step's difference in `refresh_steps` steps, 0.2 % at the defaults; E2 and E3
+a few steps per doubling of the step size, once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.config import BudgetSettings
+from paceline.errors import EngineError
+from paceline.planning import bandit
+from paceline.planning.latency import (
+    UNKNOWN_SLOPE,
+    StepTimeModel,
+    largest_known_tokens,
+    observations_between,
+    predict_s,
+    update_step_time,
+)
+from paceline.types import Float32Array, Float64Array, Int32Array, StepObservation
+
+_BASELINE_OBSERVATIONS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class BudgetSnapshot:
+    """One engine step, as the budget sees it."""
+
+    num_requests: int
+    """Decoding requests (batch size)."""
+    num_other_tokens: int
+    """Prefill tokens in the same step."""
+    path_probability: (
+        Float32Array  # [num_requests, max_draft_tokens] non-increasing along a row, 0 beyond the draft
+    )
+    weights: Float32Array | None
+    """[num_requests] worth of one token of each request, positive; None: all the same."""
+    max_total_draft_tokens: int
+    """Draft tokens the step has room for (the engine's token budget)."""
+
+
+@dataclass(frozen=True, slots=True)
+class BudgetState:
+    """What the policies have learned; each uses its own part."""
+
+    decode_time: StepTimeModel
+    """T(n) of steps that only decode."""
+    prefill_time: StepTimeModel
+    """T(n) of steps that also contain prefill tokens, over all tokens of the step."""
+    bandit: bandit.BanditState
+    num_steps: int
+    last_drafted_step: int
+    """Value of num_steps after the last step with draft tokens, 0 = none."""
+
+    @classmethod
+    def initial(cls, settings: BudgetSettings) -> BudgetState:
+        """The state of a new engine."""
+        return cls(
+            decode_time=StepTimeModel.initial(),
+            prefill_time=StepTimeModel.initial(),
+            bandit=bandit.initialize(
+                strategies=tuple(bandit.Strategy(*pair) for pair in settings.bandit_strategies),
+                thresholds=settings.bandit_batch_sizes,
+                epsilon=settings.bandit_epsilon,
+                window=settings.bandit_window,
+                seed=settings.bandit_seed,
+            ),
+            num_steps=0,
+            last_drafted_step=0,
+        )
+
+
+def decide(snapshot: BudgetSnapshot, state: BudgetState, settings: BudgetSettings) -> Int32Array:
+    """Draft tokens to verify of each request, [num_requests] int32.
+
+    Among equally likely tokens the earlier request goes first, then the earlier position; among equally good
+    numbers of tokens the smallest wins. Raises EngineError if the arrays do not fit the batch.
+    """
+    _check(snapshot)
+    probability = snapshot.path_probability[:, : settings.max_draft_tokens]
+    room = min(snapshot.max_total_draft_tokens, probability.size)
+    if room <= 0 or settings.policy == "off":
+        return np.zeros(snapshot.num_requests, dtype=np.int32)
+    if settings.policy == "marginal":
+        return _decide_marginal(snapshot, probability, room, state, settings)
+    if settings.policy == "bandit":
+        return _decide_bandit(snapshot, probability, room, state)
+    if settings.policy == "thresholds":
+        return _decide_thresholds(snapshot, probability, room, settings)
+    return _even_lengths((probability > 0).sum(axis=1), settings.fixed_tokens, room)
+
+
+def update(state: BudgetState, observation: StepObservation, settings: BudgetSettings) -> BudgetState:
+    """The state after one measured step; to be called once per decision, in order. Empty steps are ignored.
+
+    Steps with prefill tokens teach only the prefill model, so they disturb neither T(n) nor the bandit's
+    rewards.
+    """
+    if observation.num_tokens == 0:
+        return state
+    decode_time, prefill_time, arms = state.decode_time, state.prefill_time, state.bandit
+    if observation.num_prefill_tokens > 0:
+        prefill_time = update_step_time(prefill_time, observation)
+    else:
+        decode_time = update_step_time(decode_time, observation)
+        if settings.policy == "bandit":
+            arms = bandit.record(
+                arms, observation.num_requests, observation.num_accepted_tokens, observation.step_s
+            )
+    now = state.num_steps + 1
+    last = now if observation.num_draft_tokens > 0 else state.last_drafted_step
+    return BudgetState(decode_time, prefill_time, arms, now, last)
+
+
+def draft_depth(
+    batch: int,
+    acceptance: Float32Array,
+    draft_time: StepTimeModel,
+    step_time: StepTimeModel,
+    max_growth: float,
+) -> int:
+    """How many tokens per request a model drafter should draft: the k that maximises
+
+        B (1 + sum over j <= k of a_1 .. a_j) / (T(B (1 + k)) + k D(B))
+
+    acceptance: [max_depth] P(token j accepted | all before it accepted), mean over the batch.
+    draft_time: D, one forward pass of the drafter over the batch (latency.update_measured_time).
+    The smallest of equally good depths, 0 if no depth beats plain decoding. Unmeasured times are found out as
+    in `decide`: 0 until a step of about B tokens was measured (E1), then 1 until a draft was, growing by E2.
+    """
+    if batch < 1 or not _is_known(step_time, batch):
+        return 0
+    reach = max(largest_known_tokens(step_time), batch) * max_growth
+    depth = min(len(acceptance), int(reach) // batch - 1)
+    if draft_time.num_observations == 0:
+        return min(depth, 1)
+    depths = np.arange(depth + 1)
+    tokens = np.concatenate(([1.0], 1.0 + np.cumsum(np.cumprod(acceptance[:depth], dtype=np.float64))))
+    seconds = predict_s(step_time, batch * (1 + depths)) + depths * float(predict_s(draft_time, batch))
+    return int((tokens / seconds).argmax())
+
+
+def _decide_marginal(
+    snapshot: BudgetSnapshot,
+    probability: Float32Array,
+    room: int,
+    state: BudgetState,
+    settings: BudgetSettings,
+) -> Int32Array:
+    nothing = np.zeros(snapshot.num_requests, dtype=np.int32)
+    base = snapshot.num_requests + snapshot.num_other_tokens
+    model = state.prefill_time if snapshot.num_other_tokens else state.decode_time
+    _, age = observations_between(model, 0.5 * base, 1.5 * base)
+    if not _is_known(model, base) or age >= settings.refresh_steps:
+        return nothing
+    probe = (
+        snapshot.num_other_tokens == 0 and state.num_steps - state.last_drafted_step >= settings.refresh_steps
+    )
+    known = base if probe else max(base, largest_known_tokens(model))
+    room = min(room, max(int(known * settings.max_growth) - base, 1))
+    score = probability if snapshot.weights is None else probability * snapshot.weights[:, None]
+    values = np.sort(score, axis=None)[: -room - 1 : -1]
+    seconds = (
+        _probe_s(model, base, len(values))
+        if probe
+        else predict_s(model, np.arange(base, base + len(values) + 1))
+    )
+    count = _best_count(_total_weight(snapshot), values, seconds, settings.min_gain)
+    return _take_best(score, values[count - 1], count) if count else nothing
+
+
+def _is_known(model: StepTimeModel, base: int) -> bool:
+    """E1: T near `base` tokens was measured often enough to serve as the reference."""
+    return observations_between(model, 0.5 * base, 1.5 * base)[0] >= _BASELINE_OBSERVATIONS
+
+
+def _probe_s(model: StepTimeModel, base: int, count: int) -> Float64Array:
+    """E4: the time of 0..count draft tokens if everything above the baseline were unknown."""
+    return predict_s(model, base) * (1.0 + UNKNOWN_SLOPE / base * np.arange(count + 1))
+
+
+def _total_weight(snapshot: BudgetSnapshot) -> float:
+    return float(
+        snapshot.num_requests if snapshot.weights is None else snapshot.weights.sum(dtype=np.float64)
+    )
+
+
+def _best_count(
+    sure_tokens: float, values: NDArray[np.floating], seconds: Float64Array, min_gain: float
+) -> int:
+    """The number of draft tokens with the best expected rate; 0 unless it beats none by `min_gain`.
+
+    values: [num_candidates] expected tokens from each candidate, descending.
+    seconds: [num_candidates + 1] step time with 0, 1, .. of them.
+    """
+    rate = (sure_tokens + np.cumsum(values, dtype=np.float64)) / seconds[1:]
+    best = int(rate.argmax())
+    return best + 1 if rate[best] > sure_tokens / seconds[0] * (1.0 + min_gain) and values[best] > 0 else 0
+
+
+def _take_best(score: NDArray[np.floating], lowest: float, count: int) -> Int32Array:
+    """Lengths that take the `count` highest scores, `lowest` being the last of them; ties by request, then
+    position."""
+    above = np.count_nonzero(score > lowest, axis=1)
+    tied = np.count_nonzero(score == lowest, axis=1)
+    left = count - int(above.sum()) - (np.cumsum(tied) - tied)
+    lengths: Int32Array = (above + np.minimum(np.maximum(left, 0), tied)).astype(np.int32)
+    return lengths
+
+
+def _decide_bandit(
+    snapshot: BudgetSnapshot, probability: Float32Array, room: int, state: BudgetState
+) -> Int32Array:
+    """TLT 5.2, algorithm 1: the strategy's depth caps each draft, its verify tokens the likeliest of the
+    batch."""
+    strategy = bandit.select_strategy(state.bandit, snapshot.num_requests)
+    reachable = probability[:, : strategy.draft_depth]
+    values = np.sort(reachable, axis=None)[::-1]
+    count = min(strategy.tokens_to_verify * snapshot.num_requests, room, int(np.count_nonzero(values > 0)))
+    if count == 0:
+        return np.zeros(snapshot.num_requests, dtype=np.int32)
+    return _take_best(reachable, values[count - 1], count)
+
+
+def _decide_thresholds(
+    snapshot: BudgetSnapshot, probability: Float32Array, room: int, settings: BudgetSettings
+) -> Int32Array:
+    """Seer 4.4: limits per request and per batch set the length by concurrency; unlikely tokens are filtered
+    out.
+
+    Differs: the limits are settings, not precomputed per model architecture.
+    """
+    share = settings.threshold_batch_tokens // snapshot.num_requests
+    likely = (probability > 0) & (probability >= settings.threshold_min_probability)
+    return _even_lengths(likely.sum(axis=1), min(settings.threshold_request_tokens, share), room)
+
+
+def _even_lengths(available: NDArray[np.integer], length: int, room: int) -> Int32Array:
+    """`length` for everyone, as far as drafts reach; without the room position by position, earlier requests
+    first."""
+    lengths = np.minimum(available, length)
+    excess = int(lengths.sum()) > room
+    while excess:
+        length -= 1
+        shorter = np.minimum(available, length)
+        excess = int(shorter.sum()) > room
+        if not excess:
+            longer = lengths > shorter
+            lengths = shorter + (longer & (np.cumsum(longer) <= room - int(shorter.sum())))
+    result: Int32Array = lengths.astype(np.int32)
+    return result
+
+
+def _check(snapshot: BudgetSnapshot) -> None:
+    rows = len(snapshot.path_probability)
+    if rows != snapshot.num_requests or snapshot.path_probability.ndim != 2:
+        raise EngineError(
+            f"path probabilities of shape {snapshot.path_probability.shape} for {snapshot.num_requests} "
+            "requests: pass one row per decoding request"
+        )
+    if snapshot.weights is not None and len(snapshot.weights) != rows:
+        raise EngineError(
+            f"{len(snapshot.weights)} weights for {rows} requests: pass one per request, or None"
+        )

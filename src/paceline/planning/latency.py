@@ -1,0 +1,213 @@
+"""The step-time model: T(n), the seconds of an engine step over n tokens, fitted online.
+
+Owns the fit; knows nothing of drafts. Invariants: T is positive, finite and non-decreasing in n; a model is
+never changed, `update_step_time` returns a new one. Called after every engine step (about 20 microseconds),
+so the work is bounded by the number of knots, not by the number of observations.
+
+T is piecewise linear between knots that double every second step. Each knot keeps its latest observations and
+stands for their lower median, so that a pause of the machine does not count; knots nobody has visited are
+interpolated.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from paceline.errors import EngineError
+from paceline.types import Float64Array, Int64Array, StepObservation
+
+MAX_TOKENS = 1 << 20
+"""Largest step the model speaks of, tokens; beyond it T stays constant."""
+KNOTS: tuple[int, ...] = (1, 2, *(knot for power in range(1, 14) for knot in (3 << power - 1, 2 << power)))
+WINDOW = 16
+"""Observations kept per knot."""
+STALE_STEPS = 128
+"""A knot not visited for so many observations keeps its median alone: the next visits outvote it at once."""
+UNKNOWN_SLOPE = 0.25
+"""Slope assumed while a single knot is known, as a share of the mean cost per token T(n)/n. The share is 1
+for a compute-bound step and about 0 for a memory-bound one; a low guess lets speculation be tried, and one
+trial corrects it."""
+PRIOR_BASE_S = 0.010
+PRIOR_PER_TOKEN_S = 0.00025
+"""The guess before anything was observed."""
+
+_BOUNDARIES = tuple((low * high) ** 0.5 for low, high in pairwise(KNOTS))
+_NEIGHBOUR_WEIGHT = 1.0  # observations that the line through both neighbours counts for
+_SLOPE_SPAN = 4  # knots within this factor of the end decide the slope beyond it
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimeModel:
+    """What has been learned about T(n). Make one with `initial`, read it with `predict_s`."""
+
+    windows: Float64Array  # [num_knots, WINDOW] latest times, seconds, moved to the knot along the curve
+    counts: (
+        Int64Array  # [num_knots] observations ever put into the window (since it was last cut to its median)
+    )
+    last_seen: Int64Array  # [num_knots] value of num_observations at the last visit, -1 = never
+    medians_s: Float64Array  # [num_knots] lower median of each window
+    num_observations: int
+    curve_tokens: Float64Array  # [num_points] ascending
+    curve_s: Float64Array  # [num_points] non-decreasing
+
+    @classmethod
+    def initial(cls) -> StepTimeModel:
+        """A model that has seen nothing: T(n) = 10 ms + 0.25 ms n, replaced by the first observation."""
+        num_knots = len(KNOTS)
+        tokens = np.array([0.0, MAX_TOKENS])
+        return cls(
+            windows=np.zeros((num_knots, WINDOW)),
+            counts=np.zeros(num_knots, dtype=np.int64),
+            last_seen=np.full(num_knots, -1, dtype=np.int64),
+            medians_s=np.zeros(num_knots),
+            num_observations=0,
+            curve_tokens=tokens,
+            curve_s=PRIOR_BASE_S + PRIOR_PER_TOKEN_S * tokens,
+        )
+
+
+def predict_s(model: StepTimeModel, num_tokens: ArrayLike) -> Float64Array:
+    """T at each entry of `num_tokens`, seconds, in its shape (a number gives a 0-d array)."""
+    return np.asarray(np.interp(np.asarray(num_tokens), model.curve_tokens, model.curve_s))
+
+
+def update_step_time(model: StepTimeModel, observation: StepObservation) -> StepTimeModel:
+    """The model after one more measured step; every token of the step counts, prefill tokens included.
+
+    Keep one model for steps that only decode and another one for steps that contain prefill. Raises
+    EngineError for a step without tokens or without a positive, finite time.
+    """
+    return update_measured_time(model, observation.num_tokens, observation.step_s)
+
+
+def update_measured_time(model: StepTimeModel, num_tokens: int, seconds: float) -> StepTimeModel:
+    """`update_step_time` for a bare pair, as a drafter's forward pass over `num_tokens` rows gives it."""
+    if num_tokens < 1 or not 0.0 < seconds < float("inf"):
+        raise EngineError(
+            f"a measured step of {num_tokens} tokens in {seconds} s cannot be learned from: "
+            "report at least 1 token and a positive, finite time"
+        )
+    knot = nearest_knot(num_tokens)
+    windows, counts = model.windows.copy(), model.counts.copy()
+    last_seen, medians_s = model.last_seen.copy(), model.medians_s.copy()
+    now = model.num_observations + 1
+    if counts[knot] > 1 and now - last_seen[knot] > STALE_STEPS:
+        windows[knot, 0], counts[knot] = medians_s[knot], 1
+    windows[knot, counts[knot] % WINDOW] = _moved_to_knot(model, knot, num_tokens, seconds)
+    counts[knot] += 1
+    last_seen[knot] = now
+    filled = sorted(windows[knot, : counts[knot]].tolist())
+    medians_s[knot] = filled[(len(filled) - 1) // 2]
+    curve_tokens, curve_s = _fit_curve(medians_s, counts, last_seen, now)
+    return StepTimeModel(windows, counts, last_seen, medians_s, now, curve_tokens, curve_s)
+
+
+def nearest_knot(num_tokens: int) -> int:
+    """Index of the knot nearest to `num_tokens` by ratio; on a boundary the higher one."""
+    return bisect_right(_BOUNDARIES, num_tokens)
+
+
+def observations_between(model: StepTimeModel, low: float, high: float) -> tuple[int, int]:
+    """How well T is known in [low, high]: (observations held by its knots, observations made since the last
+    of them).
+
+    The second number is `num_observations` when there is none.
+    """
+    span = slice(bisect_left(KNOTS, low), bisect_right(KNOTS, high))
+    held = int(model.counts[span].sum())
+    newest = int(model.last_seen[span].max()) if held else 0
+    return held, model.num_observations - newest
+
+
+def largest_known_tokens(model: StepTimeModel) -> int:
+    """The largest knot with an observation, 0 while there is none: the end of what was measured."""
+    known = np.flatnonzero(model.counts)
+    return KNOTS[known[-1]] if known.size else 0
+
+
+def fit_affine(tokens: ArrayLike, seconds: ArrayLike) -> tuple[float, float]:
+    """Least-squares line (base_s, per_token_s) through points [num_points]; the slope is never negative.
+
+    Points that share one abscissa give a level line.
+    """
+    x, y = np.asarray(tokens, dtype=np.float64), np.asarray(seconds, dtype=np.float64)
+    if x.size == 0 or x.shape != y.shape:
+        raise EngineError(
+            f"a line needs equally many tokens and times, at least one: got {x.size} and {y.size}"
+        )
+    return _line(x.tolist(), y.tolist())
+
+
+def _line(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
+    mean_x, mean_y = sum(x) / len(x), sum(y) / len(y)
+    spread = sum((a - mean_x) ** 2 for a in x)
+    slope = (
+        sum((a - mean_x) * (b - mean_y) for a, b in zip(x, y, strict=True)) / spread if spread > 0 else 0.0
+    )
+    slope = max(slope, 0.0)
+    return mean_y - slope * mean_x, slope
+
+
+def _moved_to_knot(model: StepTimeModel, knot: int, num_tokens: int, seconds: float) -> float:
+    """The time the step would have taken at the knot itself, moved in proportion to the present curve."""
+    tokens = KNOTS[knot]
+    if tokens == num_tokens:
+        return seconds
+    if model.num_observations == 0:
+        return seconds * (1.0 + UNKNOWN_SLOPE * (tokens - num_tokens) / num_tokens)
+    at_knot, at_tokens = np.interp((tokens, num_tokens), model.curve_tokens, model.curve_s)
+    return seconds * float(at_knot / at_tokens)
+
+
+def _fit_curve(
+    medians_s: Float64Array, counts: Int64Array, last_seen: Int64Array, now: int
+) -> tuple[Float64Array, Float64Array]:
+    """Curve points: 0, every visited knot (smoothed, then monotone), MAX_TOKENS."""
+    visited = np.flatnonzero(counts)
+    fresh = now - last_seen[visited] <= STALE_STEPS
+    weights = np.where(fresh, np.minimum(counts[visited], WINDOW), 1).tolist()
+    tokens = [float(KNOTS[knot]) for knot in visited.tolist()]
+    seconds = _monotone(_smoothed(tokens, medians_s[visited].tolist(), weights), weights)
+    below = _end_slope(tokens, seconds, tokens[0])
+    above = _end_slope(tokens[::-1], seconds[::-1], tokens[-1])
+    first = seconds[0] - below * tokens[0]
+    last = seconds[-1] + above * (MAX_TOKENS - tokens[-1])
+    return np.array([0.0, *tokens, float(MAX_TOKENS)]), np.array([first, *seconds, last])
+
+
+def _smoothed(tokens: list[float], seconds: list[float], weights: list[int]) -> list[float]:
+    """Draws each inner knot towards the line through its neighbours, less the more often it was visited."""
+    smooth = seconds.copy()
+    for i in range(1, len(tokens) - 1):
+        share = (tokens[i] - tokens[i - 1]) / (tokens[i + 1] - tokens[i - 1])
+        line = seconds[i - 1] + share * (seconds[i + 1] - seconds[i - 1])
+        smooth[i] = (weights[i] * seconds[i] + _NEIGHBOUR_WEIGHT * line) / (weights[i] + _NEIGHBOUR_WEIGHT)
+    return smooth
+
+
+def _monotone(seconds: list[float], weights: list[int]) -> list[float]:
+    """Weighted isotonic regression (pool adjacent violators): the nearest non-decreasing sequence."""
+    pools: list[tuple[float, float, int]] = []  # mean, weight, length
+    for value, weight in zip(seconds, weights, strict=True):
+        mean, mass, length = value, float(weight), 1
+        while pools and pools[-1][0] > mean:
+            low_mean, low_mass, low_length = pools.pop()
+            mean = (mean * mass + low_mean * low_mass) / (mass + low_mass)
+            mass, length = mass + low_mass, length + low_length
+        pools.append((mean, mass, length))
+    return [mean for mean, _, length in pools for _ in range(length)]
+
+
+def _end_slope(tokens: list[float], seconds: list[float], end: float) -> float:
+    """Slope beyond the first point, from the points near it; never above the mean cost per token there."""
+    mean_cost = seconds[0] / end
+    if len(tokens) == 1:
+        return UNKNOWN_SLOPE * mean_cost
+    near = max(2, sum(1 for n in tokens if end <= n * _SLOPE_SPAN and n <= end * _SLOPE_SPAN))
+    return min(_line(tokens[:near], seconds[:near])[1], mean_cost)
