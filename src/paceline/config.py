@@ -77,7 +77,7 @@ class BudgetSettings(Section):
 
     policy: Literal["marginal", "bandit", "thresholds", "fixed", "off"] = "marginal"
     """marginal: the set with the best expected tokens per second under the measured step time; bandit: TLT's
-    bucketed epsilon-greedy bandit; thresholds: Seer's limits per request and batch; fixed: one length; off."""
+    bucketed epsilon-greedy bandit; thresholds: Seer's limits per request and batch; fixed: a length; off."""
     max_draft_tokens: int = Field(default=16, ge=0, le=128)
     """Longest draft verified per request and step, for every policy; vLLM takes at most 128."""
 

@@ -56,6 +56,30 @@ class DraftBatch:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftOrder:
+    """What the scheduler wants of the model drafter after a step."""
+
+    depth: int
+    """Most draft tokens per request; 0: the drafter rests."""
+    sharpness: float
+    calibration: Float32Array  # [num_cells] acceptance estimate of each cell
+    floor: float
+
+
+@dataclass(frozen=True, slots=True)
+class ModelDrafts:
+    """What the model drafter made of an order, and what it cost."""
+
+    responses: Int64Array  # [num_requests]
+    positions: Int64Array  # [num_requests] position of the first draft token
+    batch: DraftBatch
+    forward_s: float
+    """Mean time of one forward pass over the batch, seconds."""
+    total_s: float
+    """Time from the order to the drafts, seconds; part of the engine step's wall time."""
+
+
+@dataclass(frozen=True, slots=True)
 class StepObservation:
     """One measured engine step: what was verified, what came of it and how long it took."""
 

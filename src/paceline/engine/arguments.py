@@ -1,0 +1,76 @@
+"""Engine arguments: how Paceline's settings reach vLLM, and how the engine's processes read them back.
+
+`engine_arguments()` is what a vLLM user passes: `LLM(model, **engine_arguments())`. The settings travel in
+`additional_config["paceline"]`, a plain dict that vLLM carries to every process of the engine.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import ValidationError
+
+from paceline.config import EngineSettings, describe
+from paceline.errors import ConfigError
+
+SCHEDULER = "paceline.engine.scheduler.PacelineScheduler"
+WORKER = "paceline.engine.worker.PacelineWorker"
+PROPOSER = "paceline.engine.proposer.Proposer"
+
+
+def engine_arguments(settings: EngineSettings | None = None, **fields: Any) -> dict[str, Any]:
+    """Keyword arguments for `vllm.LLM`, `EngineArgs` or `AsyncEngineArgs` that switch Paceline on.
+
+    Args:
+        settings: the settings; or give single fields of EngineSettings as keywords.
+
+    Raises ConfigError for an unknown field or a value out of range.
+    """
+    if settings is None:
+        settings = parse_settings(fields)
+    elif fields:
+        raise ConfigError(f"give either settings or single fields, not both: {', '.join(fields)}")
+    from paceline.engine.compat import is_cpu
+
+    invariant = settings.batch_invariant if settings.batch_invariant is not None else is_cpu()
+    if invariant and not is_cpu():
+        raise ConfigError(
+            "batch_invariant=True is the CPU backend's mode; on a GPU leave it unset and start vLLM with "
+            "VLLM_BATCH_INVARIANT=1"
+        )
+    arguments: dict[str, Any] = {
+        "scheduler_cls": SCHEDULER,
+        "worker_cls": WORKER,
+        "speculative_config": {
+            "method": "custom_class",
+            "model": PROPOSER,
+            "num_speculative_tokens": settings.max_draft_tokens,
+        },
+        "additional_config": {
+            "paceline": settings.model_dump(),
+            "paceline_invariant": invariant,
+        },
+        "async_scheduling": False,
+    }
+    if is_cpu():
+        arguments["enforce_eager"] = True
+    return arguments
+
+
+def parse_settings(fields: dict[str, Any]) -> EngineSettings:
+    """Build EngineSettings, or raise ConfigError that names the field, the value and the limit."""
+    try:
+        return EngineSettings.model_validate(fields)
+    except ValidationError as error:
+        raise ConfigError(f"Paceline engine settings: {describe(error)}") from error
+
+
+def read_settings(vllm_config: Any) -> EngineSettings:
+    """The settings that an engine process was started with. Raises ConfigError when there are none."""
+    extra = vllm_config.additional_config
+    if not isinstance(extra, dict) or "paceline" not in extra:
+        raise ConfigError(
+            "Paceline's scheduler or worker was named without its settings: start the engine with "
+            "LLM(model, **paceline.engine_arguments()) or with PACELINE=1 in the environment"
+        )
+    return parse_settings(extra["paceline"])

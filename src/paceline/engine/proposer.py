@@ -1,0 +1,114 @@
+"""The proposer that vLLM's `custom_class` method loads: it runs the model drafter, or does nothing.
+
+Model-free drafts are made in the scheduler, just before a step is scheduled (fast_loop.py). Drafts of a small model
+need the device and are made here, right after sampling; they reach the scheduler by the same door as vLLM's own.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from paceline.config import EngineSettings
+from paceline.engine.arguments import read_settings
+from paceline.engine.compat import DraftTokenIds
+from paceline.errors import CheckpointError
+from paceline.planning.sharpness import SHARPNESS_GRID
+from paceline.types import DraftOrder, DraftQuery, ModelDrafts
+
+GRID = np.asarray(SHARPNESS_GRID, dtype=np.float32)
+
+
+@dataclass
+class FreshDrafts(DraftTokenIds):  # type: ignore[misc]
+    """vLLM's message from worker to scheduler, with the model drafts as arrays beside it."""
+
+    drafts: ModelDrafts | None = field(default=None)
+
+
+class Proposer:
+    """One per worker. `order` is set by the runner before each step: what the scheduler wants drafted after it."""
+
+    def __init__(self, vllm_config: Any) -> None:
+        self.settings: EngineSettings = read_settings(vllm_config)
+        self.order: DraftOrder | None = None
+        self._config = vllm_config
+        self._runner: Any = None
+        self._model: Any = None
+        self._fresh: FreshDrafts | None = None
+
+    def attach(self, runner: Any) -> None:
+        """Remember the model runner, whose batch says which requests to draft for."""
+        self._runner = runner
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        """Load the model drafter, if one is set. Raises CheckpointError when it does not fit the target."""
+        folder = self.settings.model_drafter
+        if folder is None:
+            return
+        from paceline.drafting.model import ModelDrafter
+
+        model_config = self._config.model_config
+        self._model = ModelDrafter(
+            folder,
+            max_model_len=model_config.max_model_len,
+            max_requests=self._config.scheduler_config.max_num_seqs,
+            dtype=self.settings.model_drafter_dtype,
+            device=str(self._config.device_config.device),
+        )
+        if self._model.vocab_size != (target := model_config.get_vocab_size()):
+            raise CheckpointError(
+                f"the drafter {folder} has {self._model.vocab_size} tokens, the target has {target}: "
+                "use a drafter with the target's tokenizer"
+            )
+
+    def propose(self, sampled_token_ids: list[list[int]], *args: Any, **kwargs: Any) -> list[list[int]]:
+        """Called by the runner after sampling. Model drafts are kept for `take`.
+
+        sampled_token_ids: [num_requests][0..] tokens of this step; empty for a prompt that is not finished.
+        """
+        if self._model is not None and self.order is not None and self.order.depth > 0:
+            self._draft([row for row, tokens in enumerate(sampled_token_ids) if tokens], self.order)
+        return [[] for _ in sampled_token_ids]
+
+    def _draft(self, rows: list[int], order: DraftOrder) -> None:
+        if not rows:
+            return
+        started_s = time.perf_counter()
+        batch = self._runner.input_batch
+        states = [self._runner.requests[batch.req_ids[row]] for row in rows]
+        lengths = batch.num_tokens_no_spec[rows].astype(np.int64)
+        count = len(rows)
+        extras = [state.sampling_params.extra_args for state in states]
+        query = DraftQuery(
+            groups=np.zeros(count, dtype=np.int64),
+            responses=np.fromiter((extra["paceline_response"] for extra in extras), np.int64, count),
+            keys=np.fromiter((extra["paceline_key"] for extra in extras), np.uint64, count),
+            positions=lengths,
+            temperatures=np.fromiter((s.sampling_params.temperature for s in states), np.float32, count),
+            max_tokens=np.fromiter((self._room(s, order) for s in states), np.int32, count),
+        )
+        contexts = [batch.token_ids_cpu[row, :length] for row, length in zip(rows, lengths, strict=True)]
+        drafts, forward_s = self._model.draft(
+            contexts,
+            query,
+            order.depth,
+            sharpness=order.sharpness,
+            sharpness_grid=GRID,
+            calibration=order.calibration,
+            floor=order.floor,
+        )
+        made = ModelDrafts(query.responses, lengths, drafts, forward_s, time.perf_counter() - started_s)
+        self._fresh = FreshDrafts([batch.req_ids[row] for row in rows], [[] for _ in rows], made)
+
+    def _room(self, state: Any, order: DraftOrder) -> int:
+        left = state.sampling_params.max_tokens - len(state.output_token_ids) - 1
+        return max(min(order.depth, left), 0)
+
+    def take(self) -> FreshDrafts | None:
+        """The fresh model drafts for the scheduler, once; None when there are none."""
+        fresh, self._fresh = self._fresh, None
+        return fresh

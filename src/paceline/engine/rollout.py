@@ -1,0 +1,335 @@
+"""RolloutEngine: token ids in, token ids out, on one vLLM engine in this process.
+
+Owns the engine's life, the policy version and the translation between Paceline's requests and vLLM's. Callers: the
+command line, the trainers' seams and the benchmarks. One thread at a time; not safe for more.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from paceline.config import EngineSettings
+from paceline.errors import CheckpointError, EngineError, RequestError, UnsupportedError
+from paceline.types import Response, RolloutRequest, StepObservation
+
+if TYPE_CHECKING:
+    import torch
+    from vllm import SamplingParams
+
+FINISH_REASONS = {"stop", "length", "abort"}
+DEFAULT_KV_BYTES = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class TokenEvent:
+    """Newly accepted tokens of one response, in order; `response` is set once it has finished."""
+
+    index: int
+    """Position of the request in the list that was given to `stream`."""
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    response: Response | None
+
+
+@dataclass(slots=True)
+class _Pending:
+    index: int
+    request: RolloutRequest
+    internal_id: str
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+
+
+def prepare_environment(threads: int | None = None) -> None:
+    """Set what vLLM's CPU backend needs in this process's environment, where the user has not. Run before importing it.
+
+    Without `nobind` the engine pins its threads to the first cores, where a second process collapses it by 10 to 100
+    times; without OMP_NUM_THREADS vLLM serves with one thread however many cores there are.
+    """
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads or os.cpu_count() or 1))
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+
+
+def check_checkpoint(path: str | Path) -> Path:
+    """Return a model folder, or raise CheckpointError that says which file is missing."""
+    folder = Path(path)
+    if not folder.is_dir():
+        raise CheckpointError(f"model folder {folder} does not exist: give a local folder in Hugging Face format")
+    if not (folder / "config.json").is_file():
+        raise CheckpointError(f"model folder {folder} has no config.json: it is not in Hugging Face format")
+    if not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
+        raise CheckpointError(f"model folder {folder} has no weights (*.safetensors or *.bin)")
+    return folder
+
+
+class RolloutEngine:
+    """A vLLM engine that generates responses with the shared dice.
+
+    Args:
+        model: folder of the target in Hugging Face format.
+        settings: Paceline's settings; None runs plain vLLM, without Paceline's scheduler, worker or dice.
+        max_model_len: longest prompt plus response, tokens.
+        max_num_seqs: most responses that decode at once.
+        kv_cache_bytes: memory of the KV cache (CPU backend).
+        logprobs: "processed" (after temperature and filters, what an RL trainer needs) or "raw".
+        vllm_arguments: any other argument of vLLM's EngineArgs.
+
+    Raises CheckpointError or ConfigError before the engine starts.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        settings: EngineSettings | None = None,
+        *,
+        dtype: str = "auto",
+        max_model_len: int = 2048,
+        max_num_seqs: int = 128,
+        kv_cache_bytes: int = DEFAULT_KV_BYTES,
+        logprobs: str = "processed",
+        **vllm_arguments: Any,
+    ) -> None:
+        folder = check_checkpoint(model)
+        prepare_environment()
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.v1.engine.llm_engine import LLMEngine
+
+        from paceline.engine.arguments import engine_arguments
+        from paceline.engine.compat import allow_exact_options, is_cpu
+
+        allow_exact_options()
+        arguments: dict[str, Any] = {
+            "model": str(folder),
+            "dtype": dtype,
+            "max_model_len": max_model_len,
+            "max_num_seqs": max_num_seqs,
+            "logprobs_mode": f"{logprobs}_logprobs",
+            "enable_prefix_caching": True,
+            "disable_log_stats": True,
+            "seed": 0,
+        }
+        if is_cpu():
+            arguments |= {
+                "kv_cache_memory_bytes": kv_cache_bytes,
+                "distributed_executor_backend": "uni",
+                "enforce_eager": True,
+            }
+        if settings is not None:
+            arguments |= engine_arguments(settings)
+        arguments |= vllm_arguments
+        self.settings = settings
+        self.max_model_len = max_model_len
+        self.policy_version = 0
+        self._engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
+        self._tickets = itertools.count()
+        self._pending: dict[str, _Pending] = {}
+
+    # -- generation
+
+    def generate(self, requests: Sequence[RolloutRequest], params: SamplingParams) -> list[Response]:
+        """Generate all requests and return their responses in the same order.
+
+        Args:
+            requests: what to generate; checked before the first token is.
+            params: vLLM's sampling options for all of them. `n` must be 1 (give a request per sample); `max_tokens`
+                and `seed` come from the requests.
+
+        Raises RequestError or UnsupportedError before any work, EngineError when the engine fails.
+        """
+        responses: list[Response | None] = [None] * len(requests)
+        for event in self.stream(requests, params):
+            if event.response is not None:
+                responses[event.index] = event.response
+        return [self._present(response) for response in responses]
+
+    @staticmethod
+    def _present(response: Response | None) -> Response:
+        if response is None:
+            raise EngineError("the engine ended without finishing every response; generate the missing ones again")
+        return response
+
+    def stream(self, requests: Sequence[RolloutRequest], params: SamplingParams) -> Iterator[TokenEvent]:
+        """Generate all requests, yielding newly accepted tokens as each engine step ends.
+
+        Leaving the iterator early aborts what is still running; `partial()` then tells what was generated.
+        """
+        self._check(requests, params)
+        started: list[str] = []
+        try:
+            for index, request in enumerate(requests):
+                started.append(self._submit(index, request, params))
+            remaining = len(requests)
+            while remaining:
+                for output in self._engine.step():
+                    event = self._take(output)
+                    remaining -= event.response is not None
+                    yield event
+        finally:
+            left = [name for name in started if name in self._pending]
+            if left:
+                self._engine.abort_request(left)
+                for name in left:
+                    del self._pending[name]
+
+    def abort(self, indices: Iterable[int]) -> None:
+        """Stop the running requests at these positions of the list given to `stream`; what they have is dropped."""
+        wanted = set(indices)
+        names = [name for name, pending in self._pending.items() if pending.index in wanted]
+        self._engine.abort_request(names)
+        for name in names:
+            del self._pending[name]
+
+    def partial(self) -> dict[int, tuple[tuple[int, ...], tuple[float, ...]]]:
+        """Tokens and log-probabilities so far of every running request, by its position in the list."""
+        return {p.index: (tuple(p.tokens), tuple(p.logprobs)) for p in self._pending.values()}
+
+    def _check(self, requests: Sequence[RolloutRequest], params: SamplingParams) -> None:
+        if self._pending:
+            raise RequestError(f"{len(self._pending)} responses are still running: finish or abort them first")
+        if params.n != 1:
+            raise UnsupportedError(f"n={params.n}: give one RolloutRequest per sample, n must be 1")
+        if params.prompt_logprobs is not None:
+            raise UnsupportedError("prompt_logprobs: score prompts with the trainer's model instead")
+        for index, request in enumerate(requests):
+            length = len(request.prompt) + len(request.generated)
+            if not request.prompt:
+                raise RequestError(f"request {index}: the prompt is empty; begin it with a BOS token")
+            if length >= self.max_model_len:
+                raise RequestError(
+                    f"request {index}: {length} tokens leave no room to generate in max_model_len="
+                    f"{self.max_model_len}; shorten the prompt or raise max_model_len"
+                )
+            if request.max_tokens <= len(request.generated):
+                raise RequestError(
+                    f"request {index}: max_tokens={request.max_tokens} is already reached by "
+                    f"{len(request.generated)} generated tokens"
+                )
+
+    def _submit(self, index: int, request: RolloutRequest, params: SamplingParams) -> str:
+        from vllm.sampling_params import RequestOutputKind
+
+        own = params.clone()
+        carried = len(request.generated)
+        own.max_tokens = request.max_tokens - carried
+        own.min_tokens = min(max(own.min_tokens - carried, 0), own.max_tokens)
+        own.logprobs = own.logprobs or 0
+        own.output_kind = RequestOutputKind.DELTA
+        own.detokenize = bool(own.stop)
+        if self.settings is not None:
+            own.extra_args = {**(own.extra_args or {}), **self._keys(request)}
+        name = str(next(self._tickets))
+        internal = self._engine.add_request(
+            name, {"prompt_token_ids": [*request.prompt, *request.generated]}, own
+        )
+        self._pending[name] = _Pending(index, request, internal)
+        return name
+
+    def _keys(self, request: RolloutRequest) -> dict[str, int]:
+        assert self.settings is not None
+        from paceline.dice import derive_key
+        from paceline.engine.keys import prompt_group
+
+        key = request.key
+        if key is None:
+            key = derive_key(self.settings.run_seed, request.prompt, request.sample)
+        group = request.group if request.group is not None else prompt_group(request.prompt)
+        return {"paceline_key": key, "paceline_group": group, "paceline_generated": len(request.generated)}
+
+    def _take(self, output: Any) -> TokenEvent:
+        pending = self._pending[output.request_id]
+        completion = output.outputs[0]
+        tokens = tuple(completion.token_ids)
+        logprobs = tuple(
+            entry[token].logprob for token, entry in zip(tokens, completion.logprobs or (), strict=False)
+        )
+        pending.tokens += tokens
+        pending.logprobs += logprobs
+        response = None
+        if output.finished:
+            del self._pending[output.request_id]
+            response = self._finish(pending, completion.finish_reason)
+        return TokenEvent(pending.index, tokens, logprobs, response)
+
+    def _finish(self, pending: _Pending, reason: str) -> Response:
+        if reason not in FINISH_REASONS:
+            raise EngineError(f"response {pending.index} ended with {reason!r}: the engine reported an internal error")
+        request = pending.request
+        live = self.scheduler.finished.pop(pending.internal_id, None) if self.settings is not None else None
+        return Response(
+            request=request,
+            tokens=(*request.generated, *pending.tokens),
+            logprobs=tuple(pending.logprobs),
+            finish_reason=reason,
+            key=live.key if live else 0,
+            group=live.group if live else request.group or 0,
+            policy_version=self.policy_version,
+            num_draft_tokens=live.num_draft_tokens if live else 0,
+            num_accepted_tokens=live.num_accepted_tokens if live else 0,
+            num_steps=live.num_steps if live else len(pending.tokens),
+        )
+
+    # -- weights and memory
+
+    def push_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> int:
+        """Load new weights of the policy into the running engine and forget what the old ones left behind.
+
+        Args:
+            weights: (name, tensor) in the checkpoint's names, every parameter of the model.
+
+        Returns the new policy version. Raises EngineError while responses are running: their key-value cache belongs
+        to the old weights.
+        """
+        if self._pending:
+            raise EngineError(f"{len(self._pending)} responses are running: finish or abort them before new weights")
+        self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
+        self.reset_prefix_cache()
+        self.policy_version += 1
+        return self.policy_version
+
+    def reset_prefix_cache(self) -> None:
+        """Forget cached key-value blocks and the suffix trees of all groups."""
+        self._engine.reset_prefix_cache()
+
+    # -- inside
+
+    @property
+    def scheduler(self) -> Any:
+        """Paceline's scheduler (with `settings`), or vLLM's."""
+        return self._engine.engine_core.engine_core.scheduler
+
+    @property
+    def vllm_engine(self) -> Any:
+        """The vLLM engine, for what this class does not cover."""
+        return self._engine
+
+    def take_observations(self) -> list[StepObservation]:
+        """Engine steps measured since the last call (at most the latest 16384)."""
+        if self.settings is None:
+            return []
+        kept = list(self.scheduler.observations)
+        self.scheduler.observations.clear()
+        return kept
+
+    def num_running(self) -> int:
+        """Responses that have not finished."""
+        return len(self._pending)
+
+    def close(self) -> None:
+        """Shut the engine down and free its memory."""
+        self._engine.engine_core.shutdown()
+
+    def __enter__(self) -> RolloutEngine:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+

@@ -1,0 +1,347 @@
+"""The exact keyed sampler: every row of logits is turned into the token that the shared dice decide.
+
+Owns the step from target logits to output tokens inside the worker. Invariant: the token of a row depends on that row's
+logits, the request's sampling options, its key and the token's position alone; drafts decide only how many rows there
+are. A draft token is accepted if and only if it equals the row's token (SpecActor's exact matching); no rejection
+sampling, hence no correction term and no random state.
+
+Sampling options are applied row by row with vLLM's own operations, on an expanded view in which each row is a request
+of its own whose output ends with the draft tokens before it. Differs from vLLM: min-p and logit bias also work under
+speculation, because nothing here needs a distribution of the drafter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from paceline import dice
+from paceline.engine import dice_torch
+from paceline.engine.compat import (
+    LogitBiasLogitsProcessor,
+    LogprobsTensors,
+    MinPLogitsProcessor,
+    MinTokensLogitsProcessor,
+    SamplerOutput,
+    SamplingMetadata,
+    apply_all_penalties,
+    apply_bad_words,
+    apply_top_k_top_p_pytorch,
+)
+from paceline.types import Int32Array, Int64Array, UInt64Array
+
+GREEDY_EPS = 1e-5
+"""Temperatures below this sample greedily, as in vLLM."""
+
+PLACEHOLDER = -1
+"""Fills the output table where a request has no token (vLLM's own convention)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The rows of one step's logits: request-major, each request's draft rows first, its bonus row last."""
+
+    requests: Int64Array  # [num_rows] index of the request in the batch
+    offsets: Int64Array  # [num_rows] draft tokens before this row
+    positions: Int64Array  # [num_rows] absolute position of the token that the row decides
+    num_drafts: Int64Array  # [num_requests]
+
+    @staticmethod
+    def of(num_drafts: Int64Array, next_positions: Int64Array) -> Rows:
+        """Lay out the rows of requests with `num_drafts` draft tokens whose next token lands at `next_positions`."""
+        width = num_drafts + 1
+        requests = np.repeat(np.arange(len(width)), width)
+        first = np.cumsum(width) - width
+        offsets = np.arange(len(requests)) - first[requests]
+        return Rows(requests, offsets, next_positions[requests] + offsets, num_drafts)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What the dice decided in one step."""
+
+    table: Int32Array  # [num_requests, 1 + max_num_drafts] output tokens, PLACEHOLDER beyond the first rejection
+    accepted: Int64Array  # [num_requests] accepted draft tokens
+
+
+def verify(tokens: Int64Array, drafts: Int64Array, num_drafts: Int64Array) -> Verdict:
+    """Accept each request's draft tokens up to the first that differs from the row's token.
+
+    Args:
+        tokens: what the dice decided. [num_rows] int64, request-major
+        drafts: what was drafted. [num_draft_tokens] int64, request-major
+        num_drafts: draft tokens of each request. [num_requests] int64
+    """
+    longest = int(num_drafts.max(initial=0))
+    column = np.arange(longest + 1)
+    filled = column <= num_drafts[:, None]
+    table = np.full(filled.shape, PLACEHOLDER, dtype=np.int32)
+    table[filled] = tokens
+    if longest == 0:
+        return Verdict(table, np.zeros(len(num_drafts), dtype=np.int64))
+    drafted = np.full((len(num_drafts), longest), PLACEHOLDER - 1, dtype=np.int64)
+    drafted[filled[:, 1:]] = drafts
+    accepted = np.cumprod(drafted == table[:, :-1], axis=1).sum(axis=1)
+    table[column > accepted[:, None]] = PLACEHOLDER
+    return Verdict(table, accepted)
+
+
+def throw(
+    logits: torch.Tensor, keys: UInt64Array, positions: Int64Array, temperatures: NDArray[np.float32]
+) -> Int64Array:
+    """Decide each row with the shared dice: on the CPU by the native sampler, elsewhere by its torch form.
+
+    Args:
+        logits: [num_rows, vocab_size] float32
+        keys: [num_rows] uint64
+        positions: absolute position of each row's token. [num_rows] int64
+        temperatures: [num_rows] float32, 0 = greedy
+    """
+    if logits.device.type == "cpu":
+        return dice.sample(logits.contiguous().numpy(), keys, positions, temperatures)
+    device = logits.device
+    tokens = dice_torch.sample(
+        logits,
+        torch.from_numpy(keys.view(np.int64)).to(device),
+        torch.from_numpy(positions).to(device),
+        torch.from_numpy(temperatures).to(device),
+    )
+    result: Int64Array = tokens.cpu().numpy()
+    return result
+
+
+class KeyedSampler:
+    """Turns logits into tokens for one model runner; holds no state between steps."""
+
+    def __init__(self, logprobs_mode: str) -> None:
+        self.processed = logprobs_mode.startswith("processed")
+        self.as_logits = logprobs_mode.endswith("logits")
+
+    def sample(
+        self,
+        logits: torch.Tensor,
+        rows: Rows,
+        drafts: Int64Array,
+        keys: UInt64Array,
+        metadata: SamplingMetadata,
+        outputs: Sequence[Sequence[int]],
+    ) -> tuple[SamplerOutput, Verdict]:
+        """Decide all rows of a step.
+
+        Args:
+            logits: the target's logits. [num_rows, vocab_size], changed in place
+            rows: their layout
+            drafts: draft tokens. [num_draft_tokens] int64
+            keys: dice key of each request. [num_requests] uint64
+            metadata: vLLM's sampling options of the batch
+            outputs: tokens that each request has generated so far, read only when an option needs them
+        """
+        raw = logits.to(torch.float32)
+        wants_logprobs = metadata.max_num_logprobs is not None or bool(metadata.logprob_token_ids)
+        keep_raw = wants_logprobs and not self.processed
+        work = raw.clone() if keep_raw and _changes_logits(metadata) else raw
+        work = apply_options(work, rows, drafts, metadata, outputs)
+        temperatures = _temperatures(metadata, len(rows.num_drafts))[rows.requests]
+        filtered = _has_filters(metadata)
+        if filtered or (wants_logprobs and self.processed):
+            work = scale(work, temperatures)
+            work = apply_filters(work, rows, metadata)
+            effective = np.where(temperatures < GREEDY_EPS, 0.0, 1.0).astype(np.float32)
+        else:
+            effective = np.where(temperatures < GREEDY_EPS, np.float32(0.0), temperatures)
+        tokens = throw(work, keys[rows.requests], rows.positions, effective)
+        verdict = verify(tokens, drafts, rows.num_drafts)
+        logprobs = None
+        if wants_logprobs:
+            logprobs = self._gather(work if self.processed else raw, rows, verdict, metadata)
+        return SamplerOutput(torch.from_numpy(verdict.table), logprobs), verdict
+
+    def _gather(
+        self, logits: torch.Tensor, rows: Rows, verdict: Verdict, metadata: SamplingMetadata
+    ) -> LogprobsTensors:
+        """Log-probabilities of the output table's tokens: [num_requests * (1 + max_num_drafts), 1 + num_logprobs]."""
+        width = verdict.table.shape[1]
+        first = np.cumsum(rows.num_drafts + 1) - (rows.num_drafts + 1)
+        index = np.minimum(first[:, None] + np.arange(width), len(rows.requests) - 1).ravel()
+        chosen = torch.from_numpy(np.maximum(verdict.table, 0).ravel().astype(np.int64)).to(logits.device)
+        values = logits[torch.from_numpy(index).to(logits.device)]
+        if not self.as_logits:
+            values = values.log_softmax(dim=-1, dtype=torch.float32)
+        if metadata.logprob_token_ids:
+            return _gather_named(values, chosen, width, metadata.logprob_token_ids)
+        count = metadata.max_num_logprobs
+        if count == -1:
+            raise AssertionError("full-vocabulary logprobs are refused when the request is added")
+        own = values.gather(-1, chosen[:, None])
+        ranks = (values >= own).sum(-1)
+        if not count:
+            return LogprobsTensors(chosen[:, None].to(torch.int32), own, ranks)
+        top, top_ids = values.topk(count, dim=-1)
+        ids = torch.cat([chosen[:, None], top_ids], dim=1).to(torch.int32)
+        return LogprobsTensors(ids, torch.cat([own, top], dim=1), ranks)
+
+
+def _gather_named(
+    values: torch.Tensor, chosen: torch.Tensor, width: int, wanted: dict[int, list[int]]
+) -> LogprobsTensors:
+    """Log-probabilities of the token ids that single requests asked for, the sampled token first."""
+    longest = max(len(ids) for ids in wanted.values())
+    ids = torch.zeros(len(chosen), longest + 1, dtype=torch.int64)
+    valid = torch.zeros_like(ids, dtype=torch.bool)
+    ids[:, 0], valid[:, 0] = chosen.cpu(), True
+    for request, tokens in wanted.items():
+        block = slice(request * width, (request + 1) * width)
+        ids[block, 1 : len(tokens) + 1] = torch.as_tensor(tokens)
+        valid[block, 1 : len(tokens) + 1] = True
+    ids, valid = ids.to(values.device), valid.to(values.device)
+    gathered = values.gather(-1, ids).masked_fill(~valid, float("-inf"))
+    ranks = (values >= values.gather(-1, chosen[:, None])).sum(-1)
+    return LogprobsTensors(ids.to(torch.int32), gathered, ranks)
+
+
+def _temperatures(metadata: SamplingMetadata, num_requests: int) -> NDArray[np.float32]:
+    if metadata.temperature is None:
+        return np.zeros(num_requests, dtype=np.float32)
+    result: NDArray[np.float32] = metadata.temperature[:num_requests].cpu().numpy()
+    return result
+
+
+def scale(logits: torch.Tensor, temperatures: NDArray[np.float32]) -> torch.Tensor:
+    """Divide each row by its temperature (greedy rows by 1), in float32 as vLLM does, in place."""
+    if np.all((temperatures == 1.0) | (temperatures < GREEDY_EPS)):
+        return logits
+    divisor = np.where(temperatures < GREEDY_EPS, np.float32(1.0), temperatures)
+    return logits.div_(torch.from_numpy(divisor).to(logits.device)[:, None])
+
+
+def _min_p(metadata: SamplingMetadata) -> torch.Tensor | None:
+    for processor in metadata.logitsprocs.argmax_invariant:
+        if isinstance(processor, MinPLogitsProcessor) and processor.min_p_count:
+            return processor.min_p
+    return None
+
+
+def _has_filters(metadata: SamplingMetadata) -> bool:
+    if metadata.all_greedy:
+        return False
+    return metadata.top_k is not None or metadata.top_p is not None or _min_p(metadata) is not None
+
+
+def apply_filters(logits: torch.Tensor, rows: Rows, metadata: SamplingMetadata) -> torch.Tensor:
+    """Mask what min-p, top-k and top-p exclude, in vLLM's order, on temperature-scaled logits."""
+    if not _has_filters(metadata):
+        return logits
+    index = torch.from_numpy(rows.requests).to(logits.device)
+    if (min_p := _min_p(metadata)) is not None:
+        probabilities = logits.softmax(dim=-1)
+        bound = probabilities.amax(dim=-1, keepdim=True) * min_p[index]
+        logits = logits.masked_fill_(probabilities < bound, float("-inf"))
+    top_k = None if metadata.top_k is None else metadata.top_k[index]
+    top_p = None if metadata.top_p is None else metadata.top_p[index]
+    return apply_top_k_top_p_pytorch(logits, top_k, top_p, allow_cpu_sync=logits.device.type == "cpu")
+
+
+def _changes_logits(metadata: SamplingMetadata) -> bool:
+    """Whether any option rewrites logits in place before or after temperature."""
+    return (
+        _has_filters(metadata)
+        or not metadata.no_penalties
+        or bool(metadata.bad_words_token_ids)
+        or metadata.allowed_token_ids_mask is not None
+        or any(_is_active(p) for p in metadata.logitsprocs.non_argmax_invariant)
+    )
+
+
+def _is_active(processor: Any) -> bool:
+    if isinstance(processor, MinTokensLogitsProcessor):
+        return bool(processor.min_toks)
+    return isinstance(processor, LogitBiasLogitsProcessor) and bool(processor.biases)
+
+
+def apply_options(
+    logits: torch.Tensor,
+    rows: Rows,
+    drafts: Int64Array,
+    metadata: SamplingMetadata,
+    outputs: Sequence[Sequence[int]],
+) -> torch.Tensor:
+    """Apply allowed ids, bad words, min tokens, logit bias and penalties, in the order of vLLM's own sampler."""
+    if metadata.allowed_token_ids_mask is not None:
+        mask = metadata.allowed_token_ids_mask[torch.from_numpy(rows.requests).to(logits.device)]
+        logits = logits.masked_fill_(mask, float("-inf"))
+    history: list[list[int]] = []
+    if metadata.bad_words_token_ids or not metadata.no_penalties:
+        history = expand_history(rows, drafts, outputs)
+    if metadata.bad_words_token_ids:
+        by_row = {
+            row: metadata.bad_words_token_ids[request]
+            for row, request in enumerate(rows.requests.tolist())
+            if request in metadata.bad_words_token_ids
+        }
+        apply_bad_words(logits, by_row, history)
+    for processor in metadata.logitsprocs.non_argmax_invariant:
+        if isinstance(processor, MinTokensLogitsProcessor):
+            logits = _apply_min_tokens(logits, rows, processor)
+        elif isinstance(processor, LogitBiasLogitsProcessor):
+            logits = _apply_logit_bias(logits, rows, processor)
+    if not metadata.no_penalties:
+        index = torch.from_numpy(rows.requests).to(logits.device)
+        assert metadata.prompt_token_ids is not None
+        logits = apply_all_penalties(
+            logits,
+            metadata.prompt_token_ids[index],
+            metadata.presence_penalties[index],
+            metadata.frequency_penalties[index],
+            metadata.repetition_penalties[index],
+            history,
+        )
+    return logits
+
+
+def expand_history(rows: Rows, drafts: Int64Array, outputs: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Output tokens as each row sees them: what the request generated, then the draft tokens before the row."""
+    ends = np.cumsum(rows.num_drafts)
+    starts = ends - rows.num_drafts
+    flat = drafts.tolist()
+    return [
+        [*outputs[request], *flat[starts[request] : starts[request] + offset]]
+        for request, offset in zip(rows.requests.tolist(), rows.offsets.tolist(), strict=True)
+    ]
+
+
+def _apply_min_tokens(
+    logits: torch.Tensor, rows: Rows, processor: MinTokensLogitsProcessor
+) -> torch.Tensor:
+    first = np.cumsum(rows.num_drafts + 1) - (rows.num_drafts + 1)
+    where: list[tuple[int, int]] = []
+    restore: list[tuple[int, int]] = []
+    for request, (minimum, generated, stops, structured) in processor.min_toks.items():
+        short = min(minimum - len(generated), int(rows.num_drafts[request]) + 1)
+        cells = [(int(first[request]) + j, stop) for j in range(max(short, 0)) for stop in stops]
+        where += cells
+        restore += cells if structured else []
+    if not where:
+        return logits
+    to_index = processor._device_tensor
+    pair = tuple(to_index(list(axis), torch.int64) for axis in zip(*where, strict=True))
+    if restore:
+        back = tuple(to_index(list(axis), torch.int64) for axis in zip(*restore, strict=True))
+        processor._mask_stop_token_logits(logits, pair, back)
+        return logits
+    return logits.index_put_(pair, processor.neg_inf_tensor)
+
+
+def _apply_logit_bias(
+    logits: torch.Tensor, rows: Rows, processor: LogitBiasLogitsProcessor
+) -> torch.Tensor:
+    for request, bias in processor.biases.items():
+        of_request = torch.from_numpy(np.flatnonzero(rows.requests == request)).to(logits.device)
+        ids = torch.tensor(list(bias), device=logits.device)
+        values = torch.tensor(list(bias.values()), dtype=torch.float32, device=logits.device)
+        logits[of_request[:, None], ids[None, :]] += values
+    return logits

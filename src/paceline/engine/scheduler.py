@@ -1,0 +1,211 @@
+"""The scheduler: vLLM's own, with each running request's draft tokens filled in just before a step is scheduled.
+
+Given to vLLM as `scheduler_cls="paceline.engine.scheduler.PacelineScheduler"`. Lives in the engine process. It turns
+vLLM's requests into the fast loop's arrays and back; every decision is made in fast_loop.py and planning/.
+Invariant: which tokens a response consists of does not depend on anything here. Cost per step is O(batch).
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from paceline.engine.arguments import read_settings
+from paceline.engine.compat import (
+    DraftTokenIds,
+    EngineCoreOutputs,
+    ModelRunnerOutput,
+    Request,
+    Scheduler,
+    SchedulerOutput,
+)
+from paceline.engine.fast_loop import FastLoop, Proposal
+from paceline.engine.keys import KeyBook
+from paceline.types import DraftQuery, StepObservation
+
+MAX_KEPT_STEPS = 1 << 14
+"""Step observations kept for a reader in the same process (RolloutEngine); older ones are dropped."""
+
+
+@dataclass(slots=True)
+class LiveResponse:
+    """What the scheduler knows of a request beyond vLLM's own state."""
+
+    response: int
+    group: int
+    key: int
+    temperature: float
+    drafts_allowed: bool
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_steps: int = 0
+
+
+class PacelineScheduler(Scheduler):  # type: ignore[misc]
+    """vLLM's scheduler with drafts made, cut by the budget and scored around each step."""
+
+    def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(vllm_config, *args, **kwargs)
+        self.settings = read_settings(vllm_config)
+        self.loop = FastLoop(self.settings)
+        self.keys = KeyBook(self.settings.run_seed)
+        self.live: dict[str, LiveResponse] = {}
+        self.finished: dict[str, LiveResponse] = {}
+        self.observations: deque[StepObservation] = deque(maxlen=MAX_KEPT_STEPS)
+        # A constant table switches off vLLM's padding of new requests with drafts of -1.
+        self.dynamic_sd_lookup = [self.num_spec_tokens] * (self.scheduler_config.max_num_seqs + 1)
+        self._next_response = 0
+        self._proposal: Proposal | None = None
+        self._queried: list[str] = []
+        self._new_tokens: list[tuple[LiveResponse, list[int]]] = []
+        self._started_s = 0.0
+
+    # -- requests come and go
+
+    def add_request(self, request: Request) -> None:
+        if request.request_id not in self.live and request.sampling_params is not None:
+            self._open(request)
+        super().add_request(request)
+
+    def _open(self, request: Request) -> None:
+        params = request.sampling_params
+        tokens = request.prompt_token_ids
+        if tokens is None:
+            return
+        key, group, carried = self.keys.assign(params, tokens, self._next_response)
+        live = LiveResponse(
+            response=self._next_response,
+            group=group,
+            key=key,
+            temperature=float(params.temperature),
+            drafts_allowed=not request.use_structured_output,
+        )
+        self._next_response += 1
+        self.live[request.request_id] = live
+        prompt = tokens[: len(tokens) - carried]
+        self.loop.open(group, live.response, prompt, tokens[len(tokens) - carried :])
+
+    def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
+        live = self.live.pop(request.request_id, None)
+        if live is not None:
+            self.finished[request.request_id] = live
+            if len(self.finished) > MAX_KEPT_STEPS:
+                self.finished.pop(next(iter(self.finished)))
+            self.loop.close(live.group, live.response)
+        return super()._free_request(request, *args, **kwargs)
+
+    def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> Any:
+        """Weights have changed or are about to: what was learned about tokens of the old policy goes too."""
+        self.loop.forget_tokens()
+        return super().reset_prefix_cache(*args, **kwargs)
+
+    # -- a step
+
+    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        self._started_s = time.perf_counter()
+        ready = [request for request in self.running if self._can_draft(request)]
+        self._proposal = self._propose(ready) if ready else None
+        output = super().schedule(*args, **kwargs)
+        output.paceline_order = self.loop.order()
+        return output
+
+    def _can_draft(self, request: Request) -> bool:
+        live = self.live.get(request.request_id)
+        return (
+            live is not None
+            and live.drafts_allowed
+            and not request.is_prefill_chunk
+            and request.num_tokens - request.num_computed_tokens == 1
+            and not request.num_output_placeholders
+        )
+
+    def _propose(self, ready: list[Request]) -> Proposal:
+        count = len(ready)
+        lives = [self.live[request.request_id] for request in ready]
+        query = DraftQuery(
+            groups=np.fromiter((x.group for x in lives), np.int64, count),
+            responses=np.fromiter((x.response for x in lives), np.int64, count),
+            keys=np.fromiter((x.key for x in lives), np.uint64, count),
+            positions=np.fromiter((r.num_tokens for r in ready), np.int64, count),
+            temperatures=np.fromiter((x.temperature for x in lives), np.float32, count),
+            max_tokens=np.fromiter((self._room(r) for r in ready), np.int32, count),
+        )
+        proposal = self.loop.propose(query, len(self.running) - count + len(self.waiting))
+        tokens = proposal.batch.tokens
+        for row, (request, length) in enumerate(zip(ready, proposal.lengths.tolist(), strict=True)):
+            request.spec_token_ids = tokens[row, :length].tolist() if length else []
+        self._queried = [request.request_id for request in ready]
+        return proposal
+
+    def _room(self, request: Request) -> int:
+        """Longest draft whose tokens can all still become part of the response."""
+        room = min(
+            self.num_spec_tokens,
+            self.max_model_len - request.num_tokens - 1,
+            request.max_tokens - request.num_output_tokens - 1,
+        )
+        return max(room, 0)
+
+    def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
+        """Take the model drafter's fresh drafts; they are weighed against the others when the next step is made."""
+        self.loop.receive(draft_token_ids.drafts)
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
+        step_s = time.perf_counter() - self._started_s
+        self._observe(scheduler_output, model_runner_output, step_s)
+        result: dict[int, EngineCoreOutputs] = super().update_from_output(scheduler_output, model_runner_output)
+        if self._new_tokens:
+            self.loop.append((live.group, live.response, tokens) for live, tokens in self._new_tokens)
+            self._new_tokens.clear()
+        return result
+
+    def _update_request_with_output(
+        self, request: Request, new_token_ids: list[int], *args: Any, **kwargs: Any
+    ) -> tuple[list[int], bool]:
+        tokens, stopped = super()._update_request_with_output(request, new_token_ids, *args, **kwargs)
+        live = self.live.get(request.request_id)
+        if live is not None and tokens:
+            live.num_steps += 1
+            self._new_tokens.append((live, list(tokens)))
+        return tokens, stopped
+
+    def _observe(self, scheduled: SchedulerOutput, output: ModelRunnerOutput, step_s: float) -> None:
+        """Score the step's drafts against what the target decided, and the step against the clock."""
+        proposal, self._proposal = self._proposal, None
+        drafted = accepted = 0
+        if proposal is not None:
+            sampled, index = output.sampled_token_ids, output.req_id_to_index
+            rows = [sampled[index[name]] if name in index else [] for name in self._queried]
+            sent = scheduled.scheduled_spec_decode_tokens
+            verified = np.fromiter((len(sent.get(name, ())) for name in self._queried), np.int32, len(rows))
+            gained = np.fromiter((max(len(row) - 1, 0) for row in rows), np.int32, len(rows))
+            first = np.fromiter((row[0] if row else -1 for row in rows), np.int32, len(rows))
+            drafted, accepted = int(verified.sum()), int(gained.sum())
+            self._count(verified, gained)
+            self.loop.learn(proposal, verified, gained, first)
+        total = int(scheduled.total_num_scheduled_tokens)
+        if not total:
+            return
+        num_requests = len(self._queried) if proposal is not None else 0
+        observation = StepObservation(
+            num_requests=num_requests,
+            num_draft_tokens=drafted,
+            num_accepted_tokens=accepted,
+            num_prefill_tokens=total - num_requests - drafted,
+            step_s=step_s,
+        )
+        self.loop.observe(observation)
+        self.observations.append(observation)
+
+    def _count(self, verified: Iterable[int], gained: Iterable[int]) -> None:
+        for name, drafted, accepted in zip(self._queried, verified, gained, strict=True):
+            if drafted and (live := self.live.get(name)) is not None:
+                live.num_draft_tokens += int(drafted)
+                live.num_accepted_tokens += int(accepted)

@@ -1,0 +1,152 @@
+"""The worker: vLLM's own for this platform, with the shared dice for a sampler and weight updates that are right.
+
+Given to vLLM as `worker_cls="paceline.engine.worker.PacelineWorker"`. Lives in the process that holds the model. The
+model runner's class is exchanged for a subclass of itself after vLLM has chosen it, so that CPU and GPU runners, and
+runners of other plug-ins, keep everything else of theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import torch
+
+from paceline.engine import invariance
+from paceline.engine.arguments import read_settings
+from paceline.engine.compat import (
+    SamplerOutput,
+    SpecDecodeMetadata,
+    all_logits_processors,
+    platform_worker,
+    repack_tied_head,
+)
+from paceline.engine.keys import key_of
+from paceline.engine.proposer import Proposer
+from paceline.engine.sampler import KeyedSampler, Rows
+from paceline.types import Int64Array, UInt64Array
+
+
+class KeyedRunner:
+    """Mixin over vLLM's model runner: samples with the dice and hands model drafts to the scheduler."""
+
+    keyed_sampler: KeyedSampler
+    drafter: Proposer
+
+    def adopt(self: Any) -> None:
+        """Finish the change of class: build what vLLM left out because speculation is on."""
+        self.keyed_sampler = KeyedSampler(self.model_config.logprobs_mode)
+        self.input_batch.logitsprocs = all_logits_processors(self.vllm_config, self.device, self.pin_memory)
+        self.input_batch.sampling_metadata.logitsprocs = self.input_batch.logitsprocs
+        self.drafter.attach(self)
+
+    def load_model(self: Any, *args: Any, **kwargs: Any) -> None:
+        super().load_model(*args, **kwargs)  # type: ignore[misc]
+        self.seal_model()
+
+    def seal_model(self: Any) -> None:
+        """Put batch invariance and the live weight update onto the loaded model; run again after a reload."""
+        model = self.get_model()
+        if self.vllm_config.additional_config.get("paceline_invariant", False):
+            invariance.pad_single_rows(model)
+
+    def execute_model(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        self.drafter.order = getattr(scheduler_output, "paceline_order", None)
+        return super().execute_model(scheduler_output, *args, **kwargs)  # type: ignore[misc]
+
+    def _sample(
+        self: Any, logits: torch.Tensor | None, spec_decode_metadata: SpecDecodeMetadata | None
+    ) -> SamplerOutput:
+        batch = self.input_batch
+        metadata = batch.sampling_metadata
+        count = batch.num_reqs
+        rows = Rows.of(_num_drafts(spec_decode_metadata, count), batch.num_tokens_no_spec[:count].astype(np.int64))
+        drafts = np.empty(0, dtype=np.int64)
+        if spec_decode_metadata is not None:
+            drafts = spec_decode_metadata.draft_token_ids.cpu().numpy().astype(np.int64)
+        outputs: list[list[int]] = []
+        if metadata.bad_words_token_ids or not metadata.no_penalties:
+            outputs = [_output_tokens(self.requests[name]) for name in batch.req_ids]
+        result, _ = self.keyed_sampler.sample(logits, rows, drafts, self.batch_keys(), metadata, outputs)
+        return result
+
+    def batch_keys(self: Any) -> UInt64Array:
+        """Dice keys of the batch. [num_requests] uint64"""
+        names = self.input_batch.req_ids
+        requests = self.requests
+        return np.fromiter(
+            (key_of(requests[name].sampling_params) for name in names), dtype=np.uint64, count=len(names)
+        )
+
+    def take_draft_token_ids(self: Any) -> Any:
+        return self.drafter.take()
+
+
+def _num_drafts(metadata: SpecDecodeMetadata | None, num_requests: int) -> Int64Array:
+    if metadata is None:
+        return np.zeros(num_requests, dtype=np.int64)
+    return np.asarray(metadata.num_draft_tokens, dtype=np.int64)
+
+
+def _output_tokens(state: Any) -> list[int]:
+    """What a request has generated, with the tokens that a resumed request carried in its prompt."""
+    carried = int((state.sampling_params.extra_args or {}).get("paceline_generated", 0))
+    if not carried:
+        return state.output_token_ids  # type: ignore[no-any-return]
+    return [*state.prompt_token_ids[-carried:], *state.output_token_ids]
+
+
+class PacelineWorker(platform_worker()):  # type: ignore[misc]
+    """vLLM's worker of this platform with the keyed sampler and right weight updates."""
+
+    def init_device(self) -> None:
+        invariant = self.vllm_config.additional_config.get("paceline_invariant", False)
+        if invariant:
+            invariance.prepare_environment()
+            invariance.patch_attention()
+        super().init_device()
+        runner = self.model_runner
+        mixins: tuple[type, ...] = (KeyedRunner,)
+        if read_settings(self.vllm_config).num_paths > 1:
+            from paceline.engine.multipath import MultiPathRunner, patch_attention
+
+            patch_attention()
+            mixins = (MultiPathRunner, KeyedRunner)
+        runner.__class__ = type("PacelineRunner", (*mixins, runner.__class__), {})
+        runner.adopt()
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        super().load_model(*args, **kwargs)
+        model = self.model_runner.get_model()
+        model.load_weights = self._load_live
+
+    def _load_live(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        """Stand in for `model.load_weights` on a live model, which trainers call parameter by parameter.
+
+        vLLM's own fails on packed CPU weights. The tensors are copied and applied together before the next step, by
+        the same path as `reload_weights`.
+        """
+        pending: dict[str, torch.Tensor] = self.__dict__.setdefault("_pending_weights", {})
+        names = set()
+        for name, tensor in weights:
+            pending[name] = tensor.detach().clone()
+            names.add(name)
+        return names
+
+    def execute_model(self, *args: Any, **kwargs: Any) -> Any:
+        if pending := self.__dict__.get("_pending_weights"):
+            self._pending_weights: dict[str, torch.Tensor] = {}
+            self.reload_weights(weights_iterator=iter(pending.items()))
+        return super().execute_model(*args, **kwargs)
+
+    def reload_weights(self, *args: Any, **kwargs: Any) -> None:
+        """Renew the weights and everything derived from them: packed layers, a tied head, the invariance wrappers."""
+        model = self.model_runner.get_model()
+        model.__dict__.pop("load_weights", None)
+        try:
+            super().reload_weights(*args, **kwargs)
+        finally:
+            model.load_weights = self._load_live
+        repack_tied_head(model)
+        self.model_runner.seal_model()
