@@ -1,0 +1,495 @@
+"""The small-model drafter: a Hugging Face causal LM of the target's tokenizer drafts with the shared dice.
+
+Owns the draft model, its key/value rows (`model_cache`) and the estimate of how likely each proposal is
+accepted. The proposal at position p is argmax_v(beta * log q_v + G(key, p, v)) with q = softmax(logits / T)
+and the target's own noise G (DESIGN 1; Daliri, Musco, Suresh 2024, "Coupling without communication"); as
+adding a constant to a row moves no argmax, that is the keyed sample of the raw logits at temperature T /
+beta. beta = inf or T = 0 is greedy.
+
+Invariant: drafts decide when a token is computed, never which; a wrong or stale cache row costs acceptance
+only. Called by the engine's proposer right after sampling, in the worker process; not thread-safe.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from transformers import AttentionInterface, AutoModelForCausalLM
+
+from paceline import dice
+from paceline.drafting.model_cache import (
+    ATTENTION_NAME,
+    PADDED_QUERY,
+    PackedStep,
+    RowBook,
+    RowCache,
+    attend_rows,
+)
+from paceline.errors import CheckpointError, ConfigError, PacelineError
+from paceline.types import DraftBatch, DraftQuery, Float32Array, Int32Array, Int64Array, UInt64Array
+
+NoiseSampler = Callable[[torch.Tensor, UInt64Array, Int64Array, Float32Array], Int64Array]
+"""(logits [num_rows, vocab] float32 on the drafter's device, keys, positions, temperatures) -> token ids
+on the host: the keyed sample of each row, temperature 0 = argmax."""
+
+PREFILL_CHUNK_TOKENS = 512
+"""Most tokens that one forward pass feeds while rows catch up."""
+
+PADDING_SHARE = 0.01
+"""Vocabulary sizes of one tokenizer may differ by padding rows, by at most this share of the larger one."""
+
+CONFIDENCE_EDGES: Float32Array = np.linspace(-4.0, 6.0, 15, dtype=np.float32)
+"""Bounds of the 16 levels of logit(q), q the drafter's own probability of the proposal."""
+
+MARGIN_EDGES: Float32Array = np.array(
+    [-1.5, -0.75, -0.3, 0.0, 0.15, 0.3, 0.5, 0.75, 1.0, 1.4, 1.9, 2.5, 3.3, 4.5, 6.5], np.float32
+)
+"""Bounds of the 16 levels of the margin, nats."""
+
+NUM_CELLS = (len(CONFIDENCE_EDGES) + 1) * (len(MARGIN_EDGES) + 1)
+"""Cells of the calibration table: confidence level * 16 + margin level."""
+
+PRIOR_ERROR_NATS = 0.6
+"""Assumed disagreement of drafter and target about the margin (scale of a logistic error)."""
+
+
+def prior_calibration() -> Float32Array:
+    """Acceptance per cell before anything was observed. [NUM_CELLS] float32.
+
+    The target accepts the proposal if its own margin is positive. With a logistic error of scale
+    PRIOR_ERROR_NATS between the drafter's margin and the target's, that has probability sigmoid(margin /
+    PRIOR_ERROR_NATS); the confidence level does not enter before it is learned.
+    """
+    inner = (MARGIN_EDGES[:-1] + MARGIN_EDGES[1:]) / 2
+    middles = np.concatenate([MARGIN_EDGES[:1] * 1.5, inner, MARGIN_EDGES[-1:] * 1.2])
+    column = 1.0 / (1.0 + np.exp(-middles / PRIOR_ERROR_NATS))
+    return np.tile(column, len(CONFIDENCE_EDGES) + 1).astype(np.float32)
+
+
+def sample_on_host(
+    logits: torch.Tensor, keys: UInt64Array, positions: Int64Array, temperatures: Float32Array
+) -> Int64Array:
+    """The noise sampler of the CPU; on another device it moves the logits to the host first."""
+    tokens: Int64Array = dice.sample(logits.cpu().numpy(), keys, positions, temperatures)
+    return tokens
+
+
+@dataclass(slots=True)
+class _Draft:
+    """The draft of one call while it grows; one row per request of the query, as in `DraftBatch`."""
+
+    tokens: Int32Array
+    num_tokens: Int32Array
+    acceptance: Float32Array
+    cells: Int32Array
+    probes: Int32Array
+    path: Float32Array  # [num_requests] product of the acceptance so far
+
+    @classmethod
+    def empty(cls, num_requests: int, depth: int, num_sharpness: int) -> _Draft:
+        shape = (num_requests, depth)
+        return cls(
+            tokens=np.full(shape, -1, np.int32),
+            num_tokens=np.zeros(num_requests, np.int32),
+            acceptance=np.zeros(shape, np.float32),
+            cells=np.zeros(shape, np.int32),
+            probes=np.full((num_requests, num_sharpness), -1, np.int32),
+            path=np.ones(num_requests, np.float32),
+        )
+
+    def batch(self) -> DraftBatch:
+        return DraftBatch(self.tokens, self.num_tokens, self.acceptance, self.cells, self.probes)
+
+
+class ModelDrafter:
+    """Drafts for many responses at once with a small causal LM and the shared dice.
+
+    checkpoint: folder of a Hugging Face causal LM whose attention goes through transformers' attention
+    interface and whose cache is per token (Llama, Qwen2, Qwen3 and their kin; full attention). Loaded from
+    local files only.
+    max_model_len: longest context in tokens, cut to what the checkpoint supports; longer contexts are not
+    drafted for.
+    max_requests: cache rows; memory is num_layers * 2 * max_requests * max_model_len * num_kv_heads *
+    head_dim values (on the CPU only the part in use becomes resident).
+    dtype: "auto" (as stored), "float32", "bfloat16" or "float16".
+    vocab_size: the target's, checked against the checkpoint's; ids beyond the smaller of the two are never
+    proposed.
+    noise_sampler: keyed sampling on the drafter's device, for devices other than the CPU.
+
+    Raises CheckpointError (missing, incomplete, unsupported or of another tokenizer), ConfigError (settings).
+    """
+
+    NUM_CELLS: ClassVar[int] = NUM_CELLS
+    prior_calibration = staticmethod(prior_calibration)
+
+    def __init__(
+        self,
+        checkpoint: str | Path,
+        *,
+        max_model_len: int,
+        max_requests: int,
+        dtype: str = "auto",
+        device: str = "cpu",
+        vocab_size: int | None = None,
+        noise_sampler: NoiseSampler = sample_on_host,
+    ) -> None:
+        _check_settings(max_model_len, max_requests, dtype)
+        self.checkpoint = Path(checkpoint)
+        self._device = torch.device(device)
+        self._sample = noise_sampler
+        self._model = _load_model(self.checkpoint, dtype, self._device)
+        config = self._model.config.get_text_config()
+        self._check_vocabulary(config.vocab_size, vocab_size)
+        self.vocab_size: int = min(config.vocab_size, vocab_size or config.vocab_size)
+        self.max_model_len = min(max_model_len, getattr(config, "max_position_embeddings", max_model_len))
+        self._book = RowBook(max_requests, self.max_model_len)
+        self._cache = RowCache(max_requests, self.max_model_len)
+        for module in self._model.modules():
+            if hasattr(module, "layer_idx"):
+                module.paceline_rows = self._cache  # where attend_rows finds it
+        self._warm_up()
+
+    def draft(
+        self,
+        contexts: Sequence[Int32Array],
+        query: DraftQuery,
+        depth: int,
+        *,
+        sharpness: float,
+        sharpness_grid: Float32Array,
+        calibration: Float32Array,
+        floor: float,
+    ) -> DraftBatch:
+        """Propose up to `depth` tokens per request.
+
+        contexts: all tokens of each request so far, prompt and response, int32; `query.positions[r]` is their
+        number. A row ends at min(depth, query.max_tokens, max_model_len - context), or after the token that
+        takes its path probability below `floor` (that token was paid for and is kept). Requests beyond
+        `max_requests` rows, and contexts that do not fit, get no draft. calibration: acceptance per cell,
+        [NUM_CELLS]; sharpness > 0.
+        """
+        _check_draft(sharpness, calibration)
+        limits = np.minimum(np.minimum(query.max_tokens, depth), self.max_model_len - query.positions)
+        draft = _Draft.empty(len(contexts), max(depth, 0), len(sharpness_grid))
+        requests = np.flatnonzero(limits > 0)
+        rows = self._book.assign(query.responses[requests], query.groups[requests])
+        order = np.argsort(rows, kind="stable")[int((rows < 0).sum()) :]
+        requests, rows = requests[order], rows[order]
+        if len(requests):
+            with torch.inference_mode():
+                logits = self._catch_up(rows, [contexts[index] for index in requests.tolist()])
+                self._probe(draft, logits, requests, query, sharpness_grid)
+                self._extend(draft, logits, requests, rows, query, limits, sharpness, calibration, floor)
+        return draft.batch()
+
+    def forget(self, responses: Iterable[int]) -> None:
+        """Free the cache rows of finished responses; unknown ids are ignored."""
+        with torch.inference_mode():
+            for response in responses:
+                move = self._book.close(int(response))
+                if move is not None:
+                    self._cache.copy(*move, length=int(self._book.cached[move[1]]))
+
+    def reload(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Take over new weights (Hugging Face names, all of them, tied copies optional); drops the cache.
+
+        Raises CheckpointError for a missing or unknown name or another shape, before any weight is changed.
+        """
+        own = dict(self._model.named_parameters(remove_duplicate=False))
+        fresh = dict(named_tensors)
+        _check_names(own, fresh)
+        with torch.inference_mode():
+            for name, tensor in fresh.items():
+                own[name].copy_(tensor)
+        self._book.clear()
+        self._cache.clear()
+
+    def _warm_up(self) -> None:
+        """One token through the model: allocates the cache and proves that the architecture fits."""
+        try:
+            with torch.inference_mode():
+                zero = np.zeros(1, np.int64)
+                logits = self._forward(zero, zero, zero + 1, zero)
+        except PacelineError:
+            raise
+        except Exception as error:
+            raise CheckpointError(
+                f"{self.checkpoint}: {type(self._model).__name__} does not run with a row cache ({error}): "
+                "choose a full-attention decoder such as Llama, Qwen2 or Qwen3"
+            ) from error
+        layers = set(range(self._model.config.get_text_config().num_hidden_layers))
+        if self._cache.layers != layers or self._cache.attended != layers:
+            raise CheckpointError(
+                f"{self.checkpoint}: only {len(self._cache.attended)} of the {len(layers)} layers of "
+                f"{type(self._model).__name__} use the standard attention interface: "
+                "choose a full-attention decoder such as Llama, Qwen2 or Qwen3"
+            )
+        assert logits.shape == (1, self.vocab_size)
+
+    def _check_vocabulary(self, own: int, target: int | None) -> None:
+        if target is not None and abs(own - target) > PADDING_SHARE * max(own, target):
+            raise CheckpointError(
+                f"{self.checkpoint}: the drafter's vocabulary has {own} ids, the target's {target}: "
+                "choose a drafter with the target's tokenizer"
+            )
+
+    def _forward(
+        self, rows: Int64Array, starts: Int64Array, counts: Int64Array, ids: Int64Array
+    ) -> torch.Tensor:
+        """Feed `counts[i]` tokens to row i from position `starts[i]` on; ids are packed, rows ascend.
+
+        Returns the logits after each row's last token, [num_rows, vocab_size] float32.
+        """
+        step = PackedStep(rows, starts, counts, self.max_model_len, self._device)
+        self._cache.step = step
+        every_token_last = len(ids) == len(rows)
+        output = self._model(
+            input_ids=torch.from_numpy(ids).to(self._device).unsqueeze(0),
+            position_ids=step.positions.unsqueeze(0),
+            past_key_values=self._cache,
+            use_cache=True,
+            logits_to_keep=0 if every_token_last else step.last,
+        )
+        logits: torch.Tensor = output.logits[0, :, : self.vocab_size].float().contiguous()
+        return logits
+
+    def _catch_up(self, rows: Int64Array, contexts: list[Int32Array]) -> torch.Tensor:
+        """Feed what each row has not cached yet; returns the logits at the first draft position."""
+        book = self._book
+        cached = np.array(
+            [book.match(row, context) for row, context in zip(rows.tolist(), contexts, strict=True)]
+        )
+        lengths = np.array([len(context) for context in contexts], np.int64)
+        if (lengths - cached > PADDED_QUERY).any():
+            self._prefill(rows, contexts, cached, lengths)
+        pending = [context[start:] for context, start in zip(contexts, cached.tolist(), strict=True)]
+        logits = self._feed(rows, cached, pending)
+        book.certain[rows] = lengths
+        return logits
+
+    def _feed(self, rows: Int64Array, starts: Int64Array, pieces: list[Int32Array]) -> torch.Tensor:
+        """Forward pieces of known context and book them as cached."""
+        counts = np.fromiter(map(len, pieces), np.int64, len(pieces))
+        ids = np.concatenate(pieces).astype(np.int64)
+        self._check_ids(ids)
+        for row, start, piece in zip(rows.tolist(), starts.tolist(), pieces, strict=True):
+            self._book.tokens[row, start : start + len(piece)] = piece
+        logits = self._forward(rows, starts, counts, ids)
+        self._book.cached[rows] = starts + counts
+        return logits
+
+    def _check_ids(self, ids: Int64Array) -> None:
+        if ids.size and (ids.min() < 0 or ids.max() >= self.vocab_size):
+            wrong = int(ids[(ids < 0) | (ids >= self.vocab_size)][0])
+            raise CheckpointError(
+                f"{self.checkpoint}: token id {wrong} of a context is outside the drafter's vocabulary of "
+                f"{self.vocab_size}: choose a drafter with the target's tokenizer"
+            )
+
+    def _prefill(
+        self, rows: Int64Array, contexts: list[Int32Array], cached: Int64Array, lengths: Int64Array
+    ) -> None:
+        """Bring rows that lack more than a few tokens up to their last one; updates `cached` in place.
+
+        The first such row of a group computes, the others copy what they share with it.
+        """
+        lacking = np.flatnonzero(lengths - cached > PADDED_QUERY).tolist()
+        seen: set[int] = set()
+        leaders: list[int] = []
+        followers: list[int] = []
+        for index in lacking:
+            group = int(self._book.groups[rows[index]])
+            (followers if group in seen else leaders).append(index)
+            seen.add(group)
+        for wave in (leaders, followers):
+            for index in wave:
+                self._adopt(int(rows[index]), contexts[index])
+                cached[index] = self._book.cached[rows[index]]
+            self._prefill_chunks(wave, rows, contexts, cached, lengths)
+
+    def _adopt(self, row: int, context: Int32Array) -> None:
+        """Copy the prefix that another row of the group already has, where it is longer than the own one."""
+        donor, shared = self._book.donor(row, context)
+        if shared > self._book.cached[row]:
+            self._cache.copy(donor, row, shared)
+            self._book.tokens[row, :shared] = context[:shared]
+            self._book.cached[row] = self._book.certain[row] = shared
+
+    def _prefill_chunks(
+        self,
+        wave: list[int],
+        rows: Int64Array,
+        contexts: list[Int32Array],
+        cached: Int64Array,
+        lengths: Int64Array,
+    ) -> None:
+        """Forward passes of at most PREFILL_CHUNK_TOKENS tokens until each row lacks its last token only."""
+        wave = [index for index in wave if cached[index] < lengths[index] - 1]
+        while wave:
+            room, chunk, pieces = PREFILL_CHUNK_TOKENS, [], []
+            for index in wave:
+                stop = min(int(lengths[index]) - 1, int(cached[index]) + room)
+                if room == 0:
+                    break
+                chunk.append(index)
+                pieces.append(contexts[index][cached[index] : stop])
+                room -= stop - int(cached[index])
+            self._feed(rows[chunk], cached[chunk], pieces)
+            cached[chunk] = self._book.cached[rows[chunk]]
+            wave = [index for index in wave if cached[index] < lengths[index] - 1]
+
+    def _probe(
+        self, draft: _Draft, logits: torch.Tensor, requests: Int64Array, query: DraftQuery, grid: Float32Array
+    ) -> None:
+        """What each sharpness of the grid would propose at the first draft position."""
+        keys, positions = query.keys[requests], query.positions[requests]
+        temperatures = query.temperatures[requests]
+        for column, sharpness in enumerate(grid.tolist()):
+            draft.probes[requests, column] = self._sample(
+                logits, keys, positions, temperatures / np.float32(sharpness)
+            )
+
+    def _extend(
+        self,
+        draft: _Draft,
+        logits: torch.Tensor,
+        requests: Int64Array,
+        rows: Int64Array,
+        query: DraftQuery,
+        limits: Int64Array,
+        sharpness: float,
+        calibration: Float32Array,
+        floor: float,
+    ) -> None:
+        """Propose, feed the proposal, and so on, while a row may grow; one forward pass per depth."""
+        book = self._book
+        for level in range(draft.tokens.shape[1]):
+            positions = query.positions[requests] + level
+            tokens, cells = self._propose(logits, query, requests, positions, sharpness)
+            draft.tokens[requests, level] = tokens
+            draft.cells[requests, level] = cells
+            draft.acceptance[requests, level] = calibration[cells]
+            draft.num_tokens[requests] = level + 1
+            draft.path[requests] *= calibration[cells]
+            grows = (limits[requests] > level + 1) & (draft.path[requests] >= floor)
+            if not grows.all():
+                requests, rows, positions, tokens = (
+                    requests[grows],
+                    rows[grows],
+                    positions[grows],
+                    tokens[grows],
+                )
+                if not len(requests):
+                    return
+            book.tokens[rows, positions] = tokens
+            logits = self._forward(rows, positions, np.ones_like(rows), tokens)
+            book.cached[rows] = positions + 1
+
+    def _propose(
+        self,
+        logits: torch.Tensor,
+        query: DraftQuery,
+        requests: Int64Array,
+        positions: Int64Array,
+        sharpness: float,
+    ) -> tuple[Int64Array, Int32Array]:
+        """The proposals at one depth and their calibration cells. Overwrites the proposals' logits.
+
+        The margin is that of the *coupled* score log q + G (sharpness 1) whatever sharpness proposed the
+        token: the target's own score differs from it by the drafter's error alone. It is negative where a
+        sharper drafter proposes something else than the coupling would.
+        """
+        keys, temperatures = query.keys[requests], query.temperatures[requests]
+        tokens = self._sample(logits, keys, positions, temperatures / np.float32(sharpness))
+        scale = np.where(temperatures > 0, temperatures, np.float32(1.0))
+        lane = torch.arange(len(tokens), device=logits.device)
+        chosen = torch.from_numpy(tokens).to(logits.device)
+        divisor = torch.from_numpy(scale).to(logits.device)
+        own = logits[lane, chosen] / divisor
+        log_q = own - torch.logsumexp(logits / divisor[:, None], dim=-1)
+        logits[lane, chosen] = -torch.inf
+        rivals = self._sample(logits, keys, positions, temperatures)
+        rival = logits[lane, torch.from_numpy(rivals).to(logits.device)] / divisor
+        lead = dice.gumbel(keys, positions, tokens) - dice.gumbel(keys, positions, rivals)
+        margin = (own - rival).cpu().numpy() + np.where(temperatures > 0, lead, np.float32(0.0))
+        return tokens, _cells(log_q.cpu().numpy(), margin)
+
+
+def _cells(log_q: Float32Array, margin: Float32Array) -> Int32Array:
+    """Calibration cells from log q of the proposal and its margin, both [num_rows] float32."""
+    log_rest = np.log(np.maximum(-np.expm1(log_q), np.float32(1e-7)))
+    confidence = np.searchsorted(CONFIDENCE_EDGES, log_q - log_rest)
+    level = np.searchsorted(MARGIN_EDGES, margin)
+    cells: Int32Array = (confidence * (len(MARGIN_EDGES) + 1) + level).astype(np.int32)
+    return cells
+
+
+def _check_settings(max_model_len: int, max_requests: int, dtype: str) -> None:
+    for name, value in (("max_model_len", max_model_len), ("max_requests", max_requests)):
+        if value < 1:
+            raise ConfigError(f"drafter {name} is {value}, must be at least 1")
+    known = ("auto", "float32", "bfloat16", "float16")
+    if dtype not in known:
+        raise ConfigError(f"drafter dtype is {dtype!r}: choose one of {', '.join(known)}")
+
+
+def _check_draft(sharpness: float, calibration: Float32Array) -> None:
+    if not sharpness > 0:
+        raise ConfigError(f"sharpness is {sharpness}, must be above 0 (1 = coupled, inf = greedy)")
+    if calibration.shape != (NUM_CELLS,):
+        raise ConfigError(
+            f"the calibration table has shape {calibration.shape}, the model drafter's has ({NUM_CELLS},): "
+            "start it from prior_calibration()"
+        )
+
+
+def _check_names(own: dict[str, torch.Tensor], fresh: dict[str, torch.Tensor]) -> None:
+    for name, tensor in fresh.items():
+        if name not in own:
+            raise CheckpointError(f"the drafter has no weight {name!r}: send the names of its own checkpoint")
+        if own[name].shape != tensor.shape:
+            raise CheckpointError(
+                f"weight {name!r} has shape {tuple(tensor.shape)}, the drafter's has "
+                f"{tuple(own[name].shape)}: send weights of the same architecture"
+            )
+    covered = {id(own[name]) for name in fresh}
+    missing = [name for name, tensor in own.items() if id(tensor) not in covered]
+    if missing:
+        raise CheckpointError(
+            f"{len(missing)} drafter weights were not sent, first {missing[0]!r}: send the complete set"
+        )
+
+
+def _load_model(path: Path, dtype: str, device: torch.device) -> Any:
+    """The checkpoint with row attention, in evaluation mode."""
+    if not (path / "config.json").is_file():
+        raise CheckpointError(
+            f"{path}: no drafter checkpoint there (config.json is missing): give the folder of a local "
+            "Hugging Face causal LM"
+        )
+    AttentionInterface.register(ATTENTION_NAME, attend_rows)
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            path,
+            dtype=dtype,
+            local_files_only=True,
+            attn_implementation=ATTENTION_NAME,
+            output_loading_info=True,
+        )
+    except Exception as error:
+        raise CheckpointError(
+            f"{path}: the drafter checkpoint cannot be loaded ({error}): save it again with save_pretrained, "
+            "or choose a full-attention decoder such as Llama, Qwen2 or Qwen3"
+        ) from error
+    missing = sorted(report["missing_keys"])
+    if missing:
+        raise CheckpointError(
+            f"{path}: {len(missing)} weights are missing from the drafter checkpoint, first {missing[0]!r}: "
+            "save it again with save_pretrained"
+        )
+    return model.eval().requires_grad_(False).to(device)

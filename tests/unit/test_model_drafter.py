@@ -1,0 +1,384 @@
+"""The small-model drafter on tiny random Qwen2, Qwen3 and Llama checkpoints."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from paceline import dice  # noqa: E402
+from paceline.drafting.model import NUM_CELLS, ModelDrafter, prior_calibration  # noqa: E402
+from paceline.errors import CheckpointError, ConfigError, UnsupportedError  # noqa: E402
+from paceline.types import DraftBatch, DraftQuery  # noqa: E402
+
+VOCAB = 48
+ARCHITECTURES = {"qwen2": "Qwen2", "qwen3": "Qwen3", "llama": "Llama"}
+GRID = np.array([1.0, 2.0, np.inf], np.float32)
+
+
+def save_model(path: Path, architecture: str = "qwen2", seed: int = 0, **overrides: Any) -> Any:
+    """A tiny random causal LM with clearly uneven logits, saved to `path`; returned in float32."""
+    settings: dict[str, Any] = {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": True,
+        "initializer_range": 0.25,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+    }
+    name = ARCHITECTURES[architecture]
+    config = getattr(transformers, f"{name}Config")(**(settings | overrides))
+    torch.manual_seed(seed)
+    model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
+    model.save_pretrained(path)
+    return model
+
+
+@dataclass
+class Target:
+    """The target by brute force: the whole context through the stock model, one request at a time."""
+
+    model: Any
+    temperature: float = 1.0
+
+    def token(self, context: list[int], key: int) -> int:
+        with torch.inference_mode():
+            logits = self.model(input_ids=torch.tensor([context])).logits[0, -1:].float().numpy()
+        return int(
+            dice.sample(
+                np.ascontiguousarray(logits),
+                np.array([key], np.uint64),
+                np.array([len(context)], np.int64),
+                np.array([self.temperature], np.float32),
+            )[0]
+        )
+
+
+@dataclass
+class Rollout:
+    """Contexts that grow in a token buffer; the drafter sees views of it."""
+
+    prompts: list[list[int]]
+    temperature: float = 1.0
+    groups: list[int] | None = None
+    buffer: np.ndarray = field(init=False)
+    lengths: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.buffer = np.zeros((len(self.prompts), 2048), np.int32)
+        self.lengths = [0] * len(self.prompts)
+        for row, prompt in enumerate(self.prompts):
+            self.extend(row, prompt)
+
+    def extend(self, row: int, tokens: list[int]) -> None:
+        self.buffer[row, self.lengths[row] : self.lengths[row] + len(tokens)] = tokens
+        self.lengths[row] += len(tokens)
+
+    def context(self, row: int) -> list[int]:
+        return self.buffer[row, : self.lengths[row]].tolist()
+
+    def key(self, row: int) -> int:
+        return 0x9E3779B97F4A7C15 * (row + 1) % 2**64
+
+    def query(self, rows: list[int], max_tokens: int | list[int] = 64) -> tuple[list[np.ndarray], DraftQuery]:
+        groups = self.groups or list(range(len(self.prompts)))
+        query = DraftQuery(
+            groups=np.array([groups[row] for row in rows], np.int64),
+            responses=np.array([1000 + row for row in rows], np.int64),
+            keys=np.array([self.key(row) for row in rows], np.uint64),
+            positions=np.array([self.lengths[row] for row in rows], np.int64),
+            temperatures=np.full(len(rows), self.temperature, np.float32),
+            max_tokens=np.broadcast_to(np.array(max_tokens, np.int32), len(rows)).copy(),
+        )
+        return [self.buffer[row, : self.lengths[row]] for row in rows], query
+
+
+def draft(drafter: ModelDrafter, rollout: Rollout, rows: list[int], depth: int, **options: Any) -> DraftBatch:
+    max_tokens = options.pop("max_tokens", 64)
+    settings: dict[str, Any] = {
+        "sharpness": 1.0,
+        "sharpness_grid": GRID,
+        "calibration": np.ones(NUM_CELLS, np.float32),
+        "floor": 0.0,
+    }
+    contexts, query = rollout.query(rows, max_tokens)
+    return drafter.draft(contexts, query, depth, **(settings | options))
+
+
+def random_prompts(lengths: list[int], seed: int = 1) -> list[list[int]]:
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, VOCAB, length).tolist() for length in lengths]
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_greedy_draft_equals_generate(tmp_path: Path, architecture: str) -> None:
+    model = save_model(tmp_path, architecture)
+    rollout = Rollout(random_prompts([5, 17, 40]), temperature=0.0)
+    batch = draft(ModelDrafter(tmp_path, max_model_len=256, max_requests=4), rollout, [0, 1, 2], 24)
+    for row, prompt in enumerate(rollout.prompts):
+        output = model.generate(torch.tensor([prompt]), max_new_tokens=24, do_sample=False)
+        assert batch.tokens[row].tolist() == output[0, len(prompt) :].tolist()
+    assert batch.num_tokens.tolist() == [24, 24, 24]
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_target_as_its_own_drafter_agrees_through_rollbacks(tmp_path: Path, architecture: str) -> None:
+    target = Target(save_model(tmp_path, architecture), temperature=0.8)
+    drafter = ModelDrafter(tmp_path, max_model_len=512, max_requests=6)
+    rollout = Rollout(random_prompts([3, 30, 9, 14, 1]), temperature=0.8)
+    rng = np.random.default_rng(7)
+    compared = 0
+    for _ in range(12):
+        rows = sorted(rng.choice(5, size=rng.integers(1, 6), replace=False).tolist(), key=lambda row: -row)
+        batch = draft(drafter, rollout, rows, 5)
+        for index, row in enumerate(rows):
+            truth = []
+            for token in batch.tokens[index].tolist():
+                truth.append(target.token(rollout.context(row) + truth, rollout.key(row)))
+                assert token == truth[-1]
+                compared += 1
+            kept = int(rng.integers(0, 6))
+            # The verifier keeps some tokens and then takes another one than was drafted: a rejection.
+            rejected = (truth[kept] + 1) % VOCAB if kept < 5 else int(rng.integers(0, VOCAB))
+            rollout.extend(row, [*truth[:kept], rejected])
+    assert compared >= 150
+
+
+def test_prefill_in_chunks_and_ragged_catch_up(tmp_path: Path) -> None:
+    target = Target(save_model(tmp_path))
+    drafter = ModelDrafter(tmp_path, max_model_len=2048, max_requests=4)
+    rollout = Rollout(random_prompts([1100, 600, 2]))
+    first = draft(drafter, rollout, [0, 1, 2], 2)
+    for row in range(3):
+        assert first.tokens[row, 0] == target.token(rollout.context(row), rollout.key(row))
+    for row, count in enumerate([1, 7, 40]):
+        rollout.extend(row, random_prompts([count], seed=row)[0])
+    second = draft(drafter, rollout, [2, 0, 1], 2)
+    for index, row in enumerate([2, 0, 1]):
+        assert second.tokens[index, 0] == target.token(rollout.context(row), rollout.key(row))
+
+
+def test_group_members_share_the_prompt_computation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = Target(save_model(tmp_path))
+    drafter = ModelDrafter(tmp_path, max_model_len=512, max_requests=8)
+    prompt = random_prompts([200])[0]
+    rollout = Rollout([prompt, prompt, prompt[:150] + [1] * 10, prompt], groups=[5, 5, 5, 6])
+    fed = []
+    forward = drafter._forward
+    monkeypatch.setattr(drafter, "_forward", lambda *args: (fed.append(len(args[3])), forward(*args))[1])
+    batch = draft(drafter, rollout, [0, 1, 2, 3], 1)
+    for row in range(4):
+        assert batch.tokens[row, 0] == target.token(rollout.context(row), rollout.key(row))
+    assert sum(fed) < 2 * 200 + 4 + 20  # two leaders, then the tail of the odd prompt and one token per row
+
+
+def test_eviction_takes_the_least_recently_used_row(tmp_path: Path) -> None:
+    target = Target(save_model(tmp_path))
+    drafter = ModelDrafter(tmp_path, max_model_len=256, max_requests=2)
+    rollout = Rollout(random_prompts([12, 13, 14]))
+    for rows in ([0, 1], [1], [2], [0], [1, 2]):
+        batch = draft(drafter, rollout, rows, 3)
+        for index, row in enumerate(rows):
+            assert batch.num_tokens[index] == 3
+            assert batch.tokens[index, 0] == target.token(rollout.context(row), rollout.key(row))
+    assert [drafter._book.row(1000 + row) is None for row in range(3)] == [True, False, False]
+
+
+def test_more_requests_than_rows_leaves_the_rest_without_draft(tmp_path: Path) -> None:
+    save_model(tmp_path)
+    drafter = ModelDrafter(tmp_path, max_model_len=256, max_requests=2)
+    rollout = Rollout(random_prompts([12, 13, 14]))
+    draft(drafter, rollout, [2], 3)
+    assert draft(drafter, rollout, [0, 1, 2], 3).num_tokens.tolist() == [3, 0, 3]
+
+
+def test_forgotten_rows_are_compacted_and_the_others_stay_right(tmp_path: Path) -> None:
+    target = Target(save_model(tmp_path))
+    drafter = ModelDrafter(tmp_path, max_model_len=256, max_requests=4)
+    rollout = Rollout(random_prompts([12, 13, 14, 15]))
+    first = draft(drafter, rollout, [0, 1, 2, 3], 4)
+    drafter.forget([1000, 1002, 999])
+    for row in (1, 3):
+        rollout.extend(row, first.tokens[row, :2].tolist())
+        rollout.extend(row, [target.token(rollout.context(row), rollout.key(row))])
+    batch = draft(drafter, rollout, [1, 3], 4)
+    assert len(drafter._book) == 2
+    for index, row in enumerate((1, 3)):
+        truth: list[int] = []
+        for token in batch.tokens[index].tolist():
+            truth.append(target.token(rollout.context(row) + truth, rollout.key(row)))
+            assert token == truth[-1]
+
+
+def test_rows_that_cannot_draft_cost_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_model(tmp_path)
+    drafter = ModelDrafter(tmp_path, max_model_len=64, max_requests=4)
+    rollout = Rollout(random_prompts([12, 63, 64, 80]))
+    batch = draft(drafter, rollout, [0, 1, 2, 3], 8, max_tokens=[3, 9, 9, 9])
+    assert batch.num_tokens.tolist() == [3, 1, 0, 0]
+    monkeypatch.setattr(drafter, "_forward", None)
+    assert draft(drafter, rollout, [0, 1], 8, max_tokens=0).num_tokens.tolist() == [0, 0]
+    assert draft(drafter, rollout, [], 8).num_tokens.tolist() == []
+
+
+def test_floor_stops_a_path_after_the_token_that_crosses_it(tmp_path: Path) -> None:
+    save_model(tmp_path)
+    drafter = ModelDrafter(tmp_path, max_model_len=256, max_requests=4)
+    rollout = Rollout(random_prompts([12, 13]))
+    halves = np.full(NUM_CELLS, 0.5, np.float32)
+    batch = draft(drafter, rollout, [0, 1], 8, calibration=halves, floor=0.2)
+    assert batch.num_tokens.tolist() == [3, 3]
+    assert batch.path_probability[0, :4].tolist() == [0.5, 0.25, 0.125, 0.0]
+
+
+def test_acceptance_is_the_calibration_of_the_cell(tmp_path: Path) -> None:
+    save_model(tmp_path)
+    drafter = ModelDrafter(tmp_path, max_model_len=256, max_requests=8)
+    rollout = Rollout(random_prompts([12, 13, 14, 15, 16]))
+    table = np.linspace(0.1, 1.0, NUM_CELLS, dtype=np.float32)
+    batch = draft(drafter, rollout, list(range(5)), 6, calibration=table)
+    np.testing.assert_array_equal(batch.acceptance, table[batch.cells])
+    assert len(np.unique(batch.cells)) > 5
+
+
+def test_probes_are_what_each_sharpness_would_have_drafted(tmp_path: Path) -> None:
+    save_model(tmp_path)
+    drafter = ModelDrafter(tmp_path, max_model_len=256, max_requests=32)
+    rollout = Rollout(random_prompts([12] * 30))
+    probes = draft(drafter, rollout, list(range(30)), 1).probes
+    for column, sharpness in enumerate(GRID.tolist()):
+        batch = draft(drafter, rollout, list(range(30)), 1, sharpness=sharpness)
+        assert batch.tokens[:, 0].tolist() == probes[:, column].tolist()
+    assert (probes[:, 0] != probes[:, 2]).any()
+
+
+def test_margin_and_confidence_cells_order_acceptance(tmp_path: Path) -> None:
+    """A perturbed copy of the target accepts more often in cells that the prior ranks higher."""
+    target = Target(save_model(tmp_path / "target"))
+    noisy = save_model(tmp_path / "noisy")
+    with torch.no_grad():
+        for parameter in noisy.parameters():
+            parameter.add_(0.02 * torch.randn_like(parameter))
+    noisy.save_pretrained(tmp_path / "noisy")
+    drafter = ModelDrafter(tmp_path / "noisy", max_model_len=256, max_requests=300)
+    rollout = Rollout(random_prompts([8] * 300))
+    batch = draft(drafter, rollout, list(range(300)), 1, calibration=prior_calibration())
+    accepted = np.array(
+        [batch.tokens[row, 0] == target.token(rollout.context(row), rollout.key(row)) for row in range(300)]
+    )
+    estimate = batch.acceptance[:, 0]
+    sure = estimate > np.median(estimate)
+    assert 0.3 < accepted.mean() < 1.0
+    assert accepted[sure].mean() > accepted[~sure].mean() + 0.1
+
+
+def test_reload_swaps_weights_and_drops_the_cache(tmp_path: Path) -> None:
+    save_model(tmp_path / "old", seed=0)
+    new = save_model(tmp_path / "new", seed=3)
+    drafter = ModelDrafter(tmp_path / "old", max_model_len=256, max_requests=4)
+    rollout = Rollout(random_prompts([12, 13]))
+    draft(drafter, rollout, [0, 1], 4)
+    drafter.reload(new.named_parameters())
+    batch = draft(drafter, rollout, [0, 1], 4)
+    fresh = draft(ModelDrafter(tmp_path / "new", max_model_len=256, max_requests=4), rollout, [0, 1], 4)
+    assert batch.tokens.tolist() == fresh.tokens.tolist()
+
+
+def test_reload_refuses_other_weights_before_changing_any(tmp_path: Path) -> None:
+    model = save_model(tmp_path)
+    drafter = ModelDrafter(tmp_path, max_model_len=256, max_requests=4)
+    rollout = Rollout(random_prompts([12]))
+    before = draft(drafter, rollout, [0], 4).tokens.tolist()
+    weights = {name: torch.zeros_like(tensor) for name, tensor in model.named_parameters()}
+    first = next(iter(weights))
+    with pytest.raises(CheckpointError, match=r"no weight 'model\.other'"):
+        drafter.reload([*weights.items(), ("model.other", torch.zeros(1))])
+    with pytest.raises(CheckpointError, match="has shape"):
+        drafter.reload([*weights.items(), (first, torch.zeros(3, 3))])
+    with pytest.raises(CheckpointError, match="not sent"):
+        drafter.reload(list(weights.items())[1:])
+    assert draft(drafter, rollout, [0], 4).tokens.tolist() == before
+
+
+def test_two_drafters_keep_their_caches_apart(tmp_path: Path) -> None:
+    save_model(tmp_path / "a", seed=0)
+    save_model(tmp_path / "b", seed=1)
+    rollout = Rollout(random_prompts([12, 20]))
+    alone = [
+        draft(
+            ModelDrafter(tmp_path / name, max_model_len=64, max_requests=2), rollout, [0, 1], 6
+        ).tokens.tolist()
+        for name in "ab"
+    ]
+    both = [ModelDrafter(tmp_path / name, max_model_len=64, max_requests=2) for name in "ab"]
+    assert [draft(drafter, rollout, [0, 1], 6).tokens.tolist() for drafter in both] == alone
+
+
+def test_bfloat16_checkpoint_drafts(tmp_path: Path) -> None:
+    save_model(tmp_path)
+    drafter = ModelDrafter(tmp_path, max_model_len=256, max_requests=4, dtype="bfloat16")
+    rollout = Rollout(random_prompts([12, 30]))
+    assert draft(drafter, rollout, [0, 1], 4).num_tokens.tolist() == [4, 4]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"max_requests": 0}, ConfigError, "max_requests is 0"),
+        ({"max_model_len": 0}, ConfigError, "max_model_len is 0"),
+        ({"dtype": "int3"}, ConfigError, "'int3': choose one of"),
+        ({"vocab_size": 64}, CheckpointError, "48 ids, the target's 64: choose"),
+    ],
+)
+def test_settings_that_cannot_work(
+    tmp_path: Path, arguments: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    save_model(tmp_path)
+    with pytest.raises(error, match=message):
+        ModelDrafter(tmp_path, **({"max_model_len": 64, "max_requests": 2} | arguments))
+
+
+def test_checkpoints_that_cannot_work(tmp_path: Path) -> None:
+    size = {"max_model_len": 64, "max_requests": 2}
+    with pytest.raises(CheckpointError, match=r"nowhere: no drafter checkpoint there"):
+        ModelDrafter(tmp_path / "nowhere", **size)
+    save_model(tmp_path / "cut")
+    (tmp_path / "cut" / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"cut: the drafter checkpoint cannot be loaded"):
+        ModelDrafter(tmp_path / "cut", **size)
+    save_model(tmp_path / "window", use_sliding_window=True, sliding_window=16, max_window_layers=0)
+    with pytest.raises(UnsupportedError, match="sliding window of 16 tokens"):
+        ModelDrafter(tmp_path / "window", **size)
+    config = transformers.MambaConfig(vocab_size=VOCAB, hidden_size=16, num_hidden_layers=1, state_size=4)
+    transformers.MambaForCausalLM(config).save_pretrained(tmp_path / "mamba")
+    with pytest.raises(CheckpointError, match=r"mamba: .*choose a full-attention decoder"):
+        ModelDrafter(tmp_path / "mamba", **size)
+
+
+def test_token_outside_the_vocabulary_is_a_tokenizer_error(tmp_path: Path) -> None:
+    save_model(tmp_path)
+    drafter = ModelDrafter(tmp_path, max_model_len=64, max_requests=2)
+    with pytest.raises(CheckpointError, match="token id 48 of a context"):
+        draft(drafter, Rollout([[1, 2, 48]]), [0], 2)
+
+
+def test_draft_refuses_a_bad_sharpness_and_a_foreign_table(tmp_path: Path) -> None:
+    save_model(tmp_path)
+    drafter = ModelDrafter(tmp_path, max_model_len=64, max_requests=2)
+    with pytest.raises(ConfigError, match="sharpness is 0"):
+        draft(drafter, Rollout([[1, 2]]), [0], 2, sharpness=0.0)
+    with pytest.raises(ConfigError, match="calibration table"):
+        draft(drafter, Rollout([[1, 2]]), [0], 2, calibration=np.ones(3, np.float32))
