@@ -17,8 +17,8 @@ T is learned from the very steps the policy chooses, so it explores, at a bounde
     E1 baseline   while no step of about B tokens (B/2 .. 3B/2) was measured twice, nothing is verified, and
                   again when the last is `refresh_steps` ago: the reference "no drafts" is always measured
     E2 trust      a step exceeds the largest measured one at most `max_growth` times: T is learned outwards
-    E3 optimism   beyond what was measured T rises slowly (latency.UNKNOWN_SLOPE): a larger step gets tried
-    E4 probe      after `refresh_steps` steps without drafts, one step forgets what it knows above the baseline
+    E3 optimism   beyond what was measured T rises slowly (UNKNOWN_SLOPE): larger steps are tried
+    E4 probe      after `refresh_steps` steps without drafts, one step forgets what is known above B tokens
                   (E3 from there, up to `max_growth` x B tokens): a T once measured too high is corrected
 E1 and E4 cost at most about one step's difference in `refresh_steps` steps, 0.2 % at the defaults; E2 and E3
 a few steps per doubling of the step size, once.

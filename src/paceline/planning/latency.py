@@ -4,9 +4,10 @@ Owns the fit; knows nothing of drafts. Invariants: T is positive, finite and non
 never changed, `update_step_time` returns a new one. Called after every engine step (about 20 microseconds),
 so the work is bounded by the number of knots, not by the number of observations.
 
-T is piecewise linear between knots that double every second step. Each knot keeps its latest observations and
-stands for their lower median, so that a pause of the machine does not count; knots nobody has visited are
-interpolated.
+Observations are gathered at knots that double every second step. A knot keeps its latest observations and
+stands at their mean token count with their lower median, so that a pause of the machine does not count. T is
+the monotone, piecewise linear curve through the visited knots; where knots were skipped, and beyond the ends,
+it takes the optimistic course, so that an unmeasured step gets tried once rather than never.
 """
 
 from __future__ import annotations
@@ -40,18 +41,19 @@ PRIOR_PER_TOKEN_S = 0.00025
 _BOUNDARIES = tuple((low * high) ** 0.5 for low, high in pairwise(KNOTS))
 _NEIGHBOUR_WEIGHT = 1.0  # observations that the line through both neighbours counts for
 _SLOPE_SPAN = 4  # knots within this factor of the end decide the slope beyond it
+_KNEE_GAP = 1.4  # neighbours further apart than this factor leave room for a knee
+
+_Point = tuple[float, float]  # tokens, seconds
 
 
 @dataclass(frozen=True, slots=True)
 class StepTimeModel:
     """What has been learned about T(n). Make one with `initial`, read it with `predict_s`."""
 
-    windows: Float64Array  # [num_knots, WINDOW] latest times, seconds, moved to the knot along the curve
-    counts: (
-        Int64Array  # [num_knots] observations ever put into the window (since it was last cut to its median)
-    )
+    windows: Float64Array  # [num_knots, WINDOW, 2] latest observations (tokens, seconds), a ring
+    counts: Int64Array  # [num_knots] observations put into the ring since it was last cut to its median
     last_seen: Int64Array  # [num_knots] value of num_observations at the last visit, -1 = never
-    medians_s: Float64Array  # [num_knots] lower median of each window
+    points: Float64Array  # [num_knots, 2] mean tokens and lower median of the seconds of each window
     num_observations: int
     curve_tokens: Float64Array  # [num_points] ascending
     curve_s: Float64Array  # [num_points] non-decreasing
@@ -62,10 +64,10 @@ class StepTimeModel:
         num_knots = len(KNOTS)
         tokens = np.array([0.0, MAX_TOKENS])
         return cls(
-            windows=np.zeros((num_knots, WINDOW)),
+            windows=np.zeros((num_knots, WINDOW, 2)),
             counts=np.zeros(num_knots, dtype=np.int64),
             last_seen=np.full(num_knots, -1, dtype=np.int64),
-            medians_s=np.zeros(num_knots),
+            points=np.zeros((num_knots, 2)),
             num_observations=0,
             curve_tokens=tokens,
             curve_s=PRIOR_BASE_S + PRIOR_PER_TOKEN_S * tokens,
@@ -95,17 +97,16 @@ def update_measured_time(model: StepTimeModel, num_tokens: int, seconds: float) 
         )
     knot = nearest_knot(num_tokens)
     windows, counts = model.windows.copy(), model.counts.copy()
-    last_seen, medians_s = model.last_seen.copy(), model.medians_s.copy()
+    last_seen, points = model.last_seen.copy(), model.points.copy()
     now = model.num_observations + 1
     if counts[knot] > 1 and now - last_seen[knot] > STALE_STEPS:
-        windows[knot, 0], counts[knot] = medians_s[knot], 1
-    windows[knot, counts[knot] % WINDOW] = _moved_to_knot(model, knot, num_tokens, seconds)
+        windows[knot, 0], counts[knot] = points[knot], 1
+    windows[knot, counts[knot] % WINDOW] = num_tokens, seconds
     counts[knot] += 1
     last_seen[knot] = now
-    filled = sorted(windows[knot, : counts[knot]].tolist())
-    medians_s[knot] = filled[(len(filled) - 1) // 2]
-    curve_tokens, curve_s = _fit_curve(medians_s, counts, last_seen, now)
-    return StepTimeModel(windows, counts, last_seen, medians_s, now, curve_tokens, curve_s)
+    points[knot] = _centre(model, windows[knot, : counts[knot]])
+    curve_tokens, curve_s = _fit_curve(points, counts, last_seen, now)
+    return StepTimeModel(windows, counts, last_seen, points, now, curve_tokens, curve_s)
 
 
 def nearest_knot(num_tokens: int) -> int:
@@ -126,9 +127,8 @@ def observations_between(model: StepTimeModel, low: float, high: float) -> tuple
 
 
 def largest_known_tokens(model: StepTimeModel) -> int:
-    """The largest knot with an observation, 0 while there is none: the end of what was measured."""
-    known = np.flatnonzero(model.counts)
-    return KNOTS[known[-1]] if known.size else 0
+    """Where the measured part of the curve ends, tokens; 0 while nothing was observed."""
+    return int(model.points[:, 0].max())
 
 
 def fit_affine(tokens: ArrayLike, seconds: ArrayLike) -> tuple[float, float]:
@@ -154,31 +154,52 @@ def _line(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
     return mean_y - slope * mean_x, slope
 
 
-def _moved_to_knot(model: StepTimeModel, knot: int, num_tokens: int, seconds: float) -> float:
-    """The time the step would have taken at the knot itself, moved in proportion to the present curve."""
-    tokens = KNOTS[knot]
-    if tokens == num_tokens:
-        return seconds
-    if model.num_observations == 0:
-        return seconds * (1.0 + UNKNOWN_SLOPE * (tokens - num_tokens) / num_tokens)
-    at_knot, at_tokens = np.interp((tokens, num_tokens), model.curve_tokens, model.curve_s)
-    return seconds * float(at_knot / at_tokens)
+def _centre(model: StepTimeModel, window: Float64Array) -> tuple[float, float]:
+    """Mean tokens, and the lower median of the seconds moved there in proportion to the present curve."""
+    tokens, seconds = window.T.tolist()
+    mean = sum(tokens) / len(tokens)
+    if min(tokens) < max(tokens):
+        curve = np.interp([mean, *tokens], model.curve_tokens, model.curve_s).tolist()
+        seconds = [time * curve[0] / there for time, there in zip(seconds, curve[1:], strict=True)]
+    return mean, sorted(seconds)[(len(seconds) - 1) // 2]
 
 
 def _fit_curve(
-    medians_s: Float64Array, counts: Int64Array, last_seen: Int64Array, now: int
+    points: Float64Array, counts: Int64Array, last_seen: Int64Array, now: int
 ) -> tuple[Float64Array, Float64Array]:
-    """Curve points: 0, every visited knot (smoothed, then monotone), MAX_TOKENS."""
+    """Curve points: 0, every visited knot (smoothed, then monotone), knees between them, MAX_TOKENS."""
     visited = np.flatnonzero(counts)
     fresh = now - last_seen[visited] <= STALE_STEPS
     weights = np.where(fresh, np.minimum(counts[visited], WINDOW), 1).tolist()
-    tokens = [float(KNOTS[knot]) for knot in visited.tolist()]
-    seconds = _monotone(_smoothed(tokens, medians_s[visited].tolist(), weights), weights)
+    tokens, seconds = points[visited].T.tolist()
+    seconds = _monotone(_smoothed(tokens, seconds, weights), weights)
     below = _end_slope(tokens, seconds, tokens[0])
     above = _end_slope(tokens[::-1], seconds[::-1], tokens[-1])
-    first = seconds[0] - below * tokens[0]
-    last = seconds[-1] + above * (MAX_TOKENS - tokens[-1])
-    return np.array([0.0, *tokens, float(MAX_TOKENS)]), np.array([first, *seconds, last])
+    corners = [(0.0, seconds[0] - below * tokens[0]), *zip(tokens, seconds, strict=True)]
+    corners.append((float(MAX_TOKENS), seconds[-1] + above * (MAX_TOKENS - tokens[-1])))
+    for gap in range(len(tokens) - 1, 0, -1):
+        if tokens[gap] > _KNEE_GAP * tokens[gap - 1] and tokens[gap] > tokens[gap - 1] + 1.0:
+            corners[gap + 1 : gap + 1] = _knee(*corners[gap - 1 : gap + 3])
+    curve = np.array(corners)
+    return curve[:, 0], curve[:, 1]
+
+
+def _knee(before: _Point, left: _Point, right: _Point, after: _Point) -> list[_Point]:
+    """Where T may turn between two visited knots that lie far apart: at most one point, below the chord.
+
+    A step is level while memory-bound and rises beyond, so T is taken to go on as before on both sides
+    (convex): the most optimistic guess, which one visit corrects. A chord over such a knee would hide its
+    best step for good.
+    """
+    chord, slope_left, slope_right = _slope(left, right), _slope(before, left), _slope(right, after)
+    if not slope_left < chord < slope_right:
+        return []
+    x = (right[1] - left[1] + slope_left * left[0] - slope_right * right[0]) / (slope_left - slope_right)
+    return [(x, left[1] + slope_left * (x - left[0]))] if left[0] < x < right[0] else []
+
+
+def _slope(left: _Point, right: _Point) -> float:
+    return (right[1] - left[1]) / (right[0] - left[0])
 
 
 def _smoothed(tokens: list[float], seconds: list[float], weights: list[int]) -> list[float]:

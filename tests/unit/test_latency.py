@@ -1,0 +1,144 @@
+"""The step-time model: fit, robustness, monotonicity, extrapolation."""
+
+import numpy as np
+import pytest
+
+from paceline.errors import EngineError
+from paceline.planning.latency import (
+    KNOTS,
+    STALE_STEPS,
+    UNKNOWN_SLOPE,
+    StepTimeModel,
+    fit_affine,
+    largest_known_tokens,
+    nearest_knot,
+    observations_between,
+    predict_s,
+    update_measured_time,
+    update_step_time,
+)
+from paceline.types import StepObservation
+
+
+def learned(steps: list[tuple[int, float]], model: StepTimeModel | None = None) -> StepTimeModel:
+    model = StepTimeModel.initial() if model is None else model
+    for tokens, seconds in steps:
+        model = update_measured_time(model, tokens, seconds)
+    return model
+
+
+def affine_s(tokens: int) -> float:
+    return 0.014 + 0.00097 * tokens
+
+
+def test_initial_guess_is_positive_and_rising() -> None:
+    seconds = predict_s(StepTimeModel.initial(), [1, 2, 100, 10_000])
+    assert (seconds > 0).all()
+    assert (np.diff(seconds) > 0).all()
+
+
+def test_first_observation_replaces_the_guess() -> None:
+    model = learned([(64, 0.080)])
+    assert float(predict_s(model, 64)) == pytest.approx(0.080)
+    rise = float(predict_s(model, 65)) - 0.080
+    assert rise == pytest.approx(UNKNOWN_SLOPE * 0.080 / 64)
+
+
+def test_observed_times_are_met_and_gaps_interpolated() -> None:
+    rng = np.random.default_rng(3)
+    tokens = rng.integers(1, 400, size=3000)
+    model = learned([(int(n), affine_s(int(n)) * rng.lognormal(0.0, 0.05)) for n in tokens])
+    asked = np.arange(1, 400)
+    error = predict_s(model, asked) / np.array([affine_s(int(n)) for n in asked]) - 1.0
+    assert np.abs(error).max() < 0.08
+    assert np.abs(error).mean() < 0.025
+
+
+def test_unvisited_ends_follow_the_neighbouring_slope() -> None:
+    model = learned([(n, affine_s(n)) for n in (32, 48, 64, 96, 128) for _ in range(8)])
+    assert float(predict_s(model, 512)) == pytest.approx(affine_s(512), rel=0.03)
+    assert float(predict_s(model, 8)) == pytest.approx(affine_s(8), rel=0.05)
+
+
+def test_time_never_falls_with_more_tokens() -> None:
+    rng = np.random.default_rng(4)
+    model = learned([(int(rng.integers(1, 2000)), float(rng.lognormal(-4, 1.0))) for _ in range(500)])
+    seconds = predict_s(model, np.arange(0, 5000))
+    assert (np.diff(seconds) >= -1e-15).all()
+    assert seconds[1] > 0
+
+
+def test_a_pause_of_the_machine_does_not_count() -> None:
+    steady = [(16, 0.030)] * 8 + [(32, 0.045)] * 8
+    model = learned([*steady, (16, 3.0), (32, 5.0), (16, 2.0)])
+    assert float(predict_s(model, 16)) == pytest.approx(0.030, rel=1e-6)
+    assert float(predict_s(model, 32)) == pytest.approx(0.045, rel=1e-6)
+
+
+def test_a_slow_first_step_is_forgotten_at_the_second() -> None:
+    assert float(predict_s(learned([(8, 2.0), (8, 0.020)]), 8)) == pytest.approx(0.020)
+
+
+def test_the_model_follows_a_growing_context() -> None:
+    model = learned([(4, 0.015 + i * 1e-5) for i in range(1000)])
+    assert float(predict_s(model, 4)) == pytest.approx(0.025, rel=0.02)
+
+
+def test_a_stale_knot_is_outvoted_at_once() -> None:
+    model = learned([(64, 0.200)] * 16 + [(4, 0.020)] * (STALE_STEPS + 1) + [(64, 0.100)])
+    assert float(predict_s(model, 64)) == pytest.approx(0.100)
+
+
+def test_a_knee_between_distant_knots_is_kept_open() -> None:
+    def memory_bound(tokens: int) -> float:
+        return 0.020 + 0.00008 * max(0, tokens - 256)
+
+    visits = [(n, memory_bound(n)) for n in (64, 128, 384, 512) for _ in range(16)]
+    assert float(predict_s(learned(visits), 256)) == pytest.approx(0.020, rel=0.025)
+
+
+def test_observations_within_a_knot_stand_at_their_mean() -> None:
+    model = learned([(n, affine_s(n)) for n in (14, 18, 32)] * 8)
+    assert float(predict_s(model, 16)) == pytest.approx(affine_s(16), rel=0.02)
+
+
+def test_prefill_tokens_count_as_tokens_of_the_step() -> None:
+    step = StepObservation(2, 3, 1, 100, 0.5)
+    assert largest_known_tokens(update_step_time(StepTimeModel.initial(), step)) == 105
+
+
+def test_observations_between_counts_and_ages() -> None:
+    model = learned([(8, 0.02), (8, 0.02), (64, 0.08)])
+    assert observations_between(model, 4, 12) == (2, 1)
+    assert observations_between(model, 32, 96) == (1, 0)
+    assert observations_between(model, 200, 300) == (0, 3)
+
+
+def test_update_leaves_the_old_model_alone() -> None:
+    old = learned([(8, 0.02)])
+    before = [array.copy() for array in (old.windows, old.counts, old.points, old.curve_s)]
+    update_measured_time(old, 8, 0.04)
+    for kept, array in zip(before, (old.windows, old.counts, old.points, old.curve_s), strict=True):
+        np.testing.assert_array_equal(kept, array)
+
+
+def test_nearest_knot_is_nearest_by_ratio() -> None:
+    for tokens in range(1, 3000):
+        ratios = [max(tokens / knot, knot / tokens) for knot in KNOTS]
+        assert ratios[nearest_knot(tokens)] == pytest.approx(min(ratios))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "seconds"), [(0, 0.01), (4, 0.0), (4, -1.0), (4, float("nan")), (4, float("inf"))]
+)
+def test_unusable_observations_are_refused(tokens: int, seconds: float) -> None:
+    with pytest.raises(EngineError, match="cannot be learned from"):
+        update_measured_time(StepTimeModel.initial(), tokens, seconds)
+
+
+def test_fit_affine() -> None:
+    assert fit_affine([1, 2, 4], [3.0, 5.0, 9.0]) == (pytest.approx(1.0), pytest.approx(2.0))
+    assert fit_affine([7, 7], [1.0, 3.0]) == (2.0, 0.0)
+    assert fit_affine([1, 2], [4.0, 2.0]) == (3.0, 0.0)
+    with pytest.raises(EngineError, match="at least one"):
+        fit_affine([], [])
