@@ -1,0 +1,319 @@
+"""The draft budget: each policy by example, the exploration rules, the closed loop against plain decoding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+from pydantic import ValidationError
+
+from paceline.config import BudgetSettings
+from paceline.errors import EngineError
+from paceline.planning.acceptance import AcceptanceTable, estimate, update_acceptance
+from paceline.planning.budget import BudgetSnapshot, BudgetState, decide, draft_depth, update
+from paceline.planning.latency import StepTimeModel, update_measured_time
+from paceline.types import StepObservation
+
+
+def snapshot(
+    rows: list[list[float]], room: int = 1000, other: int = 0, weights: list[float] | None = None
+) -> BudgetSnapshot:
+    return BudgetSnapshot(
+        num_requests=len(rows),
+        num_other_tokens=other,
+        path_probability=np.array(rows, dtype=np.float32),
+        weights=None if weights is None else np.array(weights, dtype=np.float32),
+        max_total_draft_tokens=room,
+    )
+
+
+def timed(time_s: Callable[[int], float], sizes: Iterable[int]) -> StepTimeModel:
+    model = StepTimeModel.initial()
+    for tokens in sizes:
+        for _ in range(4):
+            model = update_measured_time(model, tokens, time_s(tokens))
+    return model
+
+
+def state_with(
+    settings: BudgetSettings,
+    time_s: Callable[[int], float],
+    sizes: Iterable[int] = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64),
+) -> BudgetState:
+    return replace(BudgetState.initial(settings), decode_time=timed(time_s, sizes))
+
+
+def lengths(
+    rows: list[list[float]], state: BudgetState, settings: BudgetSettings, **more: object
+) -> list[int]:
+    decision = decide(snapshot(rows, **more), state, settings)  # type: ignore[arg-type]
+    assert decision.dtype == np.int32
+    return decision.tolist()
+
+
+MARGINAL = BudgetSettings()
+AFFINE = state_with(MARGINAL, lambda n: 0.014 + 0.001 * n)
+LEVEL = state_with(MARGINAL, lambda n: 0.020)
+COMPUTE_BOUND = state_with(MARGINAL, lambda n: 0.001 * n)
+
+
+def test_marginal_gives_tokens_where_they_are_likely() -> None:
+    rows = [[0.95, 0.9, 0.86, 0.8], [0.05, 0.01, 0.0, 0.0]]
+    assert lengths(rows, AFFINE, MARGINAL) == [4, 0]
+
+
+def test_marginal_takes_everything_when_tokens_are_free() -> None:
+    assert lengths([[0.3, 0.1, 0.01], [0.2, 0.0, 0.0]], LEVEL, MARGINAL) == [3, 1]
+
+
+def test_marginal_takes_nothing_when_tokens_cost_their_share() -> None:
+    assert lengths([[0.9, 0.8], [0.9, 0.8]], COMPUTE_BOUND, MARGINAL) == [0, 0]
+
+
+def test_marginal_sees_past_a_dear_token_to_a_cheap_plateau() -> None:
+    def stairs(tokens: int) -> float:
+        return 0.010 if tokens <= 1 else 0.030
+
+    state = state_with(MARGINAL, stairs, (1, 2, 3, 4, 6, 8))
+    assert lengths([[0.95, 0.9]], state, MARGINAL) == [0]
+    assert lengths([[0.95, 0.9, 0.85, 0.8]], state, MARGINAL) == [4]
+
+
+def test_marginal_breaks_ties_by_request_then_position() -> None:
+    rows = [[0.8, 0.8, 0.0], [0.8, 0.8, 0.8]]
+    assert lengths(rows, LEVEL, MARGINAL, room=3) == [2, 1]
+
+
+def test_marginal_weighs_requests_by_what_their_tokens_are_worth() -> None:
+    rows = [[0.6, 0.4], [0.7, 0.5]]
+    assert lengths(rows, LEVEL, MARGINAL, room=2) == [1, 1]
+    assert lengths(rows, LEVEL, MARGINAL, room=2, weights=[10.0, 0.1]) == [2, 0]
+
+
+def test_marginal_leaves_gains_below_the_floor() -> None:
+    settings = BudgetSettings(min_gain=0.2)
+    assert lengths([[0.15]], LEVEL, MARGINAL) == [1]
+    assert lengths([[0.15]], LEVEL, settings) == [0]
+
+
+def test_e1_nothing_is_verified_before_the_baseline_was_measured_twice() -> None:
+    state = BudgetState.initial(MARGINAL)
+    for _ in range(2):
+        assert lengths([[0.99, 0.99]], state, MARGINAL) == [0]
+        state = update(state, StepObservation(1, 0, 0, 0, 0.015), MARGINAL)
+    assert lengths([[0.99, 0.99]], state, MARGINAL) == [1]
+
+
+def test_e1_the_baseline_is_measured_again() -> None:
+    settings = BudgetSettings(refresh_steps=32)
+    state = state_with(settings, lambda n: 0.020)
+    rows = [[0.9] * 16]
+    chosen = []
+    for _ in range(200):
+        length = lengths(rows, state, settings)[0]
+        chosen.append(length)
+        state = update(state, StepObservation(1, length, 0, 0, 0.020), settings)
+    assert 5 <= chosen.count(0) <= 8
+    assert max(chosen) == 16
+
+
+def test_e2_a_step_grows_by_the_factor_at_most() -> None:
+    state = BudgetState.initial(MARGINAL)
+    rows, sizes = [[0.99] * 16] * 8, []
+    for _ in range(10):
+        drafted = sum(lengths(rows, state, MARGINAL))
+        sizes.append(8 + drafted)
+        state = update(state, StepObservation(8, drafted, 0, 0, 0.020), MARGINAL)
+    assert sizes[:5] == [8, 8, 12, 18, 27]
+    assert all(later <= 1.5 * max(sizes[: i + 1]) for i, later in enumerate(sizes[1:]))
+    assert sizes[-1] == 8 + 128
+
+
+def test_e4_speculation_is_probed_again_after_a_long_rest() -> None:
+    settings = BudgetSettings(refresh_steps=32)
+    slow = state_with(settings, lambda n: 0.010 * n)
+    rows, chosen = [[0.9] * 8] * 8, []
+    for _ in range(100):
+        drafted = sum(lengths(rows, slow, settings))
+        chosen.append(drafted)
+        slow = update(slow, StepObservation(8, drafted, 0, 0, 0.010 * (8 + drafted)), settings)
+    assert 2 <= sum(drafted > 0 for drafted in chosen) <= 4
+    assert max(chosen) <= 4
+
+
+def test_steps_with_prefill_have_their_own_model() -> None:
+    state = update(AFFINE, StepObservation(2, 0, 0, 500, 9.0), MARGINAL)
+    assert state.decode_time is AFFINE.decode_time
+    rows = [[0.9, 0.8], [0.9, 0.8]]
+    assert lengths(rows, state, MARGINAL, other=500) == [0, 0]
+    state = update(state, StepObservation(2, 0, 0, 500, 9.0), MARGINAL)
+    assert lengths(rows, state, MARGINAL, other=500) == [2, 2]
+
+
+def test_empty_steps_teach_nothing() -> None:
+    assert update(AFFINE, StepObservation(0, 0, 0, 0, 0.0), MARGINAL) is AFFINE
+
+
+def test_fixed_length_as_far_as_drafts_and_room_reach() -> None:
+    settings = BudgetSettings(policy="fixed", fixed_tokens=2)
+    rows = [[0.9, 0.8, 0.7], [0.9, 0.0, 0.0], [0.9, 0.5, 0.4]]
+    assert lengths(rows, AFFINE, settings) == [2, 1, 2]
+    assert lengths(rows, AFFINE, settings, room=4) == [2, 1, 1]
+    assert lengths(rows, AFFINE, settings, room=2) == [1, 1, 0]
+
+
+def test_thresholds_share_the_batch_limit_and_filter() -> None:
+    settings = BudgetSettings(
+        policy="thresholds",
+        threshold_request_tokens=3,
+        threshold_batch_tokens=4,
+        threshold_min_probability=0.5,
+    )
+    row = [0.9, 0.8, 0.7, 0.6]
+    assert lengths([row], AFFINE, settings) == [3]
+    assert lengths([row, row], AFFINE, settings) == [2, 2]
+    assert lengths([row] * 5, AFFINE, settings) == [0] * 5
+    assert lengths([[0.9, 0.4, 0.2, 0.1]], AFFINE, settings) == [1]
+
+
+def test_bandit_verifies_the_likeliest_tokens_within_its_depth() -> None:
+    settings = BudgetSettings(policy="bandit", bandit_strategies=((3, 2), (0, 0)), bandit_batch_sizes=(1, 8))
+    state = BudgetState.initial(settings)
+    rows = [[0.9, 0.9, 0.9, 0.9], [0.5, 0.4, 0.3, 0.2]]
+    assert lengths(rows, state, settings) == [3, 1]
+    assert lengths(rows * 4, state, settings) == [0] * 8
+
+
+def test_bandit_learns_from_decode_steps_alone() -> None:
+    settings = BudgetSettings(policy="bandit")
+    state = BudgetState.initial(settings)
+    assert update(state, StepObservation(2, 4, 2, 64, 0.1), settings).bandit.step == 0
+    assert update(state, StepObservation(2, 4, 2, 0, 0.1), settings).bandit.rewards[0][0] == (40.0,)
+
+
+@pytest.mark.parametrize("policy", ["marginal", "bandit", "thresholds", "fixed", "off"])
+def test_no_policy_exceeds_a_limit(policy: str) -> None:
+    settings = BudgetSettings(policy=policy, max_draft_tokens=3)  # type: ignore[arg-type]
+    state = state_with(settings, lambda n: 0.020)
+    rows = [[0.9] * 8, [0.9] * 2 + [0.0] * 6, [0.0] * 8]
+    for room in (0, 1, 4, 100):
+        decision = lengths(rows, state, settings, room=room)
+        assert sum(decision) <= room
+        assert all(length <= limit for length, limit in zip(decision, (3, 2, 0), strict=True))
+    assert (policy == "off") == (sum(decision) == 0)
+
+
+def test_an_empty_batch_is_an_empty_decision() -> None:
+    empty = BudgetSnapshot(0, 0, np.zeros((0, 16), dtype=np.float32), None, 100)
+    for policy in ("marginal", "bandit", "thresholds", "fixed", "off"):
+        settings = BudgetSettings(policy=policy)  # type: ignore[arg-type]
+        assert decide(empty, BudgetState.initial(settings), settings).shape == (0,)
+
+
+def test_arrays_must_fit_the_batch() -> None:
+    with pytest.raises(EngineError, match="one row per decoding request"):
+        decide(replace(snapshot([[0.5]]), num_requests=2), AFFINE, MARGINAL)
+    with pytest.raises(EngineError, match="2 weights for 1 requests"):
+        decide(snapshot([[0.5]], weights=[1.0, 2.0]), AFFINE, MARGINAL)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"policy": "clever"},
+        {"max_draft_tokens": 129},
+        {"max_growth": 1.0},
+        {"bandit_batch_sizes": (1, 4)},
+        {"bandit_batch_sizes": (1, 4, 4, 33)},
+        {"bandit_strategies": ((2, 4),), "bandit_batch_sizes": (1,)},
+        {"unknown": 1},
+    ],
+)
+def test_settings_are_checked(bad: dict[str, object]) -> None:
+    with pytest.raises(ValidationError):
+        BudgetSettings.model_validate(bad)
+
+
+def test_draft_depth_weighs_drafting_against_verifying() -> None:
+    step = timed(lambda n: 0.014 + 0.001 * n, (1, 2, 4, 8, 16, 32, 64))
+    cheap, dear = timed(lambda n: 0.0005, (1, 2, 4)), timed(lambda n: 0.012, (1, 2, 4))
+    acceptance = np.full(8, 0.8, dtype=np.float32)
+    assert draft_depth(1, acceptance, cheap, step, 1.5) == best_depth(1, 0.8, 0.0005)
+    assert draft_depth(4, acceptance, cheap, step, 1.5) == best_depth(4, 0.8, 0.0005)
+    assert draft_depth(1, acceptance, dear, step, 1.5) == best_depth(1, 0.8, 0.012)
+    assert draft_depth(1, np.full(8, 0.1, dtype=np.float32), dear, step, 1.5) == 0
+
+
+def best_depth(batch: int, acceptance: float, draft_s: float) -> int:
+    def rate(depth: int) -> float:
+        tokens = sum(acceptance**j for j in range(depth + 1))
+        return batch * tokens / (0.014 + 0.001 * batch * (1 + depth) + depth * draft_s)
+
+    return max(range(9), key=rate)
+
+
+def test_draft_depth_finds_unmeasured_times_out() -> None:
+    acceptance = np.full(8, 0.9, dtype=np.float32)
+    unknown = StepTimeModel.initial()
+    assert draft_depth(4, acceptance, unknown, unknown, 1.5) == 0
+    assert draft_depth(4, acceptance, unknown, timed(lambda n: 0.02, (4, 8)), 1.5) == 1
+    assert draft_depth(4, acceptance, timed(lambda n: 0.001, (4,)), timed(lambda n: 0.02, (4, 8)), 1.5) == 2
+
+
+@dataclass
+class Engine:
+    """A simulated engine: noisy step times, acceptance estimates learned from what was verified."""
+
+    time_s: Callable[[int], float]
+    acceptance: tuple[float, ...]  # true acceptance of each kind of request
+    settings: BudgetSettings
+    seed: int = 0
+
+    def tokens_per_s(self, batch: int, steps: int) -> float:
+        """Expected tokens per second of `steps` steps, exploration and learning included."""
+        drafts, clock = np.random.default_rng(self.seed), np.random.default_rng(self.seed + 1)
+        truth = np.array(self.acceptance)
+        table = AcceptanceTable.initial(np.full(len(truth), 0.6))
+        state = BudgetState.initial(self.settings)
+        tokens = seconds = 0.0
+        for _ in range(steps):
+            kinds = drafts.integers(0, len(truth), size=batch).astype(np.int32)
+            path = np.cumprod(np.repeat(estimate(table)[kinds, None], 16, axis=1), axis=1, dtype=np.float32)
+            verified = decide(BudgetSnapshot(batch, 0, path, None, 4096), state, self.settings)
+            hits = np.cumprod(drafts.random((batch, 16)) < truth[kinds, None], axis=1).sum(axis=1)
+            accepted = np.minimum(hits, verified)
+            told = np.minimum(verified, accepted + 1)
+            table = update_acceptance(table, kinds, accepted, told)
+            used, gained = int(verified.sum()), int(accepted.sum())
+            true_s = self.time_s(batch + used)
+            pause = 4.0 if clock.random() < 0.01 else 1.0
+            measured_s = true_s * float(clock.lognormal(0.0, 0.05)) * pause
+            state = update(state, StepObservation(batch, used, gained, 0, measured_s), self.settings)
+            tokens, seconds = tokens + batch + gained, seconds + true_s
+        return tokens / seconds
+
+
+TIMES: dict[str, Callable[[int], float]] = {
+    "small model on a core": lambda n: 0.014 + 0.00097 * n,
+    "memory-bound, then compute-bound": lambda n: 0.020 + 0.00008 * max(0, n - 256),
+    "compute-bound": lambda n: 0.001 + 0.001 * n,
+}
+
+
+@pytest.mark.parametrize("batch", [1, 4, 16, 64, 128])
+@pytest.mark.parametrize("time", TIMES)
+@pytest.mark.parametrize("acceptance", [(0.0,), (0.3, 0.9), (0.6, 0.8)])
+def test_never_slower_than_plain_decoding_by_three_per_cent(
+    batch: int, time: str, acceptance: tuple[float, ...]
+) -> None:
+    speed = Engine(TIMES[time], acceptance, MARGINAL).tokens_per_s(batch, steps=300)
+    plain = batch / TIMES[time](batch)
+    assert speed >= 0.97 * plain
+
+
+@pytest.mark.parametrize(("batch", "gain"), [(1, 1.6), (8, 1.2), (32, 1.02)])
+def test_faster_than_plain_decoding_where_drafts_are_good(batch: int, gain: float) -> None:
+    time_s = TIMES["small model on a core"]
+    assert Engine(time_s, (0.3, 0.9), MARGINAL).tokens_per_s(batch, steps=300) >= gain * batch / time_s(batch)
