@@ -1,0 +1,11 @@
+from paceline.types import Float32Array, Int64Array, UInt64Array
+from paceline.dice import UInt32Array
+
+def sample(
+    logits: Float32Array,
+    keys: UInt64Array,
+    positions: Int64Array,
+    temperatures: Float32Array,
+    out: Int64Array,
+) -> int: ...
+def gumbel(keys: UInt64Array, positions: Int64Array, tokens: UInt32Array, out: Float32Array) -> None: ...
