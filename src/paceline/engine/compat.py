@@ -45,6 +45,7 @@ require_vllm()
 
 from vllm.platforms import current_platform  # noqa: E402
 from vllm.sampling_params import SamplingParams  # noqa: E402
+from vllm.utils.torch_utils import PIN_MEMORY  # noqa: E402
 from vllm.v1.core.sched.output import SchedulerOutput  # noqa: E402
 from vllm.v1.core.sched.scheduler import Scheduler  # noqa: E402
 from vllm.v1.engine import EngineCoreOutputs  # noqa: E402
@@ -150,9 +151,9 @@ def allow_exact_options() -> None:
     SamplingParams._validate_spec_decode = validate
 
 
-def all_logits_processors(vllm_config: Any, device: Any, pin_memory: bool) -> LogitsProcessors:
+def all_logits_processors(vllm_config: Any, device: Any) -> LogitsProcessors:
     """vLLM's built-in logits processors, min-p and logit bias included although speculation is on."""
-    return LogitsProcessors(make(vllm_config, device, pin_memory) for make in BUILTIN_LOGITS_PROCESSORS)
+    return LogitsProcessors(make(vllm_config, device, PIN_MEMORY) for make in BUILTIN_LOGITS_PROCESSORS)
 
 
 def engine_args_class() -> type[Any]:

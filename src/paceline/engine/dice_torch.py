@@ -1,6 +1,6 @@
-"""The shared dice in torch, on any device with int64 and float64: what a GPU without vLLM's runner V2 samples with.
+"""The shared dice in torch, on any device with int64 and float64: for a GPU without vLLM's runner V2.
 
-Invariant: the same noise bits as `paceline.dice` (integer operations and IEEE + - * / one at a time, in one order).
+Invariant: the same noise bits as `paceline.dice`: integer operations and IEEE + - * / in one fixed order.
 Work is chunked over the vocabulary, so memory stays at a few dozen bytes x num_rows x CHUNK.
 """
 
@@ -28,7 +28,8 @@ def gumbel(keys: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
 def sample(logits: Tensor, keys: Tensor, positions: Tensor, temperatures: Tensor) -> Tensor:
     """One token per row, [num_rows] int64 on the device of `logits`; the tokens of `paceline.dice.sample`.
 
-    logits: [num_rows, vocab], any float type and strides (scores are float32). keys: [num_rows] int64 or uint64.
+    logits: [num_rows, vocab], any float type and strides (scores are float32).
+    keys: [num_rows] int64 or uint64.
     positions: [num_rows] integers from 1. temperatures: [num_rows] float32, finite, from 0 (0: plain argmax).
     Raises as `paceline.dice.sample` does; the check costs one synchronisation with the device.
     """
@@ -65,9 +66,10 @@ def _check(best: Tensor, positions: Tensor, temperatures: Tensor) -> None:
         )
     row = int(bad_logits.int().argmax())
     if bool(best[row].isnan()):
-        raise EngineError(f"row {row}: a logit is NaN; the model's weights or its input are damaged")
+        raise EngineError(f"row {row}: a logit is NaN; check the model's weights and input")
     raise EngineError(
-        f"row {row}: no id can be drawn (every logit / {float(temperatures[row])} is -inf); loosen the sampling filters"
+        f"row {row}: no id can be drawn (every logit / {float(temperatures[row])} is -inf); "
+        "loosen the sampling filters"
     )
 
 
@@ -76,14 +78,14 @@ def _rotate(value: Tensor, shift: int) -> Tensor:
 
 
 def _mix(h: Tensor, word: Tensor) -> Tensor:
-    """One murmur3 round on 32-bit words held in int64; products wrap at 64 bits, the mask keeps the low 32."""
+    """One murmur3 round on 32-bit words held in int64; products may wrap, the mask keeps the low half."""
     word = (_rotate((word * 0xCC9E2D51) & _MASK, 15) * 0x1B873593) & _MASK
     return (_rotate(h ^ word, 13) * 5 + 0xE6546B64) & _MASK
 
 
 def _prefix(keys: Tensor, positions: Tensor) -> Tensor:
     """State of the hash after key and position word (that of the input token, one below the drawn one)."""
-    keys = keys.view(torch.int64) if keys.dtype == torch.uint64 else keys
+    keys = keys.view(torch.int64) if keys.dtype == torch.uint64 else keys.to(torch.int64)
     h = _mix(torch.zeros_like(keys), keys & _MASK)
     h = _mix(h, (keys >> 32) & _MASK)
     return _mix(h, (positions.to(torch.int64) - 1) & _MASK)

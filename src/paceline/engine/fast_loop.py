@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from paceline.config import EngineSettings
-from paceline.drafting import lookup, suffix
+from paceline.drafting.drafter import Drafter
 from paceline.planning import acceptance, budget, sharpness
 from paceline.planning.latency import StepTimeModel, update_measured_time
 from paceline.types import (
@@ -75,14 +75,7 @@ class FastLoop:
 
     def __init__(self, settings: EngineSettings) -> None:
         self._settings = settings
-        self._forest: suffix.SuffixForest | lookup.LookupDrafter | None = None
-        prior: Float32Array = np.zeros(1, dtype=np.float32)
-        if settings.drafter == "suffix":
-            self._forest = suffix.SuffixForest(settings.suffix_depth, settings.suffix_memory_bytes)
-            prior = suffix.prior_calibration()
-        elif settings.drafter == "lookup":
-            self._forest = lookup.LookupDrafter()
-            prior = lookup.prior_calibration()
+        self.drafter, prior = _make_drafter(settings)
         self.free = _Learned(prior, settings.sharpness)
         self.model = _Learned(_model_prior(settings), settings.sharpness)
         self.budget = budget.BudgetState.initial(settings.budget)
@@ -98,30 +91,30 @@ class FastLoop:
 
     def open(self, group: int, response: int, prompt: Sequence[int], generated: Sequence[int]) -> None:
         """A response begins (or resumes with `generated` tokens)."""
-        if self._forest is None:
+        if self.drafter is None:
             return
-        self._forest.open_group(group, np.asarray(prompt, dtype=np.int32))
-        self._forest.append(group, response, np.asarray(generated, dtype=np.int32))
+        self.drafter.open_group(group, np.asarray(prompt, dtype=np.int32))
+        self.drafter.append(group, response, np.asarray(generated, dtype=np.int32))
 
     def append(self, tokens: Iterable[tuple[int, int, list[int]]]) -> None:
         """(group, response, new tokens) of each response that grew in the step."""
-        if self._forest is None:
+        if self.drafter is None:
             return
         groups, responses, lists = zip(*tokens, strict=True)
         offsets = np.zeros(len(lists) + 1, dtype=np.int32)
         np.cumsum([len(item) for item in lists], out=offsets[1:])
         flat = np.fromiter((token for item in lists for token in item), np.int32, int(offsets[-1]))
-        self._forest.append_batch(np.asarray(groups, np.int64), np.asarray(responses, np.int64), offsets, flat)
+        self.drafter.append_batch(np.asarray(groups, np.int64), np.asarray(responses, np.int64), offsets, flat)
 
     def close(self, group: int, response: int) -> None:
         """A response has ended; its tokens go on serving its group."""
-        if self._forest is not None:
-            self._forest.close_response(group, response)
+        if self.drafter is not None:
+            self.drafter.close_response(group, response)
 
     def forget_tokens(self) -> None:
         """Drop all groups; what was learned about acceptance and time stays."""
-        if self._forest is not None:
-            self._forest.clear()
+        if self.drafter is not None:
+            self.drafter.clear()
         self._arrived = None
 
     # -- a step
@@ -144,9 +137,9 @@ class FastLoop:
         return Proposal(batch, lengths, from_model, (free, model))
 
     def _draft_free(self, query: DraftQuery) -> DraftBatch | None:
-        if self._forest is None:
+        if self.drafter is None:
             return None
-        return self._forest.draft(
+        return self.drafter.draft(
             query,
             sharpness=self.free.beta,
             sharpness_grid=GRID,
@@ -237,6 +230,20 @@ class FastLoop:
         if self._pending is not None:
             self.budget = budget.update(self.budget, self._pending, self._settings.budget)
             self._pending = None
+
+
+def _make_drafter(settings: EngineSettings) -> tuple[Drafter | None, Float32Array]:
+    """The model-free drafter and the prior of its calibration cells."""
+    if settings.drafter == "suffix":
+        from paceline.drafting import suffix
+
+        forest = suffix.SuffixForest(settings.suffix_depth, settings.suffix_memory_bytes)
+        return forest, suffix.prior_calibration()
+    if settings.drafter == "lookup":
+        from paceline.drafting import lookup
+
+        return lookup.LookupDrafter(), lookup.prior_calibration()
+    return None, np.zeros(1, dtype=np.float32)
 
 
 def _model_prior(settings: EngineSettings) -> Float32Array:

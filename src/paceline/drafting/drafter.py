@@ -1,0 +1,46 @@
+"""What a model-free drafter is: the contract that the suffix forest, the n-gram lookup and test drafters share."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from paceline.types import DraftBatch, DraftQuery, Float32Array, Int32Array, Int64Array
+
+
+class Drafter(Protocol):
+    """Drafts from tokens that it was given, without a model. Used by one thread; keeps no wall-clock time."""
+
+    def open_group(self, group: int, prompt: Int32Array) -> None:
+        """A group begins; idempotent. prompt: [num_prompt_tokens] int32"""
+
+    def append(self, group: int, response: int, tokens: Int32Array) -> None:
+        """A response opens (without tokens) or grows. tokens: [num_tokens] int32"""
+
+    def append_batch(
+        self, groups: Int64Array, responses: Int64Array, offsets: Int32Array, tokens: Int32Array
+    ) -> None:
+        """Many responses grow: response i by tokens[offsets[i]:offsets[i + 1]]."""
+
+    def draft(
+        self,
+        query: DraftQuery,
+        *,
+        sharpness: float,
+        sharpness_grid: Float32Array,
+        calibration: Float32Array,
+        floor: float,
+    ) -> DraftBatch:
+        """Draft for each row of `query`, by the shared dice.
+
+        Args:
+            sharpness: exponent on the draft distribution; inf drafts its likeliest token.
+            sharpness_grid: the values that `DraftBatch.probes` answers for. [num_sharpness]
+            calibration: acceptance estimate of each cell. [num_cells]
+            floor: a draft ends where its path probability falls below this.
+        """
+
+    def close_response(self, group: int, response: int) -> None:
+        """A response has ended; what it added stays with its group."""
+
+    def clear(self) -> None:
+        """Drop all groups."""

@@ -1,0 +1,169 @@
+"""The one promise: the tokens (and their log-probabilities, bitwise) are plain decoding's, whatever is drafted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import VOCAB
+from drafters import ScriptedDrafter
+
+from paceline.config import BudgetSettings, EngineSettings
+from paceline.engine.rollout import RolloutEngine
+from paceline.types import Response, RolloutRequest
+
+MAX_TOKENS = 96
+
+
+def requests(prompts: int = 6, samples: int = 4) -> list[RolloutRequest]:
+    rng = np.random.default_rng(5)
+    made = []
+    for prompt in range(prompts):
+        tokens = (1, *rng.integers(3, VOCAB, 4 + 9 * prompt).tolist())
+        made += [
+            RolloutRequest(prompt=tokens, max_tokens=MAX_TOKENS, key=1000 * prompt + sample, sample=sample)
+            for sample in range(samples)
+        ]
+    return made
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def engine(request: pytest.FixtureRequest, model_dir: Path) -> Iterator[RolloutEngine]:
+    """An engine that verifies up to eight drafts of every request in every step."""
+    settings = EngineSettings(budget=BudgetSettings(policy="fixed", fixed_tokens=8), max_draft_tokens=8)
+    with RolloutEngine(
+        model_dir, settings, dtype=request.param, max_model_len=1024, kv_cache_bytes=1 << 28
+    ) as made:
+        yield made
+
+
+def run(
+    engine: RolloutEngine, wanted: list[RolloutRequest], drafter: object = None, **options: object
+) -> list[Response]:
+    """Generate with `drafter` in place of the engine's own (None: plain decoding), from an empty cache."""
+    from vllm import SamplingParams
+
+    own, engine.scheduler.loop.drafter = engine.scheduler.loop.drafter, drafter
+    try:
+        engine.reset_prefix_cache()
+        options = {"temperature": 1.0, "max_tokens": MAX_TOKENS, **options}
+        return engine.generate(wanted, SamplingParams(**options))
+    finally:
+        engine.scheduler.loop.drafter = own
+
+
+def assert_same(one: list[Response], other: list[Response]) -> None:
+    assert [r.tokens for r in one] == [r.tokens for r in other]
+    assert [r.finish_reason for r in one] == [r.finish_reason for r in other]
+    for a, b in zip(one, other, strict=True):
+        assert np.array_equal(np.float32(a.logprobs), np.float32(b.logprobs)), "logprobs differ bitwise"
+
+
+@pytest.fixture(scope="module")
+def plain(engine: RolloutEngine) -> list[Response]:
+    return run(engine, requests())
+
+
+def known(plain: list[Response]) -> dict[int, tuple[int, ...]]:
+    return {r.key: (*r.request.prompt, *r.tokens) for r in plain}
+
+
+def test_plain_decoding_varies_with_the_key(plain: list[Response]) -> None:
+    assert len({r.tokens for r in plain}) == len(plain)
+    assert all(r.num_draft_tokens == 0 and r.num_steps == len(r.tokens) for r in plain)
+
+
+@pytest.mark.parametrize("right", [0.0, 0.6, 1.0])
+def test_drafts_change_no_token(engine: RolloutEngine, plain: list[Response], right: float) -> None:
+    drafted = run(engine, requests(), ScriptedDrafter(known(plain), right, VOCAB))
+    assert_same(plain, drafted)
+    assert sum(r.num_draft_tokens for r in drafted) > 500
+    accepted = sum(r.num_accepted_tokens for r in drafted)
+    assert accepted > 500 if right == 1.0 else accepted >= 0
+    assert sum(r.num_steps for r in drafted) == sum(len(r.tokens) for r in drafted) - accepted
+
+
+def test_suffix_drafts_change_no_token(engine: RolloutEngine, plain: list[Response]) -> None:
+    drafted = run(engine, requests(), engine.scheduler.loop.drafter)
+    assert_same(plain, drafted)
+    assert sum(r.num_accepted_tokens for r in drafted) > 0
+
+
+def test_batch_size_changes_no_token(engine: RolloutEngine, plain: list[Response]) -> None:
+    wanted = requests()
+    alone = [run(engine, [request])[0] for request in wanted[::5]]
+    assert_same(plain[::5], alone)
+    odd = ScriptedDrafter(known(plain), 0.6, VOCAB)
+    assert_same(plain[:7], run(engine, wanted[:7], odd))
+
+
+def test_chunks_change_no_token(engine: RolloutEngine, plain: list[Response]) -> None:
+    """A response that is cut after any number of tokens and submitted again goes on as if nothing had happened."""
+    cut = [
+        replace(response.request, generated=response.tokens[: 1 + 7 * index % (len(response.tokens) - 1)])
+        for index, response in enumerate(plain)
+        if len(response.tokens) > 2
+    ]
+    whole = [response for response in plain if len(response.tokens) > 2]
+    resumed = run(engine, cut, ScriptedDrafter(known(plain), 0.6, VOCAB))
+    assert [r.tokens for r in resumed] == [r.tokens for r in whole]
+    for before, after in zip(whole, resumed, strict=True):
+        tail = np.float32(before.logprobs)[-len(after.logprobs) :]
+        assert np.array_equal(tail, np.float32(after.logprobs))
+
+
+OPTIONS: dict[str, dict[str, object]] = {
+    "temperature": {"temperature": 0.7},
+    "greedy": {"temperature": 0.0},
+    "top-k": {"top_k": 5},
+    "top-p": {"top_p": 0.8},
+    "min-p": {"min_p": 0.1},
+    "all filters": {"temperature": 1.3, "top_k": 20, "top_p": 0.9, "min_p": 0.02},
+    "penalties": {"presence_penalty": 0.5, "frequency_penalty": 0.3, "repetition_penalty": 1.2},
+    "logit bias": {"logit_bias": {5: 4.0, 9: -100.0}},
+    "allowed ids": {"allowed_token_ids": list(range(2, 40))},
+    "min tokens": {"min_tokens": 30},
+    "stop token": {"stop_token_ids": [40, 41]},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_sampling_options_are_exact_under_drafts(engine: RolloutEngine, name: str) -> None:
+    wanted = requests(3, 3)
+    base = run(engine, wanted, **OPTIONS[name])
+    drafted = run(engine, wanted, ScriptedDrafter(known(base), 0.7, VOCAB), **OPTIONS[name])
+    assert_same(base, drafted)
+    assert sum(r.num_accepted_tokens for r in drafted) > 0
+
+
+def test_options_do_what_they_say(engine: RolloutEngine) -> None:
+    wanted = requests(2, 2)
+    biased = run(engine, wanted, logit_bias={9: -100.0, 2: -100.0})
+    assert all(9 not in r.tokens and len(r.tokens) == MAX_TOKENS for r in biased)
+    allowed = run(engine, wanted, allowed_token_ids=[2, 7, 8])
+    assert all(set(r.tokens) <= {2, 7, 8} for r in allowed)
+    long = run(engine, wanted, min_tokens=50)
+    assert all(len(r.tokens) >= 50 for r in long)
+
+
+def test_bad_words_are_exact_under_drafts(engine: RolloutEngine) -> None:
+    wanted = requests(3, 3)
+    free = run(engine, wanted)
+    pair = [chr(33 + t - 3) for t in free[0].tokens[4:6] if t > 2]
+    options = {"bad_words": ["".join(pair)]}
+    base = run(engine, wanted, **options)
+    assert base[0].tokens != free[0].tokens
+    assert_same(base, run(engine, wanted, ScriptedDrafter(known(base), 0.7, VOCAB), **options))
+
+
+def test_stop_strings_end_at_the_same_token(engine: RolloutEngine) -> None:
+    wanted = requests(3, 3)
+    free = run(engine, wanted)
+    stops = [chr(33 + r.tokens[10] - 3) for r in free if len(r.tokens) > 11 and r.tokens[10] > 2]
+    options = {"stop": stops[:2]}
+    base = run(engine, wanted, **options)
+    assert any(len(a.tokens) < len(b.tokens) for a, b in zip(base, free, strict=True))
+    assert_same(base, run(engine, wanted, ScriptedDrafter(known(base), 0.9, VOCAB), **options))
