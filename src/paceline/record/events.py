@@ -85,7 +85,7 @@ class EngineStepSample(_Event, frozen=True, tag="engine"):
     num_generated_tokens: int = 0
     num_prefill_tokens: int = 0
     step: int = 0
-    """Train step whose rollout this is."""
+    """Train step whose rollout this is; 0 outside of training (evaluation, side by side)."""
     worker: str = ""
 
     @property
@@ -102,7 +102,7 @@ class ResponseDone(_Event, frozen=True, tag="response"):
     """When it was submitted to the engine."""
     t_end_s: float
     step: int
-    """Train step."""
+    """Train step, from 1; 0 outside of training."""
     group: int
     sample: int
     prompt_tokens: int

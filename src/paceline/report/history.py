@@ -1,0 +1,244 @@
+"""One pass over a record: all that the report shows, in memory that does not grow with the engine's steps."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from paceline.record import (
+    Comparison,
+    EngineStepSample,
+    Evaluation,
+    Event,
+    Failure,
+    Header,
+    Machine,
+    Note,
+    RecordReader,
+    ResponseDone,
+    Resumed,
+    RunEnd,
+    TrainStep,
+    end_of,
+    measure_tail,
+)
+from paceline.report.bins import Bins
+
+MAX_POINTS = 2000
+MAX_ROLLOUTS = 48
+MAX_MESSAGES = 100
+
+
+@dataclass(slots=True)
+class Speculation:
+    """Sums over engine steps."""
+
+    request_steps: float = 0.0
+    """Decoding requests, summed over engine steps."""
+    drafted: int = 0
+    accepted: int = 0
+    generated: int = 0
+    busy_s: float = 0.0
+
+    def add(self, sample: EngineStepSample) -> None:
+        """Add one sample."""
+        self.request_steps += sample.num_running * sample.num_steps
+        self.drafted += sample.num_draft_tokens
+        self.accepted += sample.num_accepted_tokens
+        self.generated += sample.num_generated_tokens
+        self.busy_s += sample.step_s
+
+    @property
+    def acceptance_length(self) -> float | None:
+        """1 + accepted draft tokens per request and step; None while nothing decoded."""
+        return 1.0 + self.accepted / self.request_steps if self.request_steps else None
+
+
+@dataclass(slots=True)
+class StepRow:
+    """What is known of one train step; `train` is None while (or because) it did not end."""
+
+    step: int
+    session: int
+    train: TrainStep | None = None
+    speculation: Speculation = field(default_factory=Speculation)
+    num_responses: int = 0
+    num_cut: int = 0
+    """Responses that ended at the length limit."""
+    tail_s: float | None = None
+
+    @property
+    def acceptance_length(self) -> float | None:
+        """As measured by the engine; else as the trainer reported it."""
+        measured = self.speculation.acceptance_length
+        if measured is not None or self.train is None:
+            return measured
+        return self.train.acceptance_length
+
+
+@dataclass(slots=True)
+class Rollout:
+    """The course of one rollout; all times but `begin_s` are relative to it."""
+
+    begin_s: float
+    starts_s: array[float] = field(default_factory=lambda: array("d"))
+    ends_s: array[float] = field(default_factory=lambda: array("d"))
+    running: Bins = field(default_factory=lambda: Bins(2, width=0.05, capacity=400))
+    """Columns: running requests x seconds, waiting requests x seconds."""
+
+
+class RunHistory:
+    """Accumulates a record's events.
+
+    Train step 0 stands for rollouts outside of training (evaluation, side by side): they count in the
+    throughput alone. After a resumption, a step recorded again replaces the earlier one.
+    """
+
+    def __init__(self, header: Header) -> None:
+        self.header = header
+        self.machine: Machine = header.machine
+        self.versions: dict[str, str] = header.versions
+        self.session = 0
+        self.steps: dict[int, StepRow] = {}
+        self.rollouts: dict[int, Rollout] = {}
+        self.evaluations: dict[int, Evaluation] = {}
+        self.comparisons: list[Comparison] = []
+        self.total = Speculation()
+        self.by_batch: dict[int, Speculation] = {}
+        """Key: floor(log2(decoding requests per step))."""
+        self.lengths = Bins(2, width=1.0, capacity=8192)
+        """Columns: responses, of which ended at the length limit; over response tokens."""
+        self.throughput = Bins(2, width=0.05, capacity=MAX_POINTS)
+        """Columns: generated tokens, seconds in engine steps; over the run clock."""
+        self.num_responses = 0
+        self.response_tokens = 0
+        self.messages: list[Note | Failure] = []
+        self.num_messages = 0
+        self.end: RunEnd | None = None
+        self.end_s = 0.0
+        self.torn = False
+        self._stride = 1
+
+    def add(self, event: Event) -> None:
+        """Add one event."""
+        self.end_s = max(self.end_s, end_of(event))
+        match event:
+            case EngineStepSample():
+                self._add_sample(event)
+            case ResponseDone():
+                self._add_response(event)
+            case TrainStep():
+                self._add_train_step(event)
+            case Evaluation():
+                self.evaluations[event.step] = event
+            case Comparison():
+                self.comparisons.append(event)
+            case Note() | Failure():
+                self._add_message(event)
+            case Resumed():
+                self._resume(event)
+            case RunEnd():
+                self.end = event
+
+    def _row(self, step: int) -> StepRow:
+        row = self.steps.get(step)
+        if row is None or row.session != self.session:
+            row = self.steps[step] = StepRow(step, self.session)
+            self.rollouts.pop(step, None)
+        return row
+
+    def _add_sample(self, sample: EngineStepSample) -> None:
+        begin_s, end_s = sample.t_s, sample.t_s + sample.step_s
+        self.throughput.spread(begin_s, end_s, sample.num_generated_tokens, sample.step_s)
+        if sample.step == 0:
+            return
+        self._row(sample.step).speculation.add(sample)
+        self.total.add(sample)
+        if sample.num_running >= 1:
+            self.by_batch.setdefault(round(sample.num_running).bit_length() - 1, Speculation()).add(sample)
+        rollout = self._rollout(sample.step, begin_s)
+        seconds = sample.step_s
+        rollout.running.spread(
+            begin_s - rollout.begin_s,
+            end_s - rollout.begin_s,
+            sample.num_running * seconds,
+            sample.num_waiting * seconds,
+        )
+
+    def _add_response(self, response: ResponseDone) -> None:
+        if response.step == 0:
+            return
+        row = self._row(response.step)
+        cut = response.finish_reason == "length"
+        row.num_responses += 1
+        row.num_cut += cut
+        self.num_responses += 1
+        self.response_tokens += response.response_tokens
+        self.lengths.add(response.response_tokens, 1, cut)
+        rollout = self._rollout(response.step, response.t_start_s)
+        rollout.starts_s.append(response.t_start_s - rollout.begin_s)
+        rollout.ends_s.append(response.t_end_s - rollout.begin_s)
+
+    def _add_train_step(self, train: TrainStep) -> None:
+        row = self._row(train.step)
+        row.train = train
+        row.tail_s = train.tail_s
+        if row.tail_s is None and (rollout := self.rollouts.get(train.step)) and rollout.ends_s:
+            row.tail_s = measure_tail(rollout.ends_s)
+
+    def _rollout(self, step: int, begin_s: float) -> Rollout:
+        """The rollout of `step`; of many, only every `_stride`-th and the newest are kept."""
+        rollout = self.rollouts.get(step)
+        if rollout is None:
+            rollout = self.rollouts[step] = Rollout(begin_s)
+            self._thin_rollouts(step)
+            while len(self.rollouts) > MAX_ROLLOUTS:
+                self._stride *= 2
+                self._thin_rollouts(step)
+        return rollout
+
+    def _thin_rollouts(self, newest: int) -> None:
+        kept = self.rollouts.items()
+        self.rollouts = {s: r for s, r in kept if s % self._stride == 0 or s >= newest - 1}
+
+    def _add_message(self, message: Note | Failure) -> None:
+        self.num_messages += 1
+        if len(self.messages) < MAX_MESSAGES:
+            self.messages.append(message)
+
+    def _resume(self, event: Resumed) -> None:
+        self.session += 1
+        self.machine = event.machine
+        self.versions = event.versions
+        self.end = None
+        for step in [step for step, row in self.steps.items() if row.train is None]:
+            del self.steps[step]
+            self.rollouts.pop(step, None)
+
+    @property
+    def rows(self) -> list[StepRow]:
+        """Train steps in order."""
+        return [self.steps[step] for step in sorted(self.steps)]
+
+    @property
+    def finished_rows(self) -> list[tuple[StepRow, TrainStep]]:
+        """Train steps that ended, in order, each with its event."""
+        return [(row, row.train) for row in self.rows if row.train is not None]
+
+
+def collect(header: Header, events: Iterable[Event]) -> RunHistory:
+    """The history of `events`."""
+    history = RunHistory(header)
+    for event in events:
+        history.add(event)
+    return history
+
+
+def read_history(run_dir: Path) -> RunHistory:
+    """Read `<run_dir>/record.jsonl`. RecordError if it is missing or cannot be read."""
+    with RecordReader(run_dir) as reader:
+        history = collect(reader.header, reader)
+        history.torn = reader.torn
+    return history
