@@ -178,6 +178,7 @@ class PrunedRow {
 
 // The row's token, or -1 where no id can be drawn (a NaN among the logits, or every scaled logit is -inf).
 int64_t sample_row(const Row& row, std::vector<float>& tops) {
+  if (row.vocab == 0) return -1;
   Top all{std::numeric_limits<int32_t>::min(), 0};
   for (int64_t start = 0; start < row.vocab; start += kBlock) {
     const Top block = find_top(row.logits + start, std::min(kBlock, row.vocab - start));

@@ -1,5 +1,5 @@
-from paceline.types import Float32Array, Int64Array, UInt64Array
 from paceline.dice import UInt32Array
+from paceline.types import Float32Array, Int64Array, UInt64Array
 
 def sample(
     logits: Float32Array,

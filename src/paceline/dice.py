@@ -1,19 +1,19 @@
 """The shared dice: Gumbel noise as a pure function of (key, position, token), and exact sampling with it.
 
 Invariant: the same arguments give the same 32 bits on every machine, here, in C++ (`csrc/dice.hpp`) and in
-torch (`engine/dice_torch.py`). A *position* is absolute and names the drawn token: the first response token of
-an n-token prompt has position n. Samplers and drafters of every floor call this module.
+torch (`engine/dice_torch.py`). A *position* is absolute and names the drawn token: the first response token
+of an n-token prompt has position n. Samplers and drafters of every floor call this module.
 
 Source: the Gumbel-max trick; hash and float32 arithmetic of the Gumbel sampler in vLLM's model runner V2
 (murmur3 over key, position word and id; small hashes give large noise). Differs: the logarithm is our own,
-rounded once from float64, where V2 takes the device's; the hash bits are V2's exactly, the noise agrees within
-a few units in the last place.
+rounded once from float64, where V2 takes the device's; the hash bits are V2's exactly, the noise agrees
+within a few units in the last place.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,7 @@ try:
     from paceline import _dice
 except ImportError as error:
     raise InstallError(
-        "the native module paceline._dice cannot be loaded; reinstall the package (in a checkout: make native)"
+        "the native module paceline._dice cannot be loaded; reinstall the package (a checkout: make native)"
     ) from error
 
 UInt32Array = NDArray[np.uint32]
@@ -58,19 +58,15 @@ def key_from_seed(seed: int) -> int:
 def derive_key(run_seed: int, prompt: Sequence[int] | Int32Array, sample: int) -> int:
     """The 64-bit key of response number `sample` to `prompt` (token ids) in a run, stable across machines.
 
-    Keyed BLAKE2b over run seed and sample (int64, little-endian) and the prompt (int32, little-endian), so equal
-    prompts of one run share no noise between samples and different runs share none at all.
-    Raises RequestError for a seed beyond 64 bits, a sample below 0 or beyond 63 bits, or an id outside int32.
+    BLAKE2b over run seed and sample (8 bytes each, little-endian) and the prompt (int32, little-endian), so
+    the samples of a prompt share no noise with each other, nor with any other prompt or run.
+    Raises RequestError for a seed beyond 64 bits, a sample below 0 or beyond 63 bits, or a wrong token id.
     """
     if not 0 <= sample < 1 << 63:
-        raise RequestError(
-            f"sample {sample} is outside 0 .. 2**63 - 1; number the responses of a group from 0"
-        )
-    ids = np.asarray(prompt, dtype=np.int64)
-    if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < 1 << 31:
-        raise RequestError(
-            "the prompt holds a token id outside 0 .. 2**31 - 1; pass token ids of the tokenizer"
-        )
+        raise RequestError(f"sample {sample} is outside 0 .. 2**63 - 1; number a group's responses from 0")
+    ids = np.asarray(prompt)
+    if ids.size and (ids.dtype.kind not in "iu" or not 0 <= int(ids.min()) <= int(ids.max()) < 1 << 31):
+        raise RequestError("the prompt is not a list of token ids within 0 .. 2**31 - 1; tokenize it first")
     head = key_from_seed(run_seed).to_bytes(8, "little") + sample.to_bytes(8, "little")
     digest = hashlib.blake2b(head + ids.astype("<i4").tobytes(), digest_size=8, person=b"paceline-key-1")
     return int.from_bytes(digest.digest(), "little")
@@ -80,7 +76,7 @@ def gumbel(keys: ArrayLike, positions: ArrayLike, tokens: ArrayLike) -> Float32A
     """Standard Gumbel noise, float32, of the broadcast shape of the arguments; between -2.82 and 22.88.
 
     `keys` uint64 (Python ints up to 2**64 - 1), `positions` int64 from 1, `tokens` ids from 0.
-    Raises RequestError for a position below 1.
+    Raises RequestError for other types, a position below 1 or an id below 0.
     """
     key, position, token = np.broadcast_arrays(*_typed(keys, positions, tokens))
     noise = np.empty(key.shape, np.float32)
@@ -96,27 +92,21 @@ def sample(
     temperatures: Float32Array,
     out: Int64Array | None = None,
 ) -> Int64Array:
-    """One token per row: argmax over ids of logit / T + noise, ties to the lowest id; T = 0 is the plain argmax.
+    """One token per row: argmax over ids of logit / T + noise, ties to the lowest id; T = 0: plain argmax.
 
     logits: [num_rows, vocab] float32, C-contiguous; an id at -inf is never drawn. keys: [num_rows] uint64.
-    positions: [num_rows] int64 from 1. temperatures: [num_rows] float32, finite, from 0. out: [num_rows] int64, filled
-    and returned where given. Runs without the interpreter lock on one thread; ids that cannot win are skipped, the
-    result is that of `sample_reference` on every input.
-    Raises RequestError for wrong shapes, types, positions or temperatures and EngineError for a row from which
-    nothing can be drawn; `out` is then undefined.
+    positions: [num_rows] int64 from 1. temperatures: [num_rows] float32, finite, from 0.
+    out: [num_rows] int64, filled and returned where given.
+    Runs on one thread without the interpreter lock. Ids that cannot win are skipped; the result is that of
+    `sample_reference` on every input.
+    Raises RequestError for wrong shapes, types, positions or temperatures and EngineError for a row from
+    which nothing can be drawn (a NaN, or -inf throughout); `out` is then undefined.
     """
-    result = np.empty(len(logits), np.int64) if out is None else out
     try:
+        result = np.empty(len(logits), np.int64) if out is None else out
         failed = _dice.sample(logits, keys, positions, temperatures, result)
     except (TypeError, ValueError) as error:
-        arrays = {
-            "logits": logits,
-            "keys": keys,
-            "positions": positions,
-            "temperatures": temperatures,
-            "out": result,
-        }
-        raise RequestError(_describe_arrays(arrays)) from error
+        raise RequestError(_describe_arrays((logits, keys, positions, temperatures, out))) from error
     if failed >= 0:
         _raise_bad_row(failed, logits[failed], int(positions[failed]), float(temperatures[failed]))
     return result
@@ -128,9 +118,8 @@ def hash_words(keys: ArrayLike, positions: ArrayLike, tokens: ArrayLike) -> UInt
     low = np.uint64(0xFFFFFFFF)
     h = _mix(np.zeros((), np.uint32), (key & low).astype(np.uint32))
     h = _mix(h, (key >> np.uint64(32)).astype(np.uint32))
-    h = _mix(
-        h, ((position - 1).view(np.uint64) & low).astype(np.uint32)
-    )  # V2 seeds with the input's position
+    word = (position - 1).view(np.uint64) & low  # runner V2 counts the input token's position
+    h = _mix(h, word.astype(np.uint32))
     h = _mix(h, token) ^ np.uint32(16)
     h = (h ^ (h >> np.uint32(16))) * np.uint32(0x85EBCA6B)
     h = (h ^ (h >> np.uint32(13))) * np.uint32(0xC2B2AE35)
@@ -139,7 +128,7 @@ def hash_words(keys: ArrayLike, positions: ArrayLike, tokens: ArrayLike) -> UInt
 
 
 def gumbel_reference(keys: ArrayLike, positions: ArrayLike, tokens: ArrayLike) -> Float32Array:
-    """`gumbel` in plain NumPy: the same bits, slower; the readable definition that the tests hold the others to."""
+    """`gumbel` in plain NumPy: the same bits, slower; the definition that tests hold the others to."""
     words = hash_words(keys, positions, tokens)
     noise = -_log(-_log1p_neg(_uniform(words.reshape(-1))))
     return noise.reshape(words.shape)
@@ -167,16 +156,28 @@ def sample_reference(
 def _typed(
     keys: ArrayLike, positions: ArrayLike, tokens: ArrayLike
 ) -> tuple[UInt64Array, Int64Array, UInt32Array]:
-    """Arguments as arrays of at least one dimension less surprise: the word types of the hash."""
-    position = np.asarray(positions, np.int64)
+    """The arguments in the word types of the hash; a signed key stands for its 64-bit pattern."""
+    key, position, token = (
+        _integers("keys", keys),
+        _integers("positions", positions),
+        _integers("tokens", tokens),
+    )
     if position.size and int(position.min()) < 1:
         raise RequestError(
-            f"position {int(position.min())} is below 1; a position is absolute and counts from the first "
-            "prompt token, which is never drawn"
+            f"position {int(position.min())} is below 1; pass the absolute position of the drawn token"
         )
-    key = np.asarray(keys)
-    key = key.view(np.uint64) if key.dtype == np.int64 else key.astype(np.uint64)
-    return key, position, np.asarray(tokens).astype(np.uint32)
+    if token.size and not 0 <= int(token.min()) <= int(token.max()) < 1 << 32:
+        raise RequestError("tokens hold an id outside 0 .. 2**32 - 1; pass the tokenizer's ids")
+    signed = key.dtype.kind == "i"
+    word = key.astype(np.int64).view(np.uint64) if signed else key.astype(np.uint64)
+    return word, position.astype(np.int64), token.astype(np.uint32)
+
+
+def _integers(name: str, values: ArrayLike) -> NDArray[Any]:
+    array = np.asarray(values)
+    if array.dtype.kind not in "iu" and array.size:
+        raise RequestError(f"{name} have type {array.dtype}; pass integers of at most 64 bits")
+    return array
 
 
 def _rotate(value: UInt32Array, shift: int) -> UInt32Array:
@@ -197,7 +198,7 @@ def _uniform(words: UInt32Array) -> Float32Array:
 
 
 def _log1p_neg(u: Float32Array) -> Float32Array:
-    """log(1 - u): a degree-8 series below a quarter, where the winning tail lies, the direct logarithm above."""
+    """log(1 - u): a degree-8 series below a quarter, where the winning tail lies, direct above."""
     p = np.full_like(u, 1 / 8)
     for divisor in (7, 6, 5, 4, 3, 2, 1):
         p = np.float32(1 / divisor) + u * p
@@ -206,7 +207,7 @@ def _log1p_neg(u: Float32Array) -> Float32Array:
 
 
 def _log(x: Float32Array) -> Float32Array:
-    """Natural logarithm of positive normal floats, rounded once from float64: 2 atanh((m - 1) / (m + 1)) + e log 2."""
+    """log of positive normal floats, rounded once from float64: 2 atanh((m - 1) / (m + 1)) + e log 2."""
     bits = x.view(np.int32)
     exponent = (bits - np.int32(0x3F3504F3)) >> np.int32(23)
     m = (bits - (exponent << np.int32(23))).view(np.float32).astype(np.float64)
@@ -221,7 +222,7 @@ def _log(x: Float32Array) -> Float32Array:
 def _raise_bad_row(row: int, logits: Float32Array, position: int, temperature: float) -> None:
     if not 0 <= temperature < float("inf"):
         raise RequestError(
-            f"row {row}: temperature {temperature} is not a finite number from 0; 0 means greedy"
+            f"row {row}: temperature {temperature} is not a finite number >= 0; 0 means greedy"
         )
     if position < 1:
         raise RequestError(
@@ -230,7 +231,7 @@ def _raise_bad_row(row: int, logits: Float32Array, position: int, temperature: f
     num_nan = int(np.isnan(logits).sum())
     if num_nan:
         raise EngineError(
-            f"row {row}: {num_nan} of {logits.size} logits are NaN; the model's weights or its input are damaged"
+            f"row {row}: {num_nan} of {logits.size} logits are NaN; check the model's weights and input"
         )
     raise EngineError(
         f"row {row}: none of {logits.size} ids can be drawn (every logit / {temperature} is -inf); "
@@ -238,11 +239,11 @@ def _raise_bad_row(row: int, logits: Float32Array, position: int, temperature: f
     )
 
 
-def _describe_arrays(arrays: dict[str, Any]) -> str:
+def _describe_arrays(arrays: Iterable[Any]) -> str:
     found = ", ".join(
-        f"{name} {getattr(a, 'dtype', type(a))}{list(np.shape(a))}" for name, a in arrays.items()
+        "none" if a is None else f"{getattr(a, 'dtype', type(a).__name__)}{list(np.shape(a))}" for a in arrays
     )
     return (
         "dice.sample needs C-contiguous logits float32[num_rows, vocab], keys uint64[num_rows], positions "
-        f"int64[num_rows], temperatures float32[num_rows] and out int64[num_rows]; got {found}"
+        f"int64[num_rows], temperatures float32[num_rows] and out int64[num_rows] or none; got {found}"
     )
