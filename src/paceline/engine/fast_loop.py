@@ -86,6 +86,8 @@ class FastLoop:
         self._arrived: ModelDrafts | None = None
         self._pending: StepObservation | None = None
         self._batch_size = 0
+        self.drafting = True
+        self._resting: Drafter | None = None
 
     # -- responses
 
@@ -104,7 +106,9 @@ class FastLoop:
         offsets = np.zeros(len(lists) + 1, dtype=np.int32)
         np.cumsum([len(item) for item in lists], out=offsets[1:])
         flat = np.fromiter((token for item in lists for token in item), np.int32, int(offsets[-1]))
-        self.drafter.append_batch(np.asarray(groups, np.int64), np.asarray(responses, np.int64), offsets, flat)
+        self.drafter.append_batch(
+            np.asarray(groups, np.int64), np.asarray(responses, np.int64), offsets, flat
+        )
 
     def close(self, group: int, response: int) -> None:
         """A response has ended; its tokens go on serving its group."""
@@ -116,6 +120,13 @@ class FastLoop:
         if self.drafter is not None:
             self.drafter.clear()
         self._arrived = None
+
+    def set_drafting(self, wanted: bool) -> None:
+        """Switch all drafting off (plain decoding) or on again; only between responses. What was learned stays."""
+        if wanted != self.drafting:
+            self.forget_tokens()
+            self.drafter, self._resting = self._resting, self.drafter
+            self.drafting = wanted
 
     # -- a step
 
@@ -165,9 +176,7 @@ class FastLoop:
         """Take the model drafter's work; its time is taken out of the step's, so that T(n) is the target's alone."""
         self._arrived = drafts
         if drafts.forward_s > 0:
-            self._model_time = update_measured_time(
-                self._model_time, len(drafts.responses), drafts.forward_s
-            )
+            self._model_time = update_measured_time(self._model_time, len(drafts.responses), drafts.forward_s)
         if (step := self._pending) is not None:
             self._pending = StepObservation(
                 num_requests=step.num_requests,
@@ -181,6 +190,8 @@ class FastLoop:
         """What the model drafter shall do after the coming step; None without one."""
         if self._settings.model_drafter is None:
             return None
+        if not self.drafting:
+            return DraftOrder(0, self.model.beta, self.model.calibration, self._settings.draft_floor)
         depth = budget.draft_depth(
             max(self._batch_size, 1),
             acceptance.estimate(self._model_positions),
@@ -190,7 +201,9 @@ class FastLoop:
         )
         return DraftOrder(depth, self.model.beta, self.model.calibration, self._settings.draft_floor)
 
-    def learn(self, proposal: Proposal, verified: Int32Array, accepted: Int32Array, first: Int32Array) -> None:
+    def learn(
+        self, proposal: Proposal, verified: Int32Array, accepted: Int32Array, first: Int32Array
+    ) -> None:
         """Score a step's drafts.
 
         Args:
@@ -295,5 +308,3 @@ def _empty(num_requests: int) -> DraftBatch:
         cells=zero.astype(np.int32),
         probes=np.full((num_requests, len(GRID)), -1, dtype=np.int32),
     )
-
-

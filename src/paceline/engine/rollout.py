@@ -62,7 +62,9 @@ def check_checkpoint(path: str | Path) -> Path:
     """Return a model folder, or raise CheckpointError that says which file is missing."""
     folder = Path(path)
     if not folder.is_dir():
-        raise CheckpointError(f"model folder {folder} does not exist: give a local folder in Hugging Face format")
+        raise CheckpointError(
+            f"model folder {folder} does not exist: give a local folder in Hugging Face format"
+        )
     if not (folder / "config.json").is_file():
         raise CheckpointError(f"model folder {folder} has no config.json: it is not in Hugging Face format")
     if not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
@@ -153,7 +155,9 @@ class RolloutEngine:
     @staticmethod
     def _present(response: Response | None) -> Response:
         if response is None:
-            raise EngineError("the engine ended without finishing every response; generate the missing ones again")
+            raise EngineError(
+                "the engine ended without finishing every response; generate the missing ones again"
+            )
         return response
 
     def stream(self, requests: Sequence[RolloutRequest], params: SamplingParams) -> Iterator[TokenEvent]:
@@ -193,7 +197,9 @@ class RolloutEngine:
 
     def _check(self, requests: Sequence[RolloutRequest], params: SamplingParams) -> None:
         if self._pending:
-            raise RequestError(f"{len(self._pending)} responses are still running: finish or abort them first")
+            raise RequestError(
+                f"{len(self._pending)} responses are still running: finish or abort them first"
+            )
         if params.n != 1:
             raise UnsupportedError(f"n={params.n}: give one RolloutRequest per sample, n must be 1")
         if params.prompt_logprobs is not None:
@@ -260,7 +266,9 @@ class RolloutEngine:
 
     def _finish(self, pending: _Pending, reason: str) -> Response:
         if reason not in FINISH_REASONS:
-            raise EngineError(f"response {pending.index} ended with {reason!r}: the engine reported an internal error")
+            raise EngineError(
+                f"response {pending.index} ended with {reason!r}: the engine reported an internal error"
+            )
         request = pending.request
         live = self.scheduler.finished.pop(pending.internal_id, None) if self.settings is not None else None
         return Response(
@@ -288,7 +296,9 @@ class RolloutEngine:
         to the old weights.
         """
         if self._pending:
-            raise EngineError(f"{len(self._pending)} responses are running: finish or abort them before new weights")
+            raise EngineError(
+                f"{len(self._pending)} responses are running: finish or abort them before new weights"
+            )
         self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
         self.reset_prefix_cache()
         self.policy_version += 1
@@ -297,6 +307,17 @@ class RolloutEngine:
     def reset_prefix_cache(self) -> None:
         """Forget cached key-value blocks and the suffix trees of all groups."""
         self._engine.reset_prefix_cache()
+
+    def set_drafting(self, wanted: bool) -> None:
+        """Switch drafting off, for plain decoding on the same engine, or on again; the tokens are the same.
+
+        Raises EngineError while responses are running, UnsupportedError on an engine without Paceline's settings.
+        """
+        if self._pending:
+            raise EngineError(f"{len(self._pending)} responses are running: finish or abort them first")
+        if self.settings is None:
+            raise UnsupportedError("this engine was started without Paceline's settings: it never drafts")
+        self.scheduler.loop.set_drafting(wanted)
 
     # -- inside
 
@@ -331,5 +352,3 @@ class RolloutEngine:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-
