@@ -1,0 +1,223 @@
+"""One rollout job: which responses are missing, and the loop that makes and writes them."""
+
+from __future__ import annotations
+
+import shutil
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+from rich.console import Console
+
+from paceline.commands.checkpoint import Checkpoint, load_tokenizer
+from paceline.commands.interrupt import Interrupt
+from paceline.commands.launch import GIB, Launch, describe_failure
+from paceline.commands.progress import Progress
+from paceline.commands.prompts import Prompt
+from paceline.commands.responses import (
+    Identity,
+    KnownResponse,
+    ResponseFile,
+    ResponseLine,
+    encode_line,
+    refuse_difference,
+)
+from paceline.commands.sampling import Sampling
+from paceline.errors import EngineError, PacelineError
+from paceline.types import Response, RolloutRequest
+
+if TYPE_CHECKING:
+    from paceline.engine.rollout import RolloutEngine, TokenEvent
+
+INTERRUPTED = 130
+LINE_BYTES_PER_TOKEN = 32
+"""About what a token takes in the output: its id, its log-probability, its text."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A rollout, checked and ready to run."""
+
+    checkpoint: Checkpoint
+    launch: Launch
+    sampling: Sampling
+    fingerprint: str
+    options: Mapping[str, Any]
+    """What decides the tokens beside prompt, sample and weights."""
+    todo: Sequence[tuple[Prompt, int, int | None]]
+    """(prompt, sample, key) of every response that is missing."""
+    num_done: int
+    """Responses that the output already holds."""
+
+    def requests(self) -> list[RolloutRequest]:
+        """The missing responses as the engine takes them, in the order of `todo`."""
+        return [
+            RolloutRequest(prompt=prompt.tokens, max_tokens=self.sampling.max_tokens, key=key, sample=sample)
+            for prompt, sample, key in self.todo
+        ]
+
+
+def plan_job(
+    checkpoint: Checkpoint,
+    launch: Launch,
+    sampling: Sampling,
+    seed: int,
+    prompts: Sequence[Prompt],
+    samples: int,
+    out: Path,
+    done: Mapping[Identity, KnownResponse],
+) -> Job:
+    """Find out what is missing. Raises RecordError when `done` holds a response that this job would not make."""
+    fingerprint = checkpoint.fingerprint()
+    options = {**sampling.described(), "seed": seed, "dtype": launch.dtype, "plain": launch.settings is None}
+    todo = []
+    num_done = 0
+    for prompt in prompts:
+        for sample in range(samples):
+            key = None if launch.settings is None else derive(seed, prompt, sample)
+            known = done.get((prompt.id, sample))
+            if known is None:
+                todo.append((prompt, sample, key))
+            else:
+                refuse_difference(out, known, key, fingerprint, options)
+                num_done += 1
+    return Job(checkpoint, launch, sampling, fingerprint, options, todo, num_done)
+
+
+def derive(seed: int, prompt: Prompt, sample: int) -> int:
+    """Dice key of a prompt's `sample`-th response."""
+    from paceline.dice import derive_key
+
+    return derive_key(seed, prompt.tokens, prompt.sample_of(sample))
+
+
+def run_job(job: Job, file: ResponseFile, console: Console) -> None:
+    """Make the missing responses and write each as it finishes.
+
+    Raises EngineError when the engine fails, RecordError when the disk does, typer.Exit(130) after Ctrl-C; whatever
+    was written stays.
+    """
+    _tell_plan(job, file.path, console)
+    if not job.todo:
+        return
+    tokenizer = load_tokenizer(job.checkpoint) if job.checkpoint.has_tokenizer else None
+    with console.status("starting the engine") if console.is_terminal else _Silence(console):
+        engine = job.launch.start()
+    reasons: Counter[str] = Counter()
+    with engine, Interrupt() as interrupt, Progress(len(job.todo), console) as progress:
+        for event in _events(engine, job, interrupt, file):
+            response = event.response
+            if response is not None:
+                file.append(_encode(job, event.index, response, tokenizer))
+                reasons[response.finish_reason] += 1
+            progress.count(len(event.tokens), response is not None, engine.take_observations)
+        progress.observe(engine.take_observations())
+    _tell_end(job, file, progress, reasons, console)
+    if progress.num_finished < len(job.todo):
+        raise typer.Exit(INTERRUPTED)
+
+
+class _Silence:
+    """Stands in for the spinner where there is no terminal: one plain line."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+
+    def __enter__(self) -> None:
+        self._console.print("starting the engine")
+
+    def __exit__(self, *exc: object) -> None:
+        pass
+
+
+def _events(
+    engine: RolloutEngine, job: Job, interrupt: Interrupt, file: ResponseFile
+) -> Iterator[TokenEvent]:
+    """The engine's events until all is done, or until the step in which an interrupt was asked for has been told."""
+    step: set[int] = set()
+    with closing(engine.stream(job.requests(), job.sampling.build())) as stream:
+        while True:
+            try:
+                event = next(stream, None)
+            except PacelineError:
+                raise
+            except Exception as error:
+                raise EngineError(
+                    f"the engine failed: {describe_failure(error)}; the {file.num_written} responses of this run are "
+                    f"in {file.path}, go on with --resume (the whole story: PACELINE_TRACEBACK=1)"
+                ) from error
+            if event is None:
+                return
+            if interrupt.requested:
+                if event.index in step:
+                    return
+                step.add(event.index)
+            yield event
+
+
+def _encode(job: Job, index: int, response: Response, tokenizer: Any) -> bytes:
+    prompt, sample, key = job.todo[index]
+    line = ResponseLine(
+        id=prompt.id,
+        sample=sample,
+        group=response.group,
+        key=key,
+        prompt_ids=prompt.tokens,
+        tokens=response.tokens,
+        text=None if tokenizer is None else tokenizer.decode(response.tokens, skip_special_tokens=True),
+        logprobs=response.logprobs,
+        finish_reason=response.finish_reason,
+        policy=str(job.checkpoint.folder),
+        policy_fingerprint=job.fingerprint,
+        options=dict(job.options),
+        num_draft_tokens=response.num_draft_tokens,
+        num_accepted_tokens=response.num_accepted_tokens,
+        num_steps=response.num_steps,
+    )
+    return encode_line(line, prompt.fields)
+
+
+def _tell_plan(job: Job, out: Path, console: Console) -> None:
+    if not job.todo:
+        console.print(f"nothing to do: {out} holds all {job.num_done} responses", highlight=False)
+        return
+    kept = f", {job.num_done} are there already" if job.num_done else ""
+    console.print(f"{len(job.todo)} responses to make{kept}", highlight=False)
+    if job.sampling.temperature == 0 and any(sample for _, sample, _ in job.todo):
+        console.print("note: at temperature 0 all samples of a prompt are the same response", highlight=False)
+    upper = len(job.todo) * job.launch.max_model_len * LINE_BYTES_PER_TOKEN
+    free = shutil.disk_usage(out.parent).free
+    if upper > free:
+        console.print(
+            f"note: the output may take up to {upper / GIB:.1f} GiB, {free / GIB:.1f} GiB of the disk are free",
+            highlight=False,
+        )
+
+
+def _tell_end(
+    job: Job, file: ResponseFile, progress: Progress, reasons: Counter[str], console: Console
+) -> None:
+    elapsed_s = max(progress.elapsed_s, 1e-9)
+    parts = [f"{file.num_written} responses, {progress.num_tokens} tokens in {elapsed_s:.1f} s"]
+    parts.append(f"{progress.num_tokens / elapsed_s:.0f} tokens/s")
+    if progress.num_decoded:
+        parts.append(f"acceptance length {progress.acceptance_length:.2f}")
+    if reasons["length"]:
+        parts.append(f"{reasons['length']} cut at --max-tokens")
+    console.print(", ".join(parts), highlight=False, soft_wrap=True)
+    missing = len(job.todo) - progress.num_finished
+    if not missing:
+        console.print(f"written to {file.path}", highlight=False, soft_wrap=True)
+        return
+    remedy = "go on with the same command and --resume"
+    if job.launch.settings is None:
+        remedy = "a run with --plain cannot go on: start anew with --overwrite"
+    console.print(
+        f"stopped with {missing} responses missing; what finished is in {file.path}: {remedy}",
+        highlight=False,
+        soft_wrap=True,
+    )

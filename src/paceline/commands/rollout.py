@@ -1,0 +1,115 @@
+"""`paceline rollout`: responses for a prompts file, written as they finish, resumable token for token."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+from rich.console import Console
+
+from paceline.commands.checkpoint import load_tokenizer, read_checkpoint
+from paceline.commands.job import plan_job, run_job
+from paceline.commands.launch import Launch, build_settings, check_batch, check_model_drafter, fit_length
+from paceline.commands.options import (
+    Dtype,
+    KvCacheGib,
+    MaxNumSeqs,
+    MaxTokens,
+    MinP,
+    ModelArgument,
+    ModelDrafter,
+    PromptsArgument,
+    Seed,
+    Stop,
+    Temperature,
+    TopK,
+    TopP,
+    check_seed,
+)
+from paceline.commands.prompts import read_prompts
+from paceline.commands.responses import RESERVED, ResponseFile, refuse_existing
+from paceline.commands.sampling import Sampling
+from paceline.errors import ConfigError
+
+def rollout(
+    model: ModelArgument,
+    prompts: PromptsArgument,
+    out: Annotated[Path, typer.Option(metavar="OUT.jsonl", help="File for the responses, one JSON line each.")],
+    samples: Annotated[int, typer.Option(help="Responses per prompt (the group size).")] = 1,
+    max_tokens: MaxTokens = 512,
+    temperature: Temperature = 1.0,
+    top_p: TopP = 1.0,
+    top_k: TopK = 0,
+    min_p: MinP = 0.0,
+    stop: Stop = None,
+    seed: Seed = 0,
+    drafter: Annotated[
+        Literal["suffix", "lookup", "none"],
+        typer.Option(
+            help="Where drafts come from: the group's suffix tree, n-gram lookup in the own response, or none. "
+            "Changes the speed alone, never a token.",
+            rich_help_panel="Engine",
+        ),
+    ] = "suffix",
+    model_drafter: ModelDrafter = None,
+    dtype: Dtype = "auto",
+    max_num_seqs: MaxNumSeqs = 128,
+    kv_cache_gib: KvCacheGib = 1.0,
+    plain: Annotated[
+        bool, typer.Option("--plain", help="vLLM without Paceline: its own random draws, not resumable.", rich_help_panel="Engine")
+    ] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Make only what is missing in OUT.jsonl.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT.jsonl.")] = False,
+) -> None:
+    """Generate responses for a file of prompts.
+
+    Every response is written to OUT.jsonl as it finishes: tokens, text, log-probabilities, dice key, finish reason and
+    what was drafted. Stop with Ctrl-C at any time and go on with --resume: the result is the same, order aside, as
+    that of a run that was never stopped.
+
+    Example: paceline rollout models/policy prompts.jsonl --out responses.jsonl --samples 8
+    """
+    sampling = Sampling(max_tokens, temperature, top_p, top_k, min_p, tuple(stop or ()))
+    _check_switches(samples, resume, overwrite, plain, model_drafter)
+    check_seed(seed)
+    if not (resume or overwrite):
+        refuse_existing(out)
+    checkpoint = read_checkpoint(model)
+    check_model_drafter(model_drafter, checkpoint)
+    if sampling.stop:
+        load_tokenizer(checkpoint)
+    known_prompts = read_prompts(prompts, checkpoint, RESERVED)
+    length = fit_length(checkpoint, known_prompts, max_tokens)
+    kv_cache_bytes = check_batch(
+        checkpoint, dtype=dtype, max_model_len=length, max_num_seqs=max_num_seqs, kv_cache_gib=kv_cache_gib
+    )
+    launch = Launch(
+        model=model,
+        settings=None if plain else build_settings(seed, drafter, model_drafter),
+        dtype=dtype,
+        max_model_len=length,
+        max_num_seqs=max_num_seqs,
+        kv_cache_bytes=kv_cache_bytes,
+        skip_tokenizer=not checkpoint.has_tokenizer,
+    )
+    file, done = ResponseFile.resume(out) if resume else (ResponseFile.create(out, overwrite=overwrite), {})
+    with file:
+        job = plan_job(checkpoint, launch, sampling, seed, known_prompts, samples, out, done)
+        run_job(job, file, Console(stderr=True))
+
+
+def _check_switches(
+    samples: int, resume: bool, overwrite: bool, plain: bool, model_drafter: Path | None
+) -> None:
+    if samples < 1:
+        raise ConfigError(f"--samples {samples}: at least 1 response per prompt")
+    if resume and overwrite:
+        raise ConfigError("--resume keeps what is there, --overwrite replaces it: give one of them")
+    if plain and resume:
+        raise ConfigError(
+            "--plain --resume: without the dice the missing responses would be drawn anew, and as short ones finish "
+            "first, too many would be short; use --drafter none for plain decoding that resumes exactly"
+        )
+    if plain and model_drafter is not None:
+        raise ConfigError("--plain runs vLLM without Paceline, so --model-drafter cannot draft: drop one of them")
