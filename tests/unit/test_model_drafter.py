@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -73,7 +74,6 @@ class Rollout:
 
     prompts: list[list[int]]
     temperature: float = 1.0
-    groups: list[int] | None = None
     buffer: np.ndarray = field(init=False)
     lengths: list[int] = field(init=False)
 
@@ -93,10 +93,11 @@ class Rollout:
     def key(self, row: int) -> int:
         return 0x9E3779B97F4A7C15 * (row + 1) % 2**64
 
-    def query(self, rows: list[int], max_tokens: int | list[int] = 64) -> tuple[list[np.ndarray], DraftQuery]:
-        groups = self.groups or list(range(len(self.prompts)))
+    def query(
+        self, rows: Sequence[int], max_tokens: int | list[int] = 64
+    ) -> tuple[list[np.ndarray], DraftQuery]:
         query = DraftQuery(
-            groups=np.array([groups[row] for row in rows], np.int64),
+            groups=np.zeros(len(rows), np.int64),
             responses=np.array([1000 + row for row in rows], np.int64),
             keys=np.array([self.key(row) for row in rows], np.uint64),
             positions=np.array([self.lengths[row] for row in rows], np.int64),
@@ -106,7 +107,9 @@ class Rollout:
         return [self.buffer[row, : self.lengths[row]] for row in rows], query
 
 
-def draft(drafter: ModelDrafter, rollout: Rollout, rows: list[int], depth: int, **options: Any) -> DraftBatch:
+def draft(
+    drafter: ModelDrafter, rollout: Rollout, rows: Sequence[int], depth: int, **options: Any
+) -> DraftBatch:
     max_tokens = options.pop("max_tokens", 64)
     settings: dict[str, Any] = {
         "sharpness": 1.0,
@@ -115,7 +118,7 @@ def draft(drafter: ModelDrafter, rollout: Rollout, rows: list[int], depth: int, 
         "floor": 0.0,
     }
     contexts, query = rollout.query(rows, max_tokens)
-    return drafter.draft(contexts, query, depth, **(settings | options))
+    return drafter.draft(contexts, query, depth, **(settings | options))[0]
 
 
 def random_prompts(lengths: list[int], seed: int = 1) -> list[list[int]]:
@@ -171,18 +174,21 @@ def test_prefill_in_chunks_and_ragged_catch_up(tmp_path: Path) -> None:
         assert second.tokens[index, 0] == target.token(rollout.context(row), rollout.key(row))
 
 
-def test_group_members_share_the_prompt_computation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_responses_to_one_prompt_share_the_prompt_computation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     target = Target(save_model(tmp_path))
     drafter = ModelDrafter(tmp_path, max_model_len=512, max_requests=8)
     prompt = random_prompts([200])[0]
-    rollout = Rollout([prompt, prompt, prompt[:150] + [1] * 10, prompt], groups=[5, 5, 5, 6])
+    other = random_prompts([90], seed=2)[0]
+    rollout = Rollout([prompt, other, [*prompt, 3], prompt[:150] + [1] * 10, prompt])
     fed = []
     forward = drafter._forward
     monkeypatch.setattr(drafter, "_forward", lambda *args: (fed.append(len(args[3])), forward(*args))[1])
-    batch = draft(drafter, rollout, [0, 1, 2, 3], 1)
-    for row in range(4):
+    batch = draft(drafter, rollout, range(5), 1)
+    for row in range(5):
         assert batch.tokens[row, 0] == target.token(rollout.context(row), rollout.key(row))
-    assert sum(fed) < 2 * 200 + 4 + 20  # two leaders, then the tail of the odd prompt and one token per row
+    assert sum(fed) < 200 + 90 + 10 + 10  # both prompts once, the odd tail, one or two tokens per row
 
 
 def test_eviction_takes_the_least_recently_used_row(tmp_path: Path) -> None:

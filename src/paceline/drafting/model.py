@@ -12,13 +12,14 @@ only. Called by the engine's proposer right after sampling, in the worker proces
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from transformers import AttentionInterface, AutoModelForCausalLM
 
 from paceline import dice
@@ -29,6 +30,7 @@ from paceline.drafting.model_cache import (
     RowBook,
     RowCache,
     attend_rows,
+    common_prefix,
 )
 from paceline.errors import CheckpointError, ConfigError, PacelineError
 from paceline.types import DraftBatch, DraftQuery, Float32Array, Int32Array, Int64Array, UInt64Array
@@ -79,28 +81,42 @@ def sample_on_host(
     return tokens
 
 
-@dataclass(slots=True)
 class _Draft:
     """The draft of one call while it grows; one row per request of the query, as in `DraftBatch`."""
 
-    tokens: Int32Array
-    num_tokens: Int32Array
-    acceptance: Float32Array
-    cells: Int32Array
-    probes: Int32Array
-    path: Float32Array  # [num_requests] product of the acceptance so far
+    def __init__(
+        self,
+        query: DraftQuery,
+        limits: Int64Array,
+        depth: int,
+        sharpness: float,
+        sharpness_grid: Float32Array,
+        calibration: Float32Array,
+        floor: float,
+    ) -> None:
+        shape = (len(limits), depth)
+        self.query, self.limits, self.depth = query, limits, depth
+        self.sharpness, self.sharpness_grid = sharpness, sharpness_grid
+        self.calibration, self.floor = calibration, floor
+        self.tokens: Int32Array = np.full(shape, -1, np.int32)
+        self.num_tokens: Int32Array = np.zeros(len(limits), np.int32)
+        self.acceptance: Float32Array = np.zeros(shape, np.float32)
+        self.cells: Int32Array = np.zeros(shape, np.int32)
+        self.probes: Int32Array = np.full((len(limits), len(sharpness_grid)), -1, np.int32)
+        self.path: Float32Array = np.ones(len(limits), np.float32)
 
-    @classmethod
-    def empty(cls, num_requests: int, depth: int, num_sharpness: int) -> _Draft:
-        shape = (num_requests, depth)
-        return cls(
-            tokens=np.full(shape, -1, np.int32),
-            num_tokens=np.zeros(num_requests, np.int32),
-            acceptance=np.zeros(shape, np.float32),
-            cells=np.zeros(shape, np.int32),
-            probes=np.full((num_requests, num_sharpness), -1, np.int32),
-            path=np.ones(num_requests, np.float32),
-        )
+    def put(
+        self, requests: Int64Array, level: int, tokens: Int64Array, cells: Int32Array
+    ) -> NDArray[np.bool_]:
+        """Add one token to each of `requests`; returns which of them may grow further."""
+        acceptance = self.calibration[cells]
+        self.tokens[requests, level] = tokens
+        self.cells[requests, level] = cells
+        self.acceptance[requests, level] = acceptance
+        self.num_tokens[requests] = level + 1
+        self.path[requests] *= acceptance
+        grows: NDArray[np.bool_] = (self.limits[requests] > level + 1) & (self.path[requests] >= self.floor)
+        return grows
 
     def batch(self) -> DraftBatch:
         return DraftBatch(self.tokens, self.num_tokens, self.acceptance, self.cells, self.probes)
@@ -164,7 +180,7 @@ class ModelDrafter:
         sharpness_grid: Float32Array,
         calibration: Float32Array,
         floor: float,
-    ) -> DraftBatch:
+    ) -> tuple[DraftBatch, float]:
         """Propose up to `depth` tokens per request.
 
         contexts: all tokens of each request so far, prompt and response, int32; `query.positions[r]` is their
@@ -175,17 +191,15 @@ class ModelDrafter:
         """
         _check_draft(sharpness, calibration)
         limits = np.minimum(np.minimum(query.max_tokens, depth), self.max_model_len - query.positions)
-        draft = _Draft.empty(len(contexts), max(depth, 0), len(sharpness_grid))
         requests = np.flatnonzero(limits > 0)
-        rows = self._book.assign(query.responses[requests], query.groups[requests])
+        rows = self._book.assign(query.responses[requests])
         order = np.argsort(rows, kind="stable")[int((rows < 0).sum()) :]
-        requests, rows = requests[order], rows[order]
-        if len(requests):
+        draft = _Draft(query, limits, max(depth, 0), sharpness, sharpness_grid, calibration, floor)
+        forward_s = 0.0
+        if len(order):
             with torch.inference_mode():
-                logits = self._catch_up(rows, [contexts[index] for index in requests.tolist()])
-                self._probe(draft, logits, requests, query, sharpness_grid)
-                self._extend(draft, logits, requests, rows, query, limits, sharpness, calibration, floor)
-        return draft.batch()
+                forward_s = self._grow(draft, requests[order], rows[order], contexts)
+        return draft.batch(), forward_s
 
     def forget(self, responses: Iterable[int]) -> None:
         """Free the cache rows of finished responses; unknown ids are ignored."""
@@ -258,19 +272,15 @@ class ModelDrafter:
         logits: torch.Tensor = output.logits[0, :, : self.vocab_size].float().contiguous()
         return logits
 
-    def _catch_up(self, rows: Int64Array, contexts: list[Int32Array]) -> torch.Tensor:
-        """Feed what each row has not cached yet; returns the logits at the first draft position."""
+    def _catch_up(self, rows: Int64Array, contexts: list[Int32Array]) -> Int64Array:
+        """Bring every row up to its last few tokens; returns how many it has cached. [num_rows]"""
         book = self._book
-        cached = np.array(
-            [book.match(row, context) for row, context in zip(rows.tolist(), contexts, strict=True)]
-        )
-        lengths = np.array([len(context) for context in contexts], np.int64)
+        pairs = zip(rows.tolist(), contexts, strict=True)
+        cached = np.array([book.match(row, context) for row, context in pairs], np.int64)
+        lengths = np.fromiter(map(len, contexts), np.int64, len(contexts))
         if (lengths - cached > PADDED_QUERY).any():
             self._prefill(rows, contexts, cached, lengths)
-        pending = [context[start:] for context, start in zip(contexts, cached.tolist(), strict=True)]
-        logits = self._feed(rows, cached, pending)
-        book.certain[rows] = lengths
-        return logits
+        return cached
 
     def _feed(self, rows: Int64Array, starts: Int64Array, pieces: list[Int32Array]) -> torch.Tensor:
         """Forward pieces of known context and book them as cached."""
@@ -280,7 +290,7 @@ class ModelDrafter:
         for row, start, piece in zip(rows.tolist(), starts.tolist(), pieces, strict=True):
             self._book.tokens[row, start : start + len(piece)] = piece
         logits = self._forward(rows, starts, counts, ids)
-        self._book.cached[rows] = starts + counts
+        self._book.cached[rows] = self._book.certain[rows] = starts + counts
         return logits
 
     def _check_ids(self, ids: Int64Array) -> None:
@@ -296,16 +306,10 @@ class ModelDrafter:
     ) -> None:
         """Bring rows that lack more than a few tokens up to their last one; updates `cached` in place.
 
-        The first such row of a group computes, the others copy what they share with it.
+        Of rows that lack the same prompt the first computes it and the others copy it.
         """
         lacking = np.flatnonzero(lengths - cached > PADDED_QUERY).tolist()
-        seen: set[int] = set()
-        leaders: list[int] = []
-        followers: list[int] = []
-        for index in lacking:
-            group = int(self._book.groups[rows[index]])
-            (followers if group in seen else leaders).append(index)
-            seen.add(group)
+        leaders, followers = _split_by_prefix(lacking, contexts)
         for wave in (leaders, followers):
             for index in wave:
                 self._adopt(int(rows[index]), contexts[index])
@@ -313,8 +317,8 @@ class ModelDrafter:
             self._prefill_chunks(wave, rows, contexts, cached, lengths)
 
     def _adopt(self, row: int, context: Int32Array) -> None:
-        """Copy the prefix that another row of the group already has, where it is longer than the own one."""
-        donor, shared = self._book.donor(row, context)
+        """Copy the prefix that another row already has, where it is longer than the own one."""
+        donor, shared = self._book.donor(context)
         if shared > self._book.cached[row]:
             self._cache.copy(donor, row, shared)
             self._book.tokens[row, :shared] = context[:shared]
@@ -343,40 +347,23 @@ class ModelDrafter:
             cached[chunk] = self._book.cached[rows[chunk]]
             wave = [index for index in wave if cached[index] < lengths[index] - 1]
 
-    def _probe(
-        self, draft: _Draft, logits: torch.Tensor, requests: Int64Array, query: DraftQuery, grid: Float32Array
-    ) -> None:
-        """What each sharpness of the grid would propose at the first draft position."""
-        keys, positions = query.keys[requests], query.positions[requests]
-        temperatures = query.temperatures[requests]
-        for column, sharpness in enumerate(grid.tolist()):
-            draft.probes[requests, column] = self._sample(
-                logits, keys, positions, temperatures / np.float32(sharpness)
-            )
+    def _grow(
+        self, draft: _Draft, requests: Int64Array, rows: Int64Array, contexts: Sequence[Int32Array]
+    ) -> float:
+        """Catch up, then propose, feed the proposals, and so on while rows may grow.
 
-    def _extend(
-        self,
-        draft: _Draft,
-        logits: torch.Tensor,
-        requests: Int64Array,
-        rows: Int64Array,
-        query: DraftQuery,
-        limits: Int64Array,
-        sharpness: float,
-        calibration: Float32Array,
-        floor: float,
-    ) -> None:
-        """Propose, feed the proposal, and so on, while a row may grow; one forward pass per depth."""
-        book = self._book
-        for level in range(draft.tokens.shape[1]):
-            positions = query.positions[requests] + level
-            tokens, cells = self._propose(logits, query, requests, positions, sharpness)
-            draft.tokens[requests, level] = tokens
-            draft.cells[requests, level] = cells
-            draft.acceptance[requests, level] = calibration[cells]
-            draft.num_tokens[requests] = level + 1
-            draft.path[requests] *= calibration[cells]
-            grows = (limits[requests] > level + 1) & (draft.path[requests] >= floor)
+        Returns the mean seconds of one forward pass with its proposals; prefill is left out.
+        """
+        known = [contexts[index] for index in requests.tolist()]
+        cached = self._catch_up(rows, known)
+        started_s = time.perf_counter()
+        pending = [context[start:] for context, start in zip(known, cached.tolist(), strict=True)]
+        logits = self._feed(rows, cached, pending)
+        self._probe(draft, logits, requests)
+        for level in range(draft.depth):
+            positions = draft.query.positions[requests] + level
+            tokens, cells = self._propose(draft, logits, requests, positions)
+            grows = draft.put(requests, level, tokens, cells)
             if not grows.all():
                 requests, rows, positions, tokens = (
                     requests[grows],
@@ -385,39 +372,43 @@ class ModelDrafter:
                     tokens[grows],
                 )
                 if not len(requests):
-                    return
-            book.tokens[rows, positions] = tokens
+                    break
+            self._book.tokens[rows, positions] = tokens
             logits = self._forward(rows, positions, np.ones_like(rows), tokens)
-            book.cached[rows] = positions + 1
+            self._book.cached[rows] = positions + 1
+        return (time.perf_counter() - started_s) / (level + 1)
+
+    def _probe(self, draft: _Draft, logits: torch.Tensor, requests: Int64Array) -> None:
+        """What each sharpness of the grid would propose at the first draft position."""
+        query = draft.query
+        keys, positions = query.keys[requests], query.positions[requests]
+        temperatures = query.temperatures[requests]
+        for column, sharpness in enumerate(draft.sharpness_grid):
+            draft.probes[requests, column] = self._sample(logits, keys, positions, temperatures / sharpness)
 
     def _propose(
-        self,
-        logits: torch.Tensor,
-        query: DraftQuery,
-        requests: Int64Array,
-        positions: Int64Array,
-        sharpness: float,
+        self, draft: _Draft, logits: torch.Tensor, requests: Int64Array, positions: Int64Array
     ) -> tuple[Int64Array, Int32Array]:
-        """The proposals at one depth and their calibration cells. Overwrites the proposals' logits.
+        """The proposals at one level and their calibration cells. Overwrites the proposals' logits.
 
         The margin is that of the *coupled* score log q + G (sharpness 1) whatever sharpness proposed the
         token: the target's own score differs from it by the drafter's error alone. It is negative where a
         sharper drafter proposes something else than the coupling would.
         """
-        keys, temperatures = query.keys[requests], query.temperatures[requests]
-        tokens = self._sample(logits, keys, positions, temperatures / np.float32(sharpness))
+        keys, temperatures = draft.query.keys[requests], draft.query.temperatures[requests]
+        tokens = self._sample(logits, keys, positions, temperatures / np.float32(draft.sharpness))
         scale = np.where(temperatures > 0, temperatures, np.float32(1.0))
-        lane = torch.arange(len(tokens), device=logits.device)
-        chosen = torch.from_numpy(tokens).to(logits.device)
-        divisor = torch.from_numpy(scale).to(logits.device)
-        own = logits[lane, chosen] / divisor
-        log_q = own - torch.logsumexp(logits / divisor[:, None], dim=-1)
-        logits[lane, chosen] = -torch.inf
+        chosen = torch.from_numpy(tokens[:, None]).to(logits.device)
+        own = logits.gather(1, chosen)
+        total = torch.logsumexp(logits / torch.from_numpy(scale[:, None]).to(logits.device), 1, keepdim=True)
+        logits.scatter_(1, chosen, -torch.inf)
         rivals = self._sample(logits, keys, positions, temperatures)
-        rival = logits[lane, torch.from_numpy(rivals).to(logits.device)] / divisor
-        lead = dice.gumbel(keys, positions, tokens) - dice.gumbel(keys, positions, rivals)
-        margin = (own - rival).cpu().numpy() + np.where(temperatures > 0, lead, np.float32(0.0))
-        return tokens, _cells(log_q.cpu().numpy(), margin)
+        rival = logits.gather(1, torch.from_numpy(rivals[:, None]).to(logits.device))
+        values: Float32Array = torch.cat([own, rival, total], 1).cpu().numpy()
+        noise = dice.gumbel(keys, positions, np.stack([tokens, rivals]))
+        lead = np.where(temperatures > 0, noise[0] - noise[1], np.float32(0.0))
+        log_q = values[:, 0] / scale - values[:, 2]
+        return tokens, _cells(log_q, (values[:, 0] - values[:, 1]) / scale + lead)
 
 
 def _cells(log_q: Float32Array, margin: Float32Array) -> Int32Array:
@@ -427,6 +418,22 @@ def _cells(log_q: Float32Array, margin: Float32Array) -> Int32Array:
     level = np.searchsorted(MARGIN_EDGES, margin)
     cells: Int32Array = (confidence * (len(MARGIN_EDGES) + 1) + level).astype(np.int32)
     return cells
+
+
+def _split_by_prefix(indices: list[int], contexts: list[Int32Array]) -> tuple[list[int], list[int]]:
+    """Leaders, and followers that share at least half of their context with a leader before them."""
+    leaders: list[int] = []
+    followers: list[int] = []
+    for index in indices:
+        own = contexts[index]
+        for leader in leaders:
+            length = min(len(own), len(contexts[leader]))
+            if 2 * common_prefix(own[:length], contexts[leader][:length]) >= len(own):
+                followers.append(index)
+                break
+        else:
+            leaders.append(index)
+    return leaders, followers
 
 
 def _check_settings(max_model_len: int, max_requests: int, dtype: str) -> None:

@@ -31,6 +31,13 @@ ATTENTION_NAME = "paceline_rows"
 PADDED_QUERY = 8
 """Rows that feed at most this many tokens share one attention call, padded to the longest of them."""
 
+LENGTH_STEP = 512
+"""Neighbours whose contexts differ by more tokens get attention calls of their own: a call costs less than
+reading so many masked keys."""
+
+SHORTEST_SHARE = 16
+"""Shorter common prefixes are computed again, not copied."""
+
 
 class RowBook:
     """Rows of the cache by response id, the least recently used one taken over when all are in use."""
@@ -41,7 +48,6 @@ class RowBook:
             max_requests, np.int64
         )  # tokens whose keys and values are in the row
         self.certain: Int64Array = np.zeros(max_requests, np.int64)  # of these, known to be of the context
-        self.groups: Int64Array = np.zeros(max_requests, np.int64)
         self.used: Int64Array = np.zeros(max_requests, np.int64)  # clock of the last call that used the row
         self.owners: Int64Array = np.zeros(max_requests, np.int64)
         self._rows: dict[int, int] = {}
@@ -58,7 +64,7 @@ class RowBook:
         """Row of a response, None while it has none."""
         return self._rows.get(response)
 
-    def assign(self, responses: Int64Array, groups: Int64Array) -> Int64Array:
+    def assign(self, responses: Int64Array) -> Int64Array:
         """Give each response of one call a row; -1 where more responses draft than there are rows.
 
         Responses that have a row keep it; the others take free rows, then the least recently used ones
@@ -70,10 +76,10 @@ class RowBook:
         held = rows[rows >= 0]
         self.used[held] = self._clock
         for index in np.flatnonzero(rows < 0).tolist():
-            rows[index] = self._open(int(responses[index]), int(groups[index]))
+            rows[index] = self._open(int(responses[index]))
         return rows
 
-    def _open(self, response: int, group: int) -> int:
+    def _open(self, response: int) -> int:
         row = len(self._rows)
         if row == self.max_requests:
             row = int(np.argmin(self.used))
@@ -81,7 +87,7 @@ class RowBook:
                 return -1
             del self._rows[int(self.owners[row])]
         self._rows[response] = row
-        self.owners[row], self.groups[row], self.used[row] = response, group, self._clock
+        self.owners[row], self.used[row] = response, self._clock
         self.cached[row] = self.certain[row] = 0
         return row
 
@@ -95,7 +101,7 @@ class RowBook:
         self._rows[owner] = row
         length = int(self.cached[last])
         self.tokens[row, :length] = self.tokens[last, :length]
-        for column in (self.cached, self.certain, self.groups, self.used, self.owners):
+        for column in (self.cached, self.certain, self.used, self.owners):
             column[row] = column[last]
         return last, row
 
@@ -112,29 +118,34 @@ class RowBook:
         start, stop = int(self.certain[row]), int(self.cached[row])
         stop = min(stop, len(context) - 1)
         start = min(start, stop)
-        if stop > start:
-            differs = self.tokens[row, start:stop] != context[start:stop]
-            first = int(differs.argmax())
-            stop = start + first if differs[first] else stop
+        stop = start + common_prefix(self.tokens[row, start:stop], context[start:stop])
         self.cached[row] = self.certain[row] = stop
         return stop
 
-    def donor(self, row: int, context: Int32Array) -> tuple[int, int]:
-        """The row of the same group that shares the longest prefix with `context`, and its length.
+    def donor(self, context: Int32Array) -> tuple[int, int]:
+        """The row that shares the longest prefix with `context`, and how many tokens they share.
 
         Responses of a group share their prompt: copying its keys and values costs less than computing them
-        again. Ties go to the lowest row; (row, 0) if none shares anything.
+        again. Ties go to the lowest row; at least one token of the context stays to be fed; (0, 0) if none
+        shares SHORTEST_SHARE tokens.
         """
-        live = np.flatnonzero(self.groups[: len(self)] == self.groups[row])
-        best, shared = row, 0
-        for other in live[live != row].tolist():
-            length = min(int(self.cached[other]), len(context) - 1)
+        best, shared = 0, SHORTEST_SHARE - 1
+        if len(context) <= SHORTEST_SHARE:
+            return 0, 0
+        alike = (self.tokens[: len(self), :SHORTEST_SHARE] == context[:SHORTEST_SHARE]).all(axis=1)
+        for row in np.flatnonzero(alike & (self.cached[: len(self)] >= SHORTEST_SHARE)).tolist():
+            length = min(int(self.cached[row]), len(context) - 1)
             if length > shared:
-                differs = self.tokens[other, :length] != context[:length]
-                first = int(differs.argmax())
-                length = first if differs[first] else length
-                best, shared = (other, length) if length > shared else (best, shared)
-        return best, shared
+                length = common_prefix(self.tokens[row, :length], context[:length])
+                best, shared = (row, length) if length > shared else (best, shared)
+        return (best, shared) if shared >= SHORTEST_SHARE else (0, 0)
+
+
+def common_prefix(one: Int32Array, other: Int32Array) -> int:
+    """Number of leading tokens that two arrays of the same length have in common."""
+    differs = one != other
+    first = int(differs.argmax()) if len(differs) else 0
+    return first if len(differs) and differs[first] else len(differs)
 
 
 @dataclass(slots=True)
@@ -180,14 +191,14 @@ class PackedStep:
         self.last = torch.from_numpy(ends - 1).to(device)
         self.runs = [
             _run(rows[a:b], starts[a:b], counts[a:b], int(ends[a] - counts[a]), device)
-            for a, b in _run_bounds(rows, counts)
+            for a, b in _run_bounds(rows, starts, counts)
         ]
 
 
-def _run_bounds(rows: Int64Array, counts: Int64Array) -> Iterable[tuple[int, int]]:
-    """Cut where rows are not adjacent, and around rows that feed a long piece."""
+def _run_bounds(rows: Int64Array, starts: Int64Array, counts: Int64Array) -> Iterable[tuple[int, int]]:
+    """Cut where rows are not adjacent, around rows that feed a long piece, and where the length jumps."""
     long = counts > PADDED_QUERY
-    cuts = (np.diff(rows) != 1) | long[1:] | long[:-1]
+    cuts = (np.diff(rows) != 1) | long[1:] | long[:-1] | (np.abs(np.diff(starts)) > LENGTH_STEP)
     edges = [0, *(np.flatnonzero(cuts) + 1).tolist(), len(rows)]
     return itertools.pairwise(edges)
 
