@@ -1,0 +1,227 @@
+// Drafts from a group's counts: the shared dice over the interpolated distribution, calibrated acceptance per token,
+// and several diverging paths (Seer 4.4, 5: linear and multi-path drafting).
+
+#pragma once
+
+#include "suffix.hpp"
+
+namespace paceline {
+
+// A calibration cell is (probability, margin, match length, support), see `cell_of`.
+inline constexpr uint32_t kProbabilityBins = 8;
+inline constexpr uint32_t kMarginBins = 8;
+inline constexpr uint32_t kMatchBins = 4;
+inline constexpr uint32_t kSupportBins = 4;
+inline constexpr uint32_t kNumCells = kProbabilityBins * kMarginBins * kMatchBins * kSupportBins;
+
+inline constexpr std::array<double, kProbabilityBins - 1> kProbabilityEdges{0.15, 0.30, 0.45, 0.60, 0.75, 0.88, 0.96};
+inline constexpr std::array<double, kMarginBins - 1> kMarginEdges{-0.5, 0.3, 0.9, 1.6, 2.5, 3.6, 5.0};
+
+template <size_t N>
+inline uint32_t bin_of(const std::array<double, N>& edges, double value) {
+  uint32_t bin = 0;
+  while (bin < N && value >= edges[bin]) ++bin;
+  return bin;
+}
+
+// Whose text supports a candidate: once in the own, once in another response, often in one, in several responses.
+inline uint32_t support_of(const Candidate& c, uint32_t own) {
+  if (!std::has_single_bit(c.mask)) return 3;
+  if (c.count > 1) return 2;
+  return c.mask == own ? 0 : 1;
+}
+
+inline uint32_t cell_of(const Candidate& c, double margin, uint32_t own) {
+  uint32_t cell = bin_of(kProbabilityEdges, c.probability);
+  cell = cell * kMarginBins + bin_of(kMarginEdges, margin);
+  cell = cell * kMatchBins + step_class(c.depth, 2, 4, 8);
+  return cell * kSupportBins + support_of(c, own);
+}
+
+struct Request {
+  uint64_t key;
+  int64_t position;
+  float temperature;
+  int32_t max_tokens;
+};
+
+struct Settings {
+  double sharpness;
+  std::span<const float> grid;
+  std::span<const float> calibration;  // [kNumCells]
+  double floor;
+};
+
+struct Drafted {
+  int32_t token;
+  float acceptance;
+  int32_t cell;
+};
+
+// One next-token decision: candidates with their log-probabilities and noise.
+class Choice {
+ public:
+  void read(const Group& group, std::span<const Entry> chain, uint32_t own, const Mixture& mixture,
+            const Request& request, int64_t position) {
+    group.predict(chain, own, mixture, candidates_);
+    logs_.clear();
+    noise_.clear();
+    double seen = 0.0;
+    for (const Candidate& c : candidates_) {
+      logs_.push_back(std::log(c.probability));
+      seen += c.probability;
+    }
+    greedy_ = !(request.temperature > 0.0f);
+    // Tokens without counts compete as one: the largest of their noisy scores is Gumbel around their log-mass.
+    unseen_ = std::log(std::max(1.0 - seen, kLeastUnseen)) + (greedy_ ? 0.0 : kGumbelMean);
+    const uint32_t prefix = greedy_ ? 0 : dice_prefix(request.key, position);
+    for (const Candidate& c : candidates_) {
+      const uint32_t token = static_cast<uint32_t>(c.token);
+      noise_.push_back(greedy_ ? 0.0 : static_cast<double>(gumbel_from_hash(dice_hash(prefix, token))));
+    }
+  }
+
+  size_t size() const { return candidates_.size(); }
+  const Candidate& candidate(size_t i) const { return candidates_[i]; }
+
+  // argmax(sharpness * log q + G), argmax q for infinite sharpness or temperature 0; ties to the longest context.
+  size_t pick(double sharpness) const {
+    const bool noisy = !greedy_ && std::isfinite(sharpness);
+    size_t best = 0;
+    double top = -std::numeric_limits<double>::infinity();
+    for (size_t i = 0; i < candidates_.size(); ++i) {
+      const double score = noisy ? sharpness * logs_[i] + noise_[i] : logs_[i];
+      if (score > top) {
+        top = score;
+        best = i;
+      }
+    }
+    return best;
+  }
+
+  // By how much candidate `i` leads all others (or trails the best) in log q + G, the target's own contest.
+  double margin(size_t i) const {
+    double rival = unseen_;
+    for (size_t j = 0; j < candidates_.size(); ++j) {
+      if (j != i) rival = std::max(rival, logs_[j] + noise_[j]);
+    }
+    return logs_[i] + noise_[i] - rival;
+  }
+
+  Drafted weigh(size_t i, uint32_t own, std::span<const float> calibration) const {
+    const uint32_t cell = cell_of(candidates_[i], margin(i), own);
+    return {candidates_[i].token, calibration[cell], static_cast<int32_t>(cell)};
+  }
+
+ private:
+  static constexpr double kLeastUnseen = 1e-3;
+  static constexpr double kGumbelMean = 0.5772156649015329;
+
+  std::vector<Candidate> candidates_;
+  std::vector<double> logs_;
+  std::vector<double> noise_;
+  double unseen_ = 0.0;
+  bool greedy_ = true;
+};
+
+struct Path {
+  std::vector<Drafted> tokens;
+  double probability = 1.0;
+};
+
+// Makes the drafts of one response; keeps its buffers from call to call.
+class Drafter {
+ public:
+  explicit Drafter(const Mixture& mixture) : mixture_(mixture) {}
+
+  // The path that the dice propose. `probes` (may be empty): what each sharpness of the grid proposes first.
+  void draft(const Group& group, uint32_t record, const Request& request, const Settings& settings, Path& path,
+             std::span<int32_t> probes) {
+    path.tokens.clear();
+    path.probability = 1.0;
+    group.start(record, chain_);
+    if (!probes.empty()) probe(group, record, request, settings, probes);
+    extend(group, record, request, settings, path, nullptr);
+  }
+
+  // Up to `num_paths` paths, the dice's first; each other one leaves an earlier one at its most probable runner-up.
+  void draft_paths(const Group& group, uint32_t record, const Request& request, const Settings& settings,
+                   uint32_t num_paths, std::vector<Path>& paths) {
+    paths.clear();
+    forks_.clear();
+    Path path;
+    group.start(record, chain_);
+    extend(group, record, request, settings, path, &forks_);
+    while (!path.tokens.empty()) {
+      paths.push_back(path);
+      if (paths.size() == num_paths || forks_.empty()) return;
+      const auto best = std::max_element(forks_.begin(), forks_.end(), [](const Fork& a, const Fork& b) {
+        return a.path.probability < b.path.probability;
+      });
+      path = std::move(best->path);
+      chain_ = std::move(best->chain);
+      forks_.erase(best);
+      group.advance(chain_, path.tokens.back().token);
+      extend(group, record, request, settings, path, &forks_);
+    }
+  }
+
+ private:
+  struct Fork {
+    Path path;  // up to and including the runner-up
+    std::vector<Entry> chain;  // before the runner-up
+  };
+
+  static constexpr size_t kRunnersUp = 3;
+
+  void probe(const Group& group, uint32_t record, const Request& request, const Settings& settings,
+             std::span<int32_t> probes) {
+    choice_.read(group, chain_, Group::bit_of(record), mixture_, request, request.position);
+    for (size_t s = 0; s < probes.size(); ++s) {
+      probes[s] = choice_.size() == 0 ? -1 : choice_.candidate(choice_.pick(settings.grid[s])).token;
+    }
+  }
+
+  void extend(const Group& group, uint32_t record, const Request& request, const Settings& settings, Path& path,
+              std::vector<Fork>* forks) {
+    const uint32_t own = Group::bit_of(record);
+    while (static_cast<int32_t>(path.tokens.size()) < request.max_tokens && chain_.size() > 1) {
+      const auto depth = static_cast<int64_t>(path.tokens.size());
+      choice_.read(group, chain_, own, mixture_, request, request.position + depth);
+      if (choice_.size() == 0) return;
+      const size_t best = choice_.pick(settings.sharpness);
+      const Drafted drafted = choice_.weigh(best, own, settings.calibration);
+      if (forks != nullptr) note_forks(best, own, settings, path, *forks);
+      if (path.probability * drafted.acceptance < settings.floor) return;
+      path.probability *= drafted.acceptance;
+      path.tokens.push_back(drafted);
+      group.advance(chain_, drafted.token);
+    }
+  }
+
+  void note_forks(size_t best, uint32_t own, const Settings& settings, const Path& path, std::vector<Fork>& forks) {
+    ranked_.clear();
+    for (size_t i = 0; i < choice_.size(); ++i) {
+      if (i == best) continue;
+      const Drafted other = choice_.weigh(i, own, settings.calibration);
+      if (path.probability * other.acceptance >= settings.floor) ranked_.push_back(other);
+    }
+    std::stable_sort(ranked_.begin(), ranked_.end(),
+                     [](const Drafted& a, const Drafted& b) { return a.acceptance > b.acceptance; });
+    if (ranked_.size() > kRunnersUp) ranked_.resize(kRunnersUp);
+    for (const Drafted& other : ranked_) {
+      Fork fork{path, chain_};
+      fork.path.tokens.push_back(other);
+      fork.path.probability *= other.acceptance;
+      forks.push_back(std::move(fork));
+    }
+  }
+
+  const Mixture& mixture_;
+  Choice choice_;
+  std::vector<Entry> chain_;
+  std::vector<Fork> forks_;
+  std::vector<Drafted> ranked_;
+};
+
+}  // namespace paceline

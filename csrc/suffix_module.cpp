@@ -1,0 +1,315 @@
+// paceline._suffix: all groups of an engine, with a memory bound, for NumPy arrays. Not thread-safe.
+
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/vector.h>
+
+#include <stdexcept>
+#include <string>
+
+#include "suffix_draft.hpp"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace {
+
+using namespace paceline;
+
+template <typename T>
+using Row = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+template <typename T>
+using OutRow = nb::ndarray<T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+template <typename T>
+using OutTable = nb::ndarray<T, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+template <typename T>
+using OutCube = nb::ndarray<T, nb::ndim<3>, nb::c_contig, nb::device::cpu>;
+
+template <typename T>
+std::span<const T> view(const Row<T>& row) {
+  return {row.data(), row.shape(0)};
+}
+
+void check_tokens(std::span<const int32_t> tokens) {
+  int32_t any = 0;
+  for (int32_t token : tokens) any |= token;
+  if (any < 0) throw std::invalid_argument("a token id is negative: token ids count from 0");
+}
+
+void check(bool holds, const char* message) {
+  if (!holds) throw std::invalid_argument(message);
+}
+
+struct Query {
+  Row<int64_t> groups;
+  Row<int64_t> responses;
+  Row<uint64_t> keys;
+  Row<int64_t> positions;
+  Row<float> temperatures;
+  Row<int32_t> max_tokens;
+
+  size_t size() const { return groups.shape(0); }
+
+  void check_shapes() const {
+    const size_t n = size();
+    check(responses.shape(0) == n && keys.shape(0) == n && positions.shape(0) == n && temperatures.shape(0) == n &&
+              max_tokens.shape(0) == n,
+          "the query's arrays differ in length: give one entry per request in each");
+  }
+
+  Request request(size_t r, size_t width) const {
+    const int32_t limit = std::min<int32_t>(max_tokens(r), static_cast<int32_t>(width));
+    return {keys(r), positions(r), temperatures(r), limit};
+  }
+};
+
+class SuffixForest {
+ public:
+  SuffixForest(uint32_t max_depth, uint64_t max_bytes)
+      : max_depth_(max_depth), max_bytes_(max_bytes), drafter_(mixture_) {
+    check(max_depth >= 1 && max_depth <= kMaxDepth, "the context depth is out of range: choose 1 to 256 tokens");
+  }
+
+  SuffixForest(const SuffixForest&) = delete;
+  SuffixForest& operator=(const SuffixForest&) = delete;
+
+  void open_group(int64_t id, Row<int32_t> prompt) {
+    const auto tokens = view(prompt);
+    check_tokens(tokens);
+    Group& group = touch(id);
+    if (group.has_prompt()) {
+      check(std::ranges::equal(group.prompt(), tokens),
+            "the group already has another prompt: drop it first, or give each prompt its own group");
+      return;
+    }
+    {
+      Account account(*this, group);
+      group.insert_prompt(tokens, mixture_);
+    }
+    bound();
+  }
+
+  void append(int64_t id, int64_t response, Row<int32_t> tokens) {
+    check_tokens(view(tokens));
+    append_span(id, response, view(tokens));
+    bound();
+  }
+
+  void append_batch(Row<int64_t> groups, Row<int64_t> responses, Row<int32_t> offsets, Row<int32_t> tokens) {
+    const size_t n = groups.shape(0);
+    check(responses.shape(0) == n && offsets.shape(0) == n + 1,
+          "append_batch needs n groups, n responses and n + 1 offsets");
+    check(offsets(0) == 0 && static_cast<size_t>(offsets(n)) == tokens.shape(0),
+          "append_batch offsets must run from 0 to the number of tokens");
+    for (size_t i = 0; i < n; ++i) check(offsets(i) <= offsets(i + 1), "append_batch offsets must not fall");
+    check_tokens(view(tokens));
+    for (size_t i = 0; i < n; ++i) {
+      const auto begin = static_cast<size_t>(offsets(i));
+      append_span(groups(i), responses(i), view(tokens).subspan(begin, static_cast<size_t>(offsets(i + 1)) - begin));
+    }
+    bound();
+  }
+
+  void resync(int64_t id, int64_t response, Row<int32_t> tokens) {
+    check_tokens(view(tokens));
+    Group& group = touch(id);
+    {
+      Account account(*this, group);
+      group.resync(response, view(tokens), mixture_);
+    }
+    bound();
+  }
+
+  void close_response(int64_t id, int64_t response) {
+    const auto found = groups_.find(id);
+    if (found == groups_.end()) return;
+    Account account(*this, *found->second);
+    found->second->close(response);
+  }
+
+  void drop_group(int64_t id) {
+    const auto found = groups_.find(id);
+    if (found == groups_.end()) return;
+    bytes_ -= found->second->bytes();
+    groups_.erase(found);
+  }
+
+  void clear() {
+    groups_.clear();
+    bytes_ = 0;
+  }
+
+  void draft(Row<int64_t> groups, Row<int64_t> responses, Row<uint64_t> keys, Row<int64_t> positions,
+             Row<float> temperatures, Row<int32_t> max_tokens, double sharpness, Row<float> grid,
+             Row<float> calibration, double floor, OutTable<int32_t> tokens, OutRow<int32_t> num_tokens,
+             OutTable<float> acceptance, OutTable<int32_t> cells, OutTable<int32_t> probes) {
+    const Query query{groups, responses, keys, positions, temperatures, max_tokens};
+    query.check_shapes();
+    const Settings settings = settings_of(sharpness, grid, calibration, floor);
+    const size_t width = tokens.shape(1);
+    for (size_t r = 0; r < query.size(); ++r) {
+      const std::span<int32_t> row{probes.data() + r * probes.shape(1), probes.shape(1)};
+      const Group* group = use(groups(r));
+      if (group == nullptr) {
+        std::ranges::fill(row, -1);
+        num_tokens(r) = 0;
+        continue;
+      }
+      drafter_.draft(*group, group->find_record(responses(r)), query.request(r, width), settings, path_, row);
+      num_tokens(r) = write(path_, tokens.data() + r * width, acceptance.data() + r * width, cells.data() + r * width);
+    }
+  }
+
+  void draft_paths(Row<int64_t> groups, Row<int64_t> responses, Row<uint64_t> keys, Row<int64_t> positions,
+                   Row<float> temperatures, Row<int32_t> max_tokens, double sharpness, Row<float> calibration,
+                   double floor, OutCube<int32_t> tokens, OutTable<int32_t> num_tokens, OutCube<float> acceptance,
+                   OutCube<int32_t> cells) {
+    const Query query{groups, responses, keys, positions, temperatures, max_tokens};
+    query.check_shapes();
+    const Settings settings = settings_of(sharpness, {}, calibration, floor);
+    const size_t num_paths = tokens.shape(1);
+    const size_t width = tokens.shape(2);
+    for (size_t r = 0; r < query.size(); ++r) {
+      paths_.clear();
+      if (const Group* group = use(groups(r)); group != nullptr) {
+        drafter_.draft_paths(*group, group->find_record(responses(r)), query.request(r, width), settings,
+                             static_cast<uint32_t>(num_paths), paths_);
+      }
+      for (size_t p = 0; p < num_paths; ++p) {
+        const size_t at = (r * num_paths + p) * width;
+        num_tokens(r, p) =
+            p < paths_.size() ? write(paths_[p], tokens.data() + at, acceptance.data() + at, cells.data() + at) : 0;
+      }
+    }
+  }
+
+  uint64_t count(int64_t id, Row<int32_t> context) const {
+    check(context.shape(0) <= max_depth_ + 1, "the context is longer than the forest counts");
+    const auto found = groups_.find(id);
+    return found == groups_.end() ? 0 : found->second->count(view(context));
+  }
+
+  uint32_t match_length(int64_t id, int64_t response) const {
+    const auto found = groups_.find(id);
+    return found == groups_.end() ? 0 : found->second->match_length(response);
+  }
+
+  uint64_t memory_bytes() const { return bytes_; }
+  size_t num_groups() const { return groups_.size(); }
+
+  uint64_t num_tokens() const {
+    uint64_t total = 0;
+    for (const auto& [id, group] : groups_) total += group->num_tokens();
+    return total;
+  }
+
+  uint64_t num_nodes() const {
+    uint64_t total = 0;
+    for (const auto& [id, group] : groups_) total += group->num_nodes();
+    return total;
+  }
+
+  std::vector<double> escapes() const { return {mixture_.escapes().begin(), mixture_.escapes().end()}; }
+
+ private:
+  // Books the growth of a group while it is in scope.
+  class Account {
+   public:
+    Account(SuffixForest& forest, const Group& group) : forest_(forest), group_(group), before_(group.bytes()) {}
+    ~Account() { forest_.bytes_ += group_.bytes() - before_; }
+    Account(const Account&) = delete;
+    Account& operator=(const Account&) = delete;
+
+   private:
+    SuffixForest& forest_;
+    const Group& group_;
+    size_t before_;
+  };
+
+  Settings settings_of(double sharpness, const Row<float>& grid, const Row<float>& calibration, double floor) const {
+    check(calibration.shape(0) == kNumCells, "the calibration table has the wrong length: give NUM_CELLS values");
+    check(sharpness > 0.0, "the sharpness must be positive (inf: greedy)");
+    return {sharpness, grid.is_valid() ? view(grid) : std::span<const float>{}, view(calibration), floor};
+  }
+
+  static int32_t write(const Path& path, int32_t* tokens, float* acceptance, int32_t* cells) {
+    for (size_t j = 0; j < path.tokens.size(); ++j) {
+      tokens[j] = path.tokens[j].token;
+      acceptance[j] = path.tokens[j].acceptance;
+      cells[j] = path.tokens[j].cell;
+    }
+    return static_cast<int32_t>(path.tokens.size());
+  }
+
+  void append_span(int64_t id, int64_t response, std::span<const int32_t> tokens) {
+    Group& group = touch(id);
+    Account account(*this, group);
+    group.append(response, tokens, mixture_);
+  }
+
+  Group& touch(int64_t id) {
+    std::unique_ptr<Group>& group = groups_[id];
+    if (group == nullptr) {
+      group = std::make_unique<Group>(max_depth_);
+      bytes_ += group->bytes();
+    }
+    group->last_used = ++clock_;
+    return *group;
+  }
+
+  const Group* use(int64_t id) {
+    const auto found = groups_.find(id);
+    if (found == groups_.end()) return nullptr;
+    found->second->last_used = ++clock_;
+    return found->second.get();
+  }
+
+  // Drop whole groups, the least recently used first, until the bound holds (all of them, if need be).
+  void bound() {
+    while (bytes_ > max_bytes_ && !groups_.empty()) {
+      auto oldest = groups_.begin();
+      for (auto it = groups_.begin(); it != groups_.end(); ++it) {
+        if (it->second->last_used < oldest->second->last_used) oldest = it;
+      }
+      bytes_ -= oldest->second->bytes();
+      groups_.erase(oldest);
+    }
+  }
+
+  uint32_t max_depth_;
+  uint64_t max_bytes_;
+  uint64_t clock_ = 0;
+  uint64_t bytes_ = 0;
+  std::unordered_map<int64_t, std::unique_ptr<Group>> groups_;
+  Mixture mixture_;
+  Drafter drafter_;
+  Path path_;
+  std::vector<Path> paths_;
+};
+
+}  // namespace
+
+NB_MODULE(_suffix, m) {
+  m.attr("NUM_CELLS") = kNumCells;
+  m.attr("MAX_DEPTH") = kMaxDepth;
+  m.attr("PROBABILITY_EDGES") = std::vector<double>(kProbabilityEdges.begin(), kProbabilityEdges.end());
+  m.attr("MARGIN_EDGES") = std::vector<double>(kMarginEdges.begin(), kMarginEdges.end());
+  nb::class_<SuffixForest>(m, "SuffixForest")
+      .def(nb::init<uint32_t, uint64_t>(), "max_depth"_a, "max_bytes"_a)
+      .def("open_group", &SuffixForest::open_group, "group"_a, "prompt"_a)
+      .def("append", &SuffixForest::append, "group"_a, "response"_a, "tokens"_a)
+      .def("append_batch", &SuffixForest::append_batch, "groups"_a, "responses"_a, "offsets"_a, "tokens"_a)
+      .def("resync", &SuffixForest::resync, "group"_a, "response"_a, "tokens"_a)
+      .def("close_response", &SuffixForest::close_response, "group"_a, "response"_a)
+      .def("drop_group", &SuffixForest::drop_group, "group"_a)
+      .def("clear", &SuffixForest::clear)
+      .def("draft", &SuffixForest::draft)
+      .def("draft_paths", &SuffixForest::draft_paths)
+      .def("count", &SuffixForest::count, "group"_a, "context"_a)
+      .def("match_length", &SuffixForest::match_length, "group"_a, "response"_a)
+      .def("escapes", &SuffixForest::escapes)
+      .def_prop_ro("memory_bytes", &SuffixForest::memory_bytes)
+      .def_prop_ro("num_groups", &SuffixForest::num_groups)
+      .def_prop_ro("num_tokens", &SuffixForest::num_tokens)
+      .def_prop_ro("num_nodes", &SuffixForest::num_nodes);
+}
