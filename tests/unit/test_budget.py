@@ -12,7 +12,14 @@ from pydantic import ValidationError
 from paceline.config import BudgetSettings
 from paceline.errors import EngineError
 from paceline.planning.acceptance import AcceptanceTable, estimate, update_acceptance
-from paceline.planning.budget import BudgetSnapshot, BudgetState, decide, draft_depth, update
+from paceline.planning.budget import (
+    BudgetSnapshot,
+    BudgetState,
+    decide,
+    draft_depth,
+    expected_accepted,
+    update,
+)
 from paceline.planning.latency import StepTimeModel, update_measured_time
 from paceline.types import StepObservation
 
@@ -269,6 +276,7 @@ class Engine:
     time_s: Callable[[int], float]
     acceptance: tuple[float, ...]  # true acceptance of each kind of request
     settings: BudgetSettings
+    overrating: float = 0.0  # added to every calibrated estimate
     seed: int = 0
 
     def tokens_per_s(self, batch: int, steps: int) -> float:
@@ -280,8 +288,10 @@ class Engine:
         tokens = seconds = 0.0
         for _ in range(steps):
             kinds = drafts.integers(0, len(truth), size=batch).astype(np.int32)
-            path = np.cumprod(np.repeat(estimate(table)[kinds, None], 16, axis=1), axis=1, dtype=np.float32)
-            verified = decide(BudgetSnapshot(batch, 0, path, None, 4096), state, self.settings)
+            rated = np.minimum(estimate(table)[kinds] + self.overrating, 0.99)
+            path = np.cumprod(np.repeat(rated[:, None], 16, axis=1), axis=1, dtype=np.float32)
+            offer = BudgetSnapshot(batch, 0, path, None, 4096)
+            verified = decide(offer, state, self.settings)
             hits = np.cumprod(drafts.random((batch, 16)) < truth[kinds, None], axis=1).sum(axis=1)
             accepted = np.minimum(hits, verified)
             told = np.minimum(verified, accepted + 1)
@@ -290,7 +300,8 @@ class Engine:
             true_s = self.time_s(batch + used)
             pause = 4.0 if clock.random() < 0.01 else 1.0
             measured_s = true_s * float(clock.lognormal(0.0, 0.05)) * pause
-            state = update(state, StepObservation(batch, used, gained, 0, measured_s), self.settings)
+            step = StepObservation(batch, used, gained, 0, measured_s)
+            state = update(state, step, self.settings, expected_accepted(offer, verified))
             tokens, seconds = tokens + batch + gained, seconds + true_s
         return tokens / seconds
 
@@ -317,3 +328,30 @@ def test_never_slower_than_plain_decoding_by_three_per_cent(
 def test_faster_than_plain_decoding_where_drafts_are_good(batch: int, gain: float) -> None:
     time_s = TIMES["small model on a core"]
     assert Engine(time_s, (0.3, 0.9), MARGINAL).tokens_per_s(batch, steps=300) >= gain * batch / time_s(batch)
+
+
+@pytest.mark.parametrize("batch", [1, 16, 64, 128])
+@pytest.mark.parametrize("time", TIMES)
+def test_overrated_drafts_do_not_slow_it_down(batch: int, time: str) -> None:
+    speed = Engine(TIMES[time], (0.3, 0.9), MARGINAL, overrating=0.1).tokens_per_s(batch, steps=300)
+    assert speed >= 0.97 * batch / TIMES[time](batch)
+
+
+def test_confidence_falls_with_broken_promises_and_comes_back() -> None:
+    state = AFFINE
+    assert state.confidence == 1.0
+    for _ in range(20):
+        state = update(state, StepObservation(4, 20, 5, 0, 0.03), MARGINAL, expected_tokens=15.0)
+    assert state.confidence < 0.5
+    rows = [[0.6, 0.3]] * 16
+    assert sum(lengths(rows, AFFINE, MARGINAL)) > sum(lengths(rows, state, MARGINAL))
+    for _ in range(500):
+        state = update(state, StepObservation(4, 0, 0, 0, 0.02), MARGINAL, expected_tokens=0.0)
+    assert state.confidence > 0.9
+    kept = [update(AFFINE, StepObservation(4, 9, accepted, 0, 0.03), MARGINAL) for accepted in (0, 9)]
+    assert [state.confidence for state in kept] == [1.0, 1.0]
+
+
+def test_expected_accepted_sums_what_is_verified() -> None:
+    offer = snapshot([[0.5, 0.25], [0.75, 0.5]])
+    assert expected_accepted(offer, np.array([2, 1], dtype=np.int32)) == pytest.approx(1.5)

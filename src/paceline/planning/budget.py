@@ -22,6 +22,9 @@ T is learned from the very steps the policy chooses, so it explores, at a bounde
                   (E3 from there, up to `max_growth` x B tokens): a T once measured too high is corrected
 E1 and E4 cost at most about one step's difference in `refresh_steps` steps, 0.2 % at the defaults; E2 and E3
 a few steps per doubling of the step size, once.
+
+The probabilities are a drafter's estimates: if fewer tokens are accepted than promised, all are scaled down
+(`BudgetState.confidence`), which matters at large batch, where a draft has little to gain.
 """
 
 from __future__ import annotations
@@ -45,6 +48,8 @@ from paceline.planning.latency import (
 from paceline.types import Float32Array, Float64Array, Int32Array, StepObservation
 
 _BASELINE_OBSERVATIONS = 2
+_TRUSTED_TOKENS = 32.0  # promised tokens that are believed before any evidence counts
+_CONFIDENCE_DECAY = 0.99  # per step, drafts or not, so that lost confidence comes back and is tried again
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +81,16 @@ class BudgetState:
     num_steps: int
     last_drafted_step: int
     """Value of num_steps after the last step with draft tokens, 0 = none."""
+    expected_tokens: float
+    """Accepted tokens that the path probabilities promised, decayed."""
+    accepted_tokens: float
+    """Accepted tokens that came of them, decayed."""
+
+    @property
+    def confidence(self) -> float:
+        """What promised tokens are worth, at most 1: guards `marginal` against overrated drafts."""
+        ratio = (self.accepted_tokens + _TRUSTED_TOKENS) / (self.expected_tokens + _TRUSTED_TOKENS)
+        return min(ratio, 1.0)
 
     @classmethod
     def initial(cls, settings: BudgetSettings) -> BudgetState:
@@ -92,6 +107,8 @@ class BudgetState:
             ),
             num_steps=0,
             last_drafted_step=0,
+            expected_tokens=0.0,
+            accepted_tokens=0.0,
         )
 
 
@@ -115,8 +132,21 @@ def decide(snapshot: BudgetSnapshot, state: BudgetState, settings: BudgetSetting
     return _even_lengths((probability > 0).sum(axis=1), settings.fixed_tokens, room)
 
 
-def update(state: BudgetState, observation: StepObservation, settings: BudgetSettings) -> BudgetState:
+def expected_accepted(snapshot: BudgetSnapshot, lengths: Int32Array) -> float:
+    """Accepted tokens that the path probabilities promise if `lengths` [num_requests] are verified."""
+    taken = np.arange(snapshot.path_probability.shape[1]) < lengths[:, None]
+    return float(snapshot.path_probability.sum(where=taken, dtype=np.float64))
+
+
+def update(
+    state: BudgetState,
+    observation: StepObservation,
+    settings: BudgetSettings,
+    expected_tokens: float | None = None,
+) -> BudgetState:
     """The state after one measured step; to be called once per decision, in order. Empty steps are ignored.
+
+    expected_tokens: `expected_accepted` of the decision; None leaves the confidence in the estimates alone.
 
     Steps with prefill tokens teach only the prefill model, so they disturb neither T(n) nor the bandit's
     rewards.
@@ -134,7 +164,10 @@ def update(state: BudgetState, observation: StepObservation, settings: BudgetSet
             )
     now = state.num_steps + 1
     last = now if observation.num_draft_tokens > 0 else state.last_drafted_step
-    return BudgetState(decode_time, prefill_time, arms, now, last)
+    expected, accepted = state.expected_tokens * _CONFIDENCE_DECAY, state.accepted_tokens * _CONFIDENCE_DECAY
+    if expected_tokens is not None:
+        expected, accepted = expected + expected_tokens, accepted + observation.num_accepted_tokens
+    return BudgetState(decode_time, prefill_time, arms, now, last, expected, accepted)
 
 
 def draft_depth(
@@ -190,7 +223,8 @@ def _decide_marginal(
         if probe
         else predict_s(model, np.arange(base, base + len(values) + 1))
     )
-    count = _best_count(_total_weight(snapshot), values, seconds, settings.min_gain)
+    sure_tokens = _total_weight(snapshot)
+    count = _best_count(sure_tokens, values * state.confidence, seconds, settings.min_gain)
     return _take_best(score, values[count - 1], count) if count else nothing
 
 
