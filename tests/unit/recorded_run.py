@@ -1,4 +1,4 @@
-"""Builds the record of a simulated training run: long-tailed responses, speculation that deepens as the batch thins.
+"""Builds the record of a simulated training run: long-tailed responses, deeper drafts as the batch thins.
 
 Also a script: `python tests/unit/recorded_run.py FOLDER` writes a run of 30 steps with 64 responses each.
 """
@@ -81,7 +81,9 @@ class SimulatedRun:
 
     def _evaluate(self, writer: RecordWriter, step: int) -> float:
         solved = int(self.random.binomial(200, self._skill(step)))
-        writer.write(Evaluation(t_s=self.clock_s, step=step, solve_rate=solved / 200, n=200, tokens_mean=190.0))
+        writer.write(
+            Evaluation(t_s=self.clock_s, step=step, solve_rate=solved / 200, n=200, tokens_mean=190.0)
+        )
         return 1.9
 
     def _train_step(self, writer: RecordWriter, step: int) -> None:
@@ -96,7 +98,9 @@ class SimulatedRun:
         eval_s = self._evaluate(writer, step) if evaluated else 0.0
         self.clock_s += eval_s
         if step == 11:
-            writer.write(Note(t_s=self.clock_s, text="Budget policy refitted the step-time model <after 4 096 steps>."))
+            writer.write(
+                Note(t_s=self.clock_s, text="Budget policy refitted the step-time model <after 4 096 steps>.")
+            )
         if step == 17:
             writer.write(Failure(t_s=self.clock_s, text="One reward call timed out after 5 s; scored 0."))
         rewards = np.array([r.reward for r in responses], dtype=float)
@@ -132,15 +136,19 @@ class SimulatedRun:
             hits = self.random.geometric(1 - chance, alive.size) - 1
             accepted = np.minimum(np.minimum(hits, width), lengths[alive] - done[alive] - 1)
             done[alive] += accepted + 1
-            counts[alive] += np.stack([np.ones(alive.size), np.full(alive.size, width), accepted], 1).astype(int)
+            counts[alive] += np.stack([np.ones(alive.size), np.full(alive.size, width), accepted], 1).astype(
+                int
+            )
             step_s = 0.0042 + 0.00022 * alive.size * (1 + width) * (1 + 0.1 * self.random.random())
             generated = int(alive.size + accepted.sum())
             plain_s += (0.0042 + 0.00022 * alive.size) * generated / alive.size
             seen = StepObservation(int(alive.size), width * int(alive.size), int(accepted.sum()), 0, step_s)
             writer.add_step(self.clock_s, seen, num_generated_tokens=generated, step=step, worker="0")
             self.clock_s += step_s
-            for i in alive[done[alive] >= lengths[alive]]:
-                responses.append(self._response(step, int(i), int(lengths[i]), begin_s, counts[i]))
+            ended = alive[done[alive] >= lengths[alive]]
+            responses += [
+                self._response(step, i, int(lengths[i]), begin_s, counts[i]) for i in ended.tolist()
+            ]
         return responses, plain_s
 
     def _response(self, step: int, i: int, length: int, begin_s: float, counts: np.ndarray) -> ResponseDone:

@@ -258,8 +258,7 @@ def running_figure(history: RunHistory) -> Drawing | str:
 
 def _one_rollout(rollout: Rollout) -> Figure:
     if rollout.running.num_used:
-        x = rollout.running.centres().tolist()
-        means = rollout.running.used() / rollout.running.width
+        x, means = _means_over_time(rollout)
         series = [_line("running", x, means[:, 0].tolist(), style="area", colour=1)]
         if means[:, 1].max() > 0:
             series.append(_line("waiting", x, means[:, 1].tolist(), style="thin", colour=6))
@@ -283,6 +282,20 @@ def _one_rollout(rollout: Rollout) -> Figure:
         marks=marks,
         summary=summary,
     )
+
+
+def _means_over_time(rollout: Rollout) -> tuple[list[float], Float64Array]:
+    """Middle of each stretch of time, requests running and waiting in it; the last is cut at the end.
+
+    Returns ([num_stretches], [num_stretches, 2]).
+    """
+    sums, width = rollout.running.used(), rollout.running.width
+    begins = np.arange(len(sums)) * width
+    lasted = np.minimum(width, rollout.last_s - begins)
+    kept = (lasted > 0.02 * width) | (begins == 0.0)
+    lasted = np.where(lasted > 0, lasted, width)[kept]
+    means: Float64Array = sums[kept] / lasted[:, None]
+    return (begins[kept] + lasted / 2).tolist(), means
 
 
 def _in_flight(rollout: Rollout) -> Series:

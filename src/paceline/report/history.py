@@ -83,6 +83,8 @@ class Rollout:
     """The course of one rollout; all times but `begin_s` are relative to it."""
 
     begin_s: float
+    last_s: float = 0.0
+    """End of the last engine step."""
     starts_s: array[float] = field(default_factory=lambda: array("d"))
     ends_s: array[float] = field(default_factory=lambda: array("d"))
     running: Bins = field(default_factory=lambda: Bins(2, width=0.05, capacity=400))
@@ -159,6 +161,7 @@ class RunHistory:
         if sample.num_running >= 1:
             self.by_batch.setdefault(round(sample.num_running).bit_length() - 1, Speculation()).add(sample)
         rollout = self._rollout(sample.step, begin_s)
+        rollout.last_s = max(rollout.last_s, end_s - rollout.begin_s)
         seconds = sample.step_s
         rollout.running.spread(
             begin_s - rollout.begin_s,
