@@ -86,6 +86,7 @@ class FastLoop:
         self._arrived: ModelDrafts | None = None
         self._pending: StepObservation | None = None
         self._batch_size = 0
+        self._rested_steps = 0
         self.drafting = True
         self._resting: Drafter | None = None
 
@@ -199,6 +200,10 @@ class FastLoop:
             self.budget.decode_time,
             self._settings.budget.max_growth,
         )
+        # A rested drafter is tried again now and then: its time and acceptance were measured under other conditions.
+        self._rested_steps = 0 if depth else self._rested_steps + 1
+        if self._rested_steps >= self._settings.budget.refresh_steps:
+            depth, self._rested_steps = 1, 0
         return DraftOrder(depth, self.model.beta, self.model.calibration, self._settings.draft_floor)
 
     def learn(

@@ -15,7 +15,7 @@ import numpy as np
 from paceline.config import EngineSettings
 from paceline.engine.arguments import read_settings
 from paceline.engine.compat import DraftTokenIds
-from paceline.errors import CheckpointError
+from paceline.engine.sampler import throw
 from paceline.planning.sharpness import SHARPNESS_GRID
 from paceline.types import DraftOrder, DraftQuery, ModelDrafts
 
@@ -51,19 +51,16 @@ class Proposer:
             return
         from paceline.drafting.model import ModelDrafter
 
-        model_config = self._config.model_config
+        device = self._config.device_config.device
         self._model = ModelDrafter(
             folder,
-            max_model_len=model_config.max_model_len,
+            max_model_len=self._config.model_config.max_model_len,
             max_requests=self._config.scheduler_config.max_num_seqs,
             dtype=self.settings.model_drafter_dtype,
-            device=str(self._config.device_config.device),
+            device=str(device),
+            vocab_size=self._config.model_config.get_vocab_size(),
+            noise_sampler=throw,
         )
-        if self._model.vocab_size != (target := model_config.get_vocab_size()):
-            raise CheckpointError(
-                f"the drafter {folder} has {self._model.vocab_size} tokens, the target has {target}: "
-                "use a drafter with the target's tokenizer"
-            )
 
     def propose(self, sampled_token_ids: list[list[int]], *args: Any, **kwargs: Any) -> list[list[int]]:
         """Called by the runner after sampling. Model drafts are kept for `take`.
