@@ -240,6 +240,31 @@ def test_rows_that_cannot_draft_cost_nothing(tmp_path: Path, monkeypatch: pytest
     assert draft(drafter, rollout, [], 8).num_tokens.tolist() == []
 
 
+def test_rows_that_end_early_leave_the_others_unchanged(tmp_path: Path) -> None:
+    save_model(tmp_path)
+    rollout = Rollout(random_prompts([12, 13, 700, 15, 16]))
+    full = draft(ModelDrafter(tmp_path, max_model_len=1024, max_requests=8), rollout, range(5), 6)
+    limits = [2, 6, 6, 1, 4]
+    batch = draft(
+        ModelDrafter(tmp_path, max_model_len=1024, max_requests=8), rollout, range(5), 6, max_tokens=limits
+    )
+    assert batch.num_tokens.tolist() == limits
+    for row, limit in enumerate(limits):
+        assert batch.tokens[row, :limit].tolist() == full.tokens[row, :limit].tolist()
+
+
+def test_level_time_leaves_prefill_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_model(tmp_path)
+    drafter = ModelDrafter(tmp_path, max_model_len=256, max_requests=4)
+    clock = iter([10.0, 16.0])
+    monkeypatch.setattr("paceline.drafting.model.time.perf_counter", lambda: next(clock))
+    contexts, query = Rollout(random_prompts([100, 13])).query([0, 1])
+    table = np.ones(NUM_CELLS, np.float32)
+    options: dict[str, Any] = {"sharpness": 1.0, "sharpness_grid": GRID, "calibration": table, "floor": 0.0}
+    assert drafter.draft(contexts, query, 3, **options)[1] == 2.0
+    assert drafter.draft(contexts, query, 0, **options)[1] == 0.0
+
+
 def test_floor_stops_a_path_after_the_token_that_crosses_it(tmp_path: Path) -> None:
     save_model(tmp_path)
     drafter = ModelDrafter(tmp_path, max_model_len=256, max_requests=4)

@@ -135,7 +135,8 @@ class ModelDrafter:
     dtype: "auto" (as stored), "float32", "bfloat16" or "float16".
     vocab_size: the target's, checked against the checkpoint's; ids beyond the smaller of the two are never
     proposed.
-    noise_sampler: keyed sampling on the drafter's device, for devices other than the CPU.
+    noise_sampler: keyed sampling where the logits are. The default is native and for the CPU; on another
+    device it would copy all logits to the host several times a level, so give one that samples there.
 
     Raises CheckpointError (missing, incomplete, unsupported or of another tokenizer), ConfigError (settings).
     """
@@ -162,7 +163,8 @@ class ModelDrafter:
         config = self._model.config.get_text_config()
         self._check_vocabulary(config.vocab_size, vocab_size)
         self.vocab_size: int = min(config.vocab_size, vocab_size or config.vocab_size)
-        self.max_model_len = min(max_model_len, getattr(config, "max_position_embeddings", max_model_len))
+        limit = getattr(config, "max_position_embeddings", None)
+        self.max_model_len: int = min(max_model_len, limit or max_model_len)
         self._book = RowBook(max_requests, self.max_model_len)
         self._cache = RowCache(max_requests, self.max_model_len)
         for module in self._model.modules():
@@ -181,8 +183,10 @@ class ModelDrafter:
         calibration: Float32Array,
         floor: float,
     ) -> tuple[DraftBatch, float]:
-        """Propose up to `depth` tokens per request.
+        """Propose up to `depth` tokens per request. Returns the drafts and the mean seconds of one level.
 
+        A level is one forward pass over the batch with its proposals; prefill is left out, 0.0 if nothing
+        ran.
         contexts: all tokens of each request so far, prompt and response, int32; `query.positions[r]` is their
         number. A row ends at min(depth, query.max_tokens, max_model_len - context), or after the token that
         takes its path probability below `floor` (that token was paid for and is kept). Requests beyond
