@@ -38,21 +38,33 @@ def versions() -> dict[str, str]:
 
 def parser(description: str | None) -> argparse.ArgumentParser:
     """A parser with the options that every benchmark has."""
-    made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     made.add_argument("--json", type=Path, metavar="FILE", help="write the results here")
     return made
 
 
-def publish(name: str, rows: list[dict[str, Any]], columns: Sequence[str], target: Path | None, **extra: Any) -> None:
+def publish(
+    name: str, rows: list[dict[str, Any]], columns: Sequence[str], target: Path | None, **extra: Any
+) -> None:
     """Print `rows` as a table and write the result file."""
     table = Table(title=name)
     for column in columns:
-        table.add_column(column, justify="right" if column not in {"case", "system", "policy", "dtype"} else "left")
+        table.add_column(
+            column, justify="right" if column not in {"case", "system", "policy", "dtype"} else "left"
+        )
     for row in rows:
         table.add_row(*(_show(row.get(column)) for column in columns))
     Console(width=int(os.environ.get("COLUMNS", "120"))).print(table)
     if target is not None:
-        result = {"benchmark": name, "machine": describe_machine(), "versions": versions(), "rows": rows, **extra}
+        result = {
+            "benchmark": name,
+            "machine": describe_machine(),
+            "versions": versions(),
+            "rows": rows,
+            **extra,
+        }
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(json.dumps(result, indent=1, default=str) + "\n")
 

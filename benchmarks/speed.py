@@ -27,7 +27,17 @@ ROOT = Path(__file__).resolve().parent.parent
 CASES = {"8x16": (8, 16), "2x4": (2, 4), "1x1": (1, 1)}
 SYSTEMS = ("plain", "ngram", "suffix", "draft_model", "paceline_off", "paceline_suffix", "paceline")
 OWN = ("ngram", "suffix", "draft_model")
-COLUMNS = ("case", "system", "wall_s", "tokens_per_s", "ratio", "tail_s", "tail_ratio", "acceptance_length", "equal")
+COLUMNS = (
+    "case",
+    "system",
+    "wall_s",
+    "tokens_per_s",
+    "ratio",
+    "tail_s",
+    "tail_ratio",
+    "acceptance_length",
+    "equal",
+)
 
 
 def correct_vllm_sampling() -> None:
@@ -36,7 +46,11 @@ def correct_vllm_sampling() -> None:
     import vllm.v1.sample.rejection_sampler as sampler
 
     def expand(
-        x: torch.Tensor, cu_num_tokens: torch.Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0
+        x: torch.Tensor,
+        cu_num_tokens: torch.Tensor,
+        num_tokens: int,
+        replace_from: int = 0,
+        replace_to: int = 0,
     ) -> torch.Tensor:
         ends = cu_num_tokens.to(torch.int64)
         counts = torch.diff(ends, prepend=ends.new_zeros(1))
@@ -46,7 +60,9 @@ def correct_vllm_sampling() -> None:
     sampler.expand_batch_to_tokens = expand
 
 
-def make_system(name: str, model: str, drafter: str, options: dict[str, Any]) -> Callable[..., dict[str, Any]]:
+def make_system(
+    name: str, model: str, drafter: str, options: dict[str, Any]
+) -> Callable[..., dict[str, Any]]:
     """Start the engine of one system (in the child process) and return the function that runs a case."""
     os.environ["OMP_NUM_THREADS"] = str(options["threads"])
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
@@ -57,7 +73,12 @@ def make_system(name: str, model: str, drafter: str, options: dict[str, Any]) ->
     extra: dict[str, Any] = {}
     settings = None
     if name == "ngram":
-        extra = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
+        extra = {
+            "method": "ngram",
+            "num_speculative_tokens": 4,
+            "prompt_lookup_max": 4,
+            "prompt_lookup_min": 2,
+        }
     elif name == "suffix":
         extra = {"method": "suffix", "num_speculative_tokens": 16}
     elif name == "draft_model":
@@ -82,7 +103,9 @@ def make_system(name: str, model: str, drafter: str, options: dict[str, Any]) ->
     return lambda *args: run_case(engine, *args)
 
 
-def run_case(engine: Any, prompts: list[tuple[int, ...]], samples: int, max_tokens: int, seed: int) -> dict[str, Any]:
+def run_case(
+    engine: Any, prompts: list[tuple[int, ...]], samples: int, max_tokens: int, seed: int
+) -> dict[str, Any]:
     """Generate `samples` responses to each prompt; fresh suffix trees and prefix cache."""
     from vllm import SamplingParams
 
@@ -133,7 +156,13 @@ def prepare_target(model: str | None, folder: Path) -> str:
 
     target = folder / "target"
     inflate_checkpoint(
-        ROOT / "assets/countdown-policy", target, hidden=1024, intermediate=2816, layers=16, heads=16, kv_heads=8
+        ROOT / "assets/countdown-policy",
+        target,
+        hidden=1024,
+        intermediate=2816,
+        layers=16,
+        heads=16,
+        kv_heads=8,
     )
     return str(target)
 
@@ -157,12 +186,21 @@ def measure(options: argparse.Namespace, model: str) -> list[dict[str, Any]]:
             order = options.systems if r % 2 else options.systems[::-1]
             for name in order:
                 runs = [
-                    children[name].call([prompts[r][(i + j) % count] for j in range(num_prompts)], samples, options.max_tokens, 77 + r)
+                    children[name].call(
+                        [prompts[r][(i + j) % count] for j in range(num_prompts)],
+                        samples,
+                        options.max_tokens,
+                        77 + r,
+                    )
                     for i in range(inner)
                 ]
                 if r >= 0:
                     results.setdefault((case, name), []).append(join(runs))
-                    print(f"{case} {r} {name}: {join(runs)['tokens_per_s']:.0f} tok/s", file=sys.stderr, flush=True)
+                    print(
+                        f"{case} {r} {name}: {join(runs)['tokens_per_s']:.0f} tok/s",
+                        file=sys.stderr,
+                        flush=True,
+                    )
     for child in children.values():
         child.close()
     return [summarise(case, name, results) for case in options.cases for name in options.systems]
@@ -190,7 +228,9 @@ def summarise(case: str, name: str, results: dict[tuple[str, str], list[dict[str
     for key in ("wall_s", "tokens_per_s", "tail_s", "acceptance_length"):
         row[key] = median([r[key] for r in mine])
     if plain:
-        row["ratio"] = median([m["tokens_per_s"] / p["tokens_per_s"] for m, p in zip(mine, plain, strict=True)])
+        row["ratio"] = median(
+            [m["tokens_per_s"] / p["tokens_per_s"] for m, p in zip(mine, plain, strict=True)]
+        )
     if same and case == "8x16":
         row["tail_ratio"] = median([p["tail_s"] / m["tail_s"] for m, p in zip(mine, same, strict=True)])
     if same and name.startswith("paceline"):

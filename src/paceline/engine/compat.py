@@ -7,7 +7,7 @@ contract tests (tests/contracts/test_vllm_doors.py) fail when a door moves.
 from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import Any, cast
 
 from paceline.errors import InstallError
 
@@ -103,17 +103,17 @@ def platform_worker() -> type[Any]:
     if is_cpu():
         from vllm.v1.worker.cpu_worker import CPUWorker
 
-        return CPUWorker
+        return cast(type[Any], CPUWorker)
     from vllm.v1.worker.gpu_worker import Worker
 
-    return Worker
+    return cast(type[Any], Worker)
 
 
 def cpu_attention_builder() -> type[Any]:
     """The class that turns the common attention metadata of a step into the CPU kernel's."""
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadataBuilder
 
-    return CPUAttentionMetadataBuilder
+    return cast(type[Any], CPUAttentionMetadataBuilder)
 
 
 def repack_tied_head(model: Any) -> bool:
@@ -160,4 +160,4 @@ def engine_args_class() -> type[Any]:
     """vLLM's EngineArgs, whose `create_engine_config` every way to start an engine goes through."""
     from vllm.engine.arg_utils import EngineArgs
 
-    return EngineArgs
+    return cast(type[Any], EngineArgs)

@@ -12,7 +12,7 @@ before. Of a request's candidates the one with the most expected accepted tokens
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -84,8 +84,9 @@ class FastLoop:
             np.full(settings.max_draft_tokens, 0.7, dtype=np.float32)
         )
         self._arrived: ModelDrafts | None = None
-        self._pending: StepObservation | None = None
+        self._pending: tuple[StepObservation, float] | None = None
         self._batch_size = 0
+        self._expected = 0.0
         self._rested_steps = 0
         self.drafting = True
         self._resting: Drafter | None = None
@@ -146,6 +147,7 @@ class FastLoop:
             max_total_draft_tokens=len(query.groups) * self._settings.max_draft_tokens,
         )
         lengths = budget.decide(snapshot, self.budget, self._settings.budget)
+        self._expected = budget.expected_accepted(snapshot, lengths)
         return Proposal(batch, lengths, from_model, (free, model))
 
     def _draft_free(self, query: DraftQuery) -> DraftBatch | None:
@@ -178,14 +180,9 @@ class FastLoop:
         self._arrived = drafts
         if drafts.forward_s > 0:
             self._model_time = update_measured_time(self._model_time, len(drafts.responses), drafts.forward_s)
-        if (step := self._pending) is not None:
-            self._pending = StepObservation(
-                num_requests=step.num_requests,
-                num_draft_tokens=step.num_draft_tokens,
-                num_accepted_tokens=step.num_accepted_tokens,
-                num_prefill_tokens=step.num_prefill_tokens,
-                step_s=max(step.step_s - drafts.total_s, 1e-6),
-            )
+        if self._pending is not None:
+            step, expected = self._pending
+            self._pending = replace(step, step_s=max(step.step_s - drafts.total_s, 1e-6)), expected
 
     def order(self) -> DraftOrder | None:
         """What the model drafter shall do after the coming step; None without one."""
@@ -242,11 +239,12 @@ class FastLoop:
     def observe(self, step: StepObservation) -> None:
         """A measured step. Kept until the next begins, because a model drafter's share may still be taken out."""
         self._flush()
-        self._pending = step
+        self._pending = step, self._expected if step.num_draft_tokens else 0.0
 
     def _flush(self) -> None:
         if self._pending is not None:
-            self.budget = budget.update(self.budget, self._pending, self._settings.budget)
+            step, expected = self._pending
+            self.budget = budget.update(self.budget, step, self._settings.budget, expected)
             self._pending = None
 
 

@@ -91,6 +91,9 @@ def switch_on(engine_args: Any) -> None:
             f"remove it, or unset {SWITCH}"
         )
     arguments = engine_arguments(settings_from_environment())
-    arguments["additional_config"] = {**(engine_args.additional_config or {}), **arguments["additional_config"]}
+    arguments["additional_config"] = {
+        **(engine_args.additional_config or {}),
+        **arguments["additional_config"],
+    }
     for name, value in arguments.items():
         setattr(engine_args, name, value)

@@ -102,7 +102,7 @@ class Proposer:
         self._fresh = FreshDrafts([batch.req_ids[row] for row in rows], [[] for _ in rows], made)
 
     def _room(self, state: Any, order: DraftOrder) -> int:
-        left = state.sampling_params.max_tokens - len(state.output_token_ids) - 1
+        left: int = state.sampling_params.max_tokens - len(state.output_token_ids) - 1
         return max(min(order.depth, left), 0)
 
     def take(self) -> FreshDrafts | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -160,7 +160,9 @@ class RolloutEngine:
             )
         return response
 
-    def stream(self, requests: Sequence[RolloutRequest], params: SamplingParams) -> Iterator[TokenEvent]:
+    def stream(
+        self, requests: Sequence[RolloutRequest], params: SamplingParams
+    ) -> Generator[TokenEvent, None, None]:
         """Generate all requests, yielding newly accepted tokens as each engine step ends.
 
         Leaving the iterator early aborts what is still running; `partial()` then tells what was generated.

@@ -65,7 +65,9 @@ class Rows:
 class Verdict:
     """What the dice decided in one step."""
 
-    table: Int32Array  # [num_requests, 1 + max_num_drafts] output tokens, PLACEHOLDER beyond the first rejection
+    table: (
+        Int32Array  # [num_requests, 1 + max_num_drafts] output tokens, PLACEHOLDER beyond the first rejection
+    )
     accepted: Int64Array  # [num_requests] accepted draft tokens
 
 
@@ -314,9 +316,7 @@ def expand_history(rows: Rows, drafts: Int64Array, outputs: Sequence[Sequence[in
     ]
 
 
-def _apply_min_tokens(
-    logits: torch.Tensor, rows: Rows, processor: MinTokensLogitsProcessor
-) -> torch.Tensor:
+def _apply_min_tokens(logits: torch.Tensor, rows: Rows, processor: MinTokensLogitsProcessor) -> torch.Tensor:
     first = np.cumsum(rows.num_drafts + 1) - (rows.num_drafts + 1)
     where: list[tuple[int, int]] = []
     restore: list[tuple[int, int]] = []
@@ -336,9 +336,7 @@ def _apply_min_tokens(
     return logits.index_put_(pair, processor.neg_inf_tensor)
 
 
-def _apply_logit_bias(
-    logits: torch.Tensor, rows: Rows, processor: LogitBiasLogitsProcessor
-) -> torch.Tensor:
+def _apply_logit_bias(logits: torch.Tensor, rows: Rows, processor: LogitBiasLogitsProcessor) -> torch.Tensor:
     for request, bias in processor.biases.items():
         of_request = torch.from_numpy(np.flatnonzero(rows.requests == request)).to(logits.device)
         ids = torch.tensor(list(bias), device=logits.device)

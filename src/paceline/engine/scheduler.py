@@ -144,7 +144,7 @@ class PacelineScheduler(Scheduler):  # type: ignore[misc]
 
     def _room(self, request: Request) -> int:
         """Longest draft whose tokens can all still become part of the response."""
-        room = min(
+        room: int = min(
             self.num_spec_tokens,
             self.max_model_len - request.num_tokens - 1,
             request.max_tokens - request.num_output_tokens - 1,
@@ -160,7 +160,9 @@ class PacelineScheduler(Scheduler):  # type: ignore[misc]
     ) -> dict[int, EngineCoreOutputs]:
         step_s = time.perf_counter() - self._started_s
         self._observe(scheduler_output, model_runner_output, step_s)
-        result: dict[int, EngineCoreOutputs] = super().update_from_output(scheduler_output, model_runner_output)
+        result: dict[int, EngineCoreOutputs] = super().update_from_output(
+            scheduler_output, model_runner_output
+        )
         if self._new_tokens:
             self.loop.append((live.group, live.response, tokens) for live, tokens in self._new_tokens)
             self._new_tokens.clear()

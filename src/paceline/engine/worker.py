@@ -61,7 +61,9 @@ class KeyedRunner:
         batch = self.input_batch
         metadata = batch.sampling_metadata
         count = batch.num_reqs
-        rows = Rows.of(_num_drafts(spec_decode_metadata, count), batch.num_tokens_no_spec[:count].astype(np.int64))
+        rows = Rows.of(
+            _num_drafts(spec_decode_metadata, count), batch.num_tokens_no_spec[:count].astype(np.int64)
+        )
         drafts = np.empty(0, dtype=np.int64)
         if spec_decode_metadata is not None:
             drafts = spec_decode_metadata.draft_token_ids.cpu().numpy().astype(np.int64)
