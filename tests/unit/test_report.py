@@ -1,0 +1,445 @@
+"""The report: complete from any record, self-contained, harmless whatever the texts, bounded on long runs."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from html import escape, unescape
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from recorded_run import MACHINE, VERSIONS, SimulatedRun
+
+from paceline.errors import RecordError
+from paceline.record import (
+    FILE_NAME,
+    Comparison,
+    EngineStepSample,
+    Evaluation,
+    Failure,
+    Header,
+    Note,
+    Phases,
+    RecordWriter,
+    ResponseDone,
+    Resumed,
+    RunEnd,
+    TrainStep,
+    measure_tail,
+)
+from paceline.report import build_report
+from paceline.report.bins import Bins, coarsen
+from paceline.report.figures import (
+    FIGURES,
+    Choice,
+    Figure,
+    duration,
+    length_figure,
+    number,
+    percent,
+    phase_figure,
+    quantile,
+    reward_figure,
+    running_figure,
+)
+from paceline.report.headline import headline, missing, saving_of, verdict
+from paceline.report.history import MAX_POINTS, MAX_ROLLOUTS, RunHistory, collect, read_history
+from paceline.report.page import SECTIONS, render
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "run"
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+HEADER = Header(
+    machine=MACHINE, versions=VERSIONS, started_unix_s=1.76e9, task="Countdown", num_steps_planned=4
+)
+HOSTILE = "</script></title><img src=x onerror=alert(1)>&amp;\"'\u2028"
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return SimulatedRun().build(tmp_path_factory.mktemp("run"))
+
+
+@pytest.fixture(scope="module")
+def page(run_dir: Path) -> str:
+    return build_report(run_dir).read_text()
+
+
+@pytest.fixture(scope="module")
+def history(run_dir: Path) -> RunHistory:
+    return read_history(run_dir)
+
+
+def lines_of(run_dir: Path, event: str) -> list[dict[str, Any]]:
+    lines = map(json.loads, (run_dir / FILE_NAME).read_text().splitlines())
+    return [line for line in lines if line["event"] == event]
+
+
+def data_of(page: str) -> dict[str, Any]:
+    match = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
+    assert match
+    data: dict[str, Any] = json.loads(match[1])
+    return data
+
+
+def tile(history: RunHistory, label: str) -> tuple[str, str]:
+    return next((unspaced(t.value), unspaced(t.note)) for t in headline(history) if t.label == label)
+
+
+def unspaced(text: str) -> str:
+    return re.sub("[\u202f\u00a0]", " ", text)
+
+
+def train_step(step: int, **fields: Any) -> TrainStep:
+    return TrainStep(
+        step=step, t_start_s=10.0 * step, phases=Phases(rollout_s=6.0, train_s=2.0), tokens=600, **fields
+    )
+
+
+def response(step: int, end_s: float, **fields: Any) -> ResponseDone:
+    common = {"group": 1, "sample": 0, "prompt_tokens": 5, "response_tokens": 100, "num_steps": 50}
+    return ResponseDone(t_start_s=10.0 * step, t_end_s=end_s, step=step, **common | fields)
+
+
+def test_sections_stand_in_order(page: str) -> None:
+    titles = [unescape(title) for title in re.findall(r"<h2>(.*?)</h2>", page)]
+    assert titles == [
+        *SECTIONS.values(),
+        "Trainer metrics",
+        "Steps",
+        "Notes and failures",
+        "Settings and versions",
+    ]
+    assert list(SECTIONS) == list(FIGURES)
+    assert page.index('class="tiles"') < page.index(f"<h2>{SECTIONS['reward']}</h2>")
+
+
+def test_the_page_is_self_contained(page: str) -> None:
+    addresses = set(re.findall(r"(?:https?:)?//[\w.]+", page))
+    assert addresses == {"http://www.w3.org"}  # the name of SVG, never fetched
+    assert not re.findall(r"\bsrc=|@import|url\(|<link(?! rel=\"icon\" href=\"data:,\")", page)
+    assert "default-src 'none'" in page
+
+
+def test_headline_numbers_are_those_of_the_record(run_dir: Path, history: RunHistory) -> None:
+    engine, trains, responses = (lines_of(run_dir, kind) for kind in ("engine", "train_step", "response"))
+    accepted = sum(e.get("num_accepted_tokens", 0) for e in engine)
+    drafted = sum(e.get("num_draft_tokens", 0) for e in engine)
+    request_steps = sum(e["num_running"] * e["num_steps"] for e in engine)
+    assert tile(history, "Acceptance length")[0] == f"{1 + accepted / request_steps:.2f}"
+    assert f"{100 * accepted / drafted:.0f} % of drafts" in tile(history, "Acceptance length")[1]
+    tokens = sum(t["tokens"] for t in trains)
+    assert tokens == sum(r["response_tokens"] for r in responses)
+    assert tile(history, "Tokens")[0] == f"{tokens:,}".replace(",", " ")
+    assert tile(history, "Rollout speed-up")[0] == "1.45×"
+    assert tile(history, "Train steps")[0] == "30 of 30"
+    assert (
+        tile(history, "Solve rate")[0] == f"{100 * lines_of(run_dir, 'evaluation')[-1]['solve_rate']:.1f} %"
+    )
+    tails = [measure_tail([r["t_end_s"] for r in responses if r["step"] == t["step"]]) for t in trains]
+    assert tile(history, "Tail")[0] == unspaced(duration(float(np.median(tails))))
+    assert missing(history) == []
+
+
+def test_the_table_has_a_row_for_each_step(page: str, run_dir: Path) -> None:
+    body = unspaced(page[page.index("<tbody>") : page.index("</tbody>")])
+    rows = [re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", row) for row in re.findall(r"<tr>(.*?)</tr>", body)]
+    trains = lines_of(run_dir, "train_step")
+    assert [row[0] for row in rows] == [str(t["step"]) for t in trains]
+    assert [row[1] for row in rows] == [f"{t['reward_mean']:.3f}" for t in trains]
+    assert [row[4].replace(" ", "") for row in rows] == [str(t["tokens"]) for t in trains]
+    assert [row[9] for row in rows] == [f"{t['tail_s']:.2f}" for t in trains]
+
+
+def test_speed_up_is_measured_before_it_is_estimated() -> None:
+    assert saving_of(collect(HEADER, [train_step(1)])) is None
+    estimated = saving_of(collect(HEADER, [train_step(1, plain_rollout_s=9.0), train_step(2)]))
+    assert estimated is not None
+    assert (estimated.ratio, estimated.measured) == (1.5, False)
+    runs = [
+        Comparison(
+            t_s=1.0, step=1, responses=8, tokens=500, plain_s=4.0, accelerated_s=2.5, diverged_tokens=0
+        ),
+        Comparison(
+            t_s=2.0, step=2, responses=8, tokens=500, plain_s=6.0, accelerated_s=2.5, diverged_tokens=3
+        ),
+    ]
+    measured = saving_of(collect(HEADER, [train_step(1, plain_rollout_s=9.0), *runs]))
+    assert measured is not None
+    assert (measured.ratio, measured.measured) == (2.0, True)
+    assert "All 500 tokens" in verdict(collect(HEADER, runs[:1]))
+    assert "3 of 1 000 tokens differ" in unspaced(verdict(collect(HEADER, runs)))
+    assert "3 000 per million" in unspaced(verdict(collect(HEADER, runs)))
+
+
+def test_an_empty_run_says_what_is_missing(tmp_path: Path) -> None:
+    RecordWriter.create(tmp_path, HEADER).close()
+    page = build_report(tmp_path).read_text()
+    empty = collect(HEADER, [])
+    assert all(isinstance(draw(empty), str) for draw in FIGURES.values())
+    assert page.count('class="none"') == len(FIGURES) + 2  # the table of steps and the settings
+    assert "No train step ended." in page
+    assert "The record has no end" in page
+
+
+def test_an_interrupted_run_says_so(tmp_path: Path) -> None:
+    run = SimulatedRun(num_steps=2, num_steps_planned=5, compared=False, end=None).build(tmp_path)
+    with RecordWriter.resume(run) as writer:
+        writer.write(EngineStepSample(t_s=30.0, num_steps=2, step_s=0.1, num_running=3.0, step=3))
+        writer.write(RunEnd(t_s=31.0, reason="interrupted"))
+    with open(run / FILE_NAME, "ab") as file:
+        file.write(b'{"event":"no')
+    text = " ".join(missing(read_history(run)))
+    for part in (
+        "ended early (interrupted)",
+        "2 of 5 train steps",
+        "Step 3 had begun",
+        "last line of the record is torn",
+    ):
+        assert part in text
+    assert text in re.sub("</li><li>", " ", build_report(run).read_text())
+
+
+def test_a_step_that_was_done_again_after_a_resumption_counts_once() -> None:
+    resumed = Resumed(t_s=20.0, resumed_unix_s=0.0, machine=MACHINE, versions={"paceline": "0.2.0"})
+    first = [response(1, 12.0), train_step(1, reward_mean=0.1), response(2, 22.0), response(2, 23.0)]
+    again = [
+        response(1, 32.0),
+        response(1, 36.0),
+        train_step(1, reward_mean=0.2),
+        RunEnd(t_s=40.0, reason="finished"),
+    ]
+    history = collect(HEADER, [*first, resumed, *again])
+    assert [row.step for row in history.rows] == [1]
+    assert history.rows[0].num_responses == 2
+    assert history.rows[0].train is not None
+    assert history.rows[0].train.reward_mean == 0.2
+    assert list(history.rollouts[1].ends_s) == [22.0, 26.0]
+    assert history.versions == {"paceline": "0.2.0"}
+
+
+def test_rollouts_outside_of_training_only_count_in_the_throughput() -> None:
+    sample = EngineStepSample(t_s=1.0, num_steps=1, step_s=0.5, num_running=2.0, num_generated_tokens=7)
+    history = collect(HEADER, [sample, response(0, 5.0)])
+    assert history.rows == []
+    assert history.num_responses == 0
+    assert history.throughput.used().sum(axis=0).tolist() == pytest.approx([7.0, 0.5])
+
+
+def test_hostile_texts_stay_texts(tmp_path: Path) -> None:
+    header = Header(
+        machine=MACHINE,
+        versions={HOSTILE: HOSTILE},
+        started_unix_s=0.0,
+        task=HOSTILE,
+        model=HOSTILE,
+        config={HOSTILE: {"a": HOSTILE}},
+    )
+    with RecordWriter.create(tmp_path, header) as writer:
+        writer.write(Note(t_s=0.0, text=HOSTILE))
+        writer.write(Failure(t_s=0.0, text=HOSTILE))
+        for step in (1, 2):
+            writer.write(train_step(step, metrics={HOSTILE: float(step)}))
+        writer.write(RunEnd(t_s=1.0, reason=HOSTILE))
+    page = build_report(tmp_path).read_text()
+    assert "<img" not in page
+    assert page.count("</script>") == 2
+    assert page.count(escape(HOSTILE)) == 12
+    assert data_of(page)["metric-0"]["series"][0]["name"] == HOSTILE
+
+
+def test_long_runs_are_thinned() -> None:
+    events: list[Any] = []
+    for step in range(1, 5001):
+        t_s = 8.0 * step
+        events += [
+            EngineStepSample(t_s=t_s + 0.1 * i, num_steps=4, step_s=0.1, num_running=9.0, step=step)
+            for i in range(3)
+        ]
+        events += [
+            response(step, t_s + 1 + step % 7, response_tokens=step * 40),
+            Evaluation(t_s=t_s, step=step, solve_rate=0.5, n=4),
+        ]
+        events.append(train_step(step, reward_mean=step / 5000, reward_std=0.1))
+    history = collect(HEADER, events)
+    for draw in FIGURES.values():
+        drawing = draw(history)
+        assert not isinstance(drawing, str)
+        figures = drawing.figures if isinstance(drawing, Choice) else [drawing]
+        assert 1 <= len(figures) <= MAX_ROLLOUTS
+        for figure in figures:
+            limit = 120 if figure.edges else MAX_POINTS
+            assert all(1 <= len(series.y) <= limit for series in figure.series)
+            assert all(len(series.x) == len(series.y) for series in figure.series if series.style != "bars")
+    running = running_figure(history)
+    assert isinstance(running, Choice)
+    assert running.names[-1] == "5000"
+    page = render(history)
+    assert page.count("<tr>") < 460
+    assert len(page) < 1_500_000
+
+
+def test_thinning_keeps_the_course_of_a_line() -> None:
+    history = collect(HEADER, [train_step(i, reward_mean=i / 6000) for i in range(1, 6001)])
+    figure = reward_figure(history)
+    assert isinstance(figure, Figure)
+    line = figure.series[0]
+    assert [line.y[0], line.y[-1]] == pytest.approx([0.0, 1.0], abs=1e-3)
+    assert line.x == sorted(line.x)
+    assert np.allclose(np.array(line.y, dtype=float), np.array(line.x) / 6000, atol=1e-4)
+
+
+def test_the_tail_is_marked_from_ninety_percent_to_the_end() -> None:
+    history = collect(HEADER, [response(1, 10.0 + i) for i in range(1, 21)])
+    running = running_figure(history)
+    assert isinstance(running, Choice)
+    (figure,) = running.figures
+    (mark,) = figure.marks
+    assert (mark.x, mark.until) == (18.0, 20.0)
+    assert figure.series[0].name == "in flight"
+    assert figure.series[0].y[0] == 20
+    assert figure.series[0].y[-1] == 0
+
+
+def test_requests_running_are_averaged_over_time() -> None:
+    samples = [
+        EngineStepSample(t_s=5.0 + 0.02 * i, num_steps=1, step_s=0.02, num_running=float(20 - i), step=1)
+        for i in range(20)
+    ]
+    running = running_figure(collect(HEADER, samples))
+    assert isinstance(running, Choice)
+    line = running.figures[0].series[0]
+    expected = [20 - x / 0.02 + 0.5 for x in line.x]
+    assert np.allclose(np.array(line.y, dtype=float), expected, atol=0.7)
+
+
+def test_length_percentiles_and_the_cut_share() -> None:
+    lengths = [*range(1, 100), 500]
+    events = [
+        response(1, 11.0, response_tokens=n, finish_reason="length" if n == 500 else "stop") for n in lengths
+    ]
+    history = collect(HEADER, events)
+    assert [quantile(history.lengths, q) for q in (0.5, 0.9, 0.99)] == [50.0, 90.0, 99.0]
+    figure = length_figure(history)
+    assert isinstance(figure, Figure)
+    assert sum(v or 0 for series in figure.series for v in series.y) == 100
+    assert figure.series[1].name == "cut at the limit"
+    assert sum(v or 0 for v in figure.series[1].y) == 1
+    assert "1.0 % were cut" in unspaced(figure.summary)
+    assert all(a < b for a, b in zip(figure.edges, figure.edges[1:], strict=False))
+
+
+def test_phases_are_averaged_not_dropped_when_many() -> None:
+    steps = [
+        TrainStep(step=i, t_start_s=0.0, phases=Phases(rollout_s=float(i), other_s=1.0), tokens=1)
+        for i in range(1, 241)
+    ]
+    figure = phase_figure(collect(HEADER, steps))
+    assert isinstance(figure, Figure)
+    assert [series.name for series in figure.series] == ["rollout", "other"]
+    assert figure.series[0].y[:2] == [1.5, 3.5]
+    assert figure.names[0] == "steps 1 to 2, mean"
+    assert len(figure.edges) == len(figure.names) + 1 == 121
+
+
+SPANS = st.lists(st.tuples(st.floats(0, 5000), st.floats(0, 300), st.integers(0, 100)), max_size=40)
+
+
+@given(spans=SPANS, width=st.sampled_from([0.05, 1.0]))
+def test_bins_lose_nothing(spans: list[tuple[float, float, int]], width: float) -> None:
+    bins = Bins(2, width=width, capacity=64)
+    for begin, length, amount in spans:
+        bins.spread(begin, begin + length, amount, 1)
+        bins.add(begin, 0, 1)
+    assert bins.used().sum(axis=0) == pytest.approx([sum(s[2] for s in spans), 2 * len(spans)])
+    assert bins.num_used <= 64
+    if spans:
+        assert bins.num_used * bins.width >= max(begin + length for begin, length, _ in spans)
+
+
+@given(rows=st.lists(st.floats(-1e3, 1e3), max_size=50), num_bins=st.integers(1, 12))
+def test_coarsening_keeps_sums_and_order(rows: list[float], num_bins: int) -> None:
+    merged = coarsen(np.array(rows).reshape(-1, 1), num_bins)
+    assert len(merged) <= num_bins
+    assert merged.sum() == pytest.approx(sum(rows), abs=1e-6)
+
+
+def test_a_span_is_shared_by_its_bins_in_proportion() -> None:
+    bins = Bins(1, width=1.0, capacity=8)
+    bins.spread(0.5, 2.5, 8.0)
+    assert bins.used()[:, 0].tolist() == [2.0, 4.0, 2.0]
+    bins.add(15.0, 1.0)
+    assert bins.width == 2.0
+    assert bins.used()[:, 0].tolist() == [6.0, 2.0, 0, 0, 0, 0, 0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0, "0"),
+        (0.5, "0.50"),
+        (0.01234, "0.0123"),
+        (12.34, "12.3"),
+        (1234567.0, "1 234 567"),
+        (float("nan"), "–"),
+    ],
+)
+def test_numbers_for_people(value: float, text: str) -> None:
+    assert unspaced(number(value)) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.75, "0.75 s"), (59.94, "59.9 s"), (200.4, "3 min 20 s"), (18720, "5 h 12 min"), (273600, "3 d 4 h")],
+)
+def test_durations_for_people(seconds: float, text: str) -> None:
+    assert unspaced(duration(seconds)) == text
+    assert unspaced(percent(0.735, 1)) == "73.5 %"
+
+
+def test_a_missing_or_unwritable_run_folder_is_named(tmp_path: Path) -> None:
+    with pytest.raises(RecordError, match="does not exist"):
+        build_report(tmp_path / "nowhere")
+    RecordWriter.create(tmp_path, HEADER).close()
+    (tmp_path / "report.html").mkdir()
+    with pytest.raises(RecordError, match="cannot write"):
+        build_report(tmp_path)
+    assert not list(tmp_path.glob("*.part"))
+
+
+def test_the_recorded_golden_run_still_reads_the_same(tmp_path: Path) -> None:
+    shutil.copy(GOLDEN / FILE_NAME, tmp_path)
+    history = read_history(tmp_path)
+    seen = {tile.label: [tile.value, tile.note] for tile in headline(history)}
+    seen |= {name: [getattr(draw(history), "summary", "")] for name, draw in FIGURES.items()}
+    assert seen == json.loads((GOLDEN / "headline.json").read_text(encoding="utf-8"))
+    assert "Countdown, 3 numbers" in build_report(tmp_path).read_text()
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
+@pytest.mark.parametrize("width", [390, 1440])
+@pytest.mark.parametrize("kind", ["whole", "empty"])
+def test_a_browser_draws_every_figure_without_a_script_error(
+    tmp_path: Path, run_dir: Path, width: int, kind: str
+) -> None:
+    if kind == "empty":
+        run_dir = tmp_path / "run"
+        RecordWriter.create(run_dir, HEADER).close()
+    report = build_report(run_dir)
+    command = [
+        str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-sync",
+        "--disable-background-networking", "--disable-component-update",
+        f"--user-data-dir={tmp_path / 'profile'}", f"--window-size={width},900",
+        "--virtual-time-budget=3000", "--enable-logging=stderr", "--dump-dom", report.as_uri(),
+    ]  # fmt: skip
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert "CONSOLE" not in result.stderr
+    drawn = result.stdout.count('role="img"')
+    assert drawn == len(data_of(report.read_text()))
+    assert drawn == (0 if kind == "empty" else len(FIGURES) + 3)
+    assert "NaN" not in result.stdout
