@@ -121,8 +121,9 @@ def hash_words(keys: ArrayLike, positions: ArrayLike, tokens: ArrayLike) -> UInt
     word = (position - 1).view(np.uint64) & low  # runner V2 counts the input token's position
     h = _mix(h, word.astype(np.uint32))
     h = _mix(h, token) ^ np.uint32(16)
-    h = (h ^ (h >> np.uint32(16))) * np.uint32(0x85EBCA6B)
-    h = (h ^ (h >> np.uint32(13))) * np.uint32(0xC2B2AE35)
+    with np.errstate(over="ignore"):
+        h = (h ^ (h >> np.uint32(16))) * np.uint32(0x85EBCA6B)
+        h = (h ^ (h >> np.uint32(13))) * np.uint32(0xC2B2AE35)
     result: UInt32Array = np.asarray(h ^ (h >> np.uint32(16)), np.uint32)
     return result
 

@@ -1,0 +1,114 @@
+"""Time of one keyed draw: the native pruned sampler beside the torch form and a plain softmax draw.
+
+    python benchmarks/dice.py [--json FILE] [--seconds 0.3]
+
+Logits: `normal` (standard deviation 2, as of an untrained model), `peaked` (a few ids far above the rest, as of a
+trained one), `flat` (all equal: nothing can be skipped by its logit). Best of all repetitions within `--seconds`.
+Rows: case, system, rows, vocab, ns_per_logit, us_per_call.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from paceline import dice
+from paceline.engine import dice_torch
+from paceline.types import Float32Array
+
+SHAPES = [(1, 64), (128, 64), (1, 32_000), (16, 32_000), (1, 152_064), (16, 152_064)]
+
+
+def make_logits(case: str, num_rows: int, vocab: int) -> Float32Array:
+    rng = np.random.default_rng(vocab)
+    logits = np.zeros((num_rows, vocab), np.float32)
+    if case != "flat":
+        logits += (2 * rng.standard_normal((num_rows, vocab))).astype(np.float32)
+    if case == "peaked":
+        likely = rng.integers(0, vocab, (num_rows, 20))
+        np.put_along_axis(logits, likely, 8 + rng.exponential(6, likely.shape).astype(np.float32), axis=1)
+    return logits
+
+
+def time_call(call: Callable[[], object], seconds: float) -> float:
+    """Shortest of the calls that fit into `seconds` (at least three), in seconds."""
+    call()
+    shortest, spent, calls = float("inf"), 0.0, 0
+    while spent < seconds or calls < 3:
+        start = time.perf_counter()
+        call()
+        elapsed = time.perf_counter() - start
+        shortest, spent, calls = min(shortest, elapsed), spent + elapsed, calls + 1
+    return shortest
+
+
+def list_systems(logits: Float32Array) -> dict[str, Callable[[], object]]:
+    rng = np.random.default_rng(1)
+    num_rows = len(logits)
+    keys = rng.integers(0, 2**64, num_rows, dtype=np.uint64)
+    positions = rng.integers(1, 10_000, num_rows)
+    temperatures = np.ones(num_rows, np.float32)
+    out = np.empty(num_rows, np.int64)
+    tensors = [torch.from_numpy(array) for array in (logits, keys.view(np.int64), positions, temperatures)]
+    return {
+        "native": lambda: dice.sample(logits, keys, positions, temperatures, out),
+        "torch": lambda: dice_torch.sample(*tensors),
+        "multinomial": lambda: torch.multinomial(tensors[0].softmax(dim=1), 1),
+    }
+
+
+def measure(seconds: float) -> list[dict[str, Any]]:
+    rows = []
+    for num_rows, vocab in SHAPES:
+        for case in ("normal", "peaked", "flat"):
+            logits = make_logits(case, num_rows, vocab)
+            for system, call in list_systems(logits).items():
+                elapsed = time_call(call, seconds)
+                row: dict[str, Any] = {"case": case, "system": system, "rows": num_rows, "vocab": vocab}
+                row |= {"ns_per_logit": elapsed * 1e9 / logits.size, "us_per_call": elapsed * 1e6}
+                rows.append(row)
+    return rows
+
+
+def print_table(rows: list[dict[str, Any]]) -> None:
+    print(
+        f"{'vocab':>7} {'rows':>4} {'case':>7} {'system':>12} {'ns/logit':>9} {'us/call':>9} {'x native':>9}"
+    )
+    native = {(r["vocab"], r["rows"], r["case"]): r["us_per_call"] for r in rows if r["system"] == "native"}
+    for r in rows:
+        ratio = r["us_per_call"] / native[r["vocab"], r["rows"], r["case"]]
+        print(
+            f"{r['vocab']:>7} {r['rows']:>4} {r['case']:>7} {r['system']:>12} "
+            f"{r['ns_per_logit']:>9.3f} {r['us_per_call']:>9.1f} {ratio:>9.2f}"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path, help="write the results to this file")
+    parser.add_argument("--seconds", type=float, default=0.3, help="time for each measurement")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    rows = measure(arguments.seconds)
+    print_table(rows)
+    if arguments.json:
+        machine = {
+            "system": platform.platform(),
+            "machine": platform.machine(),
+            "python": platform.python_version(),
+        }
+        versions = {"numpy": np.__version__, "torch": torch.__version__}
+        result = {"benchmark": "dice", "machine": machine, "versions": versions, "rows": rows}
+        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
