@@ -15,7 +15,7 @@ from rich.console import Console
 
 from paceline.commands.checkpoint import Checkpoint, load_tokenizer
 from paceline.commands.interrupt import Interrupt
-from paceline.commands.launch import GIB, Launch, describe_failure
+from paceline.commands.launch import GIB, Launch, describe_failure, hush
 from paceline.commands.progress import Progress
 from paceline.commands.prompts import Prompt
 from paceline.commands.responses import (
@@ -105,7 +105,8 @@ def run_job(job: Job, file: ResponseFile, console: Console) -> None:
     if not job.todo:
         return
     tokenizer = load_tokenizer(job.checkpoint) if job.checkpoint.has_tokenizer else None
-    with console.status("starting the engine") if console.is_terminal else _Silence(console):
+    console.print("starting the engine")
+    with hush():
         engine = job.launch.start()
     reasons: Counter[str] = Counter()
     with engine, Interrupt() as interrupt, Progress(len(job.todo), console) as progress:
@@ -119,19 +120,6 @@ def run_job(job: Job, file: ResponseFile, console: Console) -> None:
     _tell_end(job, file, progress, reasons, console)
     if progress.num_finished < len(job.todo):
         raise typer.Exit(INTERRUPTED)
-
-
-class _Silence:
-    """Stands in for the spinner where there is no terminal: one plain line."""
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-
-    def __enter__(self) -> None:
-        self._console.print("starting the engine")
-
-    def __exit__(self, *exc: object) -> None:
-        pass
 
 
 def _events(
@@ -148,7 +136,7 @@ def _events(
             except Exception as error:
                 raise EngineError(
                     f"the engine failed: {describe_failure(error)}; the {file.num_written} responses of this run are "
-                    f"in {file.path}, go on with --resume (the whole story: PACELINE_TRACEBACK=1)"
+                    f"in {file.path}, go on with --resume"
                 ) from error
             if event is None:
                 return

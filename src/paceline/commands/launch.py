@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -34,9 +37,9 @@ class Launch:
 
     def start(self, **vllm_arguments: Any) -> RolloutEngine:
         """Start the engine in this process. Raises EngineError with vLLM's own words when it does not start."""
-        from paceline.engine.rollout import RolloutEngine
-
         try:
+            from paceline.engine.rollout import RolloutEngine
+
             return RolloutEngine(
                 self.model,
                 self.settings,
@@ -51,8 +54,28 @@ class Launch:
             raise
         except Exception as error:
             raise EngineError(
-                f"the engine did not start: {describe_failure(error)} (the whole story: PACELINE_TRACEBACK=1)"
+                f"the engine did not start: {describe_failure(error)} (for the whole story set PACELINE_TRACEBACK=1)"
             ) from error
+
+
+@contextmanager
+def hush(log: Path | None = None) -> Iterator[None]:
+    """Send what the engine's libraries print, from any language, to a file (default: nowhere) while inside."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    kept = [os.dup(1), os.dup(2)]
+    target = os.open(log or os.devnull, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    try:
+        os.dup2(target, 1)
+        os.dup2(target, 2)
+        yield
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os.dup2(kept[0], 1)
+        os.dup2(kept[1], 2)
+        for fd in (target, *kept):
+            os.close(fd)
 
 
 def describe_failure(error: BaseException) -> str:
@@ -82,9 +105,18 @@ def fit_length(checkpoint: Checkpoint, prompts: Sequence[Prompt], max_tokens: in
 
 
 def check_batch(
-    checkpoint: Checkpoint, *, dtype: str, max_model_len: int, max_num_seqs: int, kv_cache_gib: float
+    checkpoint: Checkpoint,
+    *,
+    dtype: str,
+    max_model_len: int,
+    max_num_seqs: int,
+    kv_cache_gib: float,
+    num_engines: int = 1,
 ) -> int:
-    """Bytes of the key-value cache. Raises ConfigError when one sequence, or the machine, cannot hold it."""
+    """Bytes of an engine's key-value cache.
+
+    Raises ConfigError when it cannot hold one sequence, or the machine cannot hold `num_engines` engines.
+    """
     if max_num_seqs < 1:
         raise ConfigError(f"--max-num-seqs {max_num_seqs}: at least 1 response must run")
     if not math.isfinite(kv_cache_gib) or kv_cache_gib <= 0:
@@ -99,11 +131,11 @@ def check_batch(
             f"cache, --kv-cache-gib is {kv_cache_gib:g}: raise it, or lower --max-tokens"
         )
     available = available_bytes()
-    needed = checkpoint.weight_bytes(dtype) + kv_bytes
+    needed = num_engines * (checkpoint.weight_bytes(dtype) + kv_bytes)
     if available is not None and needed > available:
         raise ConfigError(
-            f"weights and key-value cache need {needed / GIB:.1f} GiB, {available / GIB:.1f} GiB of memory are free: "
-            "lower --kv-cache-gib or use a smaller model"
+            f"weights and key-value cache of {num_engines} engine(s) need {needed / GIB:.1f} GiB, "
+            f"{available / GIB:.1f} GiB of memory are free: lower --kv-cache-gib or use a smaller model"
         )
     return kv_bytes
 

@@ -22,18 +22,26 @@ PromptsArgument = Annotated[
 ]
 MaxTokens = Annotated[int, typer.Option(help="Longest response, tokens.")]
 Temperature = Annotated[float, typer.Option(help="0 is greedy.", rich_help_panel="Sampling")]
-TopP = Annotated[float, typer.Option(help="Smallest set of tokens of this probability; 1: off.", rich_help_panel="Sampling")]
+TopP = Annotated[
+    float,
+    typer.Option(help="Smallest set of tokens of this probability; 1: off.", rich_help_panel="Sampling"),
+]
 TopK = Annotated[int, typer.Option(help="The k most probable tokens; 0: off.", rich_help_panel="Sampling")]
 MinP = Annotated[
     float,
-    typer.Option(help="Tokens at least this probable relative to the best; 0: off.", rich_help_panel="Sampling"),
+    typer.Option(
+        help="Tokens at least this probable relative to the best; 0: off.", rich_help_panel="Sampling"
+    ),
 ]
 Stop = Annotated[
     list[str] | None,
     typer.Option(help="Text that ends a response; may be given several times.", rich_help_panel="Sampling"),
 ]
 Seed = Annotated[
-    int, typer.Option(help="Seed of the dice: the same seed gives the same responses.", rich_help_panel="Sampling")
+    int,
+    typer.Option(
+        help="Seed of the dice: the same seed gives the same responses.", rich_help_panel="Sampling"
+    ),
 ]
 ModelDrafter = Annotated[
     Path | None,

@@ -64,7 +64,9 @@ class Progress:
         """Tokens per request and step so far; 1 before the first."""
         return 1.0 + self.num_accepted / self.num_decoded if self.num_decoded else 1.0
 
-    def count(self, num_tokens: int, num_finished: int, steps: Callable[[], Iterable[StepObservation]]) -> None:
+    def count(
+        self, num_tokens: int, num_finished: int, steps: Callable[[], Iterable[StepObservation]]
+    ) -> None:
         """Add what came; `steps` gives the engine steps measured since it was last called, asked when shown."""
         self.num_tokens += num_tokens
         self.num_finished += num_finished

@@ -54,7 +54,7 @@ def read_prompts(path: Path, checkpoint: Checkpoint, reserved: Iterable[str] = (
     """
     prompts = list(_parse(path, frozenset(reserved)))
     if not prompts:
-        raise RequestError(f"{path} has no prompts: write one JSON object a line, " '{"prompt": "..."}')
+        raise RequestError(f'{path} has no prompts: write one JSON object a line, {{"prompt": "..."}}')
     _refuse_equal_ids(path, prompts)
     prompts = _tokenise(path, prompts, checkpoint)
     for prompt in prompts:
@@ -112,12 +112,18 @@ def _encoder(tokenizer: Any) -> Callable[[str, dict[str, Any]], list[int]]:
     def encode(where: str, fields: dict[str, Any]) -> list[int]:
         if "prompt" in fields:
             if not isinstance(fields["prompt"], str):
-                raise RequestError(f"{where}: prompt={fields['prompt']!r} is not a text; for token ids use prompt_ids")
+                raise RequestError(
+                    f"{where}: prompt={fields['prompt']!r} is not a text; for token ids use prompt_ids"
+                )
             return list(tokenizer(fields["prompt"])["input_ids"])
         if not tokenizer.chat_template:
-            raise RequestError(f"{where} has messages, but the model has no chat template: give a prompt instead")
+            raise RequestError(
+                f"{where} has messages, but the model has no chat template: give a prompt instead"
+            )
         try:
-            text = tokenizer.apply_chat_template(fields["messages"], add_generation_prompt=True, tokenize=False)
+            text = tokenizer.apply_chat_template(
+                fields["messages"], add_generation_prompt=True, tokenize=False
+            )
         except Exception as error:
             raise RequestError(f"{where}: the model's chat template refuses the messages: {error}") from error
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])

@@ -10,7 +10,8 @@ import typer
 
 def report(
     run_dir: Annotated[
-        Path, typer.Argument(metavar="RUN_DIR", help="Run folder, as written by 'paceline train --out RUN_DIR'.")
+        Path,
+        typer.Argument(metavar="RUN_DIR", help="Run folder, as written by 'paceline train --out RUN_DIR'."),
     ],
     open_page: Annotated[bool, typer.Option("--open", help="Open the page in the web browser.")] = False,
 ) -> None:

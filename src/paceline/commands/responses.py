@@ -180,11 +180,15 @@ def _open(path: Path) -> int:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         os.close(fd)
-        raise RecordError(f"{path} is being written by another process: wait for it, or choose another --out") from error
+        raise RecordError(
+            f"{path} is being written by another process: wait for it, or choose another --out"
+        ) from error
     return fd
 
 
-def refuse_difference(path: Path, known: KnownResponse, key: int | None, fingerprint: str, options: dict[str, Any]) -> None:
+def refuse_difference(
+    path: Path, known: KnownResponse, key: int | None, fingerprint: str, options: dict[str, Any]
+) -> None:
     """Raise RecordError when a response in the file is not one that this run would make."""
     where = f"{path} holds responses (id {known.id!r}, sample {known.sample})"
     remedy = "run with what they were made with, or start anew with --overwrite"

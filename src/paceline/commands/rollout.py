@@ -32,10 +32,13 @@ from paceline.commands.responses import RESERVED, ResponseFile, refuse_existing
 from paceline.commands.sampling import Sampling
 from paceline.errors import ConfigError
 
+
 def rollout(
     model: ModelArgument,
     prompts: PromptsArgument,
-    out: Annotated[Path, typer.Option(metavar="OUT.jsonl", help="File for the responses, one JSON line each.")],
+    out: Annotated[
+        Path, typer.Option(metavar="OUT.jsonl", help="File for the responses, one JSON line each.")
+    ],
     samples: Annotated[int, typer.Option(help="Responses per prompt (the group size).")] = 1,
     max_tokens: MaxTokens = 512,
     temperature: Temperature = 1.0,
@@ -57,7 +60,12 @@ def rollout(
     max_num_seqs: MaxNumSeqs = 128,
     kv_cache_gib: KvCacheGib = 1.0,
     plain: Annotated[
-        bool, typer.Option("--plain", help="vLLM without Paceline: its own random draws, not resumable.", rich_help_panel="Engine")
+        bool,
+        typer.Option(
+            "--plain",
+            help="vLLM without Paceline: its own random draws, not resumable.",
+            rich_help_panel="Engine",
+        ),
     ] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Make only what is missing in OUT.jsonl.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT.jsonl.")] = False,
@@ -112,4 +120,6 @@ def _check_switches(
             "first, too many would be short; use --drafter none for plain decoding that resumes exactly"
         )
     if plain and model_drafter is not None:
-        raise ConfigError("--plain runs vLLM without Paceline, so --model-drafter cannot draft: drop one of them")
+        raise ConfigError(
+            "--plain runs vLLM without Paceline, so --model-drafter cannot draft: drop one of them"
+        )
