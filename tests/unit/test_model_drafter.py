@@ -154,9 +154,11 @@ def test_target_as_its_own_drafter_agrees_through_rollbacks(tmp_path: Path, arch
                 assert token == truth[-1]
                 compared += 1
             kept = int(rng.integers(0, 6))
-            # The verifier keeps some tokens and then takes another one than was drafted: a rejection.
-            rejected = (truth[kept] + 1) % VOCAB if kept < 5 else int(rng.integers(0, VOCAB))
-            rollout.extend(row, [*truth[:kept], rejected])
+            # The verifier keeps some tokens and then takes another one than was drafted: a rejection. Sometimes
+            # it goes on with drafts from elsewhere, so that stale tokens lie inside the context.
+            other = (truth[kept] + 1) % VOCAB if kept < 5 else int(rng.integers(0, VOCAB))
+            elsewhere = rng.integers(0, VOCAB, rng.integers(0, 4)).tolist()
+            rollout.extend(row, [*truth[:kept], other, *elsewhere])
     assert compared >= 150
 
 
