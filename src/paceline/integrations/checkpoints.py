@@ -1,0 +1,42 @@
+"""Model folders, loaded for training: tokenizer, policy, context length. Failures are CheckpointErrors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import CheckpointError
+
+
+def load_tokenizer(model: Path) -> Any:
+    """The checkpoint's tokenizer. Raises CheckpointError if it has none or it cannot pad."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model, padding_side="left")
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{model} has no usable tokenizer: {' '.join(str(error).split())[:200]}"
+        ) from error
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def load_policy(model: str | Path) -> Any:
+    """The policy with float32 master weights. Raises CheckpointError."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    try:
+        return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"cannot load {model}: {' '.join(str(error).split())[:200]}") from error
+
+
+def model_length(model: str | Path) -> int | None:
+    """Positions that the model was made for, if its config tells."""
+    from transformers import AutoConfig
+
+    length = getattr(AutoConfig.from_pretrained(model), "max_position_embeddings", None)
+    return int(length) if length is not None else None

@@ -1,0 +1,44 @@
+"""Ctrl-C and SIGTERM: asked for at any time, obeyed where the run is in a state that can be saved."""
+
+from __future__ import annotations
+
+import signal
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Interrupted(KeyboardInterrupt):
+    """Raised by `Interruption.check`; not an Exception, so that no library swallows it."""
+
+
+class Interruption:
+    """Context manager that turns the first signal into a wish; a second one ends the process as usual."""
+
+    def __init__(self) -> None:
+        self.wanted = False
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Self:
+        self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
+        return self
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.wanted = True
+        self._restore()
+
+    def _restore(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before = {}
+
+    def check(self) -> None:
+        """Raise Interrupted if a signal has come."""
+        if self.wanted:
+            raise Interrupted
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._restore()

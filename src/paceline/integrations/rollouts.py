@@ -1,0 +1,160 @@
+"""Rollouts that are watched: recorded step by step, shown while they run, interruptible, comparable.
+
+Called by training_run.py for training rollouts, evaluations and comparisons. Adds nothing to the tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from paceline.engine.rollout import RolloutEngine
+from paceline.integrations.interruption import Interruption
+from paceline.integrations.randomness import unchanged_randomness
+from paceline.record import Comparison, RecordWriter, measure_tail
+from paceline.types import Response, RolloutRequest, StepObservation
+
+if TYPE_CHECKING:
+    from vllm import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """A finished rollout and its course on the run clock."""
+
+    responses: tuple[Response, ...]
+    begin_s: float
+    ends_s: tuple[float, ...]  # [num_responses]
+
+    @property
+    def wall_s(self) -> float:
+        """From the first request to the last response."""
+        return max(self.ends_s) - self.begin_s
+
+    @property
+    def tail_s(self) -> float:
+        """From 90 % of the responses finished to the last one."""
+        return measure_tail(self.ends_s)
+
+    @property
+    def num_tokens(self) -> int:
+        """Generated tokens."""
+        return sum(len(response.logprobs) for response in self.responses)
+
+    @property
+    def acceptance_length(self) -> float:
+        """Tokens per response and engine step."""
+        return self.num_tokens / max(sum(response.num_steps for response in self.responses), 1)
+
+
+class Watcher(Protocol):
+    """Who is told how a rollout is going."""
+
+    def show_rollout(self, num_running: int, num_responses: int, num_tokens: int, wall_s: float) -> None:
+        """Called after every engine step; must be cheap."""
+        ...
+
+
+class WatchedRollouts:
+    """Runs requests on an engine, one rollout at a time."""
+
+    def __init__(
+        self, engine: RolloutEngine, record: RecordWriter, watcher: Watcher, interruption: Interruption
+    ) -> None:
+        self.engine = engine
+        self.record = record
+        self._watcher = watcher
+        self._interruption = interruption
+
+    def run(self, requests: Sequence[RolloutRequest], params: SamplingParams, step: int | None) -> Rollout:
+        """Generate all requests. Engine steps are recorded for train step `step`; None records none.
+
+        Raises Interrupted between two engine steps.
+        """
+        self.engine.take_observations()
+        begin_s = self.record.now_s()
+        responses: list[Response | None] = [None] * len(requests)
+        ends_s = [0.0] * len(requests)
+        course = _Course(self.record, step)
+        finished = num_tokens = 0
+        with unchanged_randomness(), closing(self.engine.stream(requests, params)) as events:
+            for event in events:
+                self._interruption.check()
+                now_s = self.record.now_s()
+                for observation in self.engine.take_observations():
+                    course.begin(observation, now_s)
+                    self._watcher.show_rollout(
+                        len(requests) - finished, len(requests), num_tokens, now_s - begin_s
+                    )
+                course.num_tokens += len(event.tokens)
+                num_tokens += len(event.tokens)
+                if event.response is not None:
+                    finished += 1
+                    responses[event.index], ends_s[event.index] = event.response, now_s
+        course.flush()
+        return Rollout(tuple(r for r in responses if r is not None), begin_s, tuple(ends_s))
+
+    def compare(
+        self, requests: Sequence[RolloutRequest], params: SamplingParams, step: int, plain_first: bool
+    ) -> tuple[Rollout, Comparison]:
+        """Generate the same requests with and without drafts, each from a cold start, and compare the tokens.
+
+        Returns the accelerated rollout, the only one that is recorded as the step's, and the comparison.
+        """
+        done: dict[bool, Rollout] = {}
+        for plain in (plain_first, not plain_first):
+            self.engine.reset_prefix_cache()
+            with self._drafting(not plain):
+                done[plain] = self.run(requests, params, None if plain else step)
+        plain_rollout, fast = done[True], done[False]
+        diverged = sum(map(_count_diverged, plain_rollout.responses, fast.responses))
+        return fast, Comparison(
+            t_s=self.record.now_s(),
+            step=step,
+            responses=len(requests),
+            tokens=fast.num_tokens,
+            plain_s=plain_rollout.wall_s,
+            accelerated_s=fast.wall_s,
+            plain_tail_s=plain_rollout.tail_s,
+            accelerated_tail_s=fast.tail_s,
+            diverged_tokens=diverged,
+        )
+
+    @contextmanager
+    def _drafting(self, wanted: bool) -> Iterator[None]:
+        self.engine.set_drafting(wanted)
+        try:
+            yield
+        finally:
+            self.engine.set_drafting(True)
+
+
+class _Course:
+    """Writes engine steps to the record, each once its tokens are known."""
+
+    def __init__(self, record: RecordWriter, step: int | None) -> None:
+        self._record = record
+        self._step = step
+        self._open: tuple[StepObservation, float] | None = None
+        self.num_tokens = 0
+
+    def begin(self, observation: StepObservation, now_s: float) -> None:
+        self.flush()
+        self._open = (observation, now_s)
+
+    def flush(self) -> None:
+        if self._open is not None and self._step is not None:
+            seen, now_s = self._open
+            self._record.add_step(
+                max(now_s - seen.step_s, 0.0), seen, num_generated_tokens=self.num_tokens, step=self._step
+            )
+        self._open = None
+        self.num_tokens = 0
+
+
+def _count_diverged(one: Response, other: Response) -> int:
+    """Positions at which two responses differ; a missing token counts as different."""
+    pairs = zip(one.tokens, other.tokens, strict=False)
+    return sum(a != b for a, b in pairs) + abs(len(one.tokens) - len(other.tokens))

@@ -1,0 +1,227 @@
+"""A training run from a recipe: TRL trains, a RolloutEngine rolls out, everything is recorded.
+
+Owns the order of things. Invariant: an interrupted and resumed run has the tokens, gradients and weights of an
+uninterrupted one; a checkpoint holds the state between two steps, and all keys derive from the step. Called by
+the `train` command.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from paceline.engine.rollout import RolloutEngine, check_checkpoint, prepare_environment
+from paceline.errors import ConfigError, PacelineError
+from paceline.integrations.checkpoints import load_policy, load_tokenizer, model_length
+from paceline.integrations.conductor import Conductor, Summary
+from paceline.integrations.interruption import Interrupted, Interruption
+from paceline.integrations.progress import Progress
+from paceline.integrations.recipe import Recipe, check_resumable
+from paceline.integrations.run_folder import (
+    CHECKPOINTS,
+    POLICY,
+    Past,
+    check_folder,
+    clear_folder,
+    latest_checkpoint,
+    read_past,
+)
+from paceline.record import (
+    FILE_NAME,
+    Failure,
+    Header,
+    RecordWriter,
+    RunEnd,
+    describe_machine,
+    describe_versions,
+)
+from paceline.tasks import Row, load_task
+
+
+class TrainingRun:
+    """One `paceline train`. Build it (everything is checked), then `run()` it once.
+
+    Raises a PacelineError for everything that can be found wrong before the engine starts.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        folder: Path,
+        console: Console,
+        *,
+        resume: bool = False,
+        overwrite: bool = False,
+    ) -> None:
+        check_folder(folder, resume=resume, overwrite=overwrite)
+        self.recipe = recipe
+        self.folder = folder
+        self._console = console
+        self._overwrite = overwrite
+        self._resume = resume and (folder / FILE_NAME).is_file()
+        self._past = read_past(folder) if self._resume else Past()
+        if self._resume:
+            check_resumable(recipe, self._past.config)
+        prepare_environment()
+        self._task = load_task(recipe.task.name, **recipe.task.options)
+        model = check_checkpoint(recipe.model)
+        if recipe.engine.model_drafter is not None:
+            check_checkpoint(recipe.engine.model_drafter)
+        self._tokenizer = load_tokenizer(model)
+        self._train_rows = self._task.train_rows(recipe.task.problems, recipe.task.seed)
+        self._held_out = self._choose_held_out()
+        self._check_prompts()
+        self._arguments = self._build_arguments()
+
+    def _choose_held_out(self) -> list[Row]:
+        evaluation = self.recipe.evaluation
+        if not evaluation.problems:
+            return []
+        return self._task.held_out_rows(evaluation.problems, evaluation.seed)
+
+    def _encode(self, rows: Sequence[Row]) -> list[list[int]]:
+        ids: list[list[int]] = self._tokenizer([row["prompt"] for row in rows])["input_ids"]
+        return ids
+
+    def _check_prompts(self) -> None:
+        limit = self.recipe.lengths.prompt_tokens
+        for rows, kind in ((self._train_rows, "training"), (self._held_out, "held-out")):
+            longest = max(map(len, self._encode(rows)), default=0) if rows else 0
+            if longest > limit:
+                raise ConfigError(
+                    f"a {kind} prompt has {longest} tokens, lengths.prompt_tokens is {limit}: raise it"
+                )
+        room = model_length(self.recipe.model)
+        if room is not None and self.recipe.context_tokens > room:
+            lengths = self.recipe.lengths
+            raise ConfigError(
+                f"lengths.prompt_tokens + lengths.response_tokens = {lengths.prompt_tokens} + "
+                f"{lengths.response_tokens} exceeds the {room} positions of {self.recipe.model}: lower one"
+            )
+
+    def _build_arguments(self) -> Any:
+        import torch
+
+        from paceline.integrations.arguments import trainer_arguments
+
+        return trainer_arguments(self.recipe, self.folder / CHECKPOINTS, not torch.cuda.is_available())
+
+    # -- the run
+
+    def run(self) -> Summary:
+        """Train to the end, or until Ctrl-C or SIGTERM. Raises PacelineError when something fails on the way."""
+        from paceline.integrations.rollouts import WatchedRollouts
+
+        record = self._open_record()
+        try:
+            with (
+                self._start_engine() as engine,
+                Progress(self._console, self.recipe.steps) as progress,
+                Interruption() as interruption,
+            ):
+                rollouts = WatchedRollouts(engine, record, progress, interruption)
+                conductor = Conductor(
+                    self.recipe,
+                    self._task,
+                    self._tokenizer,
+                    self._held_out,
+                    rollouts,
+                    progress,
+                    interruption,
+                    self._past,
+                )
+                conductor.trainer = trainer = self._build_trainer(conductor)
+                reason = self._train(trainer, conductor)
+            record.write(RunEnd(t_s=record.now_s(), reason=reason))
+        except BaseException as error:
+            self._note_failure(record, error)
+            raise
+        finally:
+            record.close()
+        return conductor.summarize(reason, self._report())
+
+    def _open_record(self) -> RecordWriter:
+        if self._resume:
+            return RecordWriter.resume(self.folder, self.recipe.record)
+        clear_folder(self.folder)
+        header = Header(
+            machine=describe_machine(),
+            versions=describe_versions(),
+            started_unix_s=time.time(),
+            config=self.recipe.model_dump(mode="json"),
+            model=Path(self.recipe.model).name,
+            task=self.recipe.task.name,
+            num_steps_planned=self.recipe.steps,
+        )
+        return RecordWriter.create(self.folder, header, self.recipe.record, overwrite=self._overwrite)
+
+    def _start_engine(self) -> RolloutEngine:
+        capacity = self.recipe.capacity
+        return RolloutEngine(
+            self.recipe.model,
+            self.recipe.engine,
+            dtype=capacity.dtype,
+            max_model_len=self.recipe.context_tokens,
+            max_num_seqs=capacity.max_num_seqs,
+            kv_cache_bytes=capacity.kv_cache_mib << 20,
+            **capacity.vllm,
+        )
+
+    def _build_trainer(self, conductor: Conductor) -> Any:
+        from datasets import Dataset
+        from transformers import PrinterCallback
+
+        from paceline.integrations import trl
+        from paceline.integrations.training_hooks import TrainingHooks
+
+        kind = trl.RLOOTrainer if self.recipe.algorithm.name == "rloo" else trl.GRPOTrainer
+        trainer = kind(
+            model=load_policy(self.recipe.model),
+            args=self._arguments,
+            reward_funcs=conductor.reward,
+            train_dataset=Dataset.from_list(self._train_rows),
+            processing_class=self._tokenizer,
+            callbacks=[TrainingHooks(conductor)],
+            engine=conductor,
+            run_seed=self.recipe.seed,
+        )
+        trainer.remove_callback(PrinterCallback)
+        return trainer
+
+    def _train(self, trainer: Any, conductor: Conductor) -> str:
+        """Returns "finished" or "interrupted"; saves a checkpoint of the last finished step either way."""
+        checkpoint = latest_checkpoint(self.folder) if self._resume else None
+        try:
+            trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+        except Interrupted:
+            self._save_between_steps(trainer, conductor)
+            return "interrupted"
+        if conductor.interrupted:
+            return "interrupted"
+        trainer.save_model(str(self.folder / POLICY))
+        return "finished"
+
+    def _save_between_steps(self, trainer: Any, conductor: Conductor) -> None:
+        """Save the state at the end of the last finished update; what an unfinished one drew is undone."""
+        done = int(trainer.state.global_step)
+        if done and not (self.folder / CHECKPOINTS / f"checkpoint-{done}").is_dir():
+            conductor.restore_randomness()
+            trainer._save_checkpoint(trainer.model, trial=None)
+
+    def _note_failure(self, record: RecordWriter, error: BaseException) -> None:
+        stopped = isinstance(error, KeyboardInterrupt)
+        try:
+            if not stopped:
+                record.write(Failure(t_s=record.now_s(), text=f"{type(error).__name__}: {error}"))
+            record.write(RunEnd(t_s=record.now_s(), reason="interrupted" if stopped else "failed"))
+        except PacelineError:  # the record cannot be written: the first error is the one to show
+            return
+
+    def _report(self) -> Path:
+        from paceline.report import build_report
+
+        return build_report(self.folder)
