@@ -1,1 +1,1 @@
-"""The vLLM plug-in: scheduler, sampler, worker, weight updates, batch invariance; every private name is in compat.py."""
+"""The vLLM plug-in: scheduler, sampler, worker, weight updates, batch invariance; private names live in compat.py."""

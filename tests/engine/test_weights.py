@@ -1,0 +1,100 @@
+"""New weights reach every kernel of a running engine: tied heads, packed layers, by each of the three ways."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import make_model
+
+from paceline.config import EngineSettings
+from paceline.engine.rollout import RolloutEngine
+from paceline.errors import EngineError
+from paceline.types import Response, RolloutRequest
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple]:
+    from transformers import AutoModelForCausalLM
+
+    folder = make_model(tmp_path_factory.mktemp("weights"), tie=request.param, seed=7)
+    policy = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with RolloutEngine(
+        folder, EngineSettings(), dtype="float32", max_model_len=512, kv_cache_bytes=1 << 27
+    ) as engine:
+        yield engine, policy
+
+
+def rollout(engine: RolloutEngine) -> list[Response]:
+    from vllm import SamplingParams
+
+    wanted = [RolloutRequest((1, 5, 9, 13, 7), max_tokens=40, sample=i) for i in range(4)]
+    return engine.generate(wanted, SamplingParams(temperature=1.0))
+
+
+def gap(responses: list[Response], policy: torch.nn.Module) -> float:
+    """Largest difference between the engine's log-probabilities and the trainer's."""
+    worst = 0.0
+    for response in responses:
+        tokens = torch.tensor([[*response.request.prompt, *response.tokens]])
+        with torch.no_grad():
+            scores = torch.log_softmax(policy(tokens).logits.float(), -1)[0]
+        start = len(response.request.prompt) - 1
+        own = scores[start + torch.arange(len(response.tokens)), tokens[0, start + 1 :]].numpy()
+        worst = max(worst, float(np.abs(own - np.array(response.logprobs)).max()))
+    return worst
+
+
+def disturb(policy: torch.nn.Module, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for weight in policy.parameters():
+            weight.add_(torch.randn(weight.shape, generator=generator) * 0.05)
+
+
+def test_push_weights(pair: tuple) -> None:
+    engine, policy = pair
+    for seed in range(3):
+        version = engine.policy_version
+        disturb(policy, seed)
+        assert gap(rollout(engine), policy) > 0.1, "the control: stale weights must be visible"
+        assert engine.push_weights(policy.named_parameters()) == version + 1
+        responses = rollout(engine)
+        assert gap(responses, policy) < 1e-4
+        assert all(r.policy_version == version + 1 for r in responses)
+
+
+def test_load_weights_parameter_by_parameter(pair: tuple) -> None:
+    """What TRL does to a colocated engine; vLLM's own way fails on the CPU."""
+    engine, policy = pair
+    disturb(policy, 10)
+    model = engine.vllm_engine.model_executor.driver_worker.model_runner.model
+    for name, weight in policy.named_parameters():
+        model.load_weights([(name, weight)])
+    engine.reset_prefix_cache()
+    assert gap(rollout(engine), policy) < 1e-4
+
+
+def test_reload_weights_by_collective_call(pair: tuple) -> None:
+    engine, policy = pair
+    disturb(policy, 20)
+    engine.vllm_engine.collective_rpc(
+        "reload_weights", kwargs={"weights_iterator": iter(policy.named_parameters())}
+    )
+    engine.reset_prefix_cache()
+    assert gap(rollout(engine), policy) < 1e-4
+
+
+def test_weights_are_refused_while_responses_run(pair: tuple) -> None:
+    from vllm import SamplingParams
+
+    engine, policy = pair
+    stream = engine.stream([RolloutRequest((1, 5), max_tokens=30)], SamplingParams(ignore_eos=True))
+    next(stream)
+    with pytest.raises(EngineError, match="1 responses are running"):
+        engine.push_weights(policy.named_parameters())
+    stream.close()
+    assert engine.num_running() == 0
