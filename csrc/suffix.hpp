@@ -1,5 +1,5 @@
-// Grouped suffix drafting: a counted, depth-capped suffix trie per rollout group (Seer 3.3, 4.4), and drafts from it
-// with the shared dice.
+// Grouped suffix drafting: a counted, depth-capped suffix trie per rollout group (Seer 3.3, 4.4) and a shallower one
+// that all groups share, whose counts are interpolated.
 //
 // The trie is lazy: a context that occurred once is a leaf that points into the text of the response it occurred in;
 // at its second occurrence it is expanded by one token. So the nodes are the contexts that occurred at least twice
@@ -107,7 +107,7 @@ class ChildTable {
 
 inline constexpr uint32_t kDepthClasses = 16;
 inline constexpr uint32_t kEvidenceClasses = 24;
-inline constexpr uint32_t kNumBuckets = kDepthClasses * kEvidenceClasses;
+inline constexpr uint32_t kNumBuckets = 2 * kDepthClasses * kEvidenceClasses;  // the group's, the shared ones
 
 // What a context's continuations look like. `mask`: responses behind the only continuation (read if distinct == 1).
 struct Evidence {
@@ -131,8 +131,9 @@ inline uint32_t evidence_class(const Evidence& e, uint32_t own) {
   return 20 + step_class(e.total / e.distinct, 1, 3, 7);
 }
 
-inline uint32_t bucket_of(uint32_t depth, const Evidence& e, uint32_t own) {
-  return (std::min(depth, kDepthClasses) - 1) * kEvidenceClasses + evidence_class(e, own);
+inline uint32_t bucket_of(bool shared, uint32_t depth, const Evidence& e, uint32_t own) {
+  const uint32_t row = (shared ? kDepthClasses : 0) + std::min(depth, kDepthClasses) - 1;
+  return row * kEvidenceClasses + evidence_class(e, own);
 }
 
 // Escape probabilities per bucket, learned by online expectation-maximisation on the appended tokens
@@ -141,18 +142,15 @@ class Mixture {
  public:
   struct Level {
     uint32_t bucket;
+    uint32_t depth;
     double share;  // count of the token over the total of the context
   };
 
   Mixture() {
-    for (uint32_t depth = 1; depth <= kDepthClasses; ++depth) {
-      for (uint32_t kind = 0; kind < kEvidenceClasses; ++kind) {
-        const uint32_t b = (depth - 1) * kEvidenceClasses + kind;
-        const double novelty = kind < 12 ? 0.5 / (1 + kind / 3) : 0.6 / (1 + (kind - 12) % 4);
-        escaped_[b] = kPriorStrength * novelty * 3.0 / (2.0 + depth);
-        seen_[b] = kPriorStrength;
-        escape_[b] = escaped_[b] / seen_[b];
-      }
+    for (uint32_t b = 0; b < kNumBuckets; ++b) {
+      escaped_[b] = kPriorStrength * kPriorEscape;
+      seen_[b] = kPriorStrength;
+      escape_[b] = kPriorEscape;
     }
   }
 
@@ -161,7 +159,7 @@ class Mixture {
 
   // One appended token. `levels`: deepest context first; `base`: its probability below depth 1.
   void learn(std::span<Level> levels, double base) {
-    double below[kMaxDepth + 1];
+    double below[2 * kMaxDepth];
     double p = base;
     for (size_t i = levels.size(); i-- > 0;) {
       below[i] = escape_[levels[i].bucket] * p;
@@ -177,6 +175,7 @@ class Mixture {
 
  private:
   static constexpr double kPriorStrength = 4.0;
+  static constexpr double kPriorEscape = 0.7;
   static constexpr double kMemory = 4096.0;
   static constexpr double kNegligible = 1e-3;
 
@@ -196,12 +195,13 @@ class Mixture {
 };
 
 // ---------------------------------------------------------------------------------------------------------------
-// One group.
+// One trie.
 
 // The prompt (record 0) or one response.
 struct Record {
   std::vector<int32_t> text;
   std::vector<uint32_t> chain{kRoot};
+  uint32_t bit = 1;       // its place in the masks
   uint32_t position = 0;  // tokens the response has; below text.size() while it repeats what is counted already
   bool follows_prompt = false;
   bool open = true;
@@ -222,9 +222,10 @@ struct Candidate {
   double probability;
 };
 
-class Group {
+// The text of one group, or (shared, without a prompt) of all groups.
+class Trie {
  public:
-  explicit Group(uint32_t max_depth) : max_depth_(max_depth) {
+  Trie(uint32_t max_depth, bool shared) : max_depth_(max_depth), shared_(shared) {
     nodes_.emplace_back();
     records_.emplace_back();
     records_[0].open = false;
@@ -232,178 +233,47 @@ class Group {
 
   bool has_prompt() const { return !records_[0].text.empty(); }
   std::span<const int32_t> prompt() const { return records_[0].text; }
+  const Record& record(uint32_t r) const { return records_[r]; }
+  size_t num_records() const { return records_.size(); }
 
-  void insert_prompt(std::span<const int32_t> tokens, Mixture& mixture) {
+  // Weights are not learned from prompts: the model did not write them.
+  void insert_prompt(std::span<const int32_t> tokens) {
     Record& prompt = records_[0];
     prompt.open = true;
-    for (int32_t token : tokens) push(0, token, mixture);
+    for (int32_t token : tokens) push(0, token);
     // Every response goes on from here, each in its own way: the last contexts must count them one by one.
     const auto length = static_cast<uint32_t>(tokens.size());
     for (uint32_t d = 1; d <= std::min(max_depth_, length); ++d) unfold(tokens.subspan(length - d));
     prompt.open = false;
   }
 
-  // The record of a response, begun after the prompt at its first use.
-  uint32_t open(int64_t response) {
-    const auto [found, is_new] = by_response_.try_emplace(response, static_cast<uint32_t>(records_.size()));
-    if (is_new) add_record();
-    return found->second;
-  }
-
-  // kRoot (the prompt's record) if the response has no tokens here.
-  uint32_t find_record(int64_t response) const {
-    const auto found = by_response_.find(response);
-    return found == by_response_.end() ? 0 : found->second;
-  }
-
-  void append(int64_t response, std::span<const int32_t> tokens, Mixture& mixture) {
-    uint32_t r = open(response);
-    if (!records_[r].open) reopen(r);
-    for (size_t i = 0; i < tokens.size(); ++i) {
-      if (records_[r].position < records_[r].text.size()) [[unlikely]] {
-        r = repeat(response, r, tokens[i], mixture);
-      } else {
-        push(r, tokens[i], mixture);
-      }
-    }
-  }
-
-  // Make the response's tokens exactly `tokens`; what is already counted is not counted again.
-  void resync(int64_t response, std::span<const int32_t> tokens, Mixture& mixture) {
-    uint32_t r = open(response);
-    const std::vector<int32_t>& text = records_[r].text;
-    const size_t limit = std::min(text.size(), tokens.size());
-    size_t same = 0;
-    while (same < limit && text[same] == tokens[same]) ++same;
-    if (same < limit) r = fork(response, r, static_cast<uint32_t>(same));
-    records_[r].position = static_cast<uint32_t>(same);
-    reopen(r);
-    append(response, tokens.subspan(same), mixture);
-  }
-
-  void close(int64_t response) {
-    const uint32_t r = find_record(response);
-    if (r == 0) return;
-    records_[r].open = false;
-    chain_bytes_ -= records_[r].chain.capacity() * sizeof(uint32_t);
-    std::vector<uint32_t>().swap(records_[r].chain);
-  }
-
-  // The open contexts of a response, shortest first, as a draft begins from them.
-  void start(uint32_t r, std::vector<Entry>& chain) const {
-    chain.clear();
-    const Record& record = records_[r];
-    if (record.chain.empty()) return;
-    for (uint32_t node : record.chain) {
-      if (!enter(node, chain)) break;
-    }
-  }
-
-  // `chain` after one more token.
-  void advance(std::vector<Entry>& chain, int32_t token) const {
-    Entry carried{kRoot, 0, 0};
-    size_t depth = 0;
-    for (; depth < chain.size(); ++depth) {
-      Entry following;
-      if (!follow(chain[depth], token, following)) break;
-      chain[depth] = carried;
-      carried = following;
-    }
-    if (depth == chain.size() && depth <= max_depth_) {
-      chain.push_back(carried);
-    } else if (depth < chain.size()) {
-      chain[depth] = carried;
-      chain.resize(depth + 1);
-    }
-    while (chain.size() > 1 && !has_continuation(chain.back())) chain.pop_back();
-  }
-
-  // The interpolated distribution of the next token, truncated: unordered, most trusted context first.
-  void predict(std::span<const Entry> chain, uint32_t own, const Mixture& mixture, std::vector<Candidate>& out) const {
-    out.clear();
-    double reach = 1.0;
-    for (size_t d = chain.size(); d-- > 1 && reach > kNegligible;) {
-      const auto depth = static_cast<uint32_t>(d);
-      const Evidence evidence = evidence_of(chain[d]);
-      if (evidence.total == 0) continue;
-      const double escape = mixture.escape(bucket_of(depth, evidence, own));
-      const double weight = reach * (1.0 - escape) / evidence.total;
-      reach *= escape;
-      if (chain[d].node == kImplicit) {
-        const Entry& e = chain[d];
-        offer(out, records_[e.record].text[e.offset], depth, 1, bit_of(e.record), weight);
-        continue;
-      }
-      uint32_t child = nodes_[chain[d].node].first_child;
-      for (uint32_t i = 0; child != 0 && i < kWidth; ++i, child = nodes_[child].next) {
-        const Node& node = nodes_[child];
-        offer(out, node.token, depth, node.count, node.mask, weight * node.count);
-      }
-    }
-  }
-
-  // Occurrences of a context, by a walk from the root (for checks); the empty context is everything.
-  uint64_t count(std::span<const int32_t> context) const {
-    if (context.empty()) return nodes_[kRoot].total();
-    uint32_t node = kRoot;
-    for (size_t i = 0; i < context.size(); ++i) {
-      if (nodes_[node].is_leaf()) return matches_leaf(node, context.subspan(i)) ? 1 : 0;
-      node = find(node, context[i]);
-      if (node == 0) return 0;
-    }
-    return nodes_[node].count;
-  }
-
-  static uint32_t bit_of(uint32_t record) { return 1u << (record & 31u); }
-
-  // Length of the response's longest suffix that has a node and a known continuation.
-  uint32_t match_length(int64_t response) const {
-    std::vector<Entry> chain;
-    start(find_record(response), chain);
-    return chain.empty() ? 0 : static_cast<uint32_t>(chain.size() - 1);
-  }
-
-  uint64_t num_tokens() const { return num_tokens_; }
-  size_t num_nodes() const { return nodes_.size(); }
-
-  size_t bytes() const {
-    return sizeof(Group) + nodes_.capacity() * sizeof(Node) + table_.bytes() + records_.capacity() * sizeof(Record) +
-           by_response_.size() * 48 + text_bytes_ + chain_bytes_;
-  }
-
-  uint64_t last_used = 0;
-
- private:
-  static constexpr double kNegligible = 0.01;
-  static constexpr uint32_t kWidth = 24;  // continuations read per context, the most recent ones
-
-  void add_record() {
+  // A new record, begun after the prompt.
+  uint32_t add_record(uint32_t bit) {
     Record& record = records_.emplace_back();
+    record.bit = bit;
     record.follows_prompt = has_prompt();
     if (has_prompt()) record.chain = records_[0].chain;
     chain_bytes_ += record.chain.capacity() * sizeof(uint32_t);
+    return static_cast<uint32_t>(records_.size() - 1);
   }
 
-  // Expand all contexts along a text from the root.
-  void unfold(std::span<const int32_t> text) {
-    uint32_t node = kRoot;
-    for (uint32_t depth = 0;; ++depth) {
-      if (nodes_[node].is_leaf()) expand(node, depth);
-      if (depth == text.size()) return;
-      node = find(node, text[depth]);
-    }
+  // A new record that shares the first `position` tokens of `r`, already counted, and leaves it there. Closes `r`.
+  uint32_t fork(uint32_t r, uint32_t position, uint32_t bit) {
+    records_[r].open = false;
+    const uint32_t other = add_record(bit);
+    Record& record = records_[other];
+    record.text.assign(records_[r].text.begin(), records_[r].text.begin() + position);
+    record.position = position;
+    record.follows_prompt = records_[r].follows_prompt;
+    text_bytes_ += record.text.capacity() * sizeof(int32_t);
+    reopen(other);
+    return other;
   }
 
-  // The token `back` places before `position` of a record, the prompt included. Returns false before the beginning.
-  bool token_before(const Record& record, uint32_t position, uint32_t back, int32_t& token) const {
-    if (back <= position) {
-      token = record.text[position - back];
-      return true;
-    }
-    const std::vector<int32_t>& prompt = records_[0].text;
-    if (!record.follows_prompt || back - position > prompt.size()) return false;
-    token = prompt[prompt.size() - (back - position)];
-    return true;
+  // Set a record back to its first `position` tokens; what it has counted stays counted.
+  void rewind(uint32_t r, uint32_t position) {
+    records_[r].position = position;
+    reopen(r);
   }
 
   // Find the chain of a record at its position from scratch: O(depth^2), for responses that resume.
@@ -420,43 +290,137 @@ class Group {
     chain_bytes_ += record.chain.capacity() * sizeof(uint32_t);
   }
 
+  void close(uint32_t r) {
+    records_[r].open = false;
+    chain_bytes_ -= records_[r].chain.capacity() * sizeof(uint32_t);
+    std::vector<uint32_t>().swap(records_[r].chain);
+  }
+
+  // Count one token of an open record: deepest context first, so that an expansion never meets a count of this token.
+  void push(uint32_t r, int32_t token) {
+    Record& record = records_[r];
+    append_text(record, token);
+    const uint32_t before = record.position++;
+    previous_.swap(record.chain);
+    record.chain.assign(1, kRoot);
+    levels_.clear();
+    for (size_t d = previous_.size(); d-- > 0;) {
+      const uint32_t node = previous_[d];
+      if (nodes_[node].is_leaf()) {
+        if (nodes_[node].record() == r && nodes_[node].offset() == before) continue;
+        expand(node, static_cast<uint32_t>(d));
+      }
+      visit(node, static_cast<uint32_t>(d), r, token);
+    }
+    ++num_tokens_;
+  }
+
+  // What each context gave the last pushed token, deepest first, and what the empty context gave it.
+  std::span<const Mixture::Level> levels() const { return levels_; }
+  double base() const { return base_; }
+
+  // The contexts of a record, shortest first, as a draft begins from them; none if the record is closed.
+  void start(uint32_t r, std::vector<Entry>& chain) const {
+    chain.clear();
+    for (uint32_t node : records_[r].chain) {
+      if (!enter(node, chain)) break;
+    }
+  }
+
+  // `chain` after one more token.
+  void advance(std::vector<Entry>& chain, int32_t token) const {
+    Entry carried{kRoot, 0, 0};
+    size_t depth = 0;
+    for (; depth < chain.size(); ++depth) {
+      Entry following;
+      if (!follow(chain[depth], token, following)) break;
+      chain[depth] = carried;
+      carried = following;
+    }
+    if (depth < chain.size()) {
+      chain[depth] = carried;
+      chain.resize(depth + 1);
+    } else if (depth <= max_depth_) {
+      chain.push_back(carried);
+    }
+    while (chain.size() > 1 && !has_continuation(chain.back())) chain.pop_back();
+  }
+
+  // Add what a context of `depth` tokens says about the next one; `reach` is the mass that longer contexts left.
+  void offer(const Entry& entry, uint32_t depth, uint32_t own, const Mixture& mixture, double& reach,
+             std::vector<Candidate>& out) const {
+    const Evidence evidence = evidence_of(entry);
+    if (evidence.total == 0 || (shared_ && is_own(entry, own))) return;
+    const double escape = mixture.escape(bucket_of(shared_, depth, evidence, own));
+    const double weight = reach * (1.0 - escape) / evidence.total;
+    reach *= escape;
+    if (entry.node == kImplicit) {
+      const Record& record = records_[entry.record];
+      add(out, record.text[entry.offset], depth, 1, record.bit, weight);
+      return;
+    }
+    uint32_t child = nodes_[entry.node].first_child;
+    for (uint32_t i = 0; child != 0 && i < kWidth; ++i, child = nodes_[child].next) {
+      const Node& node = nodes_[child];
+      add(out, node.token, depth, node.count, node.mask, weight * node.count);
+    }
+  }
+
+  // Occurrences of a context of at most max_depth + 1 tokens, by a walk from the root.
+  uint64_t count(std::span<const int32_t> context) const {
+    uint32_t node = kRoot;
+    for (size_t i = 0; i < context.size(); ++i) {
+      if (nodes_[node].is_leaf()) return matches_leaf(node, context.subspan(i)) ? 1 : 0;
+      node = find(node, context[i]);
+      if (node == 0) return 0;
+    }
+    return node == kRoot ? nodes_[kRoot].total() : nodes_[node].count;
+  }
+
+  uint32_t max_depth() const { return max_depth_; }
+  uint64_t num_tokens() const { return num_tokens_; }
+  size_t num_nodes() const { return nodes_.size(); }
+
+  size_t bytes() const {
+    return sizeof(Trie) + nodes_.capacity() * sizeof(Node) + table_.bytes() + records_.capacity() * sizeof(Record) +
+           text_bytes_ + chain_bytes_;
+  }
+
+ private:
+  static constexpr uint32_t kWidth = 24;  // continuations read per context, the most recent ones
+
+  // Expand all contexts along a text from the root.
+  void unfold(std::span<const int32_t> text) {
+    uint32_t node = kRoot;
+    for (uint32_t depth = 0;; ++depth) {
+      if (nodes_[node].is_leaf()) expand(node, depth);
+      if (depth == text.size()) return;
+      node = find(node, text[depth]);
+    }
+  }
+
+  // The token `back` places before the end of a record, the prompt included. Returns false before the beginning.
+  bool token_before(const Record& record, uint32_t back, int32_t& token) const {
+    if (back <= record.position) {
+      token = record.text[record.position - back];
+      return true;
+    }
+    const std::vector<int32_t>& prompt = records_[0].text;
+    const uint32_t beyond = back - record.position;
+    if (!record.follows_prompt || beyond > prompt.size()) return false;
+    token = prompt[prompt.size() - beyond];
+    return true;
+  }
+
   uint32_t locate(const Record& record, uint32_t depth) const {
     uint32_t node = kRoot;
     for (uint32_t back = depth; back > 0; --back) {
       int32_t token;
-      if (nodes_[node].is_leaf() || !token_before(record, record.position, back, token)) return 0;
+      if (nodes_[node].is_leaf() || !token_before(record, back, token)) return 0;
       node = find(node, token);
       if (node == 0) return 0;
     }
     return node;
-  }
-
-  // A token that a resumed response has drawn before: move along its counted text, or leave it.
-  uint32_t repeat(int64_t response, uint32_t r, int32_t token, Mixture& mixture) {
-    if (records_[r].text[records_[r].position] == token) {
-      ++records_[r].position;
-      reopen(r);
-      return r;
-    }
-    const uint32_t other = fork(response, r, records_[r].position);
-    reopen(other);
-    push(other, token, mixture);
-    return other;
-  }
-
-  // A new record for a response that departs from its counted text after `position` tokens.
-  uint32_t fork(int64_t response, uint32_t r, uint32_t position) {
-    const auto other = static_cast<uint32_t>(records_.size());
-    records_[r].open = false;
-    records_.emplace_back();
-    Record& record = records_[other];
-    record.text.assign(records_[r].text.begin(), records_[r].text.begin() + position);
-    record.position = position;
-    record.follows_prompt = records_[r].follows_prompt;
-    text_bytes_ += record.text.capacity() * sizeof(int32_t);
-    chain_bytes_ += record.chain.capacity() * sizeof(uint32_t);
-    by_response_[response] = other;
-    return other;
   }
 
   uint32_t find(uint32_t parent, int32_t token) const {
@@ -467,59 +431,38 @@ class Group {
     return child;
   }
 
-  // Count one token of a record: deepest context first, so that an expansion never meets a count of this very token.
-  void push(uint32_t r, int32_t token, Mixture& mixture) {
-    Record& record = records_[r];
-    append_text(record, token);
-    const uint32_t before = record.position++;
-    previous_.swap(record.chain);
-    record.chain.assign(1, kRoot);
-    levels_.clear();
-    double base = 0.0;
-    for (size_t d = previous_.size(); d-- > 0;) {
-      const uint32_t node = previous_[d];
-      if (nodes_[node].is_leaf()) {
-        if (nodes_[node].record() == r && nodes_[node].offset() == before) continue;
-        expand(node, static_cast<uint32_t>(d));
-      }
-      const double share = visit(node, static_cast<uint32_t>(d), r, token);
-      if (d == 0) base = share;
-    }
-    if (!levels_.empty()) mixture.learn(levels_, 0.9 * base + 1e-5);
-    ++num_tokens_;
-  }
-
   void append_text(Record& record, int32_t token) {
     text_bytes_ -= record.text.capacity() * sizeof(int32_t);
     record.text.push_back(token);
     text_bytes_ += record.text.capacity() * sizeof(int32_t);
   }
 
-  // Count `token` after the context `parent`; returns the share it had before.
-  double visit(uint32_t parent, uint32_t depth, uint32_t r, int32_t token) {
+  // Count `token` after the context `parent`.
+  void visit(uint32_t parent, uint32_t depth, uint32_t r, int32_t token) {
     const uint32_t child = find(parent, token);
-    const double share = note_level(parent, depth, bit_of(r), child);
+    note_level(parent, depth, records_[r].bit, child);
     ++nodes_[parent].total_or_record;
     if (child == 0) {
-      const uint32_t leaf = add_leaf(parent, token, r, records_[r].position);
-      set_cursor(r, depth + 1, leaf);
-      return share;
+      set_cursor(r, depth + 1, add_leaf(parent, token, r, records_[r].position));
+      return;
     }
     Node& node = nodes_[child];
     ++node.count;
-    node.mask |= bit_of(r);
+    node.mask |= records_[r].bit;
     move_to_front(parent, child);
     set_cursor(r, depth + 1, child);
     if (node.is_leaf() && depth < max_depth_) expand(child, depth + 1);
-    return share;
   }
 
-  double note_level(uint32_t parent, uint32_t depth, uint32_t own, uint32_t child) {
+  void note_level(uint32_t parent, uint32_t depth, uint32_t own, uint32_t child) {
     const Node& node = nodes_[parent];
-    if (node.total() == 0) return 0.0;
-    const double share = child == 0 ? 0.0 : static_cast<double>(nodes_[child].count) / node.total();
-    if (depth > 0) levels_.push_back({bucket_of(depth, evidence_of(node), own), share});
-    return share;
+    const double share =
+        child == 0 || node.total() == 0 ? 0.0 : static_cast<double>(nodes_[child].count) / node.total();
+    if (depth == 0) {
+      base_ = share;
+    } else if (node.total() > 0 && !(shared_ && node.mask == own)) {
+      levels_.push_back({bucket_of(shared_, depth, evidence_of(node), own), depth, share});
+    }
   }
 
   Evidence evidence_of(const Node& node) const {
@@ -527,8 +470,13 @@ class Group {
   }
 
   Evidence evidence_of(const Entry& entry) const {
-    if (entry.node == kImplicit) return {1, 1, bit_of(entry.record)};
+    if (entry.node == kImplicit) return {1, 1, records_[entry.record].bit};
     return evidence_of(nodes_[entry.node]);
+  }
+
+  // Whether only the asker's own group is behind a context of the shared trie: its own trie says all about that.
+  bool is_own(const Entry& entry, uint32_t own) const {
+    return (entry.node == kImplicit ? records_[entry.record].bit : nodes_[entry.node].mask) == own;
   }
 
   // Give a leaf its children: the one continuation of its one occurrence, if that has come already.
@@ -549,7 +497,7 @@ class Group {
     if (nodes_.size() == nodes_.capacity()) nodes_.reserve(std::max<size_t>(64, nodes_.size() * 3 / 2));
     const auto id = static_cast<uint32_t>(nodes_.size());
     const uint32_t head = nodes_[parent].first_child;
-    nodes_.push_back({token, 1, bit_of(r), head, 0, kUnexpanded, r, offset});
+    nodes_.push_back({token, 1, records_[r].bit, head, 0, kUnexpanded, r, offset});
     if (head != 0) nodes_[head].previous = id;
     nodes_[parent].first_child = id;
     const uint32_t distinct = ++nodes_[parent].distinct_or_offset;
@@ -612,8 +560,8 @@ class Group {
     return true;
   }
 
-  static void offer(std::vector<Candidate>& out, int32_t token, uint32_t depth, uint32_t count, uint32_t mask,
-                    double probability) {
+  static void add(std::vector<Candidate>& out, int32_t token, uint32_t depth, uint32_t count, uint32_t mask,
+                  double probability) {
     for (Candidate& candidate : out) {
       if (candidate.token == token) {
         candidate.probability += probability;
@@ -631,12 +579,13 @@ class Group {
   }
 
   uint32_t max_depth_;
+  bool shared_;
   std::vector<Node> nodes_;
   ChildTable table_;
   std::vector<Record> records_;
-  std::unordered_map<int64_t, uint32_t> by_response_;
   std::vector<uint32_t> previous_;
   std::vector<Mixture::Level> levels_;
+  double base_ = 0.0;
   uint64_t num_tokens_ = 0;
   size_t text_bytes_ = 0;
   size_t chain_bytes_ = 0;

@@ -3,7 +3,7 @@
 
 #pragma once
 
-#include "suffix.hpp"
+#include "suffix_forest.hpp"
 
 namespace paceline {
 
@@ -39,6 +39,7 @@ inline uint32_t cell_of(const Candidate& c, double margin, uint32_t own) {
 }
 
 struct Request {
+  int64_t response;
   uint64_t key;
   int64_t position;
   float temperature;
@@ -61,9 +62,9 @@ struct Drafted {
 // One next-token decision: candidates with their log-probabilities and noise.
 class Choice {
  public:
-  void read(const Group& group, std::span<const Entry> chain, uint32_t own, const Mixture& mixture,
-            const Request& request, int64_t position) {
-    group.predict(chain, own, mixture, candidates_);
+  void read(const Forest& forest, const Group& group, const Contexts& contexts, uint32_t own, const Request& request,
+            int64_t position) {
+    forest.predict(group, contexts, own, candidates_);
     logs_.clear();
     noise_.clear();
     double seen = 0.0;
@@ -132,26 +133,28 @@ struct Path {
 // Makes the drafts of one response; keeps its buffers from call to call.
 class Drafter {
  public:
-  explicit Drafter(const Mixture& mixture) : mixture_(mixture) {}
+  explicit Drafter(const Forest& forest) : forest_(forest) {}
 
   // The path that the dice propose. `probes` (may be empty): what each sharpness of the grid proposes first.
-  void draft(const Group& group, uint32_t record, const Request& request, const Settings& settings, Path& path,
+  void draft(const Group& group, const Request& request, const Settings& settings, Path& path,
              std::span<int32_t> probes) {
     path.tokens.clear();
     path.probability = 1.0;
-    group.start(record, chain_);
-    if (!probes.empty()) probe(group, record, request, settings, probes);
-    extend(group, record, request, settings, path, nullptr);
+    own_ = Forest::own_bit(group, request.response);
+    forest_.start(group, request.response, contexts_);
+    if (!probes.empty()) probe(group, request, settings, probes);
+    extend(group, request, settings, path, nullptr);
   }
 
   // Up to `num_paths` paths, the dice's first; each other one leaves an earlier one at its most probable runner-up.
-  void draft_paths(const Group& group, uint32_t record, const Request& request, const Settings& settings,
-                   uint32_t num_paths, std::vector<Path>& paths) {
+  void draft_paths(const Group& group, const Request& request, const Settings& settings, uint32_t num_paths,
+                   std::vector<Path>& paths) {
     paths.clear();
     forks_.clear();
+    own_ = Forest::own_bit(group, request.response);
+    forest_.start(group, request.response, contexts_);
     Path path;
-    group.start(record, chain_);
-    extend(group, record, request, settings, path, &forks_);
+    extend(group, request, settings, path, &forks_);
     while (!path.tokens.empty()) {
       paths.push_back(path);
       if (paths.size() == num_paths || forks_.empty()) return;
@@ -159,67 +162,66 @@ class Drafter {
         return a.path.probability < b.path.probability;
       });
       path = std::move(best->path);
-      chain_ = std::move(best->chain);
+      contexts_ = std::move(best->contexts);
       forks_.erase(best);
-      group.advance(chain_, path.tokens.back().token);
-      extend(group, record, request, settings, path, &forks_);
+      forest_.advance(group, contexts_, path.tokens.back().token);
+      extend(group, request, settings, path, &forks_);
     }
   }
 
  private:
   struct Fork {
-    Path path;  // up to and including the runner-up
-    std::vector<Entry> chain;  // before the runner-up
+    Path path;          // up to and including the runner-up
+    Contexts contexts;  // before the runner-up
   };
 
   static constexpr size_t kRunnersUp = 3;
 
-  void probe(const Group& group, uint32_t record, const Request& request, const Settings& settings,
-             std::span<int32_t> probes) {
-    choice_.read(group, chain_, Group::bit_of(record), mixture_, request, request.position);
+  void probe(const Group& group, const Request& request, const Settings& settings, std::span<int32_t> probes) {
+    choice_.read(forest_, group, contexts_, own_, request, request.position);
     for (size_t s = 0; s < probes.size(); ++s) {
       probes[s] = choice_.size() == 0 ? -1 : choice_.candidate(choice_.pick(settings.grid[s])).token;
     }
   }
 
-  void extend(const Group& group, uint32_t record, const Request& request, const Settings& settings, Path& path,
+  void extend(const Group& group, const Request& request, const Settings& settings, Path& path,
               std::vector<Fork>* forks) {
-    const uint32_t own = Group::bit_of(record);
-    while (static_cast<int32_t>(path.tokens.size()) < request.max_tokens && chain_.size() > 1) {
+    while (static_cast<int32_t>(path.tokens.size()) < request.max_tokens) {
       const auto depth = static_cast<int64_t>(path.tokens.size());
-      choice_.read(group, chain_, own, mixture_, request, request.position + depth);
+      choice_.read(forest_, group, contexts_, own_, request, request.position + depth);
       if (choice_.size() == 0) return;
       const size_t best = choice_.pick(settings.sharpness);
-      const Drafted drafted = choice_.weigh(best, own, settings.calibration);
-      if (forks != nullptr) note_forks(best, own, settings, path, *forks);
+      const Drafted drafted = choice_.weigh(best, own_, settings.calibration);
+      if (forks != nullptr) note_forks(best, settings, path, *forks);
       if (path.probability * drafted.acceptance < settings.floor) return;
       path.probability *= drafted.acceptance;
       path.tokens.push_back(drafted);
-      group.advance(chain_, drafted.token);
+      forest_.advance(group, contexts_, drafted.token);
     }
   }
 
-  void note_forks(size_t best, uint32_t own, const Settings& settings, const Path& path, std::vector<Fork>& forks) {
+  void note_forks(size_t best, const Settings& settings, const Path& path, std::vector<Fork>& forks) {
     ranked_.clear();
     for (size_t i = 0; i < choice_.size(); ++i) {
       if (i == best) continue;
-      const Drafted other = choice_.weigh(i, own, settings.calibration);
+      const Drafted other = choice_.weigh(i, own_, settings.calibration);
       if (path.probability * other.acceptance >= settings.floor) ranked_.push_back(other);
     }
     std::stable_sort(ranked_.begin(), ranked_.end(),
                      [](const Drafted& a, const Drafted& b) { return a.acceptance > b.acceptance; });
     if (ranked_.size() > kRunnersUp) ranked_.resize(kRunnersUp);
     for (const Drafted& other : ranked_) {
-      Fork fork{path, chain_};
+      Fork fork{path, contexts_};
       fork.path.tokens.push_back(other);
       fork.path.probability *= other.acceptance;
       forks.push_back(std::move(fork));
     }
   }
 
-  const Mixture& mixture_;
+  const Forest& forest_;
   Choice choice_;
-  std::vector<Entry> chain_;
+  Contexts contexts_;
+  uint32_t own_ = 0;
   std::vector<Fork> forks_;
   std::vector<Drafted> ranked_;
 };

@@ -8,6 +8,7 @@
 #include <string>
 
 #include "suffix_draft.hpp"
+#include "suffix_forest.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -59,15 +60,16 @@ struct Query {
 
   Request request(size_t r, size_t width) const {
     const int32_t limit = std::min<int32_t>(max_tokens(r), static_cast<int32_t>(width));
-    return {keys(r), positions(r), temperatures(r), limit};
+    return {responses(r), keys(r), positions(r), temperatures(r), limit};
   }
 };
 
 class SuffixForest {
  public:
-  SuffixForest(uint32_t max_depth, uint64_t max_bytes)
-      : max_depth_(max_depth), max_bytes_(max_bytes), drafter_(mixture_) {
-    check(max_depth >= 1 && max_depth <= kMaxDepth, "the context depth is out of range: choose 1 to 256 tokens");
+  SuffixForest(uint32_t max_depth, uint32_t shared_depth, uint64_t max_bytes)
+      : forest_(max_depth, shared_depth, max_bytes), drafter_(forest_) {
+    check(max_depth >= 1 && max_depth <= kMaxDepth && shared_depth <= max_depth,
+          "the context depths are out of range: choose 1 to 256 tokens, the shared depth no larger");
   }
 
   SuffixForest(const SuffixForest&) = delete;
@@ -76,23 +78,20 @@ class SuffixForest {
   void open_group(int64_t id, Row<int32_t> prompt) {
     const auto tokens = view(prompt);
     check_tokens(tokens);
-    Group& group = touch(id);
-    if (group.has_prompt()) {
-      check(std::ranges::equal(group.prompt(), tokens),
+    Group& group = forest_.open(id);
+    if (group.trie.has_prompt()) {
+      check(std::ranges::equal(group.trie.prompt(), tokens),
             "the group already has another prompt: drop it first, or give each prompt its own group");
       return;
     }
-    {
-      Account account(*this, group);
-      group.insert_prompt(tokens, mixture_);
-    }
-    bound();
+    forest_.insert_prompt(group, tokens);
+    forest_.enforce_bound();
   }
 
   void append(int64_t id, int64_t response, Row<int32_t> tokens) {
     check_tokens(view(tokens));
-    append_span(id, response, view(tokens));
-    bound();
+    forest_.append(id, response, view(tokens));
+    forest_.enforce_bound();
   }
 
   void append_batch(Row<int64_t> groups, Row<int64_t> responses, Row<int32_t> offsets, Row<int32_t> tokens) {
@@ -105,39 +104,21 @@ class SuffixForest {
     check_tokens(view(tokens));
     for (size_t i = 0; i < n; ++i) {
       const auto begin = static_cast<size_t>(offsets(i));
-      append_span(groups(i), responses(i), view(tokens).subspan(begin, static_cast<size_t>(offsets(i + 1)) - begin));
+      forest_.append(groups(i), responses(i),
+                     view(tokens).subspan(begin, static_cast<size_t>(offsets(i + 1)) - begin));
     }
-    bound();
+    forest_.enforce_bound();
   }
 
   void resync(int64_t id, int64_t response, Row<int32_t> tokens) {
     check_tokens(view(tokens));
-    Group& group = touch(id);
-    {
-      Account account(*this, group);
-      group.resync(response, view(tokens), mixture_);
-    }
-    bound();
+    forest_.resync(id, response, view(tokens));
+    forest_.enforce_bound();
   }
 
-  void close_response(int64_t id, int64_t response) {
-    const auto found = groups_.find(id);
-    if (found == groups_.end()) return;
-    Account account(*this, *found->second);
-    found->second->close(response);
-  }
-
-  void drop_group(int64_t id) {
-    const auto found = groups_.find(id);
-    if (found == groups_.end()) return;
-    bytes_ -= found->second->bytes();
-    groups_.erase(found);
-  }
-
-  void clear() {
-    groups_.clear();
-    bytes_ = 0;
-  }
+  void close_response(int64_t id, int64_t response) { forest_.close(id, response); }
+  void drop_group(int64_t id) { forest_.drop(id); }
+  void clear() { forest_.clear(); }
 
   void draft(Row<int64_t> groups, Row<int64_t> responses, Row<uint64_t> keys, Row<int64_t> positions,
              Row<float> temperatures, Row<int32_t> max_tokens, double sharpness, Row<float> grid,
@@ -145,17 +126,17 @@ class SuffixForest {
              OutTable<float> acceptance, OutTable<int32_t> cells, OutTable<int32_t> probes) {
     const Query query{groups, responses, keys, positions, temperatures, max_tokens};
     query.check_shapes();
-    const Settings settings = settings_of(sharpness, grid, calibration, floor);
+    const Settings settings = settings_of(sharpness, view(grid), calibration, floor);
     const size_t width = tokens.shape(1);
     for (size_t r = 0; r < query.size(); ++r) {
       const std::span<int32_t> row{probes.data() + r * probes.shape(1), probes.shape(1)};
-      const Group* group = use(groups(r));
+      const Group* group = forest_.use(groups(r));
       if (group == nullptr) {
         std::ranges::fill(row, -1);
         num_tokens(r) = 0;
         continue;
       }
-      drafter_.draft(*group, group->find_record(responses(r)), query.request(r, width), settings, path_, row);
+      drafter_.draft(*group, query.request(r, width), settings, path_, row);
       num_tokens(r) = write(path_, tokens.data() + r * width, acceptance.data() + r * width, cells.data() + r * width);
     }
   }
@@ -171,9 +152,8 @@ class SuffixForest {
     const size_t width = tokens.shape(2);
     for (size_t r = 0; r < query.size(); ++r) {
       paths_.clear();
-      if (const Group* group = use(groups(r)); group != nullptr) {
-        drafter_.draft_paths(*group, group->find_record(responses(r)), query.request(r, width), settings,
-                             static_cast<uint32_t>(num_paths), paths_);
+      if (const Group* group = forest_.use(groups(r)); group != nullptr) {
+        drafter_.draft_paths(*group, query.request(r, width), settings, static_cast<uint32_t>(num_paths), paths_);
       }
       for (size_t p = 0; p < num_paths; ++p) {
         const size_t at = (r * num_paths + p) * width;
@@ -184,52 +164,38 @@ class SuffixForest {
   }
 
   uint64_t count(int64_t id, Row<int32_t> context) const {
-    check(context.shape(0) <= max_depth_ + 1, "the context is longer than the forest counts");
-    const auto found = groups_.find(id);
-    return found == groups_.end() ? 0 : found->second->count(view(context));
+    check(context.shape(0) <= forest_.max_depth() + 1, "the context is longer than the forest counts");
+    const Group* group = forest_.find(id);
+    return group == nullptr ? 0 : group->trie.count(view(context));
+  }
+
+  uint64_t count_shared(Row<int32_t> context) const {
+    check(context.shape(0) <= forest_.shared().max_depth() + 1, "the context is longer than the forest counts");
+    return forest_.shared().count(view(context));
   }
 
   uint32_t match_length(int64_t id, int64_t response) const {
-    const auto found = groups_.find(id);
-    return found == groups_.end() ? 0 : found->second->match_length(response);
+    const Group* group = forest_.find(id);
+    if (group == nullptr) return 0;
+    Contexts contexts;
+    forest_.start(*group, response, contexts);
+    return contexts.group.empty() ? 0 : static_cast<uint32_t>(contexts.group.size() - 1);
   }
 
-  uint64_t memory_bytes() const { return bytes_; }
-  size_t num_groups() const { return groups_.size(); }
+  uint64_t memory_bytes() const { return forest_.bytes(); }
+  size_t num_groups() const { return forest_.num_groups(); }
+  uint64_t num_tokens() const { return forest_.num_tokens(); }
 
-  uint64_t num_tokens() const {
-    uint64_t total = 0;
-    for (const auto& [id, group] : groups_) total += group->num_tokens();
-    return total;
+  std::vector<double> escapes() const {
+    return {forest_.mixture().escapes().begin(), forest_.mixture().escapes().end()};
   }
-
-  uint64_t num_nodes() const {
-    uint64_t total = 0;
-    for (const auto& [id, group] : groups_) total += group->num_nodes();
-    return total;
-  }
-
-  std::vector<double> escapes() const { return {mixture_.escapes().begin(), mixture_.escapes().end()}; }
 
  private:
-  // Books the growth of a group while it is in scope.
-  class Account {
-   public:
-    Account(SuffixForest& forest, const Group& group) : forest_(forest), group_(group), before_(group.bytes()) {}
-    ~Account() { forest_.bytes_ += group_.bytes() - before_; }
-    Account(const Account&) = delete;
-    Account& operator=(const Account&) = delete;
-
-   private:
-    SuffixForest& forest_;
-    const Group& group_;
-    size_t before_;
-  };
-
-  Settings settings_of(double sharpness, const Row<float>& grid, const Row<float>& calibration, double floor) const {
+  static Settings settings_of(double sharpness, std::span<const float> grid, const Row<float>& calibration,
+                              double floor) {
     check(calibration.shape(0) == kNumCells, "the calibration table has the wrong length: give NUM_CELLS values");
     check(sharpness > 0.0, "the sharpness must be positive (inf: greedy)");
-    return {sharpness, grid.is_valid() ? view(grid) : std::span<const float>{}, view(calibration), floor};
+    return {sharpness, grid, view(calibration), floor};
   }
 
   static int32_t write(const Path& path, int32_t* tokens, float* acceptance, int32_t* cells) {
@@ -241,47 +207,7 @@ class SuffixForest {
     return static_cast<int32_t>(path.tokens.size());
   }
 
-  void append_span(int64_t id, int64_t response, std::span<const int32_t> tokens) {
-    Group& group = touch(id);
-    Account account(*this, group);
-    group.append(response, tokens, mixture_);
-  }
-
-  Group& touch(int64_t id) {
-    std::unique_ptr<Group>& group = groups_[id];
-    if (group == nullptr) {
-      group = std::make_unique<Group>(max_depth_);
-      bytes_ += group->bytes();
-    }
-    group->last_used = ++clock_;
-    return *group;
-  }
-
-  const Group* use(int64_t id) {
-    const auto found = groups_.find(id);
-    if (found == groups_.end()) return nullptr;
-    found->second->last_used = ++clock_;
-    return found->second.get();
-  }
-
-  // Drop whole groups, the least recently used first, until the bound holds (all of them, if need be).
-  void bound() {
-    while (bytes_ > max_bytes_ && !groups_.empty()) {
-      auto oldest = groups_.begin();
-      for (auto it = groups_.begin(); it != groups_.end(); ++it) {
-        if (it->second->last_used < oldest->second->last_used) oldest = it;
-      }
-      bytes_ -= oldest->second->bytes();
-      groups_.erase(oldest);
-    }
-  }
-
-  uint32_t max_depth_;
-  uint64_t max_bytes_;
-  uint64_t clock_ = 0;
-  uint64_t bytes_ = 0;
-  std::unordered_map<int64_t, std::unique_ptr<Group>> groups_;
-  Mixture mixture_;
+  Forest forest_;
   Drafter drafter_;
   Path path_;
   std::vector<Path> paths_;
@@ -295,7 +221,7 @@ NB_MODULE(_suffix, m) {
   m.attr("PROBABILITY_EDGES") = std::vector<double>(kProbabilityEdges.begin(), kProbabilityEdges.end());
   m.attr("MARGIN_EDGES") = std::vector<double>(kMarginEdges.begin(), kMarginEdges.end());
   nb::class_<SuffixForest>(m, "SuffixForest")
-      .def(nb::init<uint32_t, uint64_t>(), "max_depth"_a, "max_bytes"_a)
+      .def(nb::init<uint32_t, uint32_t, uint64_t>(), "max_depth"_a, "shared_depth"_a, "max_bytes"_a)
       .def("open_group", &SuffixForest::open_group, "group"_a, "prompt"_a)
       .def("append", &SuffixForest::append, "group"_a, "response"_a, "tokens"_a)
       .def("append_batch", &SuffixForest::append_batch, "groups"_a, "responses"_a, "offsets"_a, "tokens"_a)
@@ -306,10 +232,10 @@ NB_MODULE(_suffix, m) {
       .def("draft", &SuffixForest::draft)
       .def("draft_paths", &SuffixForest::draft_paths)
       .def("count", &SuffixForest::count, "group"_a, "context"_a)
+      .def("count_shared", &SuffixForest::count_shared, "context"_a)
       .def("match_length", &SuffixForest::match_length, "group"_a, "response"_a)
       .def("escapes", &SuffixForest::escapes)
       .def_prop_ro("memory_bytes", &SuffixForest::memory_bytes)
       .def_prop_ro("num_groups", &SuffixForest::num_groups)
-      .def_prop_ro("num_tokens", &SuffixForest::num_tokens)
-      .def_prop_ro("num_nodes", &SuffixForest::num_nodes);
+      .def_prop_ro("num_tokens", &SuffixForest::num_tokens);
 }

@@ -140,7 +140,7 @@ class LookupDrafter:
             index[tuple(text[end - size : end])] = end
 
     def _find(self, group: int, response: int, limit: int) -> tuple[int, list[int]]:
-        """Length of the longest n-gram at the end of the response that occurred before, and what followed it."""
+        """Length of the longest n-gram at the end that occurred before, and what followed it."""
         if group not in self._groups or limit <= 0:
             return 0, []
         found, prompt_index = self._open(group, response), self._groups[group].index

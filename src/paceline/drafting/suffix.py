@@ -55,15 +55,21 @@ class SuffixForest:
     `open_group` brings that back), and drafts from it are empty until it has counts again.
     """
 
-    def __init__(self, max_depth: int = 24, max_bytes: int = 1 << 30) -> None:
-        """max_depth: longest context, tokens. max_bytes: bound on all groups together. Raises ConfigError."""
+    def __init__(self, max_depth: int = 24, max_bytes: int = 1 << 30, shared_depth: int = 6) -> None:
+        """max_depth: longest context, tokens. max_bytes: bound on everything held.
+
+        shared_depth: longest context of the counts that all groups share; 0 keeps groups apart. It is cut to
+        max_depth. Raises ConfigError.
+        """
         if not 1 <= max_depth <= MAX_DEPTH:
             raise ConfigError(
                 f"suffix context depth {max_depth} is out of range: choose 1 to {MAX_DEPTH} tokens"
             )
         if max_bytes <= 0:
             raise ConfigError(f"suffix memory bound of {max_bytes} bytes: choose a positive number")
-        self._native = _suffix.SuffixForest(max_depth, max_bytes)
+        if shared_depth < 0:
+            raise ConfigError(f"shared context depth {shared_depth} is negative: choose 0 (off) or more")
+        self._native = _suffix.SuffixForest(max_depth, min(shared_depth, max_depth), max_bytes)
 
     # -- text
 
