@@ -203,8 +203,9 @@ def test_three_samplers_agree(vocab: int, temperature: float) -> None:
     np.testing.assert_array_equal(dice_torch.sample(*map(torch.from_numpy, batch)).numpy(), reference)
 
 
-def test_torch_sampler_crosses_its_chunks() -> None:
-    logits, keys, positions, temperatures = rows(6, 3 * dice_torch.CHUNK + 5, 1.0)
+def test_torch_sampler_crosses_its_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dice_torch, "CHUNK", 6 * 16384)
+    logits, keys, positions, temperatures = rows(6, 3 * 16384 + 5, 1.0)
     temperatures[0] = 0
     logits[0, [40000, 20000]] = 50.0  # a tie of two chunks: the lower id
     logits[1, -1] = 90.0

@@ -1,7 +1,7 @@
 """The shared dice in torch, on any device with int64 and float64: for a GPU without vLLM's runner V2.
 
 Invariant: the same noise bits as `paceline.dice`: integer operations and IEEE + - * / in one fixed order.
-Work is chunked over the vocabulary, so memory stays at a few dozen bytes x num_rows x CHUNK.
+Work is chunked over the vocabulary, so extra memory stays at about a hundred bytes x max(CHUNK, num_rows).
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from torch import Tensor
 
 from paceline.errors import EngineError, RequestError
 
-CHUNK = 16384
-"""Ids scored at once."""
+CHUNK = 1 << 18
+"""Scores computed at once, over all rows."""
 
 _MASK = 0xFFFFFFFF
 
@@ -39,8 +39,9 @@ def sample(logits: Tensor, keys: Tensor, positions: Tensor, temperatures: Tensor
     divisor = torch.where(greedy, torch.ones_like(temperatures), temperatures)
     best = torch.full((len(logits),), float("-inf"), dtype=torch.float32, device=logits.device)
     winner = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
-    for start in range(0, logits.shape[1], CHUNK):
-        part = logits[:, start : start + CHUNK].to(torch.float32)
+    width = max(1, CHUNK // max(1, len(logits)))
+    for start in range(0, logits.shape[1], width):
+        part = logits[:, start : start + width].to(torch.float32)
         ids = torch.arange(start, start + part.shape[1], device=logits.device)
         scores = torch.where(greedy, part, part / divisor + _noise(_hash(prefix, ids)))
         local = scores.argmax(dim=1)

@@ -85,6 +85,22 @@ def test_near_ties(key: int, position: int, vocab: int, temperature: float) -> N
     agree((np.float32(20) - noise) * np.float32(temperature), key, position, temperature)
 
 
+@settings(max_examples=100, deadline=None)
+@given(KEYS, POSITIONS, st.integers(1, 8))
+def test_near_ties_at_the_tightest_bounds(key: int, position: int, count: int) -> None:
+    """Ids whose bound barely exceeds their score, tied with ids whose bound is loose and which are tried first."""
+    ids = np.arange(1 << 16)
+    noise = dice.gumbel(key, position, ids)
+    half = (dice.hash_words(key, position, ids) >> np.uint32(1)).astype(np.float32)
+    slack = np.log(2.0) * (158 - half.view(np.int32) / 2.0**23) - noise
+    order = np.argsort(slack)
+    row = np.full(ids.size, -np.inf, np.float32)
+    kept = np.concatenate([order[:count], order[-2:]])
+    row[kept] = np.float32(20) - noise[kept]
+    row[order[:count]] += np.float32(2e-4)  # the tight ids win, by less than any bound's slack may be short
+    agree(row, key, position, 1.0)
+
+
 @settings(max_examples=200, deadline=None)
 @given(KEYS, POSITIONS, st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=200))
 def test_noise_stays_within_its_stated_bounds(key: int, position: int, tokens: list[int]) -> None:
