@@ -7,7 +7,8 @@
     ├── InstallError           a dependency is missing or of a version whose doors do not fit
     ├── RequestError           a prompt or request that the engine cannot run
     ├── RecordError            a run folder that cannot be read or written
-    └── EngineError            the engine failed while it ran
+    ├── EngineError            the engine failed while it ran
+    └── TrainingError          the trainer failed while it ran
 """
 
 
@@ -55,3 +56,9 @@ class EngineError(PacelineError):
     """The engine failed while it ran."""
 
     exit_code = 7
+
+
+class TrainingError(PacelineError):
+    """The trainer failed while it ran."""
+
+    exit_code = 8

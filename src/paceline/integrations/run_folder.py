@@ -4,6 +4,7 @@
     checkpoints/          the trainer's checkpoints, from which --resume continues exactly
     policy/               the trained policy in Hugging Face format, once the run has finished
     report.html           the page of the run
+    log.txt               what the libraries printed
 
 Imports nothing heavy: a folder that cannot take the run is refused at once.
 """
@@ -19,7 +20,7 @@ from typing import Any
 from paceline.errors import ConfigError
 from paceline.record import FILE_NAME, Comparison, Evaluation, RecordReader
 
-CHECKPOINTS, POLICY, REPORT = "checkpoints", "policy", "report.html"
+CHECKPOINTS, POLICY, REPORT, LOG = "checkpoints", "policy", "report.html", "log.txt"
 
 
 @dataclass(slots=True)
@@ -51,12 +52,13 @@ def check_folder(folder: Path, *, resume: bool, overwrite: bool) -> None:
         return
     if not folder.is_dir():
         raise ConfigError(f"--out {folder} is a file: give a folder")
-    if any(folder.iterdir()) and not overwrite:
+    held = {path.name for path in folder.iterdir()} - {LOG}
+    if held and not overwrite:
         raise ConfigError(
             f"--out {folder} exists: continue that run with --resume, replace it with --overwrite, or give "
             "another folder"
         )
-    if overwrite and any(folder.iterdir()) and not (folder / FILE_NAME).is_file():
+    if held and FILE_NAME not in held:
         raise ConfigError(f"--out {folder} holds something other than a run: --overwrite will not delete it")
 
 
