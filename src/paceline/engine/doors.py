@@ -1,0 +1,276 @@
+"""The doors: every private name of vLLM that the engine relies on, and whether it is still there.
+
+Invariant: what an `engine/` module imports from vLLM, overrides in it or reads of it stands in `DOORS` (the contract
+tests compare). Imports vLLM inside `check_doors` alone, and never `compat`, which cannot be imported when a door has
+moved. Callers: `paceline doctor`, tests/contracts/test_vllm_doors.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+CORE = "vllm.v1.core.sched.scheduler:Scheduler"
+REQUEST = "vllm.v1.request:Request"
+RUNNER = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
+BATCH = "vllm.v1.worker.gpu_input_batch:InputBatch"
+CPU_WORKER = "vllm.v1.worker.cpu_worker:CPUWorker"
+GPU_WORKER = "vllm.v1.worker.gpu_worker:Worker"
+BUILTIN = "vllm.v1.sample.logits_processor.builtin"
+ENGINE = "vllm.v1.engine.llm_engine:LLMEngine"
+ARGUMENTS = "vllm.engine.arg_utils:EngineArgs"
+
+
+@dataclass(frozen=True, slots=True)
+class Door:
+    """A name of vLLM and what must be true of it."""
+
+    target: str
+    """"module:name", the name with dots below a class."""
+    parameters: tuple[str, ...] = ()
+    """Parameters that a function must take."""
+    members: tuple[str, ...] = ()
+    """Attributes, methods or fields that a class must have."""
+    mentions: tuple[str, ...] = ()
+    """Words that its source must contain, where nothing else can be asked."""
+
+
+DOORS: tuple[Door, ...] = (
+    # what the scheduler subclass overrides and reads
+    Door(
+        CORE,
+        members=(
+            "schedule",
+            "add_request",
+            "_free_request",
+            "reset_prefix_cache",
+            "update_draft_token_ids",
+            "update_from_output",
+            "_update_request_with_output",
+            "running",
+            "waiting",
+            "num_spec_tokens",
+            "dynamic_sd_lookup",
+            "max_model_len",
+            "scheduler_config",
+        ),
+    ),
+    Door(f"{CORE}._update_request_with_output", parameters=("request", "new_token_ids")),
+    Door(f"{CORE}.update_from_output", parameters=("scheduler_output", "model_runner_output")),
+    Door(f"{CORE}.schedule", mentions=("spec_token_ids", "dynamic_sd_lookup")),
+    Door(
+        REQUEST,
+        members=(
+            "request_id",
+            "sampling_params",
+            "prompt_token_ids",
+            "spec_token_ids",
+            "num_tokens",
+            "num_computed_tokens",
+            "num_output_tokens",
+            "num_output_placeholders",
+            "is_prefill_chunk",
+            "max_tokens",
+            "use_structured_output",
+        ),
+    ),
+    Door(
+        "vllm.v1.core.sched.output:SchedulerOutput",
+        members=("scheduled_spec_decode_tokens", "total_num_scheduled_tokens"),
+    ),
+    Door("vllm.v1.outputs:ModelRunnerOutput", members=("sampled_token_ids", "req_id_to_index")),
+    Door("vllm.v1.outputs:DraftTokenIds", members=("req_ids", "draft_token_ids")),
+    Door("vllm.v1.outputs:LogprobsTensors"),
+    Door("vllm.v1.outputs:SamplerOutput"),
+    Door("vllm.v1.engine:EngineCoreOutputs"),
+    # what the runner subclass overrides and reads
+    Door(
+        RUNNER,
+        members=(
+            "_sample",
+            "load_model",
+            "execute_model",
+            "take_draft_token_ids",
+            "get_model",
+            "input_batch",
+            "requests",
+            "drafter",
+            "model_config",
+            "vllm_config",
+            "device",
+        ),
+    ),
+    Door(f"{RUNNER}._sample", parameters=("logits", "spec_decode_metadata")),
+    Door(
+        BATCH,
+        members=(
+            "num_tokens_no_spec",
+            "token_ids_cpu",
+            "req_ids",
+            "num_reqs",
+            "logitsprocs",
+            "sampling_metadata",
+        ),
+    ),
+    Door(
+        "vllm.v1.worker.gpu_input_batch:CachedRequestState",
+        members=("sampling_params", "prompt_token_ids", "output_token_ids"),
+    ),
+    Door(
+        CPU_WORKER, members=("init_device", "load_model", "execute_model", "reload_weights", "model_runner")
+    ),
+    Door(
+        GPU_WORKER, members=("init_device", "load_model", "execute_model", "reload_weights", "model_runner")
+    ),
+    Door("vllm.config.speculative:SpeculativeConfig", mentions=("custom_class",)),
+    # what the keyed sampler calls
+    Door(
+        "vllm.v1.sample.metadata:SamplingMetadata",
+        members=(
+            "temperature",
+            "all_greedy",
+            "top_p",
+            "top_k",
+            "max_num_logprobs",
+            "logprob_token_ids",
+            "no_penalties",
+            "prompt_token_ids",
+            "frequency_penalties",
+            "presence_penalties",
+            "repetition_penalties",
+            "allowed_token_ids_mask",
+            "bad_words_token_ids",
+            "logitsprocs",
+        ),
+    ),
+    Door("vllm.v1.spec_decode.metadata:SpecDecodeMetadata", members=("draft_token_ids", "num_draft_tokens")),
+    Door("vllm.v1.sample.ops.bad_words:apply_bad_words"),
+    Door("vllm.v1.sample.ops.penalties:apply_all_penalties"),
+    Door("vllm.v1.sample.ops.topk_topp_sampler:apply_top_k_top_p_pytorch", parameters=("allow_cpu_sync",)),
+    Door("vllm.v1.sample.logits_processor:BUILTIN_LOGITS_PROCESSORS"),
+    Door(
+        "vllm.v1.sample.logits_processor:LogitsProcessors",
+        members=("argmax_invariant", "non_argmax_invariant"),
+    ),
+    Door(f"{BUILTIN}:MinPLogitsProcessor", members=("min_p", "min_p_count")),
+    Door(
+        f"{BUILTIN}:MinTokensLogitsProcessor",
+        members=("min_toks", "neg_inf_tensor", "_device_tensor", "_mask_stop_token_logits"),
+    ),
+    Door(f"{BUILTIN}:LogitBiasLogitsProcessor", members=("biases",)),
+    Door("vllm.sampling_params:SamplingParams", members=("_validate_spec_decode", "extra_args", "clone")),
+    Door("vllm.sampling_params:RequestOutputKind", members=("DELTA",)),
+    # batch invariance and weight updates on the CPU
+    Door(
+        "vllm.v1.attention.backends.cpu_attn:CPUAttentionMetadataBuilder.build",
+        parameters=("common_prefix_len", "common_attn_metadata", "fast_build"),
+    ),
+    Door(
+        "vllm.v1.attention.backend:CommonAttentionMetadata",
+        members=("seq_lens", "query_start_loc", "block_table_tensor", "num_reqs", "max_query_len", "causal"),
+    ),
+    Door("vllm.envs", mentions=("VLLM_CPU_ATTN_SPLIT_KV",)),
+    Door(
+        "vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm",
+        parameters=("layer", "remove_weight"),
+        mentions=("cpu_linear",),
+    ),
+    # how an engine is started and driven
+    Door(
+        ARGUMENTS,
+        members=(
+            "create_engine_config",
+            "scheduler_cls",
+            "worker_cls",
+            "speculative_config",
+            "additional_config",
+            "async_scheduling",
+            "logprobs_mode",
+            "kv_cache_memory_bytes",
+        ),
+    ),
+    Door(
+        ENGINE,
+        members=(
+            "from_engine_args",
+            "add_request",
+            "step",
+            "abort_request",
+            "collective_rpc",
+            "reset_prefix_cache",
+            "engine_core",
+        ),
+    ),
+    Door("vllm.v1.engine.core_client:InprocClient", members=("engine_core", "shutdown")),
+    Door("vllm.v1.engine.core:EngineCore", members=("scheduler",)),
+    Door("vllm.platforms:current_platform", members=("is_cpu",)),
+    Door("vllm.utils.torch_utils:PIN_MEMORY"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class DoorCheck:
+    """What was found behind one door."""
+
+    door: Door
+    problem: str | None
+    """What is wrong; None when the door fits."""
+
+    @property
+    def name(self) -> str:
+        return self.door.target
+
+    @property
+    def ok(self) -> bool:
+        return self.problem is None
+
+
+def check_doors(doors: tuple[Door, ...] = DOORS) -> list[DoorCheck]:
+    """Look behind every door. Never raises; imports vLLM."""
+    return [DoorCheck(door, _problem(door)) for door in doors]
+
+
+def _problem(door: Door) -> str | None:
+    module, _, path = door.target.partition(":")
+    try:
+        found: Any = importlib.import_module(module)
+    except Exception as error:
+        return f"module {module} cannot be imported ({type(error).__name__}: {error})"
+    for part in filter(None, path.split(".")):
+        if not hasattr(found, part):
+            return f"{module} has no {path}"
+        found = getattr(found, part)
+    for parameter in door.parameters:
+        if parameter not in inspect.signature(found).parameters:
+            return f"{path} takes no parameter {parameter}"
+    for member in door.members:
+        if not has_member(found, member):
+            return f"{path} has no {member}"
+    for word in door.mentions:
+        if word not in inspect.getsource(found):
+            return f"{path or module} no longer knows {word}"
+    return None
+
+
+def has_member(found: Any, name: str) -> bool:
+    """Whether an object has an attribute, a dataclass field, or sets it on `self` in its own or a base's source."""
+    if hasattr(found, name):
+        return True
+    if not inspect.isclass(found):
+        return False
+    if dataclasses.is_dataclass(found) and name in {field.name for field in dataclasses.fields(found)}:
+        return True
+    return any(_declares(base, name) for base in found.__mro__[:-1])
+
+
+def _declares(owner: type, name: str) -> bool:
+    if name in inspect.get_annotations(owner):
+        return True
+    try:
+        source = inspect.getsource(owner)
+    except (OSError, TypeError):
+        return False
+    return any(f"self.{name}{end}" in source for end in (" =", ": ", ",", ")"))

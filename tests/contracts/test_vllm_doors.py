@@ -1,0 +1,67 @@
+"""Each private name of vLLM that the engine uses still exists, and the list of them is complete."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import paceline.engine
+from paceline.engine.doors import DOORS, Door, check_doors
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+
+SOURCES = sorted(Path(paceline.engine.__file__).parent.glob("*.py"))
+NAMES = {door.target for door in DOORS}
+MEMBERS = {member for door in DOORS for member in door.members}
+
+
+@pytest.mark.parametrize("door", DOORS, ids=lambda door: door.target)
+def test_door_fits(door: Door) -> None:
+    [found] = check_doors((door,))
+    assert found.ok, found.problem
+
+
+@pytest.mark.parametrize(
+    ("door", "problem"),
+    [
+        (Door("vllm.no_such_module:Thing"), "module vllm.no_such_module cannot be imported"),
+        (Door("vllm.v1.request:Answer"), "vllm.v1.request has no Answer"),
+        (Door("vllm.v1.request:Request", members=("colour",)), "Request has no colour"),
+        (Door("vllm.engine.arg_utils:EngineArgs.create_engine_config", parameters=("colour",)), "no parameter colour"),
+        (Door("vllm.envs", mentions=("VLLM_COLOUR_OF_THE_ENGINE",)), "vllm.envs no longer knows"),
+    ],
+)  # fmt: skip
+def test_a_door_that_moved_is_named(door: Door, problem: str) -> None:
+    [found] = check_doors((door,))
+    assert not found.ok
+    assert problem in str(found.problem)
+
+
+def imports(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm":
+            yield from (f"{node.module}:{alias.name}" for alias in node.names)
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.name)
+def test_every_name_imported_from_vllm_is_a_door(path: Path) -> None:
+    public = {"vllm:SamplingParams"}
+    wanted = {name for name in imports(path) if name not in public}
+    covered = {name for name in wanted if name in NAMES or any(door.startswith(f"{name}.") for door in NAMES)}
+    assert wanted == covered
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.name)
+def test_every_method_called_on_super_is_a_door(path: Path) -> None:
+    called = {
+        node.attr
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.value, ast.Call)
+        and isinstance(node.value.func, ast.Name)
+        and node.value.func.id == "super"
+    }
+    assert called - {"__init__"} <= MEMBERS
