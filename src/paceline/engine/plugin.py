@@ -11,11 +11,12 @@ rather than changed silently. Trainer code (TRL, veRL, OpenRLHF) needs no change
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from typing import Any
 
-from paceline.errors import ConfigError, UnsupportedError
+from paceline.errors import ConfigError, InstallError, UnsupportedError
 
 SWITCH = "PACELINE"
 SETTINGS = "PACELINE_SETTINGS"
@@ -48,8 +49,16 @@ def settings_from_environment() -> Any:
 
 
 def register() -> None:
-    """Entry point of the group `vllm.general_plugins`. Idempotent; does nothing without PACELINE=1."""
+    """Entry point of the group `vllm.general_plugins`. Idempotent.
+
+    Without PACELINE=1 it only lets requests to engines that were given Paceline by engine arguments use every sampling
+    option, and never fails: a vLLM that does not fit is no error for somebody who does not ask for Paceline.
+    """
     if not is_switched_on():
+        with contextlib.suppress(InstallError, ImportError):
+            from paceline.engine.compat import allow_exact_options
+
+            allow_exact_options()
         return
     from paceline.engine.compat import allow_exact_options, engine_args_class
 

@@ -7,6 +7,7 @@ need the device and are made here, right after sampling; they reach the schedule
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -104,6 +105,12 @@ class Proposer:
     def _room(self, state: Any, order: DraftOrder) -> int:
         left: int = state.sampling_params.max_tokens - len(state.output_token_ids) - 1
         return max(min(order.depth, left), 0)
+
+    def forget(self, finished: Iterable[str]) -> None:
+        """Free the model drafter's cache rows of requests that have ended."""
+        if self._model is not None:
+            known = (self._runner.requests.get(name) for name in finished)
+            self._model.forget(s.sampling_params.extra_args["paceline_response"] for s in known if s is not None)
 
     def take(self) -> FreshDrafts | None:
         """The fresh model drafts for the scheduler, once; None when there are none."""

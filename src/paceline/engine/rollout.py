@@ -131,6 +131,7 @@ class RolloutEngine:
         self.max_model_len = max_model_len
         self.policy_version = 0
         self._engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
+        self.vocab_size: int = self._engine.model_config.get_vocab_size()
         self._tickets = itertools.count()
         self._pending: dict[str, _Pending] = {}
 
@@ -172,12 +173,10 @@ class RolloutEngine:
         try:
             for index, request in enumerate(requests):
                 started.append(self._submit(index, request, params))
-            remaining = len(requests)
-            while remaining:
+            while self._pending:
                 for output in self._engine.step():
-                    event = self._take(output)
-                    remaining -= event.response is not None
-                    yield event
+                    if output.request_id in self._pending:  # else aborted while this step's outputs were handed out
+                        yield self._take(output)
         finally:
             left = [name for name in started if name in self._pending]
             if left:
@@ -206,7 +205,12 @@ class RolloutEngine:
             raise UnsupportedError(f"n={params.n}: give one RolloutRequest per sample, n must be 1")
         if params.prompt_logprobs is not None:
             raise UnsupportedError("prompt_logprobs: score prompts with the trainer's model instead")
+        if params.logprobs is not None and params.logprobs < 0:
+            raise UnsupportedError(
+                f"logprobs={params.logprobs}: log-probabilities of the whole vocabulary are not kept; ask for a number"
+            )
         for index, request in enumerate(requests):
+            self._check_tokens(index, request)
             length = len(request.prompt) + len(request.generated)
             if not request.prompt:
                 raise RequestError(f"request {index}: the prompt is empty; begin it with a BOS token")
@@ -220,6 +224,15 @@ class RolloutEngine:
                     f"request {index}: max_tokens={request.max_tokens} is already reached by "
                     f"{len(request.generated)} generated tokens"
                 )
+
+    def _check_tokens(self, index: int, request: RolloutRequest) -> None:
+        tokens = (*request.prompt, *request.generated)
+        if tokens and not 0 <= min(tokens) <= max(tokens) < self.vocab_size:
+            wrong = next(token for token in tokens if not 0 <= token < self.vocab_size)
+            raise RequestError(
+                f"request {index}: token id {wrong} is not one of the model's {self.vocab_size} tokens; "
+                "encode the prompt with the model's own tokenizer"
+            )
 
     def _submit(self, index: int, request: RolloutRequest, params: SamplingParams) -> str:
         from vllm.sampling_params import RequestOutputKind

@@ -53,6 +53,7 @@ class KeyedRunner:
 
     def execute_model(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         self.drafter.order = getattr(scheduler_output, "paceline_order", None)
+        self.drafter.forget(scheduler_output.finished_req_ids)
         return super().execute_model(scheduler_output, *args, **kwargs)  # type: ignore[misc]
 
     def _sample(

@@ -1,0 +1,149 @@
+"""Paceline in other people's engines: by engine arguments, and by the environment alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from paceline.config import EngineSettings
+from paceline.engine import plugin
+from paceline.engine.arguments import SCHEDULER, engine_arguments, read_settings
+from paceline.engine.rollout import RolloutEngine
+from paceline.errors import ConfigError, UnsupportedError
+from paceline.types import RolloutRequest
+
+PROMPT = [1, 5, 9, 13]
+
+USER = """
+import json, sys
+from vllm import LLM, SamplingParams
+options = json.loads(sys.argv[2])
+llm = LLM(sys.argv[1], dtype="float32", max_model_len=256, kv_cache_memory_bytes=1 << 27,
+          distributed_executor_backend="uni", **options)
+params = SamplingParams(temperature=1.0, max_tokens=48, n=3, logprobs=1, logit_bias={3: -1.0}, min_p=0.001)
+out = llm.generate([{"prompt_token_ids": [1, 5, 9, 13]}] * 2, params, use_tqdm=False)
+seeded = SamplingParams(temperature=1.0, max_tokens=48, seed=77)
+one = llm.generate([{"prompt_token_ids": [1, 5, 9, 13]}], seeded, use_tqdm=False)
+print("RESULT" + json.dumps({
+    "scheduler": str(llm.llm_engine.vllm_config.scheduler_config.scheduler_cls),
+    "tokens": [list(c.token_ids) for o in out for c in o.outputs],
+    "seeded": list(one[0].outputs[0].token_ids),
+    "lengths": [len(c.logprobs) == len(c.token_ids) for o in out for c in o.outputs],
+}))
+"""
+
+
+def run_user(model: Path, options: dict[str, object], **environment: str) -> dict[str, object]:
+    """Run a plain vLLM program in a fresh process."""
+    base = {k: v for k, v in os.environ.items() if not k.startswith("PACELINE")}
+    result = subprocess.run(
+        [sys.executable, "-c", USER, str(model), json.dumps(options)],
+        env={**base, **environment},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    lines = [line for line in result.stdout.splitlines() if line.startswith("RESULT")]
+    assert lines, result.stderr[-4000:]
+    return json.loads(lines[0][len("RESULT") :])
+
+
+@pytest.fixture(scope="module")
+def by_environment(model_dir: Path) -> dict[str, object]:
+    """A program that does not know of Paceline, with the engine in a process of its own (vLLM's default)."""
+    return run_user(
+        model_dir,
+        {},
+        PACELINE="1",
+        PACELINE_SETTINGS='{"run_seed": 3}',
+        VLLM_ENABLE_V1_MULTIPROCESSING="1",
+    )
+
+
+def test_the_environment_alone_switches_on(by_environment: dict[str, object]) -> None:
+    assert SCHEDULER in str(by_environment["scheduler"])
+    tokens = [tuple(t) for t in by_environment["tokens"]]  # type: ignore[attr-defined]
+    assert len(tokens) == 6
+    assert len(set(tokens)) == 6, "equal prompts must get different keys"
+    assert all(by_environment["lengths"])  # type: ignore[arg-type]
+
+
+def test_a_seed_is_a_key(by_environment: dict[str, object], model_dir: Path) -> None:
+    from vllm import SamplingParams
+
+    with RolloutEngine(
+        model_dir, EngineSettings(), dtype="float32", max_model_len=256, kv_cache_bytes=1 << 27
+    ) as engine:
+        own = engine.generate([RolloutRequest(tuple(PROMPT), 48, key=77)], SamplingParams(temperature=1.0))
+    assert list(own[0].tokens) == by_environment["seeded"]
+
+
+def test_engine_arguments_give_the_same_tokens(by_environment: dict[str, object], model_dir: Path) -> None:
+    settings = EngineSettings(run_seed=3)
+    by_arguments = run_user(model_dir, engine_arguments(settings), VLLM_ENABLE_V1_MULTIPROCESSING="0")
+    assert by_arguments["tokens"] == by_environment["tokens"]
+
+
+def make_args(**changes: object) -> SimpleNamespace:
+    base = {
+        "scheduler_cls": None,
+        "worker_cls": "auto",
+        "speculative_config": None,
+        "additional_config": {"theirs": 1},
+    }
+    return SimpleNamespace(**{**base, **changes})
+
+
+def test_switching_on_keeps_what_the_user_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACELINE_SETTINGS", '{"run_seed": 9}')
+    args = make_args()
+    plugin.switch_on(args)
+    assert args.scheduler_cls == SCHEDULER
+    assert args.additional_config["theirs"] == 1
+    assert read_settings(args).run_seed == 9
+    plugin.switch_on(args)  # a Paceline engine already: left alone
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"scheduler_cls": "x.Y"}, {"worker_cls": "x.Y"}, {"speculative_config": {"method": "ngram"}}],
+)
+def test_foreign_engines_are_refused(changes: dict[str, object]) -> None:
+    with pytest.raises(UnsupportedError, match=next(iter(changes))):
+        plugin.switch_on(make_args(**changes))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("PACELINE", "maybe", "use 1 or 0"),
+        ("PACELINE_SETTINGS", "{", "not JSON"),
+        ("PACELINE_SETTINGS", "[]", "JSON object"),
+        ("PACELINE_SETTINGS", '{"run_sed": 1}', "run_sed"),
+        ("PACELINE_SETTINGS", '{"max_draft_tokens": 500}', "max_draft_tokens=500"),
+    ],
+)
+def test_wrong_environments_are_explained(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str, message: str
+) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=message):
+        plugin.is_switched_on() if name == "PACELINE" else plugin.settings_from_environment()
+
+
+def test_off_means_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACELINE", "0")
+    assert not plugin.is_switched_on()
+    monkeypatch.delenv("PACELINE")
+    assert not plugin.is_switched_on()
+
+
+def test_settings_are_needed() -> None:
+    with pytest.raises(ConfigError, match="engine_arguments"):
+        read_settings(SimpleNamespace(additional_config={}))

@@ -1,0 +1,131 @@
+"""RolloutEngine: streaming, aborts, keys, and refusals before any work."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from paceline.config import EngineSettings
+from paceline.engine.rollout import RolloutEngine
+from paceline.errors import CheckpointError, ConfigError, RequestError, UnsupportedError
+from paceline.types import RolloutRequest
+
+
+@pytest.fixture(scope="module")
+def engine(model_dir: Path) -> Iterator[RolloutEngine]:
+    with RolloutEngine(
+        model_dir, EngineSettings(run_seed=4), dtype="float32", max_model_len=256, kv_cache_bytes=1 << 27
+    ) as made:
+        yield made
+
+
+def params(**options: object) -> object:
+    from vllm import SamplingParams
+
+    return SamplingParams(**{"temperature": 1.0, **options})
+
+
+def test_stream_yields_every_token_once_in_order(engine: RolloutEngine) -> None:
+    wanted = [RolloutRequest((1, 5, 6 + i), max_tokens=30 + i, sample=i) for i in range(5)]
+    seen: dict[int, list[int]] = {i: [] for i in range(5)}
+    scores: dict[int, list[float]] = {i: [] for i in range(5)}
+    finished = {}
+    for event in engine.stream(wanted, params()):
+        seen[event.index] += event.tokens
+        scores[event.index] += event.logprobs
+        if event.response is not None:
+            assert event.index not in finished
+            finished[event.index] = event.response
+    for index, response in finished.items():
+        assert tuple(seen[index]) == response.tokens
+        assert tuple(scores[index]) == response.logprobs
+        assert len(response.logprobs) == len(response.tokens)
+        assert response.finish_reason == ("length" if response.tokens[-1] != 2 else "stop")
+    assert len(finished) == 5
+
+
+def test_keys_come_from_run_seed_prompt_and_sample(engine: RolloutEngine) -> None:
+    same = [RolloutRequest((1, 5, 6), max_tokens=20, sample=s) for s in (0, 0, 1)]
+    one, again, other = engine.generate(same, params())
+    assert one.key == again.key != other.key
+    assert one.tokens == again.tokens != other.tokens
+    assert one.group == other.group
+
+
+def test_abort_stops_one_and_leaves_the_rest(engine: RolloutEngine) -> None:
+    wanted = [RolloutRequest((1, 7, i), max_tokens=60, sample=i) for i in range(3, 6)]
+    whole = engine.generate(wanted, params(ignore_eos=True))
+    kept = []
+    aborted = False
+    for event in engine.stream(wanted, params(ignore_eos=True)):
+        if not aborted:
+            engine.abort([1])
+            aborted = True
+        if event.response is not None:
+            kept.append((event.index, event.response.tokens))
+    assert sorted(kept) == [(0, whole[0].tokens), (2, whole[2].tokens)]
+
+
+def test_leaving_the_stream_aborts_and_a_resubmission_goes_on(engine: RolloutEngine) -> None:
+    request = RolloutRequest((1, 9, 9), max_tokens=50)
+    whole = engine.generate([request], params(ignore_eos=True))[0]
+    stream = engine.stream([request], params(ignore_eos=True))
+    for _ in range(7):
+        next(stream)
+    tokens, scores = engine.partial()[0]
+    stream.close()
+    assert 7 <= len(tokens) == len(scores) < 50
+    assert tokens == whole.tokens[: len(tokens)]
+    rest = engine.generate([RolloutRequest((1, 9, 9), 50, generated=tokens)], params(ignore_eos=True))[0]
+    assert rest.tokens == whole.tokens
+
+
+def test_observations_tell_what_the_engine_did(engine: RolloutEngine) -> None:
+    engine.take_observations()
+    responses = engine.generate([RolloutRequest((1, 5, 6), 40, sample=s) for s in range(4)], params())
+    steps = engine.take_observations()
+    assert engine.take_observations() == []
+    assert sum(s.num_draft_tokens for s in steps) == sum(r.num_draft_tokens for r in responses)
+    assert sum(s.num_prefill_tokens for s in steps) == 12
+    assert all(s.step_s > 0 for s in steps)
+
+
+@pytest.mark.parametrize(
+    ("request_", "options", "error", "message"),
+    [
+        (RolloutRequest((), 5), {}, RequestError, "prompt is empty"),
+        (RolloutRequest((1,) * 300, 5), {}, RequestError, "300 tokens leave no room.*max_model_len=256"),
+        (RolloutRequest((1, 2), 2, generated=(5, 6)), {}, RequestError, "max_tokens=2 is already reached"),
+        (RolloutRequest((1, 64), 5), {}, RequestError, "token id 64.*64 tokens"),
+        (RolloutRequest((1, 2), 5), {"n": 2}, UnsupportedError, "n=2"),
+        (RolloutRequest((1, 2), 5), {"prompt_logprobs": 1}, UnsupportedError, "prompt_logprobs"),
+        (RolloutRequest((1, 2), 5), {"logprobs": -1}, UnsupportedError, "logprobs=-1"),
+    ],
+)
+def test_refusals(
+    engine: RolloutEngine, request_: RolloutRequest, options: dict[str, object], error: type, message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        engine.generate([request_], params(**options))
+    assert engine.num_running() == 0
+
+
+def test_missing_checkpoints_are_named(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="does not exist"):
+        RolloutEngine(tmp_path / "nowhere")
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        RolloutEngine(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="weights"):
+        RolloutEngine(tmp_path)
+
+
+def test_impossible_settings_are_named() -> None:
+    from paceline.engine.arguments import engine_arguments
+
+    with pytest.raises(ConfigError, match="num_paths=99"):
+        engine_arguments(num_paths=99)
+    with pytest.raises(ConfigError, match="drafterr"):
+        engine_arguments(drafterr="suffix")
