@@ -387,7 +387,7 @@ class Trie {
   }
 
  private:
-  static constexpr uint32_t kWidth = 24;  // continuations read per context, the most recent ones
+  static constexpr uint32_t kWidth = 12;  // continuations read per context, the most recent ones
 
   // Expand all contexts along a text from the root.
   void unfold(std::span<const int32_t> text) {

@@ -59,27 +59,19 @@ struct Drafted {
   int32_t cell;
 };
 
-// One next-token decision: candidates with their log-probabilities and noise.
+// One next-token decision. A candidate's strength is q without dice (temperature 0), else log q + G.
 class Choice {
  public:
   void read(const Forest& forest, const Group& group, const Contexts& contexts, uint32_t own, const Request& request,
             int64_t position) {
     forest.predict(group, contexts, own, candidates_);
-    logs_.clear();
-    noise_.clear();
+    noisy_ = request.temperature > 0.0f;
     double seen = 0.0;
-    for (const Candidate& c : candidates_) {
-      logs_.push_back(std::log(c.probability));
-      seen += c.probability;
-    }
-    greedy_ = !(request.temperature > 0.0f);
+    for (const Candidate& c : candidates_) seen += c.probability;
+    const double unseen = std::max(1.0 - seen, kLeastUnseen);
     // Tokens without counts compete as one: the largest of their noisy scores is Gumbel around their log-mass.
-    unseen_ = std::log(std::max(1.0 - seen, kLeastUnseen)) + (greedy_ ? 0.0 : kGumbelMean);
-    const uint32_t prefix = greedy_ ? 0 : dice_prefix(request.key, position);
-    for (const Candidate& c : candidates_) {
-      const uint32_t token = static_cast<uint32_t>(c.token);
-      noise_.push_back(greedy_ ? 0.0 : static_cast<double>(gumbel_from_hash(dice_hash(prefix, token))));
-    }
+    unseen_ = noisy_ ? std::log(unseen) + kGumbelMean : unseen;
+    if (noisy_) throw_dice(dice_prefix(request.key, position));
   }
 
   size_t size() const { return candidates_.size(); }
@@ -87,11 +79,11 @@ class Choice {
 
   // argmax(sharpness * log q + G), argmax q for infinite sharpness or temperature 0; ties to the longest context.
   size_t pick(double sharpness) const {
-    const bool noisy = !greedy_ && std::isfinite(sharpness);
+    const bool greedy = !noisy_ || std::isinf(sharpness);
     size_t best = 0;
     double top = -std::numeric_limits<double>::infinity();
     for (size_t i = 0; i < candidates_.size(); ++i) {
-      const double score = noisy ? sharpness * logs_[i] + noise_[i] : logs_[i];
+      const double score = greedy ? candidates_[i].probability : sharpness * logs_[i] + noise_[i];
       if (score > top) {
         top = score;
         best = i;
@@ -104,9 +96,9 @@ class Choice {
   double margin(size_t i) const {
     double rival = unseen_;
     for (size_t j = 0; j < candidates_.size(); ++j) {
-      if (j != i) rival = std::max(rival, logs_[j] + noise_[j]);
+      if (j != i) rival = std::max(rival, strength(j));
     }
-    return logs_[i] + noise_[i] - rival;
+    return noisy_ ? strength(i) - rival : std::log(strength(i) / rival);
   }
 
   Drafted weigh(size_t i, uint32_t own, std::span<const float> calibration) const {
@@ -118,11 +110,22 @@ class Choice {
   static constexpr double kLeastUnseen = 1e-3;
   static constexpr double kGumbelMean = 0.5772156649015329;
 
+  double strength(size_t i) const { return noisy_ ? logs_[i] + noise_[i] : candidates_[i].probability; }
+
+  void throw_dice(uint32_t prefix) {
+    logs_.clear();
+    noise_.clear();
+    for (const Candidate& c : candidates_) {
+      logs_.push_back(std::log(c.probability));
+      noise_.push_back(gumbel_from_hash(dice_hash(prefix, static_cast<uint32_t>(c.token))));
+    }
+  }
+
   std::vector<Candidate> candidates_;
   std::vector<double> logs_;
   std::vector<double> noise_;
   double unseen_ = 0.0;
-  bool greedy_ = true;
+  bool noisy_ = false;
 };
 
 struct Path {
@@ -135,14 +138,17 @@ class Drafter {
  public:
   explicit Drafter(const Forest& forest) : forest_(forest) {}
 
-  // The path that the dice propose. `probes` (may be empty): what each sharpness of the grid proposes first.
+  // The path that the dice propose. `probes`: what each sharpness of the grid proposes first.
   void draft(const Group& group, const Request& request, const Settings& settings, Path& path,
              std::span<int32_t> probes) {
     path.tokens.clear();
     path.probability = 1.0;
     own_ = Forest::own_bit(group, request.response);
     forest_.start(group, request.response, contexts_);
-    if (!probes.empty()) probe(group, request, settings, probes);
+    choice_.read(forest_, group, contexts_, own_, request, request.position);
+    for (size_t s = 0; s < probes.size(); ++s) {
+      probes[s] = choice_.size() == 0 ? -1 : choice_.candidate(choice_.pick(settings.grid[s])).token;
+    }
     extend(group, request, settings, path, nullptr);
   }
 
@@ -153,6 +159,7 @@ class Drafter {
     forks_.clear();
     own_ = Forest::own_bit(group, request.response);
     forest_.start(group, request.response, contexts_);
+    choice_.read(forest_, group, contexts_, own_, request, request.position);
     Path path;
     extend(group, request, settings, path, &forks_);
     while (!path.tokens.empty()) {
@@ -164,7 +171,7 @@ class Drafter {
       path = std::move(best->path);
       contexts_ = std::move(best->contexts);
       forks_.erase(best);
-      forest_.advance(group, contexts_, path.tokens.back().token);
+      step(group, request, path);
       extend(group, request, settings, path, &forks_);
     }
   }
@@ -177,27 +184,26 @@ class Drafter {
 
   static constexpr size_t kRunnersUp = 3;
 
-  void probe(const Group& group, const Request& request, const Settings& settings, std::span<int32_t> probes) {
-    choice_.read(forest_, group, contexts_, own_, request, request.position);
-    for (size_t s = 0; s < probes.size(); ++s) {
-      probes[s] = choice_.size() == 0 ? -1 : choice_.candidate(choice_.pick(settings.grid[s])).token;
-    }
-  }
-
   void extend(const Group& group, const Request& request, const Settings& settings, Path& path,
               std::vector<Fork>* forks) {
-    while (static_cast<int32_t>(path.tokens.size()) < request.max_tokens) {
-      const auto depth = static_cast<int64_t>(path.tokens.size());
-      choice_.read(forest_, group, contexts_, own_, request, request.position + depth);
-      if (choice_.size() == 0) return;
+    // `choice_` is that behind the path so far.
+    while (static_cast<int32_t>(path.tokens.size()) < request.max_tokens && choice_.size() > 0) {
       const size_t best = choice_.pick(settings.sharpness);
       const Drafted drafted = choice_.weigh(best, own_, settings.calibration);
       if (forks != nullptr) note_forks(best, settings, path, *forks);
       if (path.probability * drafted.acceptance < settings.floor) return;
       path.probability *= drafted.acceptance;
       path.tokens.push_back(drafted);
-      forest_.advance(group, contexts_, drafted.token);
+      step(group, request, path);
     }
+  }
+
+  // Read the choice behind the path's last token, unless the path is full.
+  void step(const Group& group, const Request& request, const Path& path) {
+    const auto length = static_cast<int32_t>(path.tokens.size());
+    if (length >= request.max_tokens) return;
+    forest_.advance(group, contexts_, path.tokens.back().token);
+    choice_.read(forest_, group, contexts_, own_, request, request.position + length);
   }
 
   void note_forks(size_t best, const Settings& settings, const Path& path, std::vector<Fork>& forks) {
