@@ -1,4 +1,4 @@
-"""What a model folder says about itself, read from its small files, so that bad input is refused before any long work."""
+"""What a model folder says about itself, read from its small files, so that bad input is refused at once."""
 
 from __future__ import annotations
 

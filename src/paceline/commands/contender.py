@@ -81,7 +81,8 @@ class Contender:
             answer = self._pipe.recv()
         except EOFError as error:
             raise EngineError(
-                f"the engine of method {self.name!r} died (exit code {self._exit_code()}); its last words:\n{self._words()}"
+                f"the engine of method {self.name!r} died (exit code {self._exit_code()}); its last words:\n"
+                f"{self._words()}"
             ) from error
         self._busy = False
         if isinstance(answer, Exception):

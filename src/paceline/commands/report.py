@@ -24,5 +24,5 @@ def report(
 
     page = build_report(run_dir)
     typer.echo(f"report: {page}")
-    if open_page and not typer.launch(page.resolve().as_uri()) == 0:
+    if open_page and typer.launch(page.resolve().as_uri()) != 0:
         typer.echo("no web browser could be started here: open the file yourself", err=True)

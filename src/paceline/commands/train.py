@@ -38,7 +38,9 @@ def train(
     steps: Annotated[int | None, typer.Option(help="Training steps, in place of the recipe's.")] = None,
     overrides: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="KEY.PATH=VALUE", help="Change a value of the recipe; may be repeated."),
+        typer.Option(
+            "--set", metavar="KEY.PATH=VALUE", help="Change a value of the recipe; may be repeated."
+        ),
     ] = None,
 ) -> None:
     """Train a policy with reinforcement learning; rollouts draft, tokens stay those of plain decoding.
@@ -105,10 +107,14 @@ def _facts(summary: Summary, out: Path) -> list[tuple[str, str]]:
             ("same tokens", f"{summary.diverged_tokens} of {summary.compared_tokens} compared tokens differ")
         )
     if summary.acceptance_length:
-        facts.append(("acceptance length", f"{summary.acceptance_length:.2f} tokens per response and engine step"))
+        facts.append(
+            ("acceptance length", f"{summary.acceptance_length:.2f} tokens per response and engine step")
+        )
     total_s = sum(summary.phases_s.values())
     if total_s:
         ordered = sorted(summary.phases_s.items(), key=lambda item: -item[1])
-        shares = (f"{name.replace('_', ' ')} {seconds:.0f} s ({seconds / total_s:.0%})" for name, seconds in ordered)
+        shares = (
+            f"{name.replace('_', ' ')} {seconds:.0f} s ({seconds / total_s:.0%})" for name, seconds in ordered
+        )
         facts.append(("time", ", ".join(shares)))
     return [*facts, ("run folder", str(out)), ("report", str(summary.report))]
