@@ -216,9 +216,7 @@ struct Entry {
 
 struct Candidate {
   int32_t token;
-  uint32_t depth;  // longest context that has it
-  uint32_t count;  // occurrences after that context
-  uint32_t mask;   // responses of these
+  uint32_t mask;  // responses it occurred in after the longest context that has it (groups, if that is shared)
   double probability;
 };
 
@@ -356,13 +354,13 @@ class Trie {
     reach *= escape;
     if (entry.node == kImplicit) {
       const Record& record = records_[entry.record];
-      add(out, record.text[entry.offset], depth, 1, record.bit, weight);
+      add(out, record.text[entry.offset], record.bit, weight);
       return;
     }
     uint32_t child = nodes_[entry.node].first_child;
     for (uint32_t i = 0; child != 0 && i < kWidth; ++i, child = nodes_[child].next) {
       const Node& node = nodes_[child];
-      add(out, node.token, depth, node.count, node.mask, weight * node.count);
+      add(out, node.token, node.mask, weight * node.count);
     }
   }
 
@@ -560,15 +558,14 @@ class Trie {
     return true;
   }
 
-  static void add(std::vector<Candidate>& out, int32_t token, uint32_t depth, uint32_t count, uint32_t mask,
-                  double probability) {
+  static void add(std::vector<Candidate>& out, int32_t token, uint32_t mask, double probability) {
     for (Candidate& candidate : out) {
       if (candidate.token == token) {
         candidate.probability += probability;
         return;
       }
     }
-    out.push_back({token, depth, count, mask, probability});
+    out.push_back({token, mask, probability});
   }
 
   bool matches_leaf(uint32_t leaf, std::span<const int32_t> rest) const {

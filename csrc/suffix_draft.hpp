@@ -7,12 +7,11 @@
 
 namespace paceline {
 
-// A calibration cell is (probability, margin, match length, support), see `cell_of`.
+// A calibration cell is (dice or not, several responses or one, probability, margin). Replays of recorded responses
+// showed no use in the match length once the probability is interpolated.
 inline constexpr uint32_t kProbabilityBins = 8;
 inline constexpr uint32_t kMarginBins = 8;
-inline constexpr uint32_t kMatchBins = 4;
-inline constexpr uint32_t kSupportBins = 4;
-inline constexpr uint32_t kNumCells = kProbabilityBins * kMarginBins * kMatchBins * kSupportBins;
+inline constexpr uint32_t kNumCells = 2 * 2 * kProbabilityBins * kMarginBins;
 
 inline constexpr std::array<double, kProbabilityBins - 1> kProbabilityEdges{0.15, 0.30, 0.45, 0.60, 0.75, 0.88, 0.96};
 inline constexpr std::array<double, kMarginBins - 1> kMarginEdges{-0.5, 0.3, 0.9, 1.6, 2.5, 3.6, 5.0};
@@ -24,18 +23,11 @@ inline uint32_t bin_of(const std::array<double, N>& edges, double value) {
   return bin;
 }
 
-// Whose text supports a candidate: once in the own, once in another response, often in one, in several responses.
-inline uint32_t support_of(const Candidate& c, uint32_t own) {
-  if (!std::has_single_bit(c.mask)) return 3;
-  if (c.count > 1) return 2;
-  return c.mask == own ? 0 : 1;
-}
-
-inline uint32_t cell_of(const Candidate& c, double margin, uint32_t own) {
-  uint32_t cell = bin_of(kProbabilityEdges, c.probability);
-  cell = cell * kMarginBins + bin_of(kMarginEdges, margin);
-  cell = cell * kMatchBins + step_class(c.depth, 2, 4, 8);
-  return cell * kSupportBins + support_of(c, own);
+inline uint32_t cell_of(const Candidate& c, double margin, bool noisy) {
+  uint32_t cell = noisy ? 1 : 0;
+  cell = cell * 2 + (std::has_single_bit(c.mask) ? 0 : 1);
+  cell = cell * kProbabilityBins + bin_of(kProbabilityEdges, c.probability);
+  return cell * kMarginBins + bin_of(kMarginEdges, margin);
 }
 
 struct Request {
@@ -101,8 +93,8 @@ class Choice {
     return noisy_ ? strength(i) - rival : std::log(strength(i) / rival);
   }
 
-  Drafted weigh(size_t i, uint32_t own, std::span<const float> calibration) const {
-    const uint32_t cell = cell_of(candidates_[i], margin(i), own);
+  Drafted weigh(size_t i, std::span<const float> calibration) const {
+    const uint32_t cell = cell_of(candidates_[i], margin(i), noisy_);
     return {candidates_[i].token, calibration[cell], static_cast<int32_t>(cell)};
   }
 
@@ -189,7 +181,7 @@ class Drafter {
     // `choice_` is that behind the path so far.
     while (static_cast<int32_t>(path.tokens.size()) < request.max_tokens && choice_.size() > 0) {
       const size_t best = choice_.pick(settings.sharpness);
-      const Drafted drafted = choice_.weigh(best, own_, settings.calibration);
+      const Drafted drafted = choice_.weigh(best, settings.calibration);
       if (forks != nullptr) note_forks(best, settings, path, *forks);
       if (path.probability * drafted.acceptance < settings.floor) return;
       path.probability *= drafted.acceptance;
@@ -210,7 +202,7 @@ class Drafter {
     ranked_.clear();
     for (size_t i = 0; i < choice_.size(); ++i) {
       if (i == best) continue;
-      const Drafted other = choice_.weigh(i, own_, settings.calibration);
+      const Drafted other = choice_.weigh(i, settings.calibration);
       if (path.probability * other.acceptance >= settings.floor) ranked_.push_back(other);
     }
     std::stable_sort(ranked_.begin(), ranked_.end(),
