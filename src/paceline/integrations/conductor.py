@@ -126,10 +126,10 @@ class Conductor:
         self._add_phase("other", self._record.now_s() - begin_s - rollout.wall_s)
         self._record.write(comparison)
         self.comparisons.append(comparison)
+        ratio = comparison.plain_s / comparison.accelerated_s
         self._progress.say(
-            f"step {step}: rollout without drafts {comparison.plain_s:.1f} s, "
-            f"with {comparison.accelerated_s:.1f} s ({comparison.plain_s / comparison.accelerated_s:.2f}x), {comparison.diverged_tokens} of "
-            f"{comparison.tokens} tokens differ"
+            f"step {step}: rollout without drafts {comparison.plain_s:.1f} s, with {comparison.accelerated_s:.1f} s "
+            f"({ratio:.2f}x), {comparison.diverged_tokens} of {comparison.tokens} tokens differ"
         )
         return rollout
 

@@ -3,9 +3,10 @@
     from paceline.integrations.trl import GRPOTrainer
     trainer = GRPOTrainer(model=..., args=GRPOConfig(use_vllm=True, ...), ..., engine=RolloutEngine(...))
 
-Everything else stays TRL's: data, advantages, losses, importance-sampling correction, weight sync. Three doors
-are used (tests/contracts/test_trl_doors.py): the class `VLLMGeneration` that the trainer looks up when it is
-built, the method `_calculate_rewards`, and `_metrics`. Reward functions receive the columns of `rollout_columns`.
+Everything else stays TRL's: data, advantages, losses, importance-sampling correction, weight sync. The doors used
+(tests/contracts/test_trl_doors.py): the class `VLLMGeneration`, which the trainer looks up when it is built; the
+method `_calculate_rewards` and `_metrics`, by which the columns of `rollout_columns` reach reward functions and logs;
+two methods in which padding is saved (padding.py).
 
 Invariant: a response's dice key is a pure function of (run seed, training or evaluation, optimizer step, rollout
 within the step, prompt's place and token ids, sample): every step throws new dice, a resumed run the same ones.
@@ -22,6 +23,7 @@ import trl.trainer.rloo_trainer as rloo_module
 
 from paceline.dice import derive_key
 from paceline.errors import ConfigError, UnsupportedError
+from paceline.integrations.padding import ORDER_FREE_LOSSES, score_trimmed, sort_by_length
 from paceline.types import Response, RolloutRequest
 
 if TYPE_CHECKING:
@@ -224,6 +226,8 @@ class EngineTrainer:
     model: Any
     state: Any
     _metrics: Any
+    _buffered_inputs: Any
+    _step: int
 
     def __init__(
         self,
@@ -254,6 +258,37 @@ class EngineTrainer:
         for name, value in rollout_metrics(responses).items():
             self._metrics[mode][name].append(value)
         return super()._calculate_rewards(inputs, *args, **kwargs)  # type: ignore[misc]
+
+    def _prepare_inputs(self, generation_batch: Any) -> Any:
+        before = self._buffered_inputs
+        inputs = super()._prepare_inputs(generation_batch)  # type: ignore[misc]
+        fresh = self._buffered_inputs
+        if fresh is before or getattr(self, "loss_type", "grpo") not in ORDER_FREE_LOSSES:
+            return inputs
+        size = self.args.gradient_accumulation_steps
+        self._buffered_inputs = [
+            batch
+            for start in range(0, len(fresh), size)
+            for batch in sort_by_length(fresh[start : start + size])
+        ]
+        return self._buffered_inputs[self._step % self.args.steps_per_generation]
+
+    def _get_per_token_logps_and_entropies(
+        self,
+        model: Any,
+        input_ids: Any,
+        attention_mask: Any,
+        logits_to_keep: int,
+        batch_size: int | None = None,
+        **options: Any,
+    ) -> Any:
+        def score(ids: Any, mask: Any, kept: int) -> Any:
+            return super(EngineTrainer, self)._get_per_token_logps_and_entropies(  # type: ignore[misc]
+                model, ids, mask, kept, **options
+            )
+
+        size = batch_size or len(input_ids)
+        return score_trimmed(score, input_ids, attention_mask, logits_to_keep, size)
 
 
 @contextmanager

@@ -1,0 +1,172 @@
+"""A whole run: recorded, compared, evaluated; interrupted at a bad moment and resumed, it ends bit for bit the same."""
+
+from __future__ import annotations
+
+import io
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import DigitTask
+from rich.console import Console
+
+import paceline.integrations.training_run as training_run
+from paceline.errors import ConfigError
+from paceline.integrations.conductor import Conductor, Summary
+from paceline.integrations.recipe import Recipe
+from paceline.integrations.training_run import TrainingRun
+from paceline.record import (
+    Comparison,
+    EngineStepSample,
+    Evaluation,
+    RecordReader,
+    ResponseDone,
+    RunEnd,
+    TrainStep,
+)
+
+
+@pytest.fixture(autouse=True)
+def digit_task(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training_run, "load_task", lambda name, **options: DigitTask())
+
+
+def make_recipe(policy_dir: Path, **sections: Any) -> Recipe:
+    fields: dict[str, Any] = {
+        "task": {"name": "countdown", "problems": 16},
+        "model": str(policy_dir),
+        "steps": 4,
+        "algorithm": {"name": "dapo", "mask_truncated": False},
+        "batch": {"prompts": 2, "group_size": 4, "micro_batch": 4},
+        "lengths": {"prompt_tokens": 32, "response_tokens": 48},
+        "optimizer": {"learning_rate": 5e-3},
+        "capacity": {"dtype": "float32", "kv_cache_mib": 64},
+        "evaluation": {"problems": 4, "every": 2},
+        "compare": {"every": 2},
+        "output": {"save_every": 3},
+    }
+    return Recipe.model_validate(fields | sections)
+
+
+def run(recipe: Recipe, folder: Path, **options: Any) -> tuple[Summary, str]:
+    screen = io.StringIO()
+    summary = TrainingRun(recipe, folder, Console(file=screen, width=200), **options).run()
+    return summary, screen.getvalue()
+
+
+def read(folder: Path, kind: type) -> list[Any]:
+    with RecordReader(folder) as reader:
+        return [event for event in reader if isinstance(event, kind)]
+
+
+def weights(folder: Path) -> dict[str, Any]:
+    from safetensors.torch import load_file
+
+    return load_file(folder / "policy" / "model.safetensors")
+
+
+@pytest.fixture(scope="module")
+def whole(policy_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Summary, str]:
+    """An uninterrupted run."""
+    folder = tmp_path_factory.mktemp("run") / "whole"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(training_run, "load_task", lambda name, **options: DigitTask())
+        summary, screen = run(make_recipe(policy_dir), folder)
+    return folder, summary, screen
+
+
+def test_run_records_everything(whole: tuple[Path, Summary, str]) -> None:
+    folder, summary, screen = whole
+    steps = read(folder, TrainStep)
+    assert [step.step for step in steps] == [1, 2, 3, 4]
+    assert all(step.phases.rollout_s > 0 and step.phases.train_s > 0 for step in steps)
+    assert all(
+        step.phases.push_weights_s > 0 for step in steps[1::2]
+    )  # evaluations push for the next step too
+    assert all(step.metrics["sampling/sampling_logp_difference/max"] < 1e-4 for step in steps)
+    responses = read(folder, ResponseDone)
+    assert len(responses) == 4 * 8
+    assert sum(r.response_tokens for r in responses) == sum(step.tokens for step in steps)
+    assert all(response.reward is not None for response in responses)
+    generated = sum(sample.num_generated_tokens for sample in read(folder, EngineStepSample))
+    assert generated == sum(step.tokens for step in steps)
+    assert [e.step for e in read(folder, Evaluation)] == sorted(summary.solve_rates) == [0, 2, 4]
+    assert read(folder, RunEnd)[-1].reason == summary.reason == "finished"
+    assert (folder / "report.html").is_file()
+    assert "\x1b" not in screen
+    assert "step 4/4" in screen
+
+
+def test_comparison_finds_the_same_tokens(whole: tuple[Path, Summary, str]) -> None:
+    folder, summary, _ = whole
+    comparisons = read(folder, Comparison)
+    assert [comparison.step for comparison in comparisons] == [1, 3]
+    assert summary.compared_tokens == sum(comparison.tokens for comparison in comparisons) > 0
+    assert summary.diverged_tokens == 0
+
+
+def test_resumed_run_is_the_uninterrupted_one(
+    whole: tuple[Path, Summary, str], policy_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, recipe = tmp_path / "cut", make_recipe(policy_dir)
+    interrupt_rewards(monkeypatch, call=3)
+    summary, _ = run(recipe, folder)
+    assert summary.reason == read(folder, RunEnd)[-1].reason == "interrupted"
+    assert summary.steps == 2
+    assert not (folder / "policy").exists()
+
+    monkeypatch.undo()
+    monkeypatch.setattr(training_run, "load_task", lambda name, **options: DigitTask())
+    summary, _ = run(recipe, folder, resume=True)
+    assert summary.reason == "finished"
+    assert summary.solve_rates == whole[1].solve_rates
+    expected = weights(whole[0])
+    for name, weight in weights(folder).items():
+        assert weight.equal(expected[name]), name
+
+    def course(run_folder: Path) -> list[Any]:
+        return [
+            (r.step, r.group, r.sample, r.response_tokens, r.finish_reason, r.reward)
+            for r in read(run_folder, ResponseDone)
+        ]
+
+    assert course(folder) == course(whole[0])
+
+
+def interrupt_rewards(monkeypatch: pytest.MonkeyPatch, call: int) -> None:
+    """Send Ctrl-C while the rewards of the given step are computed: its rollout is done, its update is not."""
+    original, calls = Conductor.reward, []
+
+    def reward(self: Conductor, completions: Sequence[str], **columns: Any) -> list[float]:
+        calls.append(1)
+        if len(calls) == call:
+            signal.raise_signal(signal.SIGINT)
+        return original(self, completions, **columns)
+
+    monkeypatch.setattr(Conductor, "reward", reward)
+
+
+def test_resume_refuses_another_recipe(whole: tuple[Path, Summary, str], policy_dir: Path) -> None:
+    recipe = make_recipe(policy_dir, seed=1)
+    with pytest.raises(ConfigError, match="seed was 0 and is 1"):
+        run(recipe, whole[0], resume=True)
+
+
+def test_existing_run_is_not_overwritten(whole: tuple[Path, Summary, str], policy_dir: Path) -> None:
+    with pytest.raises(ConfigError, match="--resume, replace it with --overwrite"):
+        run(make_recipe(policy_dir), whole[0])
+
+
+def test_long_prompt_is_refused_before_the_engine_starts(policy_dir: Path, tmp_path: Path) -> None:
+    recipe = make_recipe(policy_dir, lengths={"prompt_tokens": 8, "response_tokens": 16})
+    with pytest.raises(ConfigError, match=r"has 1\d tokens, lengths.prompt_tokens is 8"):
+        run(recipe, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_too_long_context_is_refused_before_the_engine_starts(policy_dir: Path, tmp_path: Path) -> None:
+    recipe = make_recipe(policy_dir, lengths={"prompt_tokens": 64, "response_tokens": 300})
+    with pytest.raises(ConfigError, match="exceeds the 256 positions"):
+        run(recipe, tmp_path / "run")
