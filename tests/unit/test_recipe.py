@@ -1,0 +1,130 @@
+"""Recipes: what is read, what is refused, and whether the message says what to do."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.errors import ConfigError
+from paceline.integrations.recipe import Recipe, check_resumable, load_recipe
+
+MINIMAL = "task: {name: countdown}\nmodel: policy\nsteps: 4\n"
+RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "recipe.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_minimal_recipe_has_defaults_and_paths_relative_to_the_file(tmp_path: Path) -> None:
+    text = MINIMAL + "engine: {model_drafter: small}\n"
+    recipe = load_recipe(write(tmp_path, text))
+    assert recipe.model == str(tmp_path / "policy")
+    assert recipe.engine.model_drafter == str(tmp_path / "small")
+    assert recipe.batch.responses == 64
+    assert recipe.batch.accumulation == 8
+    assert recipe.context_tokens == 768
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_shipped_recipe_loads(path: Path) -> None:
+    load_recipe(path)
+
+
+def test_overrides_win_and_are_yaml(tmp_path: Path) -> None:
+    path = write(tmp_path, MINIMAL)
+    overrides = ["batch.prompts=2", "optimizer.learning_rate=3e-4", "trl.delta=2e0", "model=/elsewhere"]
+    recipe = load_recipe(path, overrides)
+    assert recipe.batch.prompts == 2
+    assert recipe.optimizer.learning_rate == 3e-4
+    assert recipe.trl == {"delta": 2.0}
+    assert recipe.model == "/elsewhere"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("promts: 3", "unknown key promts = 3"),
+        ("batch: {promts: 3}", "did you mean batch.prompts?"),
+        ("learning_rate: 0.1", "it belongs to optimizer.learning_rate"),
+        ("batch: {wat: 1}", "there are: prompts, group_size, micro_batch, updates"),
+        ("batch: {prompts: 3, group_size: 3, micro_batch: 2}", "9 responses cannot be cut into"),
+        ("batch: {group_size: 1}", "batch.group_size = 1: Input should be greater than or equal to 2"),
+        ("algorithm: {name: ppo}", "algorithm.name = 'ppo': Input should be 'grpo', 'dapo'"),
+        ("optimizer: {learning_rate: .inf}", "optimizer.learning_rate = inf"),
+        ("sampling: {temperature: 0}", "sampling.temperature = 0"),
+        ("engine: {budget: {policy: fastest}}", "engine.budget.policy = 'fastest'"),
+    ],
+)
+def test_bad_value_is_named_with_its_remedy(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load_recipe(write(tmp_path, MINIMAL + text))
+    assert message in str(error.value)
+    assert "recipe.yaml" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "must be a mapping"),
+        ("- 1", "must be a mapping"),
+        ("a: [", "is not YAML"),
+        ("steps: 3", "model is missing"),
+    ],
+)
+def test_bad_file_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_recipe(write(tmp_path, text))
+
+
+def test_missing_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nothing\.yaml: No such file"):
+        load_recipe(tmp_path / "nothing.yaml")
+
+
+@pytest.mark.parametrize("override", ["steps", "=3", "a..b=1", "steps.x=1", "steps=[", "task.name.x=1"])
+def test_bad_override_is_named(tmp_path: Path, override: str) -> None:
+    with pytest.raises(ConfigError, match="--set"):
+        load_recipe(write(tmp_path, MINIMAL), [override])
+
+
+@given(st.text(max_size=60))
+def test_no_override_breaks_the_reader(text: str) -> None:
+    """Whatever is given with --set, the answer is a recipe or one clear error."""
+    path = Path(__file__).parents[2] / "recipes" / "countdown.yaml"
+    try:
+        assert isinstance(load_recipe(path, [text]), Recipe)
+    except ConfigError as error:
+        assert str(error)
+
+
+def test_resume_allows_what_changes_no_result_and_nothing_else(tmp_path: Path) -> None:
+    path = write(tmp_path, MINIMAL)
+    recorded = load_recipe(path).model_dump(mode="json")
+    check_resumable(load_recipe(path, ["steps=9", "compare.every=2", "output.keep=1"]), recorded)
+    for override in ("seed=1", "batch.prompts=4", "engine.max_draft_tokens=8", "trl.delta=2.0"):
+        with pytest.raises(ConfigError, match=override.split("=")[0]):
+            check_resumable(load_recipe(path, [override]), recorded)
+
+
+def test_schedule_with_an_end_fixes_the_steps(tmp_path: Path) -> None:
+    path = write(tmp_path, MINIMAL + "optimizer: {schedule: linear}\n")
+    recorded = load_recipe(path).model_dump(mode="json")
+    with pytest.raises(ConfigError, match="steps was 4 and is 9"):
+        check_resumable(load_recipe(path, ["steps=9"]), recorded)
+
+
+def test_reading_a_recipe_imports_nothing_heavy() -> None:
+    code = (
+        "import sys, paceline.integrations.recipe, paceline.integrations.run_folder; "
+        "print([m for m in ('torch', 'vllm', 'trl', 'transformers') if m in sys.modules])"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "[]"

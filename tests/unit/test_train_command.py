@@ -1,0 +1,73 @@
+"""`paceline train` refuses at once, in one line and with an exit code, what cannot work."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+RECIPE = "task: {name: countdown}\nmodel: policy\nsteps: 4\n"
+PROGRAM = (
+    "import sys\n"
+    "from paceline.cli import main\n"
+    "try:\n"
+    "    main()\n"
+    "finally:\n"
+    "    heavy = [m for m in ('torch', 'vllm', 'trl') if m in sys.modules]\n"
+    "    print('heavy', heavy)\n"
+)
+
+
+def train(*words: str) -> tuple[int, str, str]:
+    """Exit code, standard output and standard error of `paceline train`."""
+    made = subprocess.run([sys.executable, "-c", PROGRAM, "train", *words], capture_output=True, text=True)
+    return made.returncode, made.stdout, made.stderr
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> str:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(RECIPE)
+    return str(path)
+
+
+def test_existing_folder_is_refused_before_anything_heavy_is_imported(recipe: str, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    out.mkdir()
+    (out / "record.jsonl").touch()
+    code, printed, error = train(recipe, "--out", str(out))
+    assert (code, printed) == (2, "heavy []\n")
+    assert error.startswith(f"error: --out {out} exists: continue that run with --resume")
+    assert "Traceback" not in error
+
+
+def test_overwrite_keeps_what_is_no_run(recipe: str, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    out.mkdir()
+    (out / "thesis.tex").touch()
+    code, _, error = train(recipe, "--out", str(out), "--overwrite")
+    assert code == 2
+    assert "holds something other than a run" in error
+    assert (out / "thesis.tex").exists()
+
+
+def test_contradicting_options_are_refused(recipe: str, tmp_path: Path) -> None:
+    code, _, error = train(recipe, "--out", str(tmp_path / "run"), "--resume", "--overwrite")
+    assert code == 2
+    assert "contradict" in error
+
+
+def test_missing_model_is_refused_and_leaves_no_run(recipe: str, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    code, _, error = train(recipe, "--out", str(out), "--steps", "2")
+    assert code == 3
+    assert f"model folder {tmp_path / 'policy'} does not exist" in error
+    assert not (out / "record.jsonl").exists()
+
+
+def test_unknown_key_is_refused_at_once(recipe: str, tmp_path: Path) -> None:
+    code, printed, error = train(recipe, "--out", str(tmp_path / "run"), "--set", "batch.promts=3")
+    assert (code, printed) == (2, "heavy []\n")
+    assert "did you mean batch.prompts?" in error
