@@ -533,7 +533,8 @@ class Trie {
   }
 
   bool has_continuation(const Entry& entry) const {
-    return entry.node != kImplicit || entry.offset < records_[entry.record].text.size();
+    if (entry.node != kImplicit) return nodes_[entry.node].total() > 0;
+    return entry.offset < records_[entry.record].text.size();
   }
 
   bool enter(uint32_t id, std::vector<Entry>& chain) const {

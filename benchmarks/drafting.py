@@ -1,0 +1,293 @@
+"""Replay of recorded responses: accepted tokens per step and time per token, drafter by drafter.
+
+All responses of a group advance in lockstep, as one engine batch: each step every response gets up to K draft tokens,
+its recorded continuation decides how many are accepted, accepted tokens and the bonus token are appended. Recorded
+text has no dice, so every drafter is greedy here. Times are those of the draft and append calls alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import platform
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from itertools import islice
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from paceline.drafting import lookup, suffix
+from paceline.planning import acceptance
+from paceline.types import DraftBatch, DraftQuery
+
+DEFAULT_GROUPS = Path("../shared/data/groups/grpo_gsm8k_tools_64x16.jsonl.gz")
+GRID = np.array([np.inf], dtype=np.float32)
+
+
+@dataclass
+class Tally:
+    """Sums over a replay."""
+
+    steps: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    def row(self, system: str) -> dict[str, Any]:
+        return {
+            "system": system,
+            "acceptance_length": 1 + self.accepted / max(self.steps, 1),
+            "drafted_per_step": self.drafted / max(self.steps, 1),
+            "us_per_token": 1e6 * self.seconds / max(self.tokens, 1),
+            "acceptance_rate": self.accepted / max(self.drafted, 1),
+            "steps": self.steps,
+            "tokens": self.tokens,
+            **self.extra,
+        }
+
+
+class System(Protocol):
+    """A drafter under test; each call returns the seconds it spent in the drafter itself."""
+
+    name: str
+
+    def begin(self, group: int, prompt: np.ndarray, responses: list[np.ndarray]) -> None: ...
+    def draft(self, running: list[int], done: list[int], limit: int) -> tuple[list[list[int]], float]: ...
+    def append(self, running: list[int], new: list[np.ndarray], accepted: list[int]) -> float: ...
+    def end(self) -> None: ...
+
+
+class Arctic:
+    """Arctic Inference's suffix decoding as vLLM drives it: one cache, all requests."""
+
+    def __init__(self, name: str, factor: float, floor: float, depth: int, shared: bool) -> None:
+        from arctic_inference.suffix_decoding import SuffixDecodingCache
+
+        self.name, self._factor, self._floor, self._depth, self._shared = name, factor, floor, depth, shared
+        self._make = lambda: SuffixDecodingCache(max_tree_depth=depth)
+        self._cache = self._make()
+
+    def begin(self, group: int, prompt: np.ndarray, responses: list[np.ndarray]) -> None:
+        if not self._shared:
+            self._cache = self._make()
+        self._ids = [(group, r) for r in range(len(responses))]
+        self._texts = [np.concatenate([prompt, response]) for response in responses]
+        self._prompt_tokens = len(prompt)
+        for request in self._ids:
+            self._cache.start_request(request, prompt)
+
+    def draft(self, running: list[int], done: list[int], limit: int) -> tuple[list[list[int]], float]:
+        drafts, seconds = [], 0.0
+        for r, position in zip(running, done, strict=True):
+            end = self._prompt_tokens + position
+            context = self._texts[r][max(0, end - self._depth) : end]
+            start = time.perf_counter()
+            draft = self._cache.speculate(
+                self._ids[r],
+                context,
+                max_spec_tokens=limit,
+                max_spec_factor=self._factor,
+                min_token_prob=self._floor,
+            )
+            seconds += time.perf_counter() - start
+            drafts.append(draft.token_ids)
+        return drafts, seconds
+
+    def append(self, running: list[int], new: list[np.ndarray], accepted: list[int]) -> float:
+        start = time.perf_counter()
+        for r, tokens in zip(running, new, strict=True):
+            self._cache.add_active_response(self._ids[r], tokens)
+        return time.perf_counter() - start
+
+    def end(self) -> None:
+        for request in self._ids:
+            self._cache.stop_request(request)
+
+
+class Ours:
+    """A Paceline drafter with acceptance calibrated online, as in the engine's fast loop."""
+
+    def __init__(
+        self, name: str, drafter: suffix.SuffixForest | lookup.LookupDrafter, prior: np.ndarray, floor: float
+    ) -> None:
+        self.name, self._drafter, self._floor = name, drafter, floor
+        self.table = acceptance.AcceptanceTable.initial(prior)
+        self._group = 0
+        self._batch: DraftBatch | None = None
+
+    def begin(self, group: int, prompt: np.ndarray, responses: list[np.ndarray]) -> None:
+        self._group, self._prompt_tokens = group, len(prompt)
+        self._drafter.open_group(group, prompt)
+
+    def draft(self, running: list[int], done: list[int], limit: int) -> tuple[list[list[int]], float]:
+        n = len(running)
+        query = DraftQuery(
+            groups=np.full(n, self._group, np.int64),
+            responses=np.asarray(running, np.int64),
+            keys=np.zeros(n, np.uint64),
+            positions=np.asarray(done, np.int64) + self._prompt_tokens,
+            temperatures=np.zeros(n, np.float32),
+            max_tokens=np.full(n, limit, np.int32),
+        )
+        calibration = acceptance.estimate(self.table)
+        start = time.perf_counter()
+        batch = self._drafter.draft(
+            query, sharpness=np.inf, sharpness_grid=GRID, calibration=calibration, floor=self._floor
+        )
+        seconds = time.perf_counter() - start
+        self._batch = batch
+        return [batch.tokens[r, : batch.num_tokens[r]].tolist() for r in range(n)], seconds
+
+    def append(self, running: list[int], new: list[np.ndarray], accepted: list[int]) -> float:
+        offsets = np.zeros(len(new) + 1, np.int32)
+        np.cumsum([len(tokens) for tokens in new], out=offsets[1:])
+        groups = np.full(len(new), self._group, np.int64)
+        responses = np.asarray(running, np.int64)
+        flat = np.concatenate(new)
+        start = time.perf_counter()
+        self._drafter.append_batch(groups, responses, offsets, flat)
+        seconds = time.perf_counter() - start
+        if self._batch is not None:
+            self._learn(self._batch, accepted)
+        return seconds
+
+    def _learn(self, batch: DraftBatch, accepted: list[int]) -> None:
+        cells, outcomes = acceptance.verified_outcomes(
+            batch, batch.num_tokens, np.asarray(accepted, np.int32)
+        )
+        self.table = acceptance.update_acceptance(self.table, cells, outcomes)
+        self._batch = None
+
+    def end(self) -> None:
+        self._drafter.drop_group(self._group)
+
+
+def read_groups(path: Path) -> Iterator[tuple[str, list[str]]]:
+    """(prompt, responses) of each (model, prompt id) in the file, in its order."""
+    groups: dict[tuple[str, str], tuple[str, list[str]]] = {}
+    with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open() as lines:
+        for line in lines:
+            record = json.loads(line)
+            key = (str(record.get("model")), str(record["prompt_id"]))
+            groups.setdefault(key, (record["prompt"], []))[1].append(record["response"])
+    yield from (group for group in groups.values() if len(group[1]) > 1)
+
+
+def load_tokenizer() -> Any:
+    """The byte-pair tokenizer that mistral_common ships."""
+    import mistral_common
+    from mistral_common.tokens.tokenizers.tekken import Tekkenizer
+
+    return Tekkenizer.from_file(Path(mistral_common.__file__).parent / "data" / "tekken_240911.json")
+
+
+def replay(
+    system: System, group: int, prompt: np.ndarray, responses: list[np.ndarray], limit: int, tally: Tally
+) -> None:
+    """Advance all responses of a group in lockstep to their ends; the first token comes with the prefill."""
+    system.begin(group, prompt, responses)
+    done = [1] * len(responses)
+    running = [r for r, tokens in enumerate(responses) if len(tokens) > 1]
+    tally.seconds += system.append(running, [responses[r][:1] for r in running], [0] * len(running))
+    while running:
+        drafts, seconds = system.draft(running, [done[r] for r in running], limit)
+        tally.seconds += seconds
+        accepted = [agree(draft, responses[r], done[r]) for draft, r in zip(drafts, running, strict=True)]
+        new = [responses[r][done[r] : done[r] + a + 1] for a, r in zip(accepted, running, strict=True)]
+        tally.steps += len(running)
+        tally.drafted += sum(len(draft) for draft in drafts)
+        tally.accepted += sum(accepted)
+        tally.tokens += sum(len(tokens) for tokens in new)
+        tally.seconds += system.append(running, new, accepted)
+        for r, tokens in zip(running, new, strict=True):
+            done[r] += len(tokens)
+        running = [r for r in running if done[r] < len(responses[r])]
+    system.end()
+
+
+def agree(draft: list[int], response: np.ndarray, start: int) -> int:
+    """Draft tokens that equal the recorded continuation."""
+    count = 0
+    for token, actual in zip(draft, response[start : start + len(draft)].tolist(), strict=False):
+        if token != actual:
+            break
+        count += 1
+    return count
+
+
+def build_systems(floor: float, depth: int) -> list[System]:
+    systems: list[System] = []
+    try:
+        systems.append(Arctic("arctic default", 1.0, 0.1, 64, shared=True))
+        systems.append(Arctic("arctic factor 4, no floor", 4.0, 0.0, 64, shared=True))
+    except ImportError:
+        print("arctic_inference is not installed: its rows are left out")
+    systems.append(
+        Ours("paceline suffix", suffix.SuffixForest(max_depth=depth), suffix.prior_calibration(), floor)
+    )
+    systems.append(Ours("n-gram lookup", lookup.LookupDrafter(), lookup.prior_calibration(), floor))
+    return systems
+
+
+def run(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    tokenizer = load_tokenizer()
+    systems = build_systems(arguments.floor, arguments.depth)
+    tallies = [Tally() for _ in systems]
+    for number, (prompt, responses) in enumerate(islice(read_groups(arguments.groups), arguments.num_groups)):
+        prompt_ids = encode(tokenizer, prompt)
+        response_ids = [encode(tokenizer, text) for text in responses[: arguments.group_size]]
+        for system, tally in zip(systems, tallies, strict=True):
+            replay(system, number, prompt_ids, response_ids, arguments.draft_tokens, tally)
+    return [tally.row(system.name) for system, tally in zip(systems, tallies, strict=True)]
+
+
+def encode(tokenizer: Any, text: str) -> np.ndarray:
+    return np.asarray(tokenizer.encode(text, bos=False, eos=False), dtype=np.int32)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "--groups", type=Path, default=DEFAULT_GROUPS, help="JSONL (.gz) of recorded responses"
+    )
+    parser.add_argument("--num-groups", type=int, default=8)
+    parser.add_argument("--group-size", type=int, default=1000, help="responses of a group at most")
+    parser.add_argument("--draft-tokens", type=int, default=8, help="longest draft (K)")
+    parser.add_argument("--floor", type=float, default=0.02, help="least path probability of a draft")
+    parser.add_argument("--depth", type=int, default=24, help="longest context of our trie, tokens")
+    parser.add_argument("--json", type=Path, help="write the results here")
+    arguments = parser.parse_args()
+    if not arguments.groups.exists():
+        parser.error(f"{arguments.groups} does not exist: give recorded responses with --groups FILE")
+    return arguments
+
+
+def main() -> None:
+    arguments = parse()
+    rows = run(arguments)
+    print(f"{'system':28} {'acc. length':>11} {'drafted/step':>12} {'accepted %':>10} {'us/token':>9}")
+    for row in rows:
+        print(
+            f"{row['system']:28} {row['acceptance_length']:11.3f} {row['drafted_per_step']:12.2f} "
+            f"{100 * row['acceptance_rate']:10.1f} {row['us_per_token']:9.2f}"
+        )
+    if arguments.json:
+        result = {
+            "benchmark": "drafting",
+            "machine": {"processor": platform.processor() or platform.machine(), "system": platform.system()},
+            "versions": {name: version(name) for name in ("paceline", "numpy", "mistral_common")},
+            "groups": arguments.groups.name,
+            "rows": rows,
+        }
+        arguments.json.write_text(json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    main()
