@@ -10,10 +10,10 @@ import pytest
 import torch
 from conftest import VOCAB, make_model
 from drafters import ScriptedDrafter
-from recording import recorded
 
 from paceline.config import BudgetSettings, EngineSettings
 from paceline.engine import invariance
+from paceline.engine.audit import recorded
 from paceline.engine.rollout import RolloutEngine
 from paceline.types import RolloutRequest
 
@@ -41,7 +41,9 @@ def engine(request: pytest.FixtureRequest, wide_model: Path) -> Iterator[Rollout
         yield made
 
 
-def digests(engine: RolloutEngine, wanted: list[RolloutRequest], drafter: object) -> dict[tuple[int, int], bytes]:
+def digests(
+    engine: RolloutEngine, wanted: list[RolloutRequest], drafter: object
+) -> dict[tuple[int, int], bytes]:
     from vllm import SamplingParams
 
     own, engine.scheduler.loop.drafter = engine.scheduler.loop.drafter, drafter

@@ -9,7 +9,7 @@ from __future__ import annotations
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, cast
 
-from paceline.errors import InstallError
+from paceline.errors import InstallError, RequestError
 
 SUPPORTED = ("0.32",)
 """Release lines of vLLM whose doors were checked."""
@@ -49,6 +49,7 @@ from vllm.utils.torch_utils import PIN_MEMORY  # noqa: E402
 from vllm.v1.core.sched.output import SchedulerOutput  # noqa: E402
 from vllm.v1.core.sched.scheduler import Scheduler  # noqa: E402
 from vllm.v1.engine import EngineCoreOutputs  # noqa: E402
+from vllm.v1.kv_cache_interface import FullAttentionSpec  # noqa: E402
 from vllm.v1.outputs import DraftTokenIds, LogprobsTensors, ModelRunnerOutput, SamplerOutput  # noqa: E402
 from vllm.v1.request import Request  # noqa: E402
 from vllm.v1.sample.logits_processor import BUILTIN_LOGITS_PROCESSORS, LogitsProcessors  # noqa: E402
@@ -67,6 +68,7 @@ __all__ = [
     "BUILTIN_LOGITS_PROCESSORS",
     "DraftTokenIds",
     "EngineCoreOutputs",
+    "FullAttentionSpec",
     "LogitBiasLogitsProcessor",
     "LogitsProcessors",
     "LogprobsTensors",
@@ -144,6 +146,11 @@ def allow_exact_options() -> None:
     def validate(self: Any, speculative_config: Any) -> None:
         model = getattr(speculative_config, "model", None)
         if isinstance(model, str) and model.startswith("paceline."):
+            if self.n > 1 and "paceline_key" in (self.extra_args or {}):
+                raise RequestError(
+                    f"paceline_key with n={self.n}: a key names one response, so all would be equal; "
+                    "give one request per key, or a seed"
+                )
             return
         check(self, speculative_config)
 

@@ -1,4 +1,4 @@
-"""A sampler that remembers the logits behind every token that became part of a response."""
+"""The auditor: a sampler that remembers the logits behind every token, for the exactness benchmark and the tests."""
 
 from __future__ import annotations
 
