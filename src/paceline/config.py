@@ -51,7 +51,11 @@ class EngineSettings(Section):
     """Longest draft of one request in one step. vLLM refuses more than 128 tokens."""
 
     num_paths: int = Field(default=1, ge=1, le=8)
-    """Draft paths per request, verified by row expansion; more than one is used only in small batches."""
+    """Draft paths per request, verified by row expansion; more than one is used only in small batches. Needs the
+    suffix drafter, which alone proposes several."""
+
+    max_alternatives: int = Field(default=16, ge=1, le=256)
+    """Draft paths beyond one per request that a step verifies at most; each lays claim to one block of KV cache."""
 
     draft_floor: float = Field(default=0.05, ge=0.0, lt=1.0)
     """A draft ends where the probability that all of it is accepted falls below this."""
@@ -70,6 +74,15 @@ class EngineSettings(Section):
 
     budget: BudgetSettings = Field(default_factory=lambda: BudgetSettings())
     """How many drafted tokens are verified in each step."""
+
+    @model_validator(mode="after")
+    def _paths_fit(self) -> EngineSettings:
+        if self.num_paths > 1 and self.drafter != "suffix":
+            raise ValueError(
+                f"num_paths={self.num_paths} needs drafter='suffix', which alone proposes several paths, "
+                f"not {self.drafter!r}: set num_paths=1"
+            )
+        return self
 
 
 class BudgetSettings(Section):

@@ -91,11 +91,13 @@ class StepObservation:
     num_prefill_tokens: int
     step_s: float
     """Wall time from schedule to output, seconds."""
+    num_alternatives: int = 0
+    """Draft paths beyond one per request; each sends the request's last token through the target once more."""
 
     @property
     def num_tokens(self) -> int:
         """Tokens that went through the target in the step."""
-        return self.num_requests + self.num_draft_tokens + self.num_prefill_tokens
+        return self.num_requests + self.num_draft_tokens + self.num_prefill_tokens + self.num_alternatives
 
 
 @dataclass(frozen=True, slots=True)

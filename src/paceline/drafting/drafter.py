@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from paceline.types import DraftBatch, DraftQuery, Float32Array, Int32Array, Int64Array
+
+if TYPE_CHECKING:
+    from paceline.drafting.suffix import DraftPaths
 
 
 class Drafter(Protocol):
@@ -44,3 +47,13 @@ class Drafter(Protocol):
 
     def clear(self) -> None:
         """Drop all groups."""
+
+
+@runtime_checkable
+class PathDrafter(Drafter, Protocol):
+    """A drafter that can propose several diverging paths per request."""
+
+    def draft_paths(
+        self, query: DraftQuery, *, num_paths: int, sharpness: float, calibration: Float32Array, floor: float
+    ) -> DraftPaths:
+        """Up to `num_paths` paths for each row of `query`, the one of `draft` first, the others best first."""

@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from paceline.config import EngineSettings
-from paceline.drafting.drafter import Drafter
-from paceline.planning import acceptance, budget, sharpness
+from paceline.config import BudgetSettings, EngineSettings
+from paceline.drafting.drafter import Drafter, PathDrafter
+from paceline.planning import acceptance, budget, paths, sharpness
 from paceline.planning.latency import StepTimeModel, update_measured_time
 from paceline.types import (
     DraftBatch,
@@ -26,11 +26,23 @@ from paceline.types import (
     DraftQuery,
     Float32Array,
     Int32Array,
+    Int64Array,
     ModelDrafts,
     StepObservation,
 )
 
 GRID = np.asarray(sharpness.SHARPNESS_GRID, dtype=np.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class Alternatives:
+    """Draft paths beyond one per request, in the order in which they were chosen."""
+
+    owners: Int64Array  # [num_alternatives] row of the request in the query
+    tokens: Int32Array  # [num_alternatives, max_draft_tokens]
+    lengths: Int32Array  # [num_alternatives] draft tokens to verify
+    covered: Int32Array  # [num_alternatives] first tokens that an earlier path of the request verifies too
+    cells: Int32Array  # [num_alternatives, max_draft_tokens] calibration cells, of the model-free drafter
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +55,8 @@ class Proposal:
     from_model: np.ndarray  # [num_requests] bool: the candidate came from the model drafter
     candidates: tuple[DraftBatch | None, DraftBatch | None]
     """All model-free and all model candidates, for the sharpness of both drafters."""
+    alternatives: Alternatives | None
+    """Further paths of some requests; None when one path each is best."""
 
 
 class _Learned:
@@ -59,8 +73,8 @@ class _Learned:
         """Exponent on the drafter's distribution."""
         return self._sharpness.beta if self._fixed is None else self._fixed
 
-    def learn(self, drafts: DraftBatch, verified: Int32Array, accepted: Int32Array) -> None:
-        cells, outcomes = acceptance.verified_outcomes(drafts, verified, accepted)
+    def learn(self, cells: Int32Array, outcomes: acceptance.BoolArray) -> None:
+        """cells, outcomes: of each draft token that the step says something about. [num_told]"""
         if cells.size:
             self.table = acceptance.update_acceptance(self.table, cells, outcomes)
             self.calibration = acceptance.estimate(self.table)
@@ -130,10 +144,22 @@ class FastLoop:
             self.drafter, self._resting = self._resting, self.drafter
             self.drafting = wanted
 
+    def use_budget(self, settings: BudgetSettings, state: budget.BudgetState | None = None) -> None:
+        """Go on with another policy, and with `state` if it was used before; only between responses."""
+        self._flush()
+        self._settings = self._settings.model_copy(update={"budget": settings})
+        self.budget = state if state is not None else budget.BudgetState.initial(settings)
+
     # -- a step
 
-    def propose(self, query: DraftQuery, num_other_tokens: int) -> Proposal:
-        """Draft for every request of `query` and let the budget cut. `num_other_tokens`: prefill tokens beside it."""
+    def propose(self, query: DraftQuery, num_other_tokens: int, max_alternatives: int = 0) -> Proposal:
+        """Draft for every request of `query` and let the budget cut.
+
+        Args:
+            query: what to draft for.
+            num_other_tokens: prefill tokens in the same step.
+            max_alternatives: draft paths beyond one per request that the step has room for.
+        """
         self._flush()
         self._batch_size = len(query.groups)
         free = self._draft_free(query)
@@ -148,7 +174,65 @@ class FastLoop:
         )
         lengths = budget.decide(snapshot, self.budget, self._settings.budget)
         self._expected = budget.expected_accepted(snapshot, lengths)
-        return Proposal(batch, lengths, from_model, (free, model))
+        alternatives = None
+        if max_alternatives and paths.may_pay(
+            batch.path_probability,
+            lengths,
+            num_other_tokens,
+            self._expected,
+            self.budget,
+            self._settings.budget,
+        ):
+            most = np.where(from_model, self._settings.num_paths - 1, self._settings.num_paths)
+            alternatives = self._choose_paths(query, batch, lengths, most, num_other_tokens, max_alternatives)
+        return Proposal(batch, lengths, from_model, (free, model), alternatives)
+
+    def _choose_paths(
+        self,
+        query: DraftQuery,
+        batch: DraftBatch,
+        lengths: Int32Array,
+        most: Int64Array,
+        num_other_tokens: int,
+        max_alternatives: int,
+    ) -> Alternatives | None:
+        """Have the model-free drafter propose paths, `most` of each request, and take those that are worth a row."""
+        if not isinstance(self.drafter, PathDrafter):
+            return None
+        made = self.drafter.draft_paths(
+            query,
+            num_paths=self._settings.num_paths,
+            sharpness=self.free.beta,
+            calibration=self.free.calibration,
+            floor=self._settings.draft_floor,
+        )
+        # The best path of every request first, then everyone's second, and so on.
+        rank, owners = np.nonzero(
+            (made.num_tokens > 0).T & (np.arange(made.num_tokens.shape[1])[:, None] < most)
+        )
+        tokens, num_tokens = made.tokens[owners, rank], made.num_tokens[owners, rank]
+        inside = np.arange(tokens.shape[1]) < num_tokens[:, None]
+        factors = np.where(inside, made.acceptance[owners, rank], np.float32(0.0))
+        snapshot = paths.PathSnapshot(
+            num_requests=len(query.groups),
+            num_other_tokens=num_other_tokens,
+            num_draft_tokens=int(lengths.sum()),
+            expected_accepted=self._expected,
+            owners=owners,
+            tokens=tokens,
+            path_probability=np.cumprod(factors, axis=1, dtype=np.float32),
+            limits=np.minimum(num_tokens, lengths[owners]),
+            covered=np.minimum(paths.shared_prefix(tokens, batch.tokens[owners]), lengths[owners]),
+            max_rows=max_alternatives,
+        )
+        choice = paths.choose_paths(snapshot, self.budget, self._settings.budget)
+        if not len(choice.candidates):
+            return None
+        self._expected += choice.expected_accepted
+        rows = choice.candidates
+        return Alternatives(
+            owners[rows], tokens[rows], choice.lengths, choice.covered, made.cells[owners, rank][rows]
+        )
 
     def _draft_free(self, query: DraftQuery) -> DraftBatch | None:
         if self.drafter is None:
@@ -204,7 +288,13 @@ class FastLoop:
         return DraftOrder(depth, self.model.beta, self.model.calibration, self._settings.draft_floor)
 
     def learn(
-        self, proposal: Proposal, verified: Int32Array, accepted: Int32Array, first: Int32Array
+        self,
+        proposal: Proposal,
+        verified: Int32Array,
+        accepted: Int32Array,
+        first: Int32Array,
+        others_verified: Int32Array | None = None,
+        others_accepted: Int32Array | None = None,
     ) -> None:
         """Score a step's drafts.
 
@@ -213,6 +303,8 @@ class FastLoop:
             verified: draft tokens of each request that the target really saw. [num_requests] int32
             accepted: how many of them it accepted. [num_requests] int32
             first: the target's token at each request's first position, -1 where there was none. [num_requests] int32
+            others_verified: as `verified`, of each alternative. [num_alternatives] int32
+            others_accepted: as `accepted`, of each alternative. [num_alternatives] int32
         """
         known = first >= 0
         for learned, candidate, own in zip(
@@ -224,7 +316,15 @@ class FastLoop:
             if candidate is None:
                 continue
             learned.learn_sharpness(candidate.probes[known], first[known])
-            learned.learn(candidate, np.where(own, verified, 0), np.where(own, accepted, 0))
+            cells, outcomes = acceptance.verified_outcomes(
+                candidate, np.where(own, verified, 0), np.where(own, accepted, 0)
+            )
+            if learned is self.free and proposal.alternatives is not None:
+                assert others_verified is not None
+                assert others_accepted is not None
+                more = _alternative_outcomes(proposal.alternatives, others_verified, others_accepted)
+                cells, outcomes = np.concatenate([cells, more[0]]), np.concatenate([outcomes, more[1]])
+            learned.learn(cells, outcomes)
         if proposal.candidates[1] is not None:
             self._learn_depth(np.where(proposal.from_model, verified, 0), accepted)
 
@@ -260,6 +360,16 @@ def _make_drafter(settings: EngineSettings) -> tuple[Drafter | None, Float32Arra
 
         return lookup.LookupDrafter(), lookup.prior_calibration()
     return None, np.zeros(1, dtype=np.float32)
+
+
+def _alternative_outcomes(
+    alternatives: Alternatives, verified: Int32Array, accepted: Int32Array
+) -> tuple[Int32Array, acceptance.BoolArray]:
+    """What a step says about its alternatives, as `acceptance.verified_outcomes`; shared tokens are counted once."""
+    position = np.arange(alternatives.cells.shape[1], dtype=np.int32)
+    told = position < np.minimum(verified, accepted + 1)[:, None]
+    told &= position >= alternatives.covered[:, None]
+    return alternatives.cells[told], (position < accepted[:, None])[told]
 
 
 def _model_prior(settings: EngineSettings) -> Float32Array:

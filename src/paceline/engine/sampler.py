@@ -5,6 +5,9 @@ logits, the request's sampling options, its key and the token's position alone; 
 are. A draft token is accepted if and only if it equals the row's token (SpecActor's exact matching); no rejection
 sampling, hence no correction term and no random state.
 
+A request with several draft paths (multipath.py) has several runs of rows and takes the run that goes furthest; since
+every run decides by the same dice, the others are prefixes of it.
+
 Sampling options are applied row by row with vLLM's own operations, on an expanded view in which each row is a request
 of its own whose output ends with the draft tokens before it. Differs from vLLM: min-p and logit bias also work under
 speculation, because nothing here needs a distribution of the drafter.
@@ -44,21 +47,42 @@ PLACEHOLDER = -1
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """The rows of one step's logits: request-major, each request's draft rows first, its bonus row last."""
+    """The rows of one step's logits: path-major, each path's draft rows first, its bonus row last.
+
+    Path r is the one path that request r always has; alternatives of any requests follow (multipath.py).
+    """
 
     requests: Int64Array  # [num_rows] index of the request in the batch
+    paths: Int64Array  # [num_rows] index of the path
     offsets: Int64Array  # [num_rows] draft tokens before this row
     positions: Int64Array  # [num_rows] absolute position of the token that the row decides
-    num_drafts: Int64Array  # [num_requests]
+    num_drafts: Int64Array  # [num_paths]
+    owners: Int64Array  # [num_paths] request of each path
+    first: Int64Array  # [num_paths] first row of each path
 
     @staticmethod
-    def of(num_drafts: Int64Array, next_positions: Int64Array) -> Rows:
-        """Lay out the rows of requests with `num_drafts` draft tokens whose next token lands at `next_positions`."""
+    def of(num_drafts: Int64Array, next_positions: Int64Array, owners: Int64Array | None = None) -> Rows:
+        """Lay out the rows of paths with `num_drafts` draft tokens each.
+
+        Args:
+            num_drafts: [num_paths]
+            next_positions: where each request's next token lands. [num_requests]
+            owners: request of each path, requests in order first; None: one path each. [num_paths]
+        """
+        if owners is None:
+            owners = np.arange(len(num_drafts))
         width = num_drafts + 1
-        requests = np.repeat(np.arange(len(width)), width)
+        paths = np.repeat(np.arange(len(width)), width)
         first = np.cumsum(width) - width
-        offsets = np.arange(len(requests)) - first[requests]
-        return Rows(requests, offsets, next_positions[requests] + offsets, num_drafts)
+        offsets = np.arange(len(paths)) - first[paths]
+        requests = owners[paths]
+        positions = next_positions[requests] + offsets
+        return Rows(requests, paths, offsets, positions, num_drafts, owners, first)
+
+    @property
+    def num_requests(self) -> int:
+        """Requests in the batch."""
+        return int(self.owners.max(initial=-1)) + 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,28 +93,42 @@ class Verdict:
         Int32Array  # [num_requests, 1 + max_num_drafts] output tokens, PLACEHOLDER beyond the first rejection
     )
     accepted: Int64Array  # [num_requests] accepted draft tokens
+    winners: Int64Array  # [num_requests] the path they come from
 
 
 def verify(tokens: Int64Array, drafts: Int64Array, num_drafts: Int64Array) -> Verdict:
-    """Accept each request's draft tokens up to the first that differs from the row's token.
+    """Accept each path's draft tokens up to the first that differs from the row's token; one path per request.
 
     Args:
-        tokens: what the dice decided. [num_rows] int64, request-major
-        drafts: what was drafted. [num_draft_tokens] int64, request-major
-        num_drafts: draft tokens of each request. [num_requests] int64
+        tokens: what the dice decided. [num_rows] int64, path-major
+        drafts: what was drafted. [num_draft_tokens] int64, path-major
+        num_drafts: draft tokens of each path. [num_requests] int64
     """
+    every = np.arange(len(num_drafts))
     longest = int(num_drafts.max(initial=0))
     column = np.arange(longest + 1)
     filled = column <= num_drafts[:, None]
     table = np.full(filled.shape, PLACEHOLDER, dtype=np.int32)
     table[filled] = tokens
     if longest == 0:
-        return Verdict(table, np.zeros(len(num_drafts), dtype=np.int64))
+        return Verdict(table, np.zeros(len(num_drafts), dtype=np.int64), every)
     drafted = np.full((len(num_drafts), longest), PLACEHOLDER - 1, dtype=np.int64)
     drafted[filled[:, 1:]] = drafts
     accepted = np.cumprod(drafted == table[:, :-1], axis=1).sum(axis=1)
     table[column > accepted[:, None]] = PLACEHOLDER
-    return Verdict(table, accepted)
+    return Verdict(table, accepted, every)
+
+
+def elect(paths: Verdict, owners: Int64Array) -> Verdict:
+    """Give each request its path with the most accepted tokens; ties go to the request's first path.
+
+    Args:
+        paths: the verdict on each path for itself.
+        owners: request of each path; every request has one at least. [num_paths] int64
+    """
+    order = np.lexsort((-paths.accepted, owners))  # stable: equal paths stay in their order
+    winners = order[np.unique(owners[order], return_index=True)[1]]
+    return Verdict(paths.table[winners], paths.accepted[winners], winners)
 
 
 def throw(
@@ -148,7 +186,7 @@ class KeyedSampler:
         keep_raw = wants_logprobs and not self.processed
         work = raw.clone() if keep_raw and _changes_logits(metadata) else raw
         work = apply_options(work, rows, drafts, metadata, outputs)
-        temperatures = _temperatures(metadata, len(rows.num_drafts))[rows.requests]
+        temperatures = _temperatures(metadata, rows.num_requests)[rows.requests]
         filtered = _has_filters(metadata)
         if filtered or (wants_logprobs and self.processed):
             work = scale(work, temperatures)
@@ -158,6 +196,8 @@ class KeyedSampler:
             effective = np.where(temperatures < GREEDY_EPS, np.float32(0.0), temperatures)
         tokens = throw(work, keys[rows.requests], rows.positions, effective)
         verdict = verify(tokens, drafts, rows.num_drafts)
+        if len(rows.owners) > rows.num_requests:
+            verdict = elect(verdict, rows.owners)
         logprobs = None
         if wants_logprobs:
             logprobs = self._gather(work if self.processed else raw, rows, verdict, metadata)
@@ -168,7 +208,7 @@ class KeyedSampler:
     ) -> LogprobsTensors:
         """Log-probabilities of the output table's tokens: [num_requests * (1 + max_num_drafts), 1 + num_logprobs]."""
         width = verdict.table.shape[1]
-        first = np.cumsum(rows.num_drafts + 1) - (rows.num_drafts + 1)
+        first = rows.first[verdict.winners]
         index = np.minimum(first[:, None] + np.arange(width), len(rows.requests) - 1).ravel()
         chosen = torch.from_numpy(np.maximum(verdict.table, 0).ravel().astype(np.int64)).to(logits.device)
         values = logits[torch.from_numpy(index).to(logits.device)]
@@ -307,22 +347,20 @@ def apply_options(
 
 def expand_history(rows: Rows, drafts: Int64Array, outputs: Sequence[Sequence[int]]) -> list[list[int]]:
     """Output tokens as each row sees them: what the request generated, then the draft tokens before the row."""
-    ends = np.cumsum(rows.num_drafts)
-    starts = ends - rows.num_drafts
+    starts = (np.cumsum(rows.num_drafts) - rows.num_drafts)[rows.paths].tolist()
     flat = drafts.tolist()
     return [
-        [*outputs[request], *flat[starts[request] : starts[request] + offset]]
-        for request, offset in zip(rows.requests.tolist(), rows.offsets.tolist(), strict=True)
+        [*outputs[request], *flat[start : start + offset]]
+        for request, start, offset in zip(rows.requests.tolist(), starts, rows.offsets.tolist(), strict=True)
     ]
 
 
 def _apply_min_tokens(logits: torch.Tensor, rows: Rows, processor: MinTokensLogitsProcessor) -> torch.Tensor:
-    first = np.cumsum(rows.num_drafts + 1) - (rows.num_drafts + 1)
     where: list[tuple[int, int]] = []
     restore: list[tuple[int, int]] = []
     for request, (minimum, generated, stops, structured) in processor.min_toks.items():
-        short = min(minimum - len(generated), int(rows.num_drafts[request]) + 1)
-        cells = [(int(first[request]) + j, stop) for j in range(max(short, 0)) for stop in stops]
+        early = (rows.requests == request) & (rows.offsets < minimum - len(generated))
+        cells = [(row, stop) for row in np.flatnonzero(early).tolist() for stop in stops]
         where += cells
         restore += cells if structured else []
     if not where:

@@ -7,9 +7,10 @@ Invariant: which tokens a response consists of does not depend on anything here.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -23,9 +24,11 @@ from paceline.engine.compat import (
     Scheduler,
     SchedulerOutput,
 )
-from paceline.engine.fast_loop import FastLoop, Proposal
+from paceline.engine.fast_loop import Alternatives, FastLoop, Proposal
 from paceline.engine.keys import KeyBook
-from paceline.types import DraftQuery, StepObservation
+from paceline.engine.multipath import SpareBlocks
+from paceline.engine.path_layout import PathPlan, blocks_touched
+from paceline.types import DraftQuery, Int32Array, StepObservation
 
 MAX_KEPT_STEPS = 1 << 14
 """Step observations kept for a reader in the same process (RolloutEngine); older ones are dropped."""
@@ -64,6 +67,15 @@ class PacelineScheduler(Scheduler):  # type: ignore[misc]
         self._queried: list[str] = []
         self._new_tokens: list[tuple[LiveResponse, list[int]]] = []
         self._started_s = 0.0
+        self.spare_blocks = self._lend_blocks() if self.settings.num_paths > 1 else None
+
+    def _lend_blocks(self) -> SpareBlocks:
+        pool, wanted = self.kv_cache_manager.block_pool, self.settings.max_alternatives
+        return SpareBlocks(pool, wanted + self._blocks_for(self.num_spec_tokens) - 1)
+
+    def _blocks_for(self, num_tokens: int) -> int:
+        """Blocks that so many tokens touch at most, wherever they begin."""
+        return 1 - int(-num_tokens // self.block_size)
 
     # -- requests come and go
 
@@ -102,6 +114,8 @@ class PacelineScheduler(Scheduler):  # type: ignore[misc]
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> Any:
         """Weights have changed or are about to: what was learned about tokens of the old policy goes too."""
         self.loop.forget_tokens()
+        if self.spare_blocks is not None:
+            self.spare_blocks.release()
         return super().reset_prefix_cache(*args, **kwargs)
 
     # -- a step
@@ -109,10 +123,43 @@ class PacelineScheduler(Scheduler):  # type: ignore[misc]
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         self._started_s = time.perf_counter()
         ready = [request for request in self.running if self._can_draft(request)]
-        self._proposal = self._propose(ready) if ready else None
+        spare = 0 if self.spare_blocks is None else self.spare_blocks.hold(self._block_demand())
+        self._proposal = self._propose(ready, min(spare, self.settings.max_alternatives)) if ready else None
         output = super().schedule(*args, **kwargs)
         output.paceline_order = self.loop.order()
+        if self._proposal is not None and self._proposal.alternatives is not None:
+            output.paceline_paths = self._plan_paths(self._proposal.alternatives, output)
         return output
+
+    def _block_demand(self) -> int:
+        """KV blocks that the coming step may take: what running requests can grow by, and the next waiting one."""
+        grown = sum(
+            self._blocks_for(r.num_tokens - r.num_computed_tokens + self.num_spec_tokens)
+            for r in self.running
+        )
+        return grown + (self._blocks_for(self.waiting.peek_request().num_tokens) if self.waiting else 0)
+
+    def _plan_paths(self, alternatives: Alternatives, output: SchedulerOutput) -> PathPlan | None:
+        """Hand the alternatives to the worker, as far as vLLM scheduled their requests and blocks last.
+
+        Lengths that are sent are kept in the proposal, 0 for alternatives that are not.
+        """
+        assert self._proposal is not None
+        assert self.spare_blocks is not None
+        room = self.scheduler_config.max_num_batched_tokens - output.total_num_scheduled_tokens
+        free, lengths = self.spare_blocks.ids, alternatives.lengths.copy()
+        rows: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = []
+        for i, owner in enumerate(alternatives.owners.tolist()):
+            name = self._queried[owner]
+            length = min(int(lengths[i]), len(output.scheduled_spec_decode_tokens.get(name, ())), room - 1)
+            start = self.requests[name].num_tokens - 1 if name in self.requests else 0
+            blocks = blocks_touched(start, length, self.block_size)
+            lengths[i] = length if length > alternatives.covered[i] and blocks <= len(free) else 0
+            if lengths[i]:
+                rows.append((name, tuple(alternatives.tokens[i, :length].tolist()), tuple(free[:blocks])))
+                free, room = free[blocks:], room - length - 1
+        self._proposal = replace(self._proposal, alternatives=replace(alternatives, lengths=lengths))
+        return PathPlan(*zip(*rows, strict=True)) if rows else None
 
     def _can_draft(self, request: Request) -> bool:
         live = self.live.get(request.request_id)
@@ -124,7 +171,7 @@ class PacelineScheduler(Scheduler):  # type: ignore[misc]
             and not request.num_output_placeholders
         )
 
-    def _propose(self, ready: list[Request]) -> Proposal:
+    def _propose(self, ready: list[Request], max_alternatives: int) -> Proposal:
         count = len(ready)
         lives = [self.live[request.request_id] for request in ready]
         query = DraftQuery(
@@ -135,7 +182,7 @@ class PacelineScheduler(Scheduler):  # type: ignore[misc]
             temperatures=np.fromiter((x.temperature for x in lives), np.float32, count),
             max_tokens=np.fromiter((self._room(r) for r in ready), np.int32, count),
         )
-        proposal = self.loop.propose(query, len(self.running) - count + len(self.waiting))
+        proposal = self.loop.propose(query, len(self.running) - count + len(self.waiting), max_alternatives)
         tokens = proposal.batch.tokens
         for row, (request, length) in enumerate(zip(ready, proposal.lengths.tolist(), strict=True)):
             request.spec_token_ids = tokens[row, :length].tolist() if length else []
@@ -182,7 +229,7 @@ class PacelineScheduler(Scheduler):  # type: ignore[misc]
     def _observe(self, scheduled: SchedulerOutput, output: ModelRunnerOutput, step_s: float) -> None:
         """Score the step's drafts against what the target decided, and the step against the clock."""
         proposal, self._proposal = self._proposal, None
-        drafted = accepted = 0
+        drafted = accepted = num_alternatives = 0
         if proposal is not None:
             sampled, index = output.sampled_token_ids, output.req_id_to_index
             rows = [sampled[index[name]] if name in index else [] for name in self._queried]
@@ -190,12 +237,22 @@ class PacelineScheduler(Scheduler):  # type: ignore[misc]
             verified = np.fromiter((len(sent.get(name, ())) for name in self._queried), np.int32, len(rows))
             gained = np.fromiter((max(len(row) - 1, 0) for row in rows), np.int32, len(rows))
             first = np.fromiter((row[0] if row else -1 for row in rows), np.int32, len(rows))
-            drafted, accepted = int(verified.sum()), int(gained.sum())
-            for name, count in zip(self._queried, verified.tolist(), strict=True):
+            drafts, accepted = verified, int(gained.sum())
+            others = proposal.alternatives
+            if others is None:
+                self.loop.learn(proposal, verified, gained, first)
+            else:
+                own = _accepted(proposal.batch.tokens, verified, rows)
+                theirs = _accepted(others.tokens, others.lengths, [rows[r] for r in others.owners.tolist()])
+                self.loop.learn(proposal, verified, own, first, others.lengths, theirs)
+                num_alternatives = int(np.count_nonzero(others.lengths))
+                drafts = verified + np.bincount(others.owners, others.lengths, len(rows)).astype(np.int32)
+            drafted = int(drafts.sum())
+            for name, count in zip(self._queried, drafts.tolist(), strict=True):
                 if count and (live := self.live.get(name)) is not None:
                     live.num_draft_tokens += count
-            self.loop.learn(proposal, verified, gained, first)
         total = int(scheduled.total_num_scheduled_tokens)
+        sent_tokens = sum(map(len, scheduled.scheduled_spec_decode_tokens.values()))
         if not total:
             return
         num_requests = len(self._queried) if proposal is not None else 0
@@ -203,8 +260,26 @@ class PacelineScheduler(Scheduler):  # type: ignore[misc]
             num_requests=num_requests,
             num_draft_tokens=drafted,
             num_accepted_tokens=accepted,
-            num_prefill_tokens=total - num_requests - drafted,
+            num_prefill_tokens=total - num_requests - sent_tokens,
             step_s=step_s,
+            num_alternatives=num_alternatives,
         )
         self.loop.observe(observation)
         self.observations.append(observation)
+
+
+def _accepted(drafts: Int32Array, lengths: Int32Array, decided: list[list[int]]) -> Int32Array:
+    """Draft tokens of each path that are what the target decided.
+
+    The target's tokens reach one beyond the longest accepted path, so they judge every other path too.
+
+    Args:
+        drafts: [num_paths, max_draft_tokens]
+        lengths: draft tokens that were verified. [num_paths]
+        decided: the target's tokens of each path's request. [num_paths][0..]
+    """
+    counts = np.zeros(len(lengths), dtype=np.int32)
+    for path, (length, tokens) in enumerate(zip(lengths.tolist(), decided, strict=True)):
+        pairs = zip(drafts[path, :length].tolist(), tokens, strict=False)
+        counts[path] = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+    return counts

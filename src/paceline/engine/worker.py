@@ -24,7 +24,7 @@ from paceline.engine.compat import (
 )
 from paceline.engine.keys import key_of
 from paceline.engine.proposer import Proposer
-from paceline.engine.sampler import KeyedSampler, Rows
+from paceline.engine.sampler import KeyedSampler, Rows, Verdict
 from paceline.types import Int64Array, UInt64Array
 
 
@@ -61,18 +61,26 @@ class KeyedRunner:
     ) -> SamplerOutput:
         batch = self.input_batch
         metadata = batch.sampling_metadata
-        count = batch.num_reqs
-        rows = Rows.of(
-            _num_drafts(spec_decode_metadata, count), batch.num_tokens_no_spec[:count].astype(np.int64)
-        )
-        drafts = np.empty(0, dtype=np.int64)
-        if spec_decode_metadata is not None:
-            drafts = spec_decode_metadata.draft_token_ids.cpu().numpy().astype(np.int64)
+        rows, drafts = self.lay_out_rows(spec_decode_metadata)
         outputs: list[list[int]] = []
         if metadata.bad_words_token_ids or not metadata.no_penalties:
             outputs = [_output_tokens(self.requests[name]) for name in batch.req_ids]
-        result, _ = self.keyed_sampler.sample(logits, rows, drafts, self.batch_keys(), metadata, outputs)
+        result, verdict = self.keyed_sampler.sample(
+            logits, rows, drafts, self.batch_keys(), metadata, outputs
+        )
+        self.settle(verdict)
         return result
+
+    def lay_out_rows(self: Any, metadata: SpecDecodeMetadata | None) -> tuple[Rows, Int64Array]:
+        """The rows of the step's logits and the draft tokens that they verify, [num_draft_tokens] int64."""
+        batch, count = self.input_batch, self.input_batch.num_reqs
+        rows = Rows.of(_num_drafts(metadata, count), batch.num_tokens_no_spec[:count].astype(np.int64))
+        if metadata is None:
+            return rows, np.empty(0, dtype=np.int64)
+        return rows, metadata.draft_token_ids.cpu().numpy().astype(np.int64)
+
+    def settle(self, verdict: Verdict) -> None:
+        """Called with every verdict before the next step; here nothing is left to do."""
 
     def batch_keys(self: Any) -> UInt64Array:
         """Dice keys of the batch. [num_requests] uint64"""
@@ -112,9 +120,9 @@ class PacelineWorker(platform_worker()):  # type: ignore[misc]
         runner = self.model_runner
         mixins: tuple[type, ...] = (KeyedRunner,)
         if read_settings(self.vllm_config).num_paths > 1:
-            from paceline.engine.multipath import MultiPathRunner, patch_attention
+            from paceline.engine.multipath import MultiPathRunner, check_engine
 
-            patch_attention()
+            check_engine(self.vllm_config)
             mixins = (MultiPathRunner, KeyedRunner)
         runner.__class__ = type("PacelineRunner", (*mixins, runner.__class__), {})
         runner.adopt()
