@@ -19,6 +19,7 @@ from paceline.commands.bench import bench
 from paceline.commands.doctor import doctor
 from paceline.commands.report import report
 from paceline.commands.rollout import rollout
+from paceline.commands.train import train
 from paceline.errors import PacelineError
 
 INTERRUPTED = 130
@@ -37,6 +38,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.command()(train)
 app.command()(rollout)
 app.command()(bench)
 app.command()(report)
@@ -62,7 +64,7 @@ def _options(
 def main() -> None:
     """Entry point of the `paceline` program. Prints a PacelineError's message alone; Ctrl-C exits with 130."""
     try:
-        app()
+        app(prog_name="paceline")
     except PacelineError as error:
         if os.environ.get(TRACEBACK):
             raise
