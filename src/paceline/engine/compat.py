@@ -9,7 +9,7 @@ from __future__ import annotations
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, cast
 
-from paceline.errors import InstallError
+from paceline.errors import InstallError, RequestError
 
 SUPPORTED = ("0.32",)
 """Release lines of vLLM whose doors were checked."""
@@ -146,6 +146,11 @@ def allow_exact_options() -> None:
     def validate(self: Any, speculative_config: Any) -> None:
         model = getattr(speculative_config, "model", None)
         if isinstance(model, str) and model.startswith("paceline."):
+            if self.n > 1 and "paceline_key" in (self.extra_args or {}):
+                raise RequestError(
+                    f"paceline_key with n={self.n}: a key names one response, so all would be equal; "
+                    "give one request per key, or a seed"
+                )
             return
         check(self, speculative_config)
 
