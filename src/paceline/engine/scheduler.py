@@ -7,6 +7,7 @@ Invariant: which tokens a response consists of does not depend on anything here.
 
 from __future__ import annotations
 
+import copy
 import itertools
 import time
 from collections import deque
@@ -85,10 +86,11 @@ class PacelineScheduler(Scheduler):  # type: ignore[misc]
         super().add_request(request)
 
     def _open(self, request: Request) -> None:
-        params = request.sampling_params
         tokens = request.prompt_token_ids
         if tokens is None:
             return
+        # The samples of one request with n > 1 share their parameters; each needs a key of its own.
+        params = request.sampling_params = copy.copy(request.sampling_params)
         key, group, carried = self.keys.assign(params, tokens, self._next_response)
         live = LiveResponse(
             response=self._next_response,
