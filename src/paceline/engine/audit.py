@@ -34,7 +34,8 @@ class RecordingSampler(KeyedSampler):
         result, verdict = super().sample(logits, rows, drafts, keys, metadata, outputs)
         for row in range(len(rows.requests)):
             request = int(rows.requests[row])
-            if rows.offsets[row] <= verdict.accepted[request]:
+            won = rows.paths[row] == verdict.winners[request]
+            if won and rows.offsets[row] <= verdict.accepted[request]:
                 name = int(keys[request]), int(rows.positions[row])
                 self.digests[name] = blake2b(raw[row].tobytes(), digest_size=16).digest()
         return result, verdict
