@@ -2,7 +2,9 @@
 
 All responses of a group advance in lockstep, as one engine batch: each step every response gets up to K draft tokens,
 its recorded continuation decides how many are accepted, accepted tokens and the bonus token are appended. Recorded
-text has no dice, so every drafter is greedy here. Times are those of the draft and append calls alone.
+text has no dice, so every drafter is greedy here. `us_per_token` is the time of the draft and append calls alone, over
+the tokens of the responses; `length_ratio` and `time_ratio` compare with Arctic's setting of the longer acceptance
+length (Arctic over the row: above 1 is faster).
 """
 
 from __future__ import annotations
@@ -10,16 +12,15 @@ from __future__ import annotations
 import argparse
 import gzip
 import json
-import platform
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from importlib.metadata import version
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+from harness import parser, publish
 
 from paceline.drafting import lookup, suffix
 from paceline.planning import acceptance
@@ -27,6 +28,15 @@ from paceline.types import DraftBatch, DraftQuery
 
 DEFAULT_GROUPS = Path("../shared/data/groups/grpo_gsm8k_tools_64x16.jsonl.gz")
 GRID = np.array([np.inf], dtype=np.float32)
+COLUMNS = (
+    "system",
+    "acceptance_length",
+    "drafted_per_step",
+    "us_per_token",
+    "acceptance_rate",
+    "length_ratio",
+    "time_ratio",
+)
 
 
 @dataclass
@@ -38,7 +48,6 @@ class Tally:
     accepted: int = 0
     tokens: int = 0
     seconds: float = 0.0
-    extra: dict[str, Any] = field(default_factory=dict)
 
     def row(self, system: str) -> dict[str, Any]:
         return {
@@ -49,7 +58,6 @@ class Tally:
             "acceptance_rate": self.accepted / max(self.drafted, 1),
             "steps": self.steps,
             "tokens": self.tokens,
-            **self.extra,
         }
 
 
@@ -65,18 +73,15 @@ class System(Protocol):
 
 
 class Arctic:
-    """Arctic Inference's suffix decoding as vLLM drives it: one cache, all requests."""
+    """Arctic Inference's suffix decoding as vLLM drives it: one cache, responses of all groups in it."""
 
-    def __init__(self, name: str, factor: float, floor: float, depth: int, shared: bool) -> None:
+    def __init__(self, name: str, factor: float, floor: float, depth: int = 64) -> None:
         from arctic_inference.suffix_decoding import SuffixDecodingCache
 
-        self.name, self._factor, self._floor, self._depth, self._shared = name, factor, floor, depth, shared
-        self._make = lambda: SuffixDecodingCache(max_tree_depth=depth)
-        self._cache = self._make()
+        self.name, self._factor, self._floor, self._depth = name, factor, floor, depth
+        self._cache = SuffixDecodingCache(max_tree_depth=depth)
 
     def begin(self, group: int, prompt: np.ndarray, responses: list[np.ndarray]) -> None:
-        if not self._shared:
-            self._cache = self._make()
         self._ids = [(group, r) for r in range(len(responses))]
         self._texts = [np.concatenate([prompt, response]) for response in responses]
         self._prompt_tokens = len(prompt)
@@ -225,27 +230,43 @@ def agree(draft: list[int], response: np.ndarray, start: int) -> int:
 def build_systems(floor: float, depth: int) -> list[System]:
     systems: list[System] = []
     try:
-        systems.append(Arctic("arctic default", 1.0, 0.1, 64, shared=True))
-        systems.append(Arctic("arctic factor 4, no floor", 4.0, 0.0, 64, shared=True))
+        systems.append(Arctic("arctic default", 1.0, 0.1))
+        systems.append(Arctic("arctic best", 4.0, 0.0))
     except ImportError:
         print("arctic_inference is not installed: its rows are left out")
-    systems.append(
-        Ours("paceline suffix", suffix.SuffixForest(max_depth=depth), suffix.prior_calibration(), floor)
-    )
+    prior = suffix.prior_calibration()
+    systems.append(Ours("paceline suffix", suffix.SuffixForest(max_depth=depth), prior, floor))
+    apart = suffix.SuffixForest(max_depth=depth, shared_depth=0)
+    systems.append(Ours("paceline, groups apart", apart, prior, floor))
     systems.append(Ours("n-gram lookup", lookup.LookupDrafter(), lookup.prior_calibration(), floor))
     return systems
+
+
+def compare(rows: list[dict[str, Any]]) -> None:
+    """Add the ratios to Arctic's better setting."""
+    best = max(
+        (row for row in rows if row["system"].startswith("arctic")),
+        key=lambda row: row["acceptance_length"],
+        default=None,
+    )
+    for row in rows if best is not None else ():
+        row["length_ratio"] = row["acceptance_length"] / best["acceptance_length"]
+        row["time_ratio"] = best["us_per_token"] / row["us_per_token"]
 
 
 def run(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     tokenizer = load_tokenizer()
     systems = build_systems(arguments.floor, arguments.depth)
-    tallies = [Tally() for _ in systems]
-    for number, (prompt, responses) in enumerate(islice(read_groups(arguments.groups), arguments.num_groups)):
+    tallies = {system.name: Tally() for system in systems}
+    for number, (prompt, texts) in enumerate(islice(read_groups(arguments.groups), arguments.num_groups)):
         prompt_ids = encode(tokenizer, prompt)
-        response_ids = [encode(tokenizer, text) for text in responses[: arguments.group_size]]
-        for system, tally in zip(systems, tallies, strict=True):
-            replay(system, number, prompt_ids, response_ids, arguments.draft_tokens, tally)
-    return [tally.row(system.name) for system, tally in zip(systems, tallies, strict=True)]
+        responses = [encode(tokenizer, text) for text in texts[: arguments.group_size]]
+        turn = number % len(systems)
+        for system in systems[turn:] + systems[:turn]:
+            replay(system, number, prompt_ids, responses, arguments.draft_tokens, tallies[system.name])
+    rows = [tally.row(name) for name, tally in tallies.items()]
+    compare(rows)
+    return rows
 
 
 def encode(tokenizer: Any, text: str) -> np.ndarray:
@@ -253,40 +274,22 @@ def encode(tokenizer: Any, text: str) -> np.ndarray:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--groups", type=Path, default=DEFAULT_GROUPS, help="JSONL (.gz) of recorded responses"
-    )
-    parser.add_argument("--num-groups", type=int, default=8)
-    parser.add_argument("--group-size", type=int, default=1000, help="responses of a group at most")
-    parser.add_argument("--draft-tokens", type=int, default=8, help="longest draft (K)")
-    parser.add_argument("--floor", type=float, default=0.02, help="least path probability of a draft")
-    parser.add_argument("--depth", type=int, default=24, help="longest context of our trie, tokens")
-    parser.add_argument("--json", type=Path, help="write the results here")
-    arguments = parser.parse_args()
+    made = parser(__doc__)
+    made.add_argument("--groups", type=Path, default=DEFAULT_GROUPS, help="JSONL (.gz) of recorded responses")
+    made.add_argument("--num-groups", type=int, default=8)
+    made.add_argument("--group-size", type=int, default=1000, help="responses of a group at most")
+    made.add_argument("--draft-tokens", type=int, default=8, help="longest draft (K)")
+    made.add_argument("--floor", type=float, default=0.02, help="least path probability of a draft")
+    made.add_argument("--depth", type=int, default=24, help="longest context of our trie, tokens")
+    arguments = made.parse_args()
     if not arguments.groups.exists():
-        parser.error(f"{arguments.groups} does not exist: give recorded responses with --groups FILE")
+        made.error(f"{arguments.groups} does not exist: give recorded responses with --groups FILE")
     return arguments
 
 
 def main() -> None:
     arguments = parse()
-    rows = run(arguments)
-    print(f"{'system':28} {'acc. length':>11} {'drafted/step':>12} {'accepted %':>10} {'us/token':>9}")
-    for row in rows:
-        print(
-            f"{row['system']:28} {row['acceptance_length']:11.3f} {row['drafted_per_step']:12.2f} "
-            f"{100 * row['acceptance_rate']:10.1f} {row['us_per_token']:9.2f}"
-        )
-    if arguments.json:
-        result = {
-            "benchmark": "drafting",
-            "machine": {"processor": platform.processor() or platform.machine(), "system": platform.system()},
-            "versions": {name: version(name) for name in ("paceline", "numpy", "mistral_common")},
-            "groups": arguments.groups.name,
-            "rows": rows,
-        }
-        arguments.json.write_text(json.dumps(result, indent=1))
+    publish("drafting", run(arguments), COLUMNS, arguments.json, groups=arguments.groups.name)
 
 
 if __name__ == "__main__":
