@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
+from rich.filesize import decimal
 
 from paceline.commands.checkpoint import Checkpoint, load_tokenizer
 from paceline.commands.interrupt import Interrupt
-from paceline.commands.launch import GIB, Launch, describe_failure, hush
+from paceline.commands.launch import Launch, describe_failure, hush
 from paceline.commands.progress import Progress
 from paceline.commands.prompts import Prompt
 from paceline.commands.responses import (
@@ -55,8 +56,16 @@ class Job:
 
     def requests(self) -> list[RolloutRequest]:
         """The missing responses as the engine takes them, in the order of `todo`."""
+        from paceline.engine.keys import prompt_group
+
         return [
-            RolloutRequest(prompt=prompt.tokens, max_tokens=self.sampling.max_tokens, key=key, sample=sample)
+            RolloutRequest(
+                prompt=prompt.tokens,
+                max_tokens=self.sampling.max_tokens,
+                key=key,
+                group=prompt_group(prompt.tokens),
+                sample=sample,
+            )
             for prompt, sample, key in self.todo
         ]
 
@@ -181,7 +190,7 @@ def _tell_plan(job: Job, out: Path, console: Console) -> None:
     free = shutil.disk_usage(out.parent).free
     if upper > free:
         console.print(
-            f"note: the output may take up to {upper / GIB:.1f} GiB, {free / GIB:.1f} GiB of the disk are free",
+            f"note: the output may take up to {decimal(upper)}, {decimal(free)} of the disk are free",
             highlight=False,
         )
 
