@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import Self
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 
 from paceline.types import StepObservation
@@ -42,10 +42,12 @@ class Progress:
     def __enter__(self) -> Self:
         if self._console.is_terminal and not self._console.is_dumb_terminal:
             self._bar = Bar(
-                TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(),
-                TextColumn("{task.fields[figures]}"), TimeElapsedColumn(),
-                console=self._console, auto_refresh=False,
-            )  # fmt: skip
+                BarColumn(bar_width=10),
+                TextColumn("{task.completed}/{task.total} responses, {task.fields[figures]}"),
+                TimeElapsedColumn(),
+                console=self._console,
+                auto_refresh=False,
+            )
             self._task = self._bar.add_task("responses", total=self._num_responses, figures="")
             self._bar.start()
         return self
