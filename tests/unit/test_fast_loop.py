@@ -1,0 +1,132 @@
+"""The fast loop without an engine: candidates, matching of late model drafts, learning, and what it may not do."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from paceline.config import BudgetSettings, EngineSettings
+from paceline.engine.fast_loop import GRID, FastLoop
+from paceline.types import DraftBatch, DraftQuery, ModelDrafts, StepObservation
+
+FIXED = BudgetSettings(policy="fixed", fixed_tokens=4)
+
+
+def query(count: int = 3, position: int = 10, room: int = 8) -> DraftQuery:
+    return DraftQuery(
+        groups=np.zeros(count, np.int64),
+        responses=np.arange(count, dtype=np.int64),
+        keys=np.arange(count, dtype=np.uint64),
+        positions=np.full(count, position, np.int64),
+        temperatures=np.zeros(count, np.float32),
+        max_tokens=np.full(count, room, np.int32),
+    )
+
+
+def batch(tokens: list[list[int]], acceptance: float) -> DraftBatch:
+    table = np.array(tokens, dtype=np.int32)
+    return DraftBatch(
+        table,
+        np.full(len(table), table.shape[1], np.int32),
+        np.full(table.shape, acceptance, np.float32),
+        np.zeros(table.shape, np.int32),
+        np.repeat(table[:, :1], len(GRID), axis=1),
+    )
+
+
+def step(requests: int, drafts: int, accepted: int, seconds: float = 0.01) -> StepObservation:
+    return StepObservation(requests, drafts, accepted, 0, seconds)
+
+
+def fill(loop: FastLoop, count: int = 3) -> None:
+    for response in range(count):
+        loop.open(0, response, [1, 2, 3], [])
+    loop.append((0, response, [5, 6, 7, 8, 5, 6, 7]) for response in range(count))
+
+
+def test_responses_of_a_group_draft_from_each_other() -> None:
+    loop = FastLoop(EngineSettings(budget=FIXED, draft_floor=0.0))
+    loop.open(0, 0, [1, 2, 3], [])
+    loop.open(0, 1, [1, 2, 3], [])
+    loop.append([(0, 0, [5, 6, 7, 8, 9, 10, 11])])
+    loop.append([(0, 1, [5, 6])])
+    made = loop.propose(query(2), 0)
+    assert made.batch.tokens[1, :3].tolist() == [7, 8, 9]
+    assert (made.lengths <= 4).all()
+    assert made.lengths[1] > 0
+
+
+def test_model_drafts_are_used_only_at_their_position() -> None:
+    settings = EngineSettings(drafter="none", budget=FIXED)
+    loop = FastLoop(settings)
+    late = ModelDrafts(np.array([2, 0]), np.array([10, 9]), batch([[4, 5], [6, 7]], 0.9), 0.001, 0.002)
+    loop.receive(late)
+    made = loop.propose(query(), 0)
+    assert made.lengths.tolist() == [0, 0, 2]
+    assert made.batch.tokens[2, :2].tolist() == [4, 5]
+    assert loop.propose(query(), 0).lengths.tolist() == [0, 0, 0], "drafts serve one step only"
+
+
+def test_the_better_candidate_wins() -> None:
+    loop = FastLoop(EngineSettings(budget=FIXED, draft_floor=0.0))
+    fill(loop)
+    for acceptance, model_wins in ((0.999, True), (0.0001, False)):
+        drafts = ModelDrafts(
+            np.arange(3), np.full(3, 10), batch([list(range(40, 48))] * 3, acceptance), 0.001, 0.002
+        )
+        loop.receive(drafts)
+        assert loop.propose(query(), 0).from_model.tolist() == [model_wins] * 3
+
+
+def test_acceptance_is_learned_from_verified_positions_alone() -> None:
+    loop = FastLoop(EngineSettings(budget=FIXED, draft_floor=0.0))
+    fill(loop)
+    made = loop.propose(query(), 0)
+    before = loop.free.table
+    verified = made.lengths.copy()
+    accepted = np.minimum(verified, 1)
+    loop.learn(made, verified, accepted, made.batch.tokens[:, 0])
+    told = np.minimum(verified, accepted + 1).sum()
+    assert loop.free.table.verified.sum() - before.verified.sum() == pytest.approx(told, rel=0.01)
+    assert loop.free.table.accepted.sum() - before.accepted.sum() == pytest.approx(accepted.sum(), rel=0.01)
+
+
+def test_a_model_drafters_time_is_not_the_targets() -> None:
+    loop = FastLoop(EngineSettings(drafter="none", budget=FIXED))
+    for _ in range(8):
+        loop.propose(query(), 0)
+        loop.observe(step(3, 0, 0, seconds=0.050))
+        loop.receive(ModelDrafts(np.arange(3), np.full(3, 11), batch([[4, 5]] * 3, 0.9), 0.010, 0.030))
+    loop.propose(query(), 0)
+    from paceline.planning.latency import predict_s
+
+    assert float(predict_s(loop.budget.decode_time, 3)) == pytest.approx(0.020, rel=0.05)
+
+
+def test_drafting_can_be_switched_off_and_on() -> None:
+    loop = FastLoop(EngineSettings(budget=FIXED, draft_floor=0.0))
+    fill(loop)
+    loop.set_drafting(False)
+    assert loop.propose(query(), 0).lengths.sum() == 0
+    loop.set_drafting(True)
+    fill(loop)
+    assert loop.propose(query(), 0).lengths.sum() > 0
+
+
+def test_another_budget_keeps_what_it_had_learned() -> None:
+    loop = FastLoop(EngineSettings(budget=FIXED))
+    loop.propose(query(), 0)
+    loop.observe(step(3, 0, 0))
+    fixed = loop.budget
+    loop.use_budget(BudgetSettings(policy="off"))
+    assert loop.budget.num_steps == 0
+    loop.use_budget(FIXED, fixed)
+    assert loop.budget is fixed
+
+
+def test_tokens_of_the_old_policy_are_forgotten() -> None:
+    loop = FastLoop(EngineSettings(budget=FIXED, draft_floor=0.0))
+    fill(loop)
+    assert loop.propose(query(), 0).lengths.sum() > 0
+    loop.forget_tokens()
+    assert loop.propose(query(), 0).lengths.sum() == 0

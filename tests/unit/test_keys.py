@@ -1,0 +1,63 @@
+"""Keys and groups: given, from a seed, or derived; the same on every machine."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from paceline.dice import derive_key
+from paceline.engine.keys import KeyBook, key_of, prompt_group
+from paceline.errors import RequestError
+
+
+def params(seed: int | None = None, **extra: object) -> SimpleNamespace:
+    return SimpleNamespace(seed=seed, extra_args=extra or None)
+
+
+def test_equal_prompts_count_their_samples() -> None:
+    book = KeyBook(run_seed=3)
+    keys = [book.assign(params(), [1, 2, 3], i)[0] for i in range(4)]
+    assert keys == [derive_key(3, [1, 2, 3], sample) for sample in range(4)]
+    assert book.assign(params(), [1, 2, 4], 9)[0] == derive_key(3, [1, 2, 4], 0)
+    assert KeyBook(run_seed=4).assign(params(), [1, 2, 3], 0)[0] != keys[0]
+
+
+def test_given_beats_seed_beats_derived() -> None:
+    book = KeyBook(run_seed=3)
+    assert book.assign(params(seed=5, paceline_key=7), [1, 2], 0)[0] == 7
+    assert book.assign(params(seed=5), [1, 2], 0)[0] == 5
+    assert book.assign(params(paceline_sample=4), [1, 2], 0)[0] == derive_key(3, [1, 2], 4)
+    # None of these drew from the count of the prompt's samples.
+    assert book.assign(params(), [1, 2], 0)[0] == derive_key(3, [1, 2], 0)
+
+
+def test_what_is_assigned_is_what_the_worker_reads() -> None:
+    wanted = params(seed=5, paceline_key=-1, theirs=2)
+    key, group, carried = KeyBook(0).assign(wanted, [1, 2], 11)
+    assert key == key_of(wanted) == (1 << 64) - 1
+    assert (group, carried) == (prompt_group([1, 2]), 0)
+    assert wanted.extra_args["paceline_response"] == 11
+    assert wanted.extra_args["theirs"] == 2
+    assert wanted.seed is None
+
+
+def test_a_resumed_response_keeps_key_and_group() -> None:
+    book = KeyBook(0)
+    whole = book.assign(params(paceline_sample=1), [1, 2], 0)
+    resumed = book.assign(params(paceline_sample=1, paceline_generated=3), [1, 2, 7, 8, 9], 1)
+    assert resumed == (whole[0], whole[1], 3)
+
+
+@pytest.mark.parametrize("value", [-1, 2, 3, True, "1", 0.5])
+def test_impossible_carries_are_refused(value: object) -> None:
+    with pytest.raises(RequestError, match="paceline_generated"):
+        KeyBook(0).assign(params(paceline_generated=value), [1, 2], 0)
+
+
+def test_groups_are_the_same_in_every_process() -> None:
+    code = "from paceline.engine.keys import prompt_group; print(prompt_group([1, 5, 1 << 20]))"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert int(found.stdout) == prompt_group([1, 5, 1 << 20]) < 1 << 63
