@@ -1,0 +1,64 @@
+"""Where alternative paths go in a step: positions, private blocks, slots, and what is copied back for a winner."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from paceline.engine.path_layout import Expansion, PathPlan, blocks_touched, lay_out
+
+BLOCK = 16
+TABLE = np.array([[1, 2, 3, 0], [4, 5, 6, 7], [8, 0, 0, 0]], dtype=np.int32)
+
+
+def expansion(starts: list[int], owners: list[int], drafts: list[tuple[int, ...]]) -> Expansion:
+    """Alternatives with private blocks 100, 101, ... in order."""
+    counts = [blocks_touched(start, len(draft), BLOCK) for start, draft in zip(starts, drafts, strict=True)]
+    ends = np.cumsum(counts) + 100
+    plan = PathPlan(
+        names=tuple(str(owner) for owner in owners),
+        drafts=tuple(drafts),
+        blocks=tuple(tuple(range(end - count, end)) for end, count in zip(ends, counts, strict=True)),
+    )
+    return lay_out(plan, owners, np.array(starts), np.array(starts) + 1000, TABLE, BLOCK, num_tokens=9)
+
+
+def test_rows_follow_the_step() -> None:
+    made = expansion([20, 20, 3], [0, 0, 2], [(7, 8), (9,), (5, 5, 5)])
+    assert made.num_extra_tokens == 9
+    assert made.token_ids.tolist() == [1020, 7, 8, 1020, 9, 1003, 5, 5, 5]
+    assert made.positions.tolist() == [20, 21, 22, 20, 21, 3, 4, 5, 6]
+    assert made.query_lens.tolist() == [3, 2, 4]
+    assert made.seq_lens.tolist() == [23, 22, 7]
+    assert made.drafts.tolist() == [7, 8, 9, 5, 5, 5]
+    assert made.tables.tolist() == [[1, 100, 3, 0], [1, 101, 3, 0], [102, 0, 0, 0]]
+    assert made.slots.tolist() == [1604, 1605, 1606, 1620, 1621, 1635, 1636, 1637, 1638]
+    assert made.copies == (((2, 100),), ((2, 101),), ((8, 102),))
+
+
+def test_a_path_over_a_block_boundary_has_two_private_blocks() -> None:
+    made = expansion([30], [1], [(7, 8, 9)])
+    assert made.tables.tolist() == [[4, 100, 101, 7]]
+    assert made.slots.tolist() == [1614, 1615, 1616, 1617]
+    assert made.copies == (((5, 100), (6, 101)),)
+    assert made.won(0, accepted=1) == ((5, 100),)
+    assert made.won(0, accepted=2) == ((5, 100), (6, 101))
+
+
+@pytest.mark.parametrize("start", range(2 * BLOCK))
+@pytest.mark.parametrize("length", [1, 2, 15, 16, 17])
+def test_no_path_writes_outside_its_private_blocks(start: int, length: int) -> None:
+    made = expansion([start, start], [1, 1], [tuple(range(length)), tuple(range(length))])
+    own = set(TABLE.ravel().tolist())
+    written = (made.slots // BLOCK).reshape(2, -1)
+    private = [{private for _, private in pairs} for pairs in made.copies]
+    assert [set(blocks) for blocks in written.tolist()] == private
+    assert not private[0] & private[1]
+    assert not (private[0] | private[1]) & own
+    assert len(set(made.slots.tolist())) == made.num_extra_tokens
+    assert [pair[0] for pair in made.copies[0]] == TABLE[
+        1, start // BLOCK : (start + length) // BLOCK + 1
+    ].tolist()
+    for accepted in range(1, length + 1):
+        reached = {int(slot) // BLOCK for slot in made.slots[: accepted + 1]}
+        assert {private for _, private in made.won(0, accepted)} == reached
