@@ -54,14 +54,29 @@ def test_every_name_imported_from_vllm_is_a_door(path: Path) -> None:
     assert wanted == covered
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.name)
-def test_every_method_called_on_super_is_a_door(path: Path) -> None:
-    called = {
+def super_calls(tree: ast.AST) -> set[str]:
+    return {
         node.attr
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(tree)
         if isinstance(node, ast.Attribute)
         and isinstance(node.value, ast.Call)
         and isinstance(node.value.func, ast.Name)
         and node.value.func.id == "super"
     }
-    assert called - {"__init__"} <= MEMBERS
+
+
+def own_methods() -> set[str]:
+    """Methods that begin in Paceline: some class defines them without calling super."""
+    functions = (
+        node
+        for path in SOURCES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef)
+    )
+    return {node.name for node in functions if node.name not in super_calls(node)}
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.name)
+def test_every_method_of_vllm_called_on_super_is_a_door(path: Path) -> None:
+    called = super_calls(ast.parse(path.read_text()))
+    assert called - own_methods() - {"__init__"} <= MEMBERS

@@ -117,14 +117,13 @@ def _compare(model: Path, dtype: str, batch_invariant: bool | None) -> list[Way]
         from vllm import SamplingParams
 
         params = SamplingParams(temperature=1.0, ignore_eos=True)
-        drafter = engine.scheduler.loop.drafter
-        engine.scheduler.loop.drafter = None
+        engine.set_drafting(False)
         requests = make_requests()
         plain = _generate(engine, requests, params)
         alone = [_generate(engine, [request], params)[0] for request in requests]
         half = [replace(response.request, generated=response.tokens[: MAX_TOKENS // 2]) for response in plain]
         resumed = _generate(engine, half, params)
-        engine.scheduler.loop.drafter = drafter
+        engine.set_drafting(True)
         drafted = _generate(engine, requests, params)
     return [
         compare("with drafts", plain, drafted),
