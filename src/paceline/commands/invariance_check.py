@@ -65,6 +65,8 @@ def check_invariance(dtype: str, batch_invariant: bool | None = None) -> list[Wa
 
 
 def _check_in_child(dtype: str, batch_invariant: bool | None) -> list[Way]:
+    # Before torch is loaded. Threads that sleep while they wait: on a busy machine spinning takes three times as long.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     with hush(), tempfile.TemporaryDirectory(prefix="paceline-doctor-") as folder:
         try:
             write_model(Path(folder))
@@ -101,7 +103,6 @@ def write_model(folder: Path) -> None:
 
 
 def _compare(model: Path, dtype: str, batch_invariant: bool | None) -> list[Way]:
-    os.environ.setdefault("OMP_NUM_THREADS", str(min(os.cpu_count() or 1, 2)))
     from paceline.config import BudgetSettings, EngineSettings
     from paceline.engine.rollout import RolloutEngine
 
