@@ -325,6 +325,7 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
         command.add_argument("--micro-tokens", type=int, default=2048, help="padded tokens per forward pass")
         command.add_argument("--max-tokens", type=int, default=640, help="longest trace")
         command.add_argument("--hard-share", type=float, default=0.05, help="share of four-number problems")
+        command.add_argument("--start", type=Path, metavar="DIR", help="go on from this checkpoint")
         command.add_argument("--seed", type=int, default=0)
         command.add_argument("--threads", type=int, default=torch.get_num_threads())
         command.add_argument("--print-every", type=int, default=50)
@@ -353,7 +354,8 @@ def main(words: list[str] | None = None) -> None:
         arguments.steps, arguments.tokens_per_step = min(arguments.steps, 20), 2048
     torch.manual_seed(arguments.seed)
     shape = QUICK if arguments.quick else POLICY if arguments.command == "policy" else DRAFTER
-    model = build_model(shape).to("cuda" if torch.cuda.is_available() else "cpu")
+    model = load_model(arguments.start).train() if arguments.start else build_model(shape)
+    model = model.to("cuda" if torch.cuda.is_available() else "cpu")
     print(f"parameters {sum(p.numel() for p in model.parameters())}", flush=True)
     teacher = load_model(arguments.teacher) if arguments.command == "drafter" else None
     train(model, teacher, arguments)
