@@ -16,7 +16,6 @@ from paceline.planning.budget import (
     BudgetSnapshot,
     BudgetState,
     decide,
-    draft_depth,
     expected_accepted,
     update,
 )
@@ -241,32 +240,6 @@ def test_arrays_must_fit_the_batch() -> None:
 def test_settings_are_checked(bad: dict[str, object]) -> None:
     with pytest.raises(ValidationError):
         BudgetSettings.model_validate(bad)
-
-
-def test_draft_depth_weighs_drafting_against_verifying() -> None:
-    step = timed(lambda n: 0.014 + 0.001 * n, (1, 2, 4, 8, 16, 32, 64))
-    cheap, dear = timed(lambda n: 0.0005, (1, 2, 4)), timed(lambda n: 0.012, (1, 2, 4))
-    acceptance = np.full(8, 0.8, dtype=np.float32)
-    assert draft_depth(1, acceptance, cheap, step, 1.5) == best_depth(1, 0.8, 0.0005)
-    assert draft_depth(4, acceptance, cheap, step, 1.5) == best_depth(4, 0.8, 0.0005)
-    assert draft_depth(1, acceptance, dear, step, 1.5) == best_depth(1, 0.8, 0.012)
-    assert draft_depth(1, np.full(8, 0.1, dtype=np.float32), dear, step, 1.5) == 0
-
-
-def best_depth(batch: int, acceptance: float, draft_s: float) -> int:
-    def rate(depth: int) -> float:
-        tokens = sum(acceptance**j for j in range(depth + 1))
-        return batch * tokens / (0.014 + 0.001 * batch * (1 + depth) + depth * draft_s)
-
-    return max(range(9), key=rate)
-
-
-def test_draft_depth_finds_unmeasured_times_out() -> None:
-    acceptance = np.full(8, 0.9, dtype=np.float32)
-    unknown = StepTimeModel.initial()
-    assert draft_depth(4, acceptance, unknown, unknown, 1.5) == 0
-    assert draft_depth(4, acceptance, unknown, timed(lambda n: 0.02, (4, 8)), 1.5) == 1
-    assert draft_depth(4, acceptance, timed(lambda n: 0.001, (4,)), timed(lambda n: 0.02, (4, 8)), 1.5) == 2
 
 
 @dataclass

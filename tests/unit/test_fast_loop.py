@@ -75,7 +75,7 @@ def test_the_better_candidate_wins() -> None:
             np.arange(3), np.full(3, 10), batch([list(range(40, 48))] * 3, acceptance), 0.001, 0.002
         )
         loop.receive(drafts)
-        assert loop.propose(query(), 0).from_model.tolist() == [model_wins] * 3
+        assert loop.propose(query(), 0).merged.from_model.tolist() == [model_wins] * 3
 
 
 def test_acceptance_is_learned_from_verified_positions_alone() -> None:

@@ -18,8 +18,8 @@ import numpy as np
 
 from paceline.config import BudgetSettings, EngineSettings
 from paceline.drafting.drafter import Drafter, PathDrafter
-from paceline.planning import acceptance, budget, paths, sharpness
-from paceline.planning.latency import StepTimeModel, update_measured_time
+from paceline.planning import acceptance, agreement, budget, drafter_worth, paths, sharpness
+from paceline.planning.latency import StepTimeModel, predict_s, update_measured_time
 from paceline.types import (
     DraftBatch,
     DraftOrder,
@@ -43,20 +43,26 @@ class Alternatives:
     lengths: Int32Array  # [num_alternatives] draft tokens to verify
     covered: Int32Array  # [num_alternatives] first tokens that an earlier path of the request verifies too
     cells: Int32Array  # [num_alternatives, max_draft_tokens] calibration cells, of the model-free drafter
+    expected_accepted: float
+    """What they promise beyond the drafts, by the path probabilities alone."""
 
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
     """What was drafted for one step and how much of it goes to the target."""
 
-    batch: DraftBatch
-    """Each request's best candidate."""
+    merged: agreement.Merged
+    """One draft per request out of the candidates."""
     lengths: Int32Array  # [num_requests] draft tokens to verify
-    from_model: np.ndarray  # [num_requests] bool: the candidate came from the model drafter
     candidates: tuple[DraftBatch | None, DraftBatch | None]
     """All model-free and all model candidates, for the sharpness of both drafters."""
     alternatives: Alternatives | None
     """Further paths of some requests; None when one path each is best."""
+
+    @property
+    def batch(self) -> DraftBatch:
+        """Each request's draft."""
+        return self.merged.batch
 
 
 class _Learned:
@@ -93,15 +99,18 @@ class FastLoop:
         self.free = _Learned(prior, settings.sharpness)
         self.model = _Learned(_model_prior(settings), settings.sharpness)
         self.budget = budget.BudgetState.initial(settings.budget)
-        self._model_time = StepTimeModel.initial()
-        self._model_positions = acceptance.AcceptanceTable.initial(
-            np.full(settings.max_draft_tokens, 0.7, dtype=np.float32)
-        )
+        self.both = _Learned(agreement.prior_calibration(), settings.sharpness)
+        self._level_time = StepTimeModel.initial()
+        self._worth = drafter_worth.Worth()
+        self._model_gain_s: float | None = None
         self._arrived: ModelDrafts | None = None
         self._pending: tuple[StepObservation, float] | None = None
         self._batch_size = 0
+        self._num_drafted = 0
         self._expected = 0.0
+        self._path_trust = paths.PathTrust()
         self._rested_steps = 0
+        self._drafting_s = 0.0
         self.drafting = True
         self._resting: Drafter | None = None
 
@@ -164,7 +173,8 @@ class FastLoop:
         self._batch_size = len(query.groups)
         free = self._draft_free(query)
         model = self._match_model(query)
-        batch, from_model = _better(free, model, len(query.groups))
+        merged = self._merge(free, model, len(query.groups))
+        batch = merged.batch
         snapshot = budget.BudgetSnapshot(
             num_requests=len(query.groups),
             num_other_tokens=num_other_tokens,
@@ -174,6 +184,11 @@ class FastLoop:
         )
         lengths = budget.decide(snapshot, self.budget, self._settings.budget)
         self._expected = budget.expected_accepted(snapshot, lengths)
+        self._num_drafted = int(lengths.sum())
+        if model is not None:
+            price = self._price()
+            alone = drafter_worth.value_s(free, price) if free is not None else 0.0
+            self._model_gain_s = drafter_worth.value_s(batch, price) - alone
         alternatives = None
         if max_alternatives and paths.may_pay(
             batch.path_probability,
@@ -183,9 +198,9 @@ class FastLoop:
             self.budget,
             self._settings.budget,
         ):
-            most = np.where(from_model, self._settings.num_paths - 1, self._settings.num_paths)
+            most = np.where(merged.from_model, self._settings.num_paths - 1, self._settings.num_paths)
             alternatives = self._choose_paths(query, batch, lengths, most, num_other_tokens, max_alternatives)
-        return Proposal(batch, lengths, from_model, (free, model), alternatives)
+        return Proposal(merged, lengths, (free, model), alternatives)
 
     def _choose_paths(
         self,
@@ -225,14 +240,29 @@ class FastLoop:
             covered=np.minimum(paths.shared_prefix(tokens, batch.tokens[owners]), lengths[owners]),
             max_rows=max_alternatives,
         )
-        choice = paths.choose_paths(snapshot, self.budget, self._settings.budget)
+        choice = paths.choose_paths(snapshot, self.budget, self._settings.budget, self._path_trust)
         if not len(choice.candidates):
             return None
-        self._expected += choice.expected_accepted
+        self._expected += choice.expected_accepted * self._path_trust.worth
         rows = choice.candidates
         return Alternatives(
-            owners[rows], tokens[rows], choice.lengths, choice.covered, made.cells[owners, rank][rows]
+            owners[rows],
+            tokens[rows],
+            choice.lengths,
+            choice.covered,
+            made.cells[owners, rank][rows],
+            choice.expected_accepted,
         )
+
+    def _merge(
+        self, free: DraftBatch | None, model: DraftBatch | None, num_requests: int
+    ) -> agreement.Merged:
+        if free is not None and model is not None:
+            return agreement.merge(free, model, self.both.calibration)
+        alone = free if free is not None else model if model is not None else _empty(num_requests)
+        none = np.zeros(num_requests, dtype=np.int32)
+        from_model = np.full(num_requests, model is not None)
+        return agreement.Merged(alone, from_model, none, np.zeros_like(alone.cells))
 
     def _draft_free(self, query: DraftQuery) -> DraftBatch | None:
         if self.drafter is None:
@@ -263,7 +293,9 @@ class FastLoop:
         """Take the model drafter's work; its time is taken out of the step's, so that T(n) is the target's alone."""
         self._arrived = drafts
         if drafts.forward_s > 0:
-            self._model_time = update_measured_time(self._model_time, len(drafts.responses), drafts.forward_s)
+            self._level_time = update_measured_time(self._level_time, len(drafts.responses), drafts.forward_s)
+        # Catching up with new prompts is left out: it is paid once per response.
+        self._drafting_s = drafts.forward_s * int(drafts.batch.num_tokens.max(initial=0))
         if self._pending is not None:
             step, expected = self._pending
             self._pending = replace(step, step_s=max(step.step_s - drafts.total_s, 1e-6)), expected
@@ -272,20 +304,30 @@ class FastLoop:
         """What the model drafter shall do after the coming step; None without one."""
         if self._settings.model_drafter is None:
             return None
-        if not self.drafting:
-            return DraftOrder(0, self.model.beta, self.model.calibration, self._settings.draft_floor)
-        depth = budget.draft_depth(
-            max(self._batch_size, 1),
-            acceptance.estimate(self._model_positions),
-            self._model_time,
-            self.budget.decode_time,
-            self._settings.budget.max_growth,
-        )
+        batch = max(self._batch_size, 1)
+        if self._model_gain_s is not None:
+            balance_s = self._model_gain_s - self._drafting_s
+            self._worth = drafter_worth.update_worth(self._worth, batch, balance_s)
+            self._model_gain_s = None
+        wanted = self.drafting and self._worth.is_positive(batch)
         # A rested drafter is tried again now and then: its time and acceptance were measured under other conditions.
-        self._rested_steps = 0 if depth else self._rested_steps + 1
-        if self._rested_steps >= self._settings.budget.refresh_steps:
-            depth, self._rested_steps = 1, 0
-        return DraftOrder(depth, self.model.beta, self.model.calibration, self._settings.draft_floor)
+        self._rested_steps = 0 if wanted else self._rested_steps + 1
+        pause = self._settings.budget.refresh_steps
+        wanted = wanted or (self.drafting and self._rested_steps % pause >= pause - drafter_worth.TRIAL_STEPS)
+        return DraftOrder(
+            self._settings.max_draft_tokens if wanted else 0,
+            self.model.beta,
+            self.model.calibration,
+            drafter_worth.choose_floor(
+                self._price(), batch, float(predict_s(self._level_time, batch)), self._settings.draft_floor
+            ),
+        )
+
+    def _price(self) -> drafter_worth.Price:
+        """What time costs at the size of the present step."""
+        return drafter_worth.price_step(
+            max(self._batch_size, 1), self._expected, self._num_drafted, self.budget.decode_time
+        )
 
     def learn(
         self,
@@ -307,34 +349,38 @@ class FastLoop:
             others_accepted: as `accepted`, of each alternative. [num_alternatives] int32
         """
         known = first >= 0
-        for learned, candidate, own in zip(
-            (self.free, self.model),
-            proposal.candidates,
-            (~proposal.from_model, proposal.from_model),
-            strict=True,
+        column = np.arange(proposal.batch.tokens.shape[1], dtype=np.int32)
+        told = column < np.minimum(verified, accepted + 1)[:, None]
+        right = column < accepted[:, None]
+        shared = told & (column < proposal.merged.agreed[:, None])
+        by_model = proposal.merged.from_model[:, None]
+        for learned, candidate, own in (
+            (self.free, proposal.candidates[0], told & ~by_model | shared),
+            (self.model, proposal.candidates[1], told & by_model | shared),
         ):
             if candidate is None:
                 continue
             learned.learn_sharpness(candidate.probes[known], first[known])
-            cells, outcomes = acceptance.verified_outcomes(
-                candidate, np.where(own, verified, 0), np.where(own, accepted, 0)
-            )
+            own = own[:, : candidate.cells.shape[1]]
+            cells, outcomes = candidate.cells[own], right[:, : own.shape[1]][own]
             if learned is self.free and proposal.alternatives is not None:
                 assert others_verified is not None
                 assert others_accepted is not None
                 more = _alternative_outcomes(proposal.alternatives, others_verified, others_accepted)
                 cells, outcomes = np.concatenate([cells, more[0]]), np.concatenate([outcomes, more[1]])
             learned.learn(cells, outcomes)
-        if proposal.candidates[1] is not None:
-            self._learn_depth(np.where(proposal.from_model, verified, 0), accepted)
+        self.both.learn(proposal.merged.both_cells[shared], right[shared])
+        self._learn_trust(proposal.alternatives, accepted, others_accepted)
 
-    def _learn_depth(self, verified: Int32Array, accepted: Int32Array) -> None:
-        position = np.arange(self._settings.max_draft_tokens, dtype=np.int32)
-        told = position < np.minimum(verified, accepted + 1)[:, None]
-        cells = np.broadcast_to(position, told.shape)[told]
-        outcomes = (position < accepted[:, None])[told]
-        if cells.size:
-            self._model_positions = acceptance.update_acceptance(self._model_positions, cells, outcomes)
+    def _learn_trust(
+        self, alternatives: Alternatives | None, accepted: Int32Array, others_accepted: Int32Array | None
+    ) -> None:
+        promised = gained = 0.0
+        if alternatives is not None and others_accepted is not None:
+            most = accepted.copy()
+            np.maximum.at(most, alternatives.owners, others_accepted)
+            promised, gained = alternatives.expected_accepted, float((most - accepted).sum())
+        self._path_trust = paths.update_trust(self._path_trust, promised, gained)
 
     def observe(self, step: StepObservation) -> None:
         """A measured step. Kept until the next begins, because a model drafter's share may still be taken out."""
@@ -378,38 +424,6 @@ def _model_prior(settings: EngineSettings) -> Float32Array:
     from paceline.drafting.model import prior_calibration
 
     return prior_calibration()
-
-
-def _better(
-    free: DraftBatch | None, model: DraftBatch | None, num_requests: int
-) -> tuple[DraftBatch, np.ndarray]:
-    """Of each request's two candidates the one with more expected accepted tokens; ties go to the model-free one."""
-    none = np.zeros(num_requests, dtype=bool)
-    if model is None:
-        return free if free is not None else _empty(num_requests), none
-    if free is None:
-        return model, ~none
-    width = max(free.tokens.shape[1], model.tokens.shape[1])
-    from_model = model.path_probability.sum(axis=1) > free.path_probability.sum(axis=1)
-    pick = from_model[:, None]
-
-    def choose(one: np.ndarray, other: np.ndarray) -> np.ndarray:
-        return np.where(pick, _widen(other, width), _widen(one, width))
-
-    return (
-        DraftBatch(
-            choose(free.tokens, model.tokens),
-            np.where(from_model, model.num_tokens, free.num_tokens).astype(np.int32),
-            choose(free.acceptance, model.acceptance),
-            choose(free.cells, model.cells),
-            np.where(pick, model.probes, free.probes),
-        ),
-        from_model,
-    )
-
-
-def _widen(table: np.ndarray, width: int) -> np.ndarray:
-    return np.pad(table, ((0, 0), (0, width - table.shape[1])))
 
 
 def _empty(num_requests: int) -> DraftBatch:

@@ -170,34 +170,6 @@ def update(
     return BudgetState(decode_time, prefill_time, arms, now, last, expected, accepted)
 
 
-def draft_depth(
-    batch: int,
-    acceptance: Float32Array,
-    draft_time: StepTimeModel,
-    step_time: StepTimeModel,
-    max_growth: float,
-) -> int:
-    """How many tokens per request a model drafter should draft: the k that maximises
-
-        B (1 + sum over j <= k of a_1 .. a_j) / (T(B (1 + k)) + k D(B))
-
-    acceptance: [max_depth] P(token j accepted | all before it accepted), mean over the batch.
-    draft_time: D, one forward pass of the drafter over the batch (latency.update_measured_time).
-    The smallest of equally good depths, 0 if no depth beats plain decoding. Unmeasured times are found out as
-    in `decide`: 0 until a step of about B tokens was measured (E1), then 1 until a draft was, growing by E2.
-    """
-    if batch < 1 or not _is_known(step_time, batch):
-        return 0
-    reach = max(largest_known_tokens(step_time), batch) * max_growth
-    depth = min(len(acceptance), int(reach) // batch - 1)
-    if draft_time.num_observations == 0:
-        return min(depth, 1)
-    depths = np.arange(depth + 1)
-    tokens = np.concatenate(([1.0], 1.0 + np.cumsum(np.cumprod(acceptance[:depth], dtype=np.float64))))
-    seconds = predict_s(step_time, batch * (1 + depths)) + depths * float(predict_s(draft_time, batch))
-    return int((tokens / seconds).argmax())
-
-
 def _decide_marginal(
     snapshot: BudgetSnapshot,
     probability: Float32Array,
