@@ -12,10 +12,18 @@ import pytest
 from paceline.config import BudgetSettings
 from paceline.planning.budget import BudgetState
 from paceline.planning.latency import StepTimeModel, predict_s, update_measured_time
-from paceline.planning.paths import PathSnapshot, choose_paths, may_pay, shared_prefix
+from paceline.planning.paths import PathChoice, PathSnapshot, PathTrust, may_pay, shared_prefix, update_trust
+from paceline.planning.paths import choose_paths as choose_trusting
 
+TRUST = PathTrust()
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128, 256)
 FLAT = BudgetSettings(max_growth=4.0, min_gain=0.0)
+
+
+def choose_paths(
+    given: PathSnapshot, state: BudgetState, settings: BudgetSettings, trust: PathTrust = TRUST
+) -> PathChoice:
+    return choose_trusting(given, state, settings, trust)
 
 
 def flat_s(tokens: int) -> float:
@@ -94,6 +102,20 @@ def test_an_alternative_must_pay_for_its_tokens_and_the_repeated_one() -> None:
     # 2 tokens in 19 ms; one alternative of one token makes it 21 ms: worth it from 0.21 expected tokens on.
     assert len(choose_paths(snapshot(likely), state, FLAT).candidates) == 1
     assert len(choose_paths(snapshot(unlikely), state, FLAT).candidates) == 0
+
+
+def test_broken_promises_are_believed_less_and_forgiven() -> None:
+    paths, state = [(0, [1], [0.4])], state_with(knee_s)
+    assert len(choose_paths(snapshot(paths), state, FLAT).candidates) == 1
+    trust = TRUST
+    for _ in range(100):
+        trust = update_trust(trust, promised=0.4, gained=0.1)
+    assert 0.25 < trust.worth < 0.4
+    assert not len(choose_paths(snapshot(paths), state, FLAT, trust).candidates)
+    for _ in range(3000):
+        trust = update_trust(trust, promised=0.0, gained=0.0)
+    assert trust.worth > 0.95
+    assert update_trust(TRUST, promised=1.0, gained=9.0).worth == 1.0
 
 
 def test_a_compute_bound_batch_takes_none() -> None:
