@@ -40,7 +40,9 @@ def main() -> None:
     made.add_argument("--batches", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64, 128])
     made.add_argument("--policies", nargs="+", default=list(POLICIES), choices=POLICIES)
     made.add_argument("--repetitions", type=int, default=3)
-    made.add_argument("--max-tokens", type=int, default=96, help="kept short, so that the batch keeps its size")
+    made.add_argument(
+        "--max-tokens", type=int, default=96, help="kept short, so that the batch keeps its size"
+    )
     made.add_argument("--threads", type=int, default=1)
     options = made.parse_args()
     os.environ["OMP_NUM_THREADS"] = str(options.threads)
@@ -71,7 +73,9 @@ def measure(options: Any, model: str) -> list[dict[str, Any]]:
         samples = min(batch, 4)
         prompts = make_prompts(model, -(-batch // samples), seed)
         made = [
-            RolloutRequest(p, options.max_tokens, key=derive_key(seed, p, s)) for p in prompts for s in range(samples)
+            RolloutRequest(p, options.max_tokens, key=derive_key(seed, p, s))
+            for p in prompts
+            for s in range(samples)
         ]
         return made[:batch]
 

@@ -91,7 +91,9 @@ class Bench:
         waiting = dict(enumerate(requests))
         while waiting:
             part = {
-                index: replace(request, max_tokens=min(len(request.generated) + CHUNK_TOKENS, requests[index].max_tokens))
+                index: replace(
+                    request, max_tokens=min(len(request.generated) + CHUNK_TOKENS, requests[index].max_tokens)
+                )
                 for index, request in waiting.items()
             }
             for index, response in zip(part, self.generate(list(part.values())), strict=True):
@@ -105,11 +107,15 @@ class Bench:
 
 def diverged(one: tuple[int, ...], other: tuple[int, ...]) -> int:
     """Tokens from the first difference on."""
-    same = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    same = next(
+        (i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other))
+    )
     return max(len(one), len(other)) - same
 
 
-def measure(bench: Bench, requests: list[Any], dtype: str, cases: dict[str, Callable[..., Any]]) -> list[dict[str, Any]]:
+def measure(
+    bench: Bench, requests: list[Any], dtype: str, cases: dict[str, Callable[..., Any]]
+) -> list[dict[str, Any]]:
     from paceline.engine.audit import recorded
 
     with recorded(bench.engine) as wanted:

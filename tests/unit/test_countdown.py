@@ -38,7 +38,7 @@ def examples(count: int, **ranges: int) -> list[tuple[Problem, str]]:
     return list(islice(stream_examples(7, ProblemRange(**ranges), 640), count))
 
 
-# --- scoring ------------------------------------------------------------------------------------------------
+# --- scoring ----------------------------------------------------------------------------------------------
 
 
 def test_right_answer_scores_one():
@@ -143,7 +143,7 @@ def test_agrees_with_reasoning_gym(count):
             assert (score(trace, row) == SOLVED_REWARD) == (theirs == 1.0) == (shift == 0)
 
 
-# --- traces -------------------------------------------------------------------------------------------------
+# --- traces -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("count", [3, 4])
@@ -202,7 +202,7 @@ def test_problems_follow_reasoning_gyms_distribution():
     assert sum((theirs[k] - ours[k]) ** 2 / (theirs[k] + ours[k]) for k in bins) < 33.7
 
 
-# --- rows ---------------------------------------------------------------------------------------------------
+# --- rows -------------------------------------------------------------------------------------------------
 
 
 def test_train_and_held_out_never_meet():
@@ -269,7 +269,7 @@ def test_loading_a_task_is_light():
     assert result.stdout.strip() == "[]"
 
 
-# --- tokenizer ----------------------------------------------------------------------------------------------
+# --- tokenizer --------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -305,7 +305,40 @@ def test_streaming_decoder_gives_the_same_text(tokenizer):
     assert "".join(pieces) == problem.prompt + trace
 
 
-# --- pretraining --------------------------------------------------------------------------------------------
+# --- shipped checkpoints ------------------------------------------------------------------------------------
+
+ASSETS = Path(__file__).parents[2] / "assets"
+
+
+@pytest.mark.parametrize(("name", "nats"), [("countdown-policy", 0.35), ("countdown-drafter", 0.6)])
+def test_shipped_checkpoint_models_the_traces(name, nats):
+    """Mean cross entropy over held-out problems' traces; an untrained model has 3.3 nats."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    model = transformers.AutoModelForCausalLM.from_pretrained(ASSETS / name, dtype=torch.float32)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(ASSETS / name)
+    rng, losses, count = Random(99), 0.0, 0
+    while count < 4000:
+        problem = draw_problem(rng, ProblemRange())
+        trace = write_trace(problem, rng, 640)
+        if not problem.held_out or trace is None:
+            continue
+        prompt = tokenizer(problem.prompt)["input_ids"]
+        assert prompt == encode_prompt(problem.prompt)
+        ids = torch.tensor([prompt + encode_trace(trace)])
+        with torch.no_grad():
+            logits = model(input_ids=ids).logits[0, len(prompt) - 1 : -1]
+        losses += torch.nn.functional.cross_entropy(logits, ids[0, len(prompt) :], reduction="sum").item()
+        count += ids.shape[1] - len(prompt)
+    assert losses / count < nats
+
+
+def test_shipped_checkpoints_stay_small():
+    folders = ("countdown-policy", "countdown-drafter")
+    assert sum(f.stat().st_size for name in folders for f in (ASSETS / name).iterdir()) < 10_000_000
+
+
+# --- pretraining ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -324,5 +357,12 @@ def test_pretraining_script_makes_a_policy_and_a_drafter(tmp_path):
     words = ("--policy", policy, "--drafter", drafter, "--problems", 4, "--max-new-tokens", 8)
     measured = run("measure", *words)
     assert '"finish_rate"' in measured
-    assert (policy / "model.safetensors").is_file()
-    assert (drafter / "tokenizer.json").is_file()
+    from transformers import AutoTokenizer
+
+    for folder in (
+        policy,
+        drafter,
+    ):  # AutoTokenizer also reads config.json, and may put another class in its place
+        assert AutoTokenizer.from_pretrained(folder)("24,3,29:21 ")["input_ids"] == encode_prompt(
+            "24,3,29:21 "
+        )

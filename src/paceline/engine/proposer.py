@@ -110,7 +110,9 @@ class Proposer:
         """Free the model drafter's cache rows of requests that have ended."""
         if self._model is not None:
             known = (self._runner.requests.get(name) for name in finished)
-            self._model.forget(s.sampling_params.extra_args["paceline_response"] for s in known if s is not None)
+            self._model.forget(
+                s.sampling_params.extra_args["paceline_response"] for s in known if s is not None
+            )
 
     def take(self) -> FreshDrafts | None:
         """The fresh model drafts for the scheduler, once; None when there are none."""

@@ -52,7 +52,7 @@ def prepare_environment(threads: int | None = None) -> None:
     times; without OMP_NUM_THREADS vLLM serves with one thread however many cores there are.
     """
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    os.environ.setdefault("OMP_NUM_THREADS", str(threads or os.cpu_count() or 1))
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads or len(os.sched_getaffinity(0))))
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -175,7 +175,8 @@ class RolloutEngine:
                 started.append(self._submit(index, request, params))
             while self._pending:
                 for output in self._engine.step():
-                    if output.request_id in self._pending:  # else aborted while this step's outputs were handed out
+                    # Outputs of a request that was aborted while this step's others were handed out are dropped.
+                    if output.request_id in self._pending:
                         yield self._take(output)
         finally:
             left = [name for name in started if name in self._pending]
