@@ -170,3 +170,13 @@ def test_too_long_context_is_refused_before_the_engine_starts(policy_dir: Path, 
     recipe = make_recipe(policy_dir, lengths={"prompt_tokens": 64, "response_tokens": 300})
     with pytest.raises(ConfigError, match="exceeds the 256 positions"):
         run(recipe, tmp_path / "run")
+
+
+def test_finished_run_trains_no_further_when_resumed(
+    whole: tuple[Path, Summary, str], policy_dir: Path
+) -> None:
+    before = weights(whole[0])
+    summary, _ = run(make_recipe(policy_dir), whole[0], resume=True)
+    assert (summary.reason, summary.steps) == ("finished", 4)
+    assert len(read(whole[0], TrainStep)) == 4
+    assert all(weight.equal(before[name]) for name, weight in weights(whole[0]).items())

@@ -48,6 +48,16 @@ def trainer_arguments(recipe: Recipe, folder: Path, on_cpu: bool) -> Any:
         raise ConfigError(f"TRL refuses the recipe: {' '.join(str(error).split())}") from error
 
 
+def computes_bfloat16(on_cpu: bool) -> bool:
+    """Whether this machine has bfloat16 arithmetic, not an emulation of it."""
+    import torch
+
+    if not on_cpu:
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+    probes = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+    return any(getattr(torch.cpu, name, lambda: False)() for name in probes)
+
+
 def _owned(recipe: Recipe, folder: Path, on_cpu: bool) -> dict[str, Any]:
     batch, optimizer, sampling = recipe.batch, recipe.optimizer, recipe.sampling
     return {
@@ -71,7 +81,8 @@ def _owned(recipe: Recipe, folder: Path, on_cpu: bool) -> dict[str, Any]:
         "weight_decay": optimizer.weight_decay,
         "max_grad_norm": optimizer.max_grad_norm,
         "adam_beta2": optimizer.beta2,
-        "bf16": optimizer.precision == "bfloat16",
+        "bf16": optimizer.precision == "bfloat16"
+        or (optimizer.precision == "auto" and computes_bfloat16(on_cpu)),
         "use_vllm": True,
         "vllm_mode": "colocate",
         "remove_unused_columns": False,

@@ -135,8 +135,9 @@ class OptimizerSection(Section):
     """Gradients are scaled down to this norm."""
     beta2: float = Field(default=0.999, gt=0.0, lt=1.0)
     """AdamW's second-moment decay; 0.99 forgets faster, good for short runs."""
-    precision: Literal["float32", "bfloat16"] = "float32"
-    """Number format of the forward and backward pass (bfloat16: autocast); master weights stay float32."""
+    precision: Literal["auto", "float32", "bfloat16"] = "float32"
+    """Number format of the passes (bfloat16: autocast); master weights stay float32. auto: bfloat16 where the machine
+    computes in it, float32 elsewhere."""
 
 
 class CapacitySection(Section):

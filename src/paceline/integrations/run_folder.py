@@ -72,8 +72,14 @@ def clear_folder(folder: Path) -> None:
 def latest_checkpoint(folder: Path) -> Path | None:
     """The newest complete checkpoint of a run; None before the first."""
     found = [
-        (int(path.name.rpartition("-")[2]), path)
+        path
         for path in (folder / CHECKPOINTS).glob("checkpoint-*")
-        if path.name.rpartition("-")[2].isdigit() and (path / "trainer_state.json").is_file()
+        if (path / "trainer_state.json").is_file()
     ]
-    return max(found)[1] if found else None
+    return max(found, key=step_of, default=None)
+
+
+def step_of(checkpoint: Path) -> int:
+    """Optimizer updates made before a checkpoint; -1 if its name does not tell."""
+    number = checkpoint.name.rpartition("-")[2]
+    return int(number) if number.isdigit() else -1

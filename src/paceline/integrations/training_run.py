@@ -29,6 +29,7 @@ from paceline.integrations.run_folder import (
     clear_folder,
     latest_checkpoint,
     read_past,
+    step_of,
 )
 from paceline.record import (
     FILE_NAME,
@@ -117,6 +118,7 @@ class TrainingRun:
         from paceline.integrations.rollouts import WatchedRollouts
 
         record = self._open_record()
+        self._console.print("starting the engine")
         try:
             with (
                 self._start_engine() as engine,
@@ -196,7 +198,10 @@ class TrainingRun:
         """Returns "finished" or "interrupted"; saves a checkpoint of the last finished step either way."""
         checkpoint = latest_checkpoint(self.folder) if self._resume else None
         try:
-            trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+            if checkpoint is not None and step_of(checkpoint) >= self._arguments.max_steps:
+                self._complete(trainer, conductor, checkpoint)
+            else:
+                trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
         except Interrupted:
             self._save_between_steps(trainer, conductor)
             return "interrupted"
@@ -204,6 +209,14 @@ class TrainingRun:
             return "interrupted"
         trainer.save_model(str(self.folder / POLICY))
         return "finished"
+
+    def _complete(self, trainer: Any, conductor: Conductor, checkpoint: Path) -> None:
+        """Finish a run whose last step is in a checkpoint already; TRL would train beyond it."""
+        from transformers import TrainerState
+
+        trainer._load_from_checkpoint(str(checkpoint))
+        trainer.state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
+        conductor.begin()
 
     def _save_between_steps(self, trainer: Any, conductor: Conductor) -> None:
         """Save the state at the end of the last finished update; what an unfinished one drew is undone."""
