@@ -56,6 +56,15 @@ def test_responses_of_a_group_draft_from_each_other() -> None:
     assert made.lengths[1] > 0
 
 
+def test_a_group_may_see_another_prompt() -> None:
+    loop = FastLoop(EngineSettings(budget=FIXED, draft_floor=0.0))
+    loop.open(0, 0, [1, 2, 3], [])
+    loop.append([(0, 0, [5, 6, 7, 8, 9, 10, 11])])
+    loop.open(0, 1, [1, 2, 4], [])
+    loop.append([(0, 1, [5, 6])])
+    assert loop.propose(query(2), 0).batch.tokens[1, :3].tolist() == [7, 8, 9]
+
+
 def test_model_drafts_are_used_only_at_their_position() -> None:
     settings = EngineSettings(drafter="none", budget=FIXED)
     loop = FastLoop(settings)

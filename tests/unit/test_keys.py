@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from paceline.dice import derive_key
-from paceline.engine.keys import KeyBook, key_of, prompt_group
+from paceline.engine.keys import KeyBook, check_options, engine_seed, key_of, prompt_group
 from paceline.errors import RequestError
 
 
@@ -55,6 +55,43 @@ def test_a_resumed_response_keeps_key_and_group() -> None:
 def test_impossible_carries_are_refused(value: object) -> None:
     with pytest.raises(RequestError, match="paceline_generated"):
         KeyBook(0).assign(params(paceline_generated=value), [1, 2], 0)
+
+
+@pytest.mark.parametrize(
+    ("n", "seed", "extra", "problem"),
+    [
+        (1, None, {"paceline_key": "7"}, "paceline_key='7' must be an integer"),
+        (1, None, {"paceline_group": 0.5}, "paceline_group=0.5 must be an integer"),
+        (1, None, {"paceline_sample": -1}, "paceline_sample=-1"),
+        (1, None, {"paceline_generated": 1 << 63}, "paceline_generated="),
+        (1, 1 << 64, {}, "does not fit in 64 bits"),
+        (2, None, {"paceline_key": 0}, "paceline_key with n=2"),
+        (2, None, {"paceline_sample": 0}, "paceline_sample with n=2"),
+    ],
+)
+def test_wrong_options_are_refused_where_they_are_made(
+    n: int, seed: int | None, extra: dict[str, object], problem: str
+) -> None:
+    with pytest.raises(RequestError, match=problem):
+        check_options(SimpleNamespace(n=n, seed=seed, extra_args=extra))
+
+
+def test_right_options_pass() -> None:
+    check_options(SimpleNamespace(n=1, seed=None, extra_args={"paceline_key": -1, "paceline_sample": 0}))
+    check_options(SimpleNamespace(n=8, seed=3, extra_args={"paceline_group": 4, "theirs": "x"}))
+    check_options(SimpleNamespace(n=8, seed=None, extra_args=None))
+
+
+def test_engines_of_one_run_derive_keys_of_their_own() -> None:
+    def seed_of(seed: int, index: int) -> int:
+        parallel = SimpleNamespace(data_parallel_index=index)
+        return engine_seed(
+            3, SimpleNamespace(model_config=SimpleNamespace(seed=seed), parallel_config=parallel)
+        )
+
+    assert seed_of(0, 0) == 3
+    assert len({seed_of(seed, index) for seed in range(3) for index in range(3)}) == 9
+    assert seed_of(1, 2) == seed_of(1, 2)
 
 
 def test_groups_are_the_same_in_every_process() -> None:

@@ -70,15 +70,18 @@ def test_the_floor_and_the_cells() -> None:
     assert batch.cells[0, :2].tolist() == [8, 9]
 
 
-def test_closing_dropping_and_resync() -> None:
+def test_closing_and_dropping() -> None:
     drafter = LookupDrafter()
     drafter.open_group(1, [1, 2, 3])
     drafter.append(1, 0, [9, 8])
-    drafter.resync(1, 0, [1, 2])
-    assert drafted(drafter, 1, 0, 1) == [3]
+    drafter.append(1, 1, [])
     drafter.close_response(1, 0)
     drafter.append(1, 0, [9, 2, 3])
     assert drafted(drafter, 1, 0, 2) == [9, 2]  # behind the prompt's 2 3; the closed text is gone
+    for response in (0, 1):
+        drafter.close_response(1, response)
+    drafter.append(1, 0, [1, 2])
+    assert drafted(drafter, 1, 0, 1) == []  # with its last response the group went, prompt and all
     drafter.drop_group(1)
     drafter.append(1, 0, [1, 2])
     assert drafted(drafter, 1, 0, 1) == []

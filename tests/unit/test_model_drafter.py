@@ -408,6 +408,15 @@ def test_token_outside_the_vocabulary_is_a_tokenizer_error(tmp_path: Path) -> No
         draft(drafter, Rollout([[1, 2, 48]]), [0], 2)
 
 
+def test_padding_ids_of_a_larger_target_are_no_error(tmp_path: Path) -> None:
+    save_model(tmp_path, vocab_size=200)
+    drafter = ModelDrafter(tmp_path, max_model_len=64, max_requests=2, vocab_size=201)
+    made = draft(drafter, Rollout([[1, 2, 200], [1, 2, 199]]), [0, 1], 2)
+    assert made.num_tokens.min() > 0
+    with pytest.raises(CheckpointError, match="token id 201 of a context"):
+        draft(drafter, Rollout([[1, 2, 201]]), [0], 2)
+
+
 def test_draft_refuses_a_bad_sharpness_and_a_foreign_table(tmp_path: Path) -> None:
     save_model(tmp_path)
     drafter = ModelDrafter(tmp_path, max_model_len=64, max_requests=2)

@@ -76,15 +76,12 @@ class LookupDrafter:
         for i, (group, response) in enumerate(zip(groups.tolist(), responses.tolist(), strict=True)):
             self.append(group, response, tokens[offsets[i] : offsets[i + 1]])
 
-    def resync(self, group: int, response: int, tokens: ArrayLike) -> None:
-        """Make the response exactly `tokens` ([num_tokens] ids since the prompt): it resumes or restarts."""
-        self.close_response(group, response)
-        self.append(group, response, tokens)
-
     def close_response(self, group: int, response: int) -> None:
-        """Forget a response; nothing else reads it."""
+        """Forget a response, which nothing else reads, and with its last response the group."""
         if group in self._groups:
-            self._groups[group].responses.pop(response, None)
+            responses = self._groups[group].responses
+            if responses.pop(response, None) is not None and not responses:
+                del self._groups[group]
 
     def drop_group(self, group: int) -> None:
         """Forget a group; unknown groups are ignored."""

@@ -162,6 +162,7 @@ class ModelDrafter:
         self._model = _load_model(self.checkpoint, dtype, self._device)
         config = self._model.config.get_text_config()
         self._check_vocabulary(config.vocab_size, vocab_size)
+        self._num_context_ids: int = vocab_size or config.vocab_size
         self.vocab_size: int = min(config.vocab_size, vocab_size or config.vocab_size)
         limit = getattr(config, "max_position_embeddings", None)
         self.max_model_len: int = min(max_model_len, limit or max_model_len)
@@ -289,21 +290,22 @@ class ModelDrafter:
     def _feed(self, rows: Int64Array, starts: Int64Array, pieces: list[Int32Array]) -> torch.Tensor:
         """Forward pieces of known context and book them as cached."""
         counts = np.fromiter(map(len, pieces), np.int64, len(pieces))
-        ids = np.concatenate(pieces).astype(np.int64)
-        self._check_ids(ids)
+        ids = self._known_ids(np.concatenate(pieces).astype(np.int64))
         for row, start, piece in zip(rows.tolist(), starts.tolist(), pieces, strict=True):
             self._book.tokens[row, start : start + len(piece)] = piece
         logits = self._forward(rows, starts, counts, ids)
         self._book.cached[rows] = self._book.certain[rows] = starts + counts
         return logits
 
-    def _check_ids(self, ids: Int64Array) -> None:
-        if ids.size and (ids.min() < 0 or ids.max() >= self.vocab_size):
-            wrong = int(ids[(ids < 0) | (ids >= self.vocab_size)][0])
+    def _known_ids(self, ids: Int64Array) -> Int64Array:
+        """Context ids as the drafter can embed them: the target's padding ids, which it lacks, become its last id."""
+        if ids.size and (ids.min() < 0 or ids.max() >= self._num_context_ids):
+            wrong = int(ids[(ids < 0) | (ids >= self._num_context_ids)][0])
             raise CheckpointError(
-                f"{self.checkpoint}: token id {wrong} of a context is outside the drafter's vocabulary of "
-                f"{self.vocab_size}: choose a drafter with the target's tokenizer"
+                f"{self.checkpoint}: token id {wrong} of a context is outside the vocabulary of "
+                f"{self._num_context_ids}: choose a drafter with the target's tokenizer"
             )
+        return np.minimum(ids, self.vocab_size - 1)
 
     def _prefill(
         self, rows: Int64Array, contexts: list[Int32Array], cached: Int64Array, lengths: Int64Array

@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from paceline.config import EngineSettings, describe
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, UnsupportedError
 
 SCHEDULER = "paceline.engine.scheduler.PacelineScheduler"
 WORKER = "paceline.engine.worker.PacelineWorker"
@@ -74,3 +74,16 @@ def read_settings(vllm_config: Any) -> EngineSettings:
             "LLM(model, **paceline.engine_arguments()) or with PACELINE=1 in the environment"
         )
     return parse_settings(extra["paceline"])
+
+
+def check_engine(vllm_config: Any) -> None:
+    """Raise UnsupportedError for an engine mode in which sampling by key cannot work. Before the model is loaded."""
+    remedies = {
+        "async_scheduling=False": vllm_config.scheduler_config.async_scheduling,
+        "pipeline_parallel_size=1": vllm_config.parallel_config.pipeline_parallel_size > 1,
+        "enable_prompt_embeds=False": vllm_config.model_config.enable_prompt_embeds,
+        "VLLM_USE_V2_MODEL_RUNNER=0": vllm_config.use_v2_model_runner,
+    }
+    for remedy, is_needed in remedies.items():
+        if is_needed:
+            raise UnsupportedError(f"Paceline does not run on this engine: start it with {remedy}")

@@ -9,7 +9,8 @@ from __future__ import annotations
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, cast
 
-from paceline.errors import InstallError, RequestError
+from paceline.engine.keys import check_options
+from paceline.errors import InstallError, UnsupportedError
 
 SUPPORTED = ("0.32",)
 """Release lines of vLLM whose doors were checked."""
@@ -137,7 +138,8 @@ def allow_exact_options() -> None:
     """Let requests to an engine with our proposer use min-p and logit bias, which vLLM refuses under speculation.
 
     vLLM refuses them because its rejection sampler would need them in the drafter's distribution too; ours needs no
-    such distribution. Requests to any other engine are checked as before. Idempotent.
+    such distribution. What ours does not know is refused. Requests to any other engine are checked as before.
+    Idempotent.
     """
     check = SamplingParams._validate_spec_decode
     if getattr(check, "_paceline", False):
@@ -146,10 +148,11 @@ def allow_exact_options() -> None:
     def validate(self: Any, speculative_config: Any) -> None:
         model = getattr(speculative_config, "model", None)
         if isinstance(model, str) and model.startswith("paceline."):
-            if self.n > 1 and "paceline_key" in (self.extra_args or {}):
-                raise RequestError(
-                    f"paceline_key with n={self.n}: a key names one response, so all would be equal; "
-                    "give one request per key, or a seed"
+            check_options(self)
+            if self.thinking_token_budget is not None:
+                raise UnsupportedError(
+                    f"thinking_token_budget={self.thinking_token_budget} is not supported under exact drafting: "
+                    "leave it unset, or bound the response by max_tokens"
                 )
             return
         check(self, speculative_config)

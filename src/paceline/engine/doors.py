@@ -59,6 +59,7 @@ DOORS: tuple[Door, ...] = (
             "kv_cache_manager",
             "block_size",
             "requests",
+            "grammar_compile_error_reqs",
         ),
     ),
     Door(f"{CORE}._update_request_with_output", parameters=("request", "new_token_ids")),
@@ -178,7 +179,10 @@ DOORS: tuple[Door, ...] = (
         members=("min_toks", "neg_inf_tensor", "_device_tensor", "_mask_stop_token_logits"),
     ),
     Door(f"{BUILTIN}:LogitBiasLogitsProcessor", members=("biases",)),
-    Door("vllm.sampling_params:SamplingParams", members=("_validate_spec_decode", "extra_args", "clone")),
+    Door(
+        "vllm.sampling_params:SamplingParams",
+        members=("_validate_spec_decode", "extra_args", "clone", "thinking_token_budget"),
+    ),
     Door("vllm.sampling_params:RequestOutputKind", members=("DELTA",)),
     # batch invariance and weight updates on the CPU
     Door(
@@ -239,6 +243,9 @@ DOORS: tuple[Door, ...] = (
             "kv_cache_memory_bytes",
         ),
     ),
+    Door("vllm.config.vllm:VllmConfig", members=("use_v2_model_runner", "additional_config")),
+    Door("vllm.config.parallel:ParallelConfig", members=("data_parallel_index", "pipeline_parallel_size")),
+    Door("vllm.config.model:ModelConfig", members=("seed", "enable_prompt_embeds")),
     Door(
         ENGINE,
         members=(

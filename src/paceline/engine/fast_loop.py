@@ -11,6 +11,7 @@ before. Of a request's candidates the one with the most expected accepted tokens
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -18,6 +19,7 @@ import numpy as np
 
 from paceline.config import BudgetSettings, EngineSettings
 from paceline.drafting.drafter import Drafter, PathDrafter
+from paceline.errors import RequestError
 from paceline.planning import acceptance, agreement, budget, drafter_worth, paths, sharpness
 from paceline.planning.latency import StepTimeModel, predict_s, update_measured_time
 from paceline.types import (
@@ -117,10 +119,15 @@ class FastLoop:
     # -- responses
 
     def open(self, group: int, response: int, prompt: Sequence[int], generated: Sequence[int]) -> None:
-        """A response begins (or resumes with `generated` tokens)."""
+        """A response begins (or resumes with `generated` tokens).
+
+        A group has the first prompt that it was opened with; a response to another one (a later turn, say) shares the
+        group's tokens all the same: drafts are proposals, and no mistake of the user's to end the engine for.
+        """
         if self.drafter is None:
             return
-        self.drafter.open_group(group, np.asarray(prompt, dtype=np.int32))
+        with contextlib.suppress(RequestError):
+            self.drafter.open_group(group, np.asarray(prompt, dtype=np.int32))
         self.drafter.append(group, response, np.asarray(generated, dtype=np.int32))
 
     def append(self, tokens: Iterable[tuple[int, int, list[int]]]) -> None:

@@ -8,7 +8,8 @@ Users may set, in `extra_args` (over HTTP: `vllm_xargs`):
 * `paceline_generated`: how many tokens at the end of the prompt were generated earlier (a resumed response).
 
 A request without a key gets its `seed`, or else a key derived from (run seed, prompt, sample), where a missing sample
-counts the requests with the same prompt that the engine has seen before.
+counts the requests with the same prompt that the engine has seen before. Engines that differ in vLLM's own `seed` or in
+their data-parallel index derive different keys (`engine_seed`).
 """
 
 from __future__ import annotations
@@ -26,6 +27,39 @@ from paceline.errors import RequestError
 MASK = (1 << 64) - 1
 MAX_PROMPTS = 1 << 16
 """Prompts whose samples are counted; beyond this the longest unused is forgotten."""
+
+OPTIONS = ("paceline_key", "paceline_group", "paceline_sample", "paceline_generated")
+
+
+def engine_seed(run_seed: int, vllm_config: Any) -> int:
+    """The seed that one engine derives keys from.
+
+    Engines that share a run must not give equal prompts equal keys: each counts their samples for itself. Trainers tell
+    such engines apart by vLLM's seed (TRL: one per rank), vLLM tells its data-parallel ones apart by their index.
+    """
+    seed = vllm_config.model_config.seed or 0
+    index = vllm_config.parallel_config.data_parallel_index
+    return derive_key(run_seed, [index], seed & (MASK >> 1)) if seed or index else run_seed
+
+
+def check_options(params: Any) -> None:
+    """Refuse wrong `extra_args` where a request is made: raised in the engine's process, an error would end it.
+
+    Raises RequestError.
+    """
+    extra = params.extra_args or {}
+    values = {name: _integer(extra, name) for name in OPTIONS}
+    for name in ("paceline_sample", "paceline_generated"):
+        if not 0 <= (values[name] or 0) <= MASK >> 1:
+            raise RequestError(f"{name}={values[name]} must be at least 0 and fit in 63 bits")
+    for name in ("paceline_key", "paceline_sample"):
+        if params.n > 1 and values[name] is not None:
+            raise RequestError(
+                f"{name} with n={params.n}: it names one response, so all would be equal; "
+                f"give one request per response, or a seed"
+            )
+    if params.seed is not None:
+        key_from_seed(params.seed)
 
 
 def key_of(params: Any) -> int:

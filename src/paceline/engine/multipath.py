@@ -6,7 +6,7 @@ the forward pass; the keyed sampler then decides the rows of all paths together,
 over the request's own. Whole blocks are copied, because how a block is laid out inside is the kernel's own business.
 Invariant: tokens and log-probabilities are those of plain decoding, bitwise where the engine is batch-invariant.
 
-Tried on vLLM's CPU backend; other engines are refused at the start (`check_engine`, `check_kv_cache`).
+Tried on vLLM's CPU backend; other engines are refused at the start (`check_multipath`, `check_kv_cache`).
 """
 
 from __future__ import annotations
@@ -24,16 +24,14 @@ from paceline.errors import UnsupportedError
 from paceline.types import Int64Array
 
 
-def check_engine(vllm_config: Any) -> None:
+def check_multipath(vllm_config: Any) -> None:
     """Raise UnsupportedError for an engine that row expansion was not tried on. Before the model is loaded."""
-    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    model = vllm_config.model_config
     obstacles = {
         "a backend other than vLLM's CPU backend": not is_cpu(),
-        "pipeline parallelism": parallel.pipeline_parallel_size > 1,
-        "context parallelism": parallel.decode_context_parallel_size > 1,
+        "context parallelism": vllm_config.parallel_config.decode_context_parallel_size > 1,
         "LoRA adapters": vllm_config.lora_config is not None,
         "a multi-modal model": model.is_multimodal_model,
-        "prompt embeddings": model.enable_prompt_embeds,
         "an encoder-decoder model": model.is_encoder_decoder,
         "M-RoPE positions": model.uses_mrope,
         "fast prefill with a shared KV cache": vllm_config.cache_config.kv_sharing_fast_prefill,

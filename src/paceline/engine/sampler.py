@@ -217,8 +217,6 @@ class KeyedSampler:
         if metadata.logprob_token_ids:
             return _gather_named(values, chosen, width, metadata.logprob_token_ids)
         count = metadata.max_num_logprobs
-        if count == -1:
-            raise AssertionError("full-vocabulary logprobs are refused when the request is added")
         own = values.gather(-1, chosen[:, None])
         ranks = (values >= own).sum(-1)
         if not count:

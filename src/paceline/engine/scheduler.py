@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import logging
 import time
 from collections import deque
 from dataclasses import dataclass, replace
@@ -26,10 +27,13 @@ from paceline.engine.compat import (
     SchedulerOutput,
 )
 from paceline.engine.fast_loop import Alternatives, FastLoop, Proposal
-from paceline.engine.keys import KeyBook
+from paceline.engine.keys import OPTIONS, KeyBook, engine_seed
 from paceline.engine.multipath import SpareBlocks
 from paceline.engine.path_layout import PathPlan, blocks_touched
+from paceline.errors import RequestError
 from paceline.types import DraftQuery, Int32Array, StepObservation
+
+LOGGER = logging.getLogger(__name__)
 
 MAX_KEPT_STEPS = 1 << 14
 """Step observations kept for a reader in the same process (RolloutEngine); older ones are dropped."""
@@ -57,7 +61,7 @@ class PacelineScheduler(Scheduler):  # type: ignore[misc]
         super().__init__(vllm_config, *args, **kwargs)
         self.settings = read_settings(vllm_config)
         self.loop = FastLoop(self.settings)
-        self.keys = KeyBook(self.settings.run_seed)
+        self.keys = KeyBook(engine_seed(self.settings.run_seed, vllm_config))
         self.live: dict[str, LiveResponse] = {}
         self.finished: dict[str, LiveResponse] = {}
         self.observations: deque[StepObservation] = deque(maxlen=MAX_KEPT_STEPS)
@@ -81,9 +85,19 @@ class PacelineScheduler(Scheduler):  # type: ignore[misc]
     # -- requests come and go
 
     def add_request(self, request: Request) -> None:
-        if request.request_id not in self.live and request.sampling_params is not None:
-            self._open(request)
+        if request.sampling_params is not None:
+            if (live := self.live.get(request.request_id)) is not None:
+                self._go_on(request, live)
+            else:
+                self._open(request)
         super().add_request(request)
+
+    def _go_on(self, request: Request, live: LiveResponse) -> None:
+        """More input of a streaming session: its sampling parameters replace the session's, the key stays."""
+        params = request.sampling_params = copy.copy(request.sampling_params)
+        own = {name: value for name, value in (params.extra_args or {}).items() if name not in OPTIONS}
+        params.extra_args = {**own, "paceline_key": live.key, "paceline_response": live.response}
+        params.seed = None
 
     def _open(self, request: Request) -> None:
         tokens = request.prompt_token_ids
@@ -91,7 +105,13 @@ class PacelineScheduler(Scheduler):  # type: ignore[misc]
             return
         # The samples of one request with n > 1 share their parameters; each needs a key of its own.
         params = request.sampling_params = copy.copy(request.sampling_params)
-        key, group, carried = self.keys.assign(params, tokens, self._next_response)
+        try:
+            key, group, carried = self.keys.assign(params, tokens, self._next_response)
+        except RequestError as error:  # let out, it would end the engine: this request alone is to fail
+            LOGGER.error("request %s is refused: %s", request.request_id, error)
+            self.grammar_compile_error_reqs.add(request.request_id)
+            params.extra_args = None
+            key, group, carried = self.keys.assign(params, tokens, self._next_response)
         live = LiveResponse(
             response=self._next_response,
             group=group,
@@ -110,6 +130,7 @@ class PacelineScheduler(Scheduler):  # type: ignore[misc]
             self.finished[request.request_id] = live
             if len(self.finished) > MAX_KEPT_STEPS:
                 self.finished.pop(next(iter(self.finished)))
+            self._hand_over_tokens()
             self.loop.close(live.group, live.response)
         return super()._free_request(request, *args, **kwargs)
 
@@ -184,12 +205,22 @@ class PacelineScheduler(Scheduler):  # type: ignore[misc]
             temperatures=np.fromiter((x.temperature for x in lives), np.float32, count),
             max_tokens=np.fromiter((self._room(r) for r in ready), np.int32, count),
         )
-        proposal = self.loop.propose(query, len(self.running) - count + len(self.waiting), max_alternatives)
+        others = len(self.running) - count + self._num_admissible()
+        proposal = self.loop.propose(query, others, max_alternatives)
         tokens = proposal.batch.tokens
         for row, (request, length) in enumerate(zip(ready, proposal.lengths.tolist(), strict=True)):
             request.spec_token_ids = tokens[row, :length].tolist() if length else []
         self._queried = [request.request_id for request in ready]
         return proposal
+
+    def _num_admissible(self) -> int:
+        """Waiting requests that the coming step can admit, as far as free seats and KV blocks tell."""
+        seats = self.scheduler_config.max_num_seqs - len(self.running)
+        if seats <= 0 or not self.waiting:
+            return 0
+        free = self.kv_cache_manager.block_pool.get_num_free_blocks()
+        fits = self._blocks_for(self.waiting.peek_request().num_tokens) <= free
+        return min(seats, len(self.waiting)) if fits else 0
 
     def _room(self, request: Request) -> int:
         """Longest draft whose tokens can all still become part of the response."""
@@ -212,10 +243,14 @@ class PacelineScheduler(Scheduler):  # type: ignore[misc]
         result: dict[int, EngineCoreOutputs] = super().update_from_output(
             scheduler_output, model_runner_output
         )
+        self._hand_over_tokens()
+        return result
+
+    def _hand_over_tokens(self) -> None:
+        """Give the drafter what responses have grown by; before one is closed, or the drafter would open it again."""
         if self._new_tokens:
             self.loop.append((live.group, live.response, tokens) for live, tokens in self._new_tokens)
             self._new_tokens.clear()
-        return result
 
     def _update_request_with_output(
         self, request: Request, new_token_ids: list[int], *args: Any, **kwargs: Any
@@ -231,7 +266,7 @@ class PacelineScheduler(Scheduler):  # type: ignore[misc]
     def _observe(self, scheduled: SchedulerOutput, output: ModelRunnerOutput, step_s: float) -> None:
         """Score the step's drafts against what the target decided, and the step against the clock."""
         proposal, self._proposal = self._proposal, None
-        drafted = accepted = num_alternatives = 0
+        drafted = accepted = num_alternatives = num_requests = 0
         if proposal is not None:
             sampled, index = output.sampled_token_ids, output.req_id_to_index
             rows = [sampled[index[name]] if name in index else [] for name in self._queried]
@@ -240,6 +275,7 @@ class PacelineScheduler(Scheduler):  # type: ignore[misc]
             gained = np.fromiter((max(len(row) - 1, 0) for row in rows), np.int32, len(rows))
             first = np.fromiter((row[0] if row else -1 for row in rows), np.int32, len(rows))
             drafts, accepted = verified, int(gained.sum())
+            num_requests = sum(map(bool, rows))  # vLLM may have left some out, or preempted them
             others = proposal.alternatives
             if others is None:
                 self.loop.learn(proposal, verified, gained, first)
@@ -257,7 +293,6 @@ class PacelineScheduler(Scheduler):  # type: ignore[misc]
         sent_tokens = sum(map(len, scheduled.scheduled_spec_decode_tokens.values()))
         if not total:
             return
-        num_requests = len(self._queried) if proposal is not None else 0
         observation = StepObservation(
             num_requests=num_requests,
             num_draft_tokens=drafted,

@@ -14,11 +14,12 @@ import numpy as np
 import torch
 
 from paceline.engine import invariance
-from paceline.engine.arguments import read_settings
+from paceline.engine.arguments import check_engine, read_settings
 from paceline.engine.compat import (
     SamplerOutput,
     SpecDecodeMetadata,
     all_logits_processors,
+    is_cpu,
     platform_worker,
     repack_tied_head,
 )
@@ -112,6 +113,7 @@ class PacelineWorker(platform_worker()):  # type: ignore[misc]
     """vLLM's worker of this platform with the keyed sampler and right weight updates."""
 
     def init_device(self) -> None:
+        check_engine(self.vllm_config)
         invariant = self.vllm_config.additional_config.get("paceline_invariant", False)
         if invariant:
             invariance.prepare_environment()
@@ -120,22 +122,22 @@ class PacelineWorker(platform_worker()):  # type: ignore[misc]
         runner = self.model_runner
         mixins: tuple[type, ...] = (KeyedRunner,)
         if read_settings(self.vllm_config).num_paths > 1:
-            from paceline.engine.multipath import MultiPathRunner, check_engine
+            from paceline.engine.multipath import MultiPathRunner, check_multipath
 
-            check_engine(self.vllm_config)
+            check_multipath(self.vllm_config)
             mixins = (MultiPathRunner, KeyedRunner)
         runner.__class__ = type("PacelineRunner", (*mixins, runner.__class__), {})
         runner.adopt()
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
-        model = self.model_runner.get_model()
-        model.load_weights = self._load_live
+        if is_cpu():
+            self.model_runner.get_model().load_weights = self._load_live
 
     def _load_live(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        """Stand in for `model.load_weights` on a live model, which trainers call parameter by parameter.
+        """Stand in for `model.load_weights` on a live model on the CPU, which trainers call parameter by parameter.
 
-        vLLM's own fails on packed CPU weights. The tensors are copied and applied together before the next step, by
+        vLLM's own fails on packed weights. The tensors are copied and applied together before the next step, by
         the same path as `reload_weights`.
         """
         pending: dict[str, torch.Tensor] = self.__dict__.setdefault("_pending_weights", {})
@@ -154,10 +156,11 @@ class PacelineWorker(platform_worker()):  # type: ignore[misc]
     def reload_weights(self, *args: Any, **kwargs: Any) -> None:
         """Renew the weights and everything derived from them: packed layers, a tied head, the invariance wrappers."""
         model = self.model_runner.get_model()
-        model.__dict__.pop("load_weights", None)
+        stand_in = model.__dict__.pop("load_weights", None)
         try:
             super().reload_weights(*args, **kwargs)
         finally:
-            model.load_weights = self._load_live
+            if stand_in is not None:
+                model.load_weights = stand_in
         repack_tied_head(model)
         self.model_runner.seal_model()
