@@ -55,7 +55,7 @@ def make_trainer(engine: RolloutEngine, policy_dir: Path, folder: Path, **sectio
 
     kind = trl.RLOOTrainer if recipe.algorithm.name == "rloo" else trl.GRPOTrainer
     trainer = kind(
-        model=load_policy(policy_dir),
+        model=load_policy(policy_dir, 80, on_cpu=True),
         args=trainer_arguments(recipe, folder, on_cpu=True),
         reward_funcs=reward,
         train_dataset=Dataset.from_list(task.train_rows(16, 0)),

@@ -23,13 +23,18 @@ def load_tokenizer(model: Path) -> Any:
     return tokenizer
 
 
-def load_policy(model: str | Path) -> Any:
-    """The policy with float32 master weights. Raises CheckpointError."""
+EAGER_TOKENS = 1024
+"""Up to this context the plain attention is the faster one on a CPU; its memory grows with the square."""
+
+
+def load_policy(model: str | Path, context_tokens: int, on_cpu: bool) -> Any:
+    """The policy with float32 master weights, for contexts up to `context_tokens`. Raises CheckpointError."""
     import torch
     from transformers import AutoModelForCausalLM
 
+    attention = "eager" if on_cpu and context_tokens <= EAGER_TOKENS else "sdpa"
     try:
-        return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+        return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation=attention)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"cannot load {model}: {' '.join(str(error).split())[:200]}") from error
 

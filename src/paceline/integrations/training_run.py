@@ -182,7 +182,7 @@ class TrainingRun:
 
         kind = trl.RLOOTrainer if self.recipe.algorithm.name == "rloo" else trl.GRPOTrainer
         trainer = kind(
-            model=load_policy(self.recipe.model),
+            model=load_policy(self.recipe.model, self.recipe.context_tokens, self._arguments.use_cpu),
             args=self._arguments,
             reward_funcs=conductor.reward,
             train_dataset=Dataset.from_list(self._train_rows),
