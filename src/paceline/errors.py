@@ -1,14 +1,14 @@
 """The error tree. Every message names the value, the limit and the remedy.
 
-    PacelineError
-    ├── ConfigError            a setting, recipe or command-line value that cannot work
-    │   └── UnsupportedError   a sampling option or engine mode that cannot be exact
-    ├── CheckpointError        a model folder that is missing, incomplete or of the wrong tokenizer
-    ├── InstallError           a dependency is missing or of a version whose doors do not fit
-    ├── RequestError           a prompt or request that the engine cannot run
-    ├── RecordError            a run folder that cannot be read or written
-    ├── EngineError            the engine failed while it ran
-    └── TrainingError          the trainer failed while it ran
+PacelineError
+├── ConfigError            a setting, recipe or command-line value that cannot work
+│   └── UnsupportedError   a sampling option or engine mode that cannot be exact
+├── CheckpointError        a model folder that is missing, incomplete or of the wrong tokenizer
+├── InstallError           a dependency is missing or of a version whose doors do not fit
+├── RequestError           a prompt or request that the engine cannot run
+├── RecordError            a run folder that cannot be read or written
+├── EngineError            the engine failed while it ran
+└── TrainingError          the trainer failed while it ran
 """
 
 
