@@ -97,7 +97,7 @@ def make_system(
         dtype=options["dtype"],
         max_model_len=options["max_model_len"],
         max_num_seqs=128,
-        kv_cache_bytes=2 << 30,
+        kv_cache_bytes=1 << 30,
         **({"speculative_config": extra} if extra else {}),
     )
     return lambda *args: run_case(engine, *args)

@@ -64,6 +64,22 @@ class DraftOrder:
     sharpness: float
     calibration: Float32Array  # [num_cells] acceptance estimate of each cell
     floor: float
+    """Path probability below which a draft ends."""
+    level_costs: Float32Array
+    """Accepted tokens that one more level over 0, 1, .. requests must promise. [num_requests + 1]"""
+    frailties: dict[int, float]
+    """Exponent on the acceptance estimates, by response; 1 for those that are missing (planning/frailty.py)."""
+
+
+@dataclass(frozen=True, slots=True)
+class DraftGrowth:
+    """What it took to grow drafts level by level; bringing new contexts into the cache is left out."""
+
+    num_levels: int = 0
+    """Forward passes, each with its proposals."""
+    num_rows: int = 0
+    """Requests in all of them together."""
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +89,7 @@ class ModelDrafts:
     responses: Int64Array  # [num_requests]
     positions: Int64Array  # [num_requests] position of the first draft token
     batch: DraftBatch
-    forward_s: float
-    """Mean time of one forward pass over the batch, seconds."""
+    growth: DraftGrowth
     total_s: float
     """Time from the order to the drafts, seconds; part of the engine step's wall time."""
 

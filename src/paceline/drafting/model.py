@@ -33,7 +33,15 @@ from paceline.drafting.model_cache import (
     common_prefix,
 )
 from paceline.errors import CheckpointError, ConfigError, PacelineError
-from paceline.types import DraftBatch, DraftQuery, Float32Array, Int32Array, Int64Array, UInt64Array
+from paceline.types import (
+    DraftBatch,
+    DraftGrowth,
+    DraftQuery,
+    Float32Array,
+    Int32Array,
+    Int64Array,
+    UInt64Array,
+)
 
 NoiseSampler = Callable[[torch.Tensor, UInt64Array, Int64Array, Float32Array], Int64Array]
 """(logits [num_rows, vocab] float32 on the drafter's device, keys, positions, temperatures) -> token ids
@@ -93,11 +101,14 @@ class _Draft:
         sharpness_grid: Float32Array,
         calibration: Float32Array,
         floor: float,
+        level_costs: Float32Array | None,
+        frailty: Float32Array | None,
     ) -> None:
         shape = (len(limits), depth)
         self.query, self.limits, self.depth = query, limits, depth
         self.sharpness, self.sharpness_grid = sharpness, sharpness_grid
-        self.calibration, self.floor = calibration, floor
+        self.calibration, self.floor, self.level_costs = calibration, floor, level_costs
+        self.frailty: Float32Array = np.ones(len(limits), np.float32) if frailty is None else frailty
         self.tokens: Int32Array = np.full(shape, -1, np.int32)
         self.num_tokens: Int32Array = np.zeros(len(limits), np.int32)
         self.acceptance: Float32Array = np.zeros(shape, np.float32)
@@ -108,14 +119,20 @@ class _Draft:
     def put(
         self, requests: Int64Array, level: int, tokens: Int64Array, cells: Int32Array
     ) -> NDArray[np.bool_]:
-        """Add one token to each of `requests`; returns which of them may grow further."""
+        """Add one token to each of `requests`; returns which of them grow further.
+
+        The next level promises at most what the path probabilities are above the floor.
+        """
         acceptance = self.calibration[cells]
         self.tokens[requests, level] = tokens
         self.cells[requests, level] = cells
         self.acceptance[requests, level] = acceptance
         self.num_tokens[requests] = level + 1
-        self.path[requests] *= acceptance
+        self.path[requests] *= acceptance ** self.frailty[requests]
         grows: NDArray[np.bool_] = (self.limits[requests] > level + 1) & (self.path[requests] >= self.floor)
+        if self.level_costs is not None:
+            promised = float((self.path[requests[grows]] - self.floor).sum())
+            grows &= promised >= self.level_costs[min(int(grows.sum()), len(self.level_costs) - 1)]
         return grows
 
     def batch(self) -> DraftBatch:
@@ -183,28 +200,32 @@ class ModelDrafter:
         sharpness_grid: Float32Array,
         calibration: Float32Array,
         floor: float,
-    ) -> tuple[DraftBatch, float]:
-        """Propose up to `depth` tokens per request. Returns the drafts and the mean seconds of one level.
+        level_costs: Float32Array | None = None,
+        frailty: Float32Array | None = None,
+    ) -> tuple[DraftBatch, DraftGrowth]:
+        """Propose up to `depth` tokens per request. Returns the drafts and what growing them took.
 
-        A level is one forward pass over the batch with its proposals; prefill is left out, 0.0 if nothing
-        ran.
         contexts: all tokens of each request so far, prompt and response, int32; `query.positions[r]` is their
         number. A row ends at min(depth, query.max_tokens, max_model_len - context), or after the token that
         takes its path probability below `floor` (that token was paid for and is kept). Requests beyond
-        `max_requests` rows, and contexts that do not fit, get no draft. calibration: acceptance per cell,
-        [NUM_CELLS]; sharpness > 0.
+        `max_requests` rows, and contexts that do not fit, get no draft. All rows end where the next level over m
+        of them would promise fewer accepted tokens than `level_costs[m]` (None: levels cost nothing). calibration: acceptance per cell,
+        [NUM_CELLS]; sharpness > 0. frailty: exponent on each request's acceptance estimates where drafts end;
+        the reported estimates are without it. [num_requests], None: 1.
         """
         _check_draft(sharpness, calibration)
         limits = np.minimum(np.minimum(query.max_tokens, depth), self.max_model_len - query.positions)
         requests = np.flatnonzero(limits > 0)
         rows = self._book.assign(query.responses[requests])
         order = np.argsort(rows, kind="stable")[int((rows < 0).sum()) :]
-        draft = _Draft(query, limits, max(depth, 0), sharpness, sharpness_grid, calibration, floor)
-        forward_s = 0.0
+        draft = _Draft(
+            query, limits, max(depth, 0), sharpness, sharpness_grid, calibration, floor, level_costs, frailty
+        )
+        growth = DraftGrowth()
         if len(order):
             with torch.inference_mode():
-                forward_s = self._grow(draft, requests[order], rows[order], contexts)
-        return draft.batch(), forward_s
+                growth = self._grow(draft, requests[order], rows[order], contexts)
+        return draft.batch(), growth
 
     def forget(self, responses: Iterable[int]) -> None:
         """Free the cache rows of finished responses; unknown ids are ignored."""
@@ -355,17 +376,15 @@ class ModelDrafter:
 
     def _grow(
         self, draft: _Draft, requests: Int64Array, rows: Int64Array, contexts: Sequence[Int32Array]
-    ) -> float:
-        """Catch up, then propose, feed the proposals, and so on while rows may grow.
-
-        Returns the mean seconds of one forward pass with its proposals; prefill is left out.
-        """
+    ) -> DraftGrowth:
+        """Catch up, then propose, feed the proposals, and so on while rows may grow."""
         known = [contexts[index] for index in requests.tolist()]
         cached = self._catch_up(rows, known)
         started_s = time.perf_counter()
         pending = [context[start:] for context, start in zip(known, cached.tolist(), strict=True)]
         logits = self._feed(rows, cached, pending)
         self._probe(draft, logits, requests)
+        num_rows = len(rows)
         for level in range(draft.depth):
             positions = draft.query.positions[requests] + level
             tokens, cells = self._propose(draft, logits, requests, positions)
@@ -382,7 +401,8 @@ class ModelDrafter:
             self._book.tokens[rows, positions] = tokens
             logits = self._forward(rows, positions, np.ones_like(rows), tokens)
             self._book.cached[rows] = positions + 1
-        return (time.perf_counter() - started_s) / (level + 1)
+            num_rows += len(rows)
+        return DraftGrowth(level + 1, num_rows, time.perf_counter() - started_s)
 
     def _probe(self, draft: _Draft, logits: torch.Tensor, requests: Int64Array) -> None:
         """What each sharpness of the grid would propose at the first draft position."""

@@ -20,7 +20,7 @@ import numpy as np
 from paceline.config import BudgetSettings, EngineSettings
 from paceline.drafting.drafter import Drafter, PathDrafter
 from paceline.errors import RequestError
-from paceline.planning import acceptance, agreement, budget, drafter_worth, paths, sharpness
+from paceline.planning import acceptance, agreement, budget, drafter_worth, frailty, paths, sharpness
 from paceline.planning.latency import StepTimeModel, predict_s, update_measured_time
 from paceline.types import (
     DraftBatch,
@@ -54,17 +54,15 @@ class Proposal:
     """What was drafted for one step and how much of it goes to the target."""
 
     merged: agreement.Merged
-    """One draft per request out of the candidates."""
+    """One draft per request out of the candidates, its acceptance as calibrated over all responses."""
+    batch: DraftBatch
+    """Each request's draft, its acceptance with the response's own frailty."""
+    responses: Int64Array  # [num_requests]
     lengths: Int32Array  # [num_requests] draft tokens to verify
     candidates: tuple[DraftBatch | None, DraftBatch | None]
     """All model-free and all model candidates, for the sharpness of both drafters."""
     alternatives: Alternatives | None
     """Further paths of some requests; None when one path each is best."""
-
-    @property
-    def batch(self) -> DraftBatch:
-        """Each request's draft."""
-        return self.merged.batch
 
 
 class _Learned:
@@ -104,14 +102,14 @@ class FastLoop:
         self.both = _Learned(agreement.prior_calibration(), settings.sharpness)
         self._level_time = StepTimeModel.initial()
         self._worth = drafter_worth.Worth()
-        self._model_gain_s: float | None = None
+        self._rest = drafter_worth.Rest()
+        self._frailties = frailty.Frailties()
         self._arrived: ModelDrafts | None = None
         self._pending: tuple[StepObservation, float] | None = None
         self._batch_size = 0
         self._num_drafted = 0
         self._expected = 0.0
         self._path_trust = paths.PathTrust()
-        self._rested_steps = 0
         self._drafting_s = 0.0
         self.drafting = True
         self._resting: Drafter | None = None
@@ -144,6 +142,7 @@ class FastLoop:
 
     def close(self, group: int, response: int) -> None:
         """A response has ended; its tokens go on serving its group."""
+        self._frailties.forget(response)
         if self.drafter is not None:
             self.drafter.close_response(group, response)
 
@@ -181,21 +180,14 @@ class FastLoop:
         free = self._draft_free(query)
         model = self._match_model(query)
         merged = self._merge(free, model, len(query.groups))
-        batch = merged.batch
-        snapshot = budget.BudgetSnapshot(
-            num_requests=len(query.groups),
-            num_other_tokens=num_other_tokens,
-            path_probability=batch.path_probability,
-            weights=None,
-            max_total_draft_tokens=len(query.groups) * self._settings.max_draft_tokens,
-        )
+        exponents = self._frailties.of(query.responses)[:, None]
+        batch = replace(merged.batch, acceptance=merged.batch.acceptance**exponents)
+        snapshot = self._snapshot(batch, num_other_tokens)
         lengths = budget.decide(snapshot, self.budget, self._settings.budget)
         self._expected = budget.expected_accepted(snapshot, lengths)
         self._num_drafted = int(lengths.sum())
-        if model is not None:
-            price = self._price()
-            alone = drafter_worth.value_s(free, price) if free is not None else 0.0
-            self._model_gain_s = drafter_worth.value_s(batch, price) - alone
+        if model is not None and num_other_tokens == 0:
+            self._judge_model(free, exponents)
         alternatives = None
         if max_alternatives and paths.may_pay(
             batch.path_probability,
@@ -206,8 +198,38 @@ class FastLoop:
             self._settings.budget,
         ):
             most = np.where(merged.from_model, self._settings.num_paths - 1, self._settings.num_paths)
-            alternatives = self._choose_paths(query, batch, lengths, most, num_other_tokens, max_alternatives)
-        return Proposal(merged, lengths, (free, model), alternatives)
+            alternatives = self._choose_paths(
+                query, batch, lengths, most, num_other_tokens, max_alternatives, exponents
+            )
+        return Proposal(merged, batch, query.responses, lengths, (free, model), alternatives)
+
+    def _snapshot(self, batch: DraftBatch, num_other_tokens: int) -> budget.BudgetSnapshot:
+        num_requests = len(batch.num_tokens)
+        return budget.BudgetSnapshot(
+            num_requests=num_requests,
+            num_other_tokens=num_other_tokens,
+            path_probability=batch.path_probability,
+            weights=None,
+            max_total_draft_tokens=num_requests * self._settings.max_draft_tokens,
+        )
+
+    def _judge_model(self, free: DraftBatch | None, exponents: Float32Array) -> None:
+        """Compare the decided step with the one that would have been decided without the model drafter."""
+        batch, trust = self._batch_size, self.budget.confidence
+        num_drafted, expected = 0, 0.0
+        if free is not None:
+            alone = self._snapshot(replace(free, acceptance=free.acceptance**exponents), 0)
+            lengths = budget.decide(alone, self.budget, self._settings.budget)
+            num_drafted, expected = int(lengths.sum()), budget.expected_accepted(alone, lengths)
+        step_s = predict_s(
+            self.budget.decode_time, np.array([batch + self._num_drafted, batch + num_drafted])
+        ).tolist()
+        self._worth = drafter_worth.update_worth(
+            self._worth,
+            batch,
+            (batch + trust * self._expected, step_s[0] + self._drafting_s),
+            (batch + trust * expected, step_s[1]),
+        )
 
     def _choose_paths(
         self,
@@ -217,6 +239,7 @@ class FastLoop:
         most: Int64Array,
         num_other_tokens: int,
         max_alternatives: int,
+        exponents: Float32Array,
     ) -> Alternatives | None:
         """Have the model-free drafter propose paths, `most` of each request, and take those that are worth a row."""
         if not isinstance(self.drafter, PathDrafter):
@@ -234,7 +257,7 @@ class FastLoop:
         )
         tokens, num_tokens = made.tokens[owners, rank], made.num_tokens[owners, rank]
         inside = np.arange(tokens.shape[1]) < num_tokens[:, None]
-        factors = np.where(inside, made.acceptance[owners, rank], np.float32(0.0))
+        factors = np.where(inside, made.acceptance[owners, rank] ** exponents[owners], np.float32(0.0))
         snapshot = paths.PathSnapshot(
             num_requests=len(query.groups),
             num_other_tokens=num_other_tokens,
@@ -299,10 +322,14 @@ class FastLoop:
     def receive(self, drafts: ModelDrafts) -> None:
         """Take the model drafter's work; its time is taken out of the step's, so that T(n) is the target's alone."""
         self._arrived = drafts
-        if drafts.forward_s > 0:
-            self._level_time = update_measured_time(self._level_time, len(drafts.responses), drafts.forward_s)
+        growth = drafts.growth
+        if growth.num_levels:
+            rows = max(round(growth.num_rows / growth.num_levels), 1)
+            self._level_time = update_measured_time(
+                self._level_time, rows, growth.seconds / growth.num_levels
+            )
         # Catching up with new prompts is left out: it is paid once per response.
-        self._drafting_s = drafts.forward_s * int(drafts.batch.num_tokens.max(initial=0))
+        self._drafting_s = growth.seconds
         if self._pending is not None:
             step, expected = self._pending
             self._pending = replace(step, step_s=max(step.step_s - drafts.total_s, 1e-6)), expected
@@ -312,28 +339,24 @@ class FastLoop:
         if self._settings.model_drafter is None:
             return None
         batch = max(self._batch_size, 1)
-        if self._model_gain_s is not None:
-            balance_s = self._model_gain_s - self._drafting_s
-            self._worth = drafter_worth.update_worth(self._worth, batch, balance_s)
-            self._model_gain_s = None
-        wanted = self.drafting and self._worth.is_positive(batch)
-        # A rested drafter is tried again now and then: its time and acceptance were measured under other conditions.
-        self._rested_steps = 0 if wanted else self._rested_steps + 1
-        pause = self._settings.budget.refresh_steps
-        wanted = wanted or (self.drafting and self._rested_steps % pause >= pause - drafter_worth.TRIAL_STEPS)
+        was_drafting = self._rest.left == 0
+        self._rest = drafter_worth.next_rest(
+            self._rest, self._worth.is_positive(batch), self._settings.budget.refresh_steps
+        )
+        if was_drafting and self._rest.left:
+            self._worth = drafter_worth.fade(self._worth, batch)
+        wanted = self.drafting and self._rest.left == 0
+        step_time = self.budget.decode_time
+        token_s = self._worth.token_s(batch) or float(predict_s(step_time, batch)) / batch
         return DraftOrder(
             self._settings.max_draft_tokens if wanted else 0,
             self.model.beta,
             self.model.calibration,
             drafter_worth.choose_floor(
-                self._price(), batch, float(predict_s(self._level_time, batch)), self._settings.draft_floor
+                batch, self._num_drafted, token_s, step_time, self._settings.draft_floor
             ),
-        )
-
-    def _price(self) -> drafter_worth.Price:
-        """What time costs at the size of the present step."""
-        return drafter_worth.price_step(
-            max(self._batch_size, 1), self._expected, self._num_drafted, self.budget.decode_time
+            drafter_worth.level_costs(batch, token_s, self._level_time),
+            self._frailties.snapshot(),
         )
 
     def learn(
@@ -356,6 +379,7 @@ class FastLoop:
             others_accepted: as `accepted`, of each alternative. [num_alternatives] int32
         """
         known = first >= 0
+        self._frailties.learn(proposal.responses, proposal.merged.batch.acceptance, verified, accepted)
         column = np.arange(proposal.batch.tokens.shape[1], dtype=np.int32)
         told = column < np.minimum(verified, accepted + 1)[:, None]
         right = column < accepted[:, None]

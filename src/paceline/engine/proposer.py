@@ -90,7 +90,7 @@ class Proposer:
             max_tokens=np.fromiter((self._room(s, order) for s in states), np.int32, count),
         )
         contexts = [batch.token_ids_cpu[row, :length] for row, length in zip(rows, lengths, strict=True)]
-        drafts, forward_s = self._model.draft(
+        drafts, growth = self._model.draft(
             contexts,
             query,
             order.depth,
@@ -98,8 +98,10 @@ class Proposer:
             sharpness_grid=GRID,
             calibration=order.calibration,
             floor=order.floor,
+            level_costs=order.level_costs,
+            frailty=np.fromiter((order.frailties.get(r, 1.0) for r in query.responses.tolist()), np.float32),
         )
-        made = ModelDrafts(query.responses, lengths, drafts, forward_s, time.perf_counter() - started_s)
+        made = ModelDrafts(query.responses, lengths, drafts, growth, time.perf_counter() - started_s)
         self._fresh = FreshDrafts([batch.req_ids[row] for row in rows], [[] for _ in rows], made)
 
     def _room(self, state: Any, order: DraftOrder) -> int:

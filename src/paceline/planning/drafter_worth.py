@@ -1,106 +1,174 @@
-"""Is a model drafter worth its time, and when should a draft end?
+"""When does a model drafter draft, and how far?
 
-Owns two small decisions about a drafter that costs time (a suffix tree does not). Prices come from the step-time
-model: in a step of n tokens one more token costs dT/dn seconds, and a token gained saves what a token costs now,
-T / tokens. A draft token of path probability P is therefore worth verifying above
+Owns two decisions about a drafter that costs time (a suffix tree costs next to none). Both compare rates, in the
+notation of SpecActor 3: a step of B requests that verifies n draft tokens yields B + E tokens in T(B + n) seconds, and
+in D more if the drafter made them.
 
-    price = tokens/s * dT/dn,     and worth drafting and verifying above     tokens/s * (dT/dn + D / B)
+* It goes on while (B + E1) / (T(B + n1) + D) is above (B + E0) / T(B + n0), index 0 standing for what the budget would
+  have done with the model-free drafts of the same steps. A drafter that loses rests, twice as long each time
+  (`next_rest`), because its own time, the target's and the acceptance change with batch, context and policy.
+* One more level over m requests pays if the accepted tokens that it promises, beyond those that places in the step
+  cost, are worth D(m) at the present rate.
 
-with D the time of one drafting level over a batch of B. What the model drafter saved in a step is what its candidates
-are worth at that price beyond the model-free ones; its running mean per batch size, minus the time it took, says
-whether it goes on. Differs from TLT and SpecActor, which weigh drafting lengths by mean acceptance alone: in a large
-batch most drafts are not worth a place, but the most certain ones still are.
+Differs from TLT 5.2 and SpecActor algorithm 1, which choose one draft length by mean acceptance: the length here
+follows the drafter's certainty in this very draft, and the rest rule needs no trial of its own while it drafts.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TypeVar
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from paceline.planning.latency import StepTimeModel, predict_s
-from paceline.types import DraftBatch
-
-T = TypeVar("T")
+from paceline.types import Float32Array
 
 HIGHEST_FLOOR = 0.9
 """A draft never has to be surer than this to go on: certainty is what the budget judges, with fresher knowledge."""
 
-MEMORY_STEPS = 24.0
-"""Steps after which what a drafter saved counts 1/e."""
+MEMORY = 1.0 - 1.0 / 24.0
+"""What a step counts for one step later, in the rates of its batch size."""
 
-TRIAL_STEPS = 8
-"""Steps with drafts before a batch size is judged."""
+TRIAL_STEPS = 4
+"""Steps with drafts before a batch size is judged, and after every rest."""
+
+FIRST_REST = 8
+"""Steps of the first rest; each further one is twice as long, up to `BudgetSettings.refresh_steps`."""
+
+AFTER_REST = 1.0 / 12.0
+"""What older steps count for after a rest: the trial decides."""
 
 SPAN_TOKENS = 4
 """Tokens over which the slope of T is taken, at least."""
 
+_NUM_SIZES = 12
+
 
 @dataclass(frozen=True, slots=True)
-class Price:
-    """What time costs in a step of a given batch."""
+class Rates:
+    """Decayed sums over the steps of one batch size."""
 
-    token_s: float
-    """Seconds that one more token in the step costs (dT/dn)."""
-    saved_s: float
-    """Seconds that one gained token saves (T / expected tokens)."""
+    tokens_with: float = 0.0
+    seconds_with: float = 0.0
+    tokens_without: float = 0.0
+    seconds_without: float = 0.0
+    num_steps: int = 0
 
     @property
-    def threshold(self) -> float:
-        """Path probability above which a draft token is worth verifying."""
-        return self.token_s / self.saved_s
-
-
-def price_step(batch: int, expected_accepted: float, num_drafted: int, step_time: StepTimeModel) -> Price:
-    """Price of a step of `batch` requests that verifies `num_drafted` tokens and hopes for `expected_accepted`."""
-    span = max(SPAN_TOKENS, batch // 4)
-    tokens = batch + num_drafted
-    low, high = predict_s(step_time, np.array([tokens, tokens + span]))
-    return Price(max(float(high - low), 0.0) / span, float(low) / (batch + expected_accepted))
-
-
-def choose_floor(price: Price, batch: int, level_s: float, lowest: float) -> float:
-    """Path probability below which the model drafter stops: verifying and drafting one more would not pay."""
-    floor = (price.token_s + level_s / batch) / price.saved_s
-    return float(min(max(floor, lowest), HIGHEST_FLOOR))
-
-
-def value_s(batch: DraftBatch, price: Price) -> float:
-    """Seconds that verifying the worthwhile tokens of `batch` saves."""
-    gain = batch.path_probability - price.threshold
-    return float(gain[gain > 0].sum()) * price.saved_s
+    def gains(self) -> bool:
+        """Whether the drafter's steps yield more tokens per second."""
+        return self.tokens_with * self.seconds_without > self.tokens_without * self.seconds_with
 
 
 @dataclass(frozen=True, slots=True)
 class Worth:
-    """Running balance of a drafter by batch size, in powers of two."""
+    """What is known about a drafter, by batch size in powers of two."""
 
-    balance_s: tuple[float, ...] = (0.0,) * 12
-    num_steps: tuple[int, ...] = (0,) * 12
+    rates: tuple[Rates, ...] = field(default=(Rates(),) * _NUM_SIZES)
 
     def is_positive(self, batch: int) -> bool:
-        """Whether it pays at this batch size. At a size not tried often enough, as at the nearest smaller one that
-        was; while there is none it is believed to.
+        """Whether drafting pays at this batch size. A size not tried often enough follows the nearest smaller one that
+        was; while there is none, the drafter is believed to pay.
         """
-        for at in range(_bucket(batch), -1, -1):
-            if self.num_steps[at] >= TRIAL_STEPS:
-                return self.balance_s[at] > 0.0
-        return True
+        known = self._nearest(batch, TRIAL_STEPS)
+        return known is None or known.gains
+
+    def token_s(self, batch: int) -> float | None:
+        """Seconds per token of the steps with drafts at this batch size; None while it was not tried."""
+        known = self._nearest(batch, 1)
+        return None if known is None else known.seconds_with / known.tokens_with
+
+    def _nearest(self, batch: int, least: int) -> Rates | None:
+        sizes = range(_size(batch), -1, -1)
+        return next((self.rates[at] for at in sizes if self.rates[at].num_steps >= least), None)
 
 
-def update_worth(worth: Worth, batch: int, balance_s: float) -> Worth:
-    """The worth after a step in which the drafter saved `balance_s` seconds net of its own time."""
-    at = _bucket(batch)
-    count = worth.num_steps[at] + 1
-    old = worth.balance_s[at]
-    new = old + (balance_s - old) / min(count, MEMORY_STEPS)
-    return Worth(_replace(worth.balance_s, at, new), _replace(worth.num_steps, at, count))
+@dataclass(frozen=True, slots=True)
+class Rest:
+    """Where a drafter stands between drafting and resting."""
+
+    left: int = 0
+    """Steps still to rest; 0: it drafts."""
+    trial_left: int = 0
+    """Steps of a trial still to come before it is judged again."""
+    length: int = FIRST_REST
+    """Steps of the next rest."""
 
 
-def _replace(values: tuple[T, ...], at: int, value: T) -> tuple[T, ...]:
-    return (*values[:at], value, *values[at + 1 :])
+def update_worth(
+    worth: Worth, batch: int, with_drafts: tuple[float, float], without: tuple[float, float]
+) -> Worth:
+    """The worth after a step of `batch` requests.
+
+    with_drafts: (tokens, seconds) of the step as it is, the drafter's time included.
+    without: (tokens, seconds) of the step as the budget would have made it of the model-free drafts.
+    """
+    at = _size(batch)
+    old = worth.rates[at]
+    return _put(
+        worth,
+        at,
+        Rates(
+            old.tokens_with * MEMORY + with_drafts[0],
+            old.seconds_with * MEMORY + with_drafts[1],
+            old.tokens_without * MEMORY + without[0],
+            old.seconds_without * MEMORY + without[1],
+            old.num_steps + 1,
+        ),
+    )
 
 
-def _bucket(batch: int) -> int:
-    return min(max(batch, 1).bit_length() - 1, 11)
+def fade(worth: Worth, batch: int) -> Worth:
+    """The worth when the drafter goes to rest at this batch size: what was learned counts little after it."""
+    at = _size(batch)
+    old = worth.rates[at]
+    faded = replace(
+        old,
+        tokens_with=old.tokens_with * AFTER_REST,
+        seconds_with=old.seconds_with * AFTER_REST,
+        tokens_without=old.tokens_without * AFTER_REST,
+        seconds_without=old.seconds_without * AFTER_REST,
+    )
+    return _put(worth, at, faded)
+
+
+def next_rest(rest: Rest, is_positive: bool, longest: int) -> Rest:
+    """Where the drafter stands in the next step: resting, on trial after a rest, or drafting while it pays."""
+    if rest.left > 1:
+        return replace(rest, left=rest.left - 1)
+    if rest.left == 1:
+        return replace(rest, left=0, trial_left=TRIAL_STEPS)
+    if rest.trial_left > 1:
+        return replace(rest, trial_left=rest.trial_left - 1)
+    if is_positive:
+        return Rest()
+    return Rest(left=rest.length, length=min(2 * rest.length, longest))
+
+
+def choose_floor(
+    batch: int, num_drafted: int, token_s: float, step_time: StepTimeModel, lowest: float
+) -> float:
+    """Path probability below which a draft token is not worth its place in the step.
+
+    batch: requests of the step. num_drafted: draft tokens that it verifies. token_s: seconds per token at the present
+    rate. One more draft token costs dT/dn seconds and saves `token_s` with its path probability.
+    """
+    span = max(SPAN_TOKENS, batch // 4)
+    tokens = batch + num_drafted
+    low, high = predict_s(step_time, np.array([tokens, tokens + span]))
+    place_s = max(float(high - low), 0.0) / span
+    return float(min(max(place_s / token_s, lowest), HIGHEST_FLOOR))
+
+
+def level_costs(batch: int, token_s: float, level_time: StepTimeModel) -> Float32Array:
+    """Accepted tokens that one drafting level over 0, 1, .. `batch` requests must be worth. [batch + 1] float32"""
+    costs: Float32Array = (predict_s(level_time, np.arange(batch + 1)) / token_s).astype(np.float32)
+    return costs
+
+
+def _put(worth: Worth, at: int, rates: Rates) -> Worth:
+    return Worth((*worth.rates[:at], rates, *worth.rates[at + 1 :]))
+
+
+def _size(batch: int) -> int:
+    return min(max(batch, 1).bit_length() - 1, _NUM_SIZES - 1)
