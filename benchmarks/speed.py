@@ -2,12 +2,16 @@
 
 Cases are groups of responses to Countdown prompts at temperature 1.0. The target is the Countdown policy inflated to
 about 181 M parameters without changing its function (`python -m paceline.tasks.inflation`), so that a step is bound by
-memory as on a GPU; the drafter keeps its size. Every repetition has new prompts and new keys, so nothing can be copied
-from an earlier one. vLLM's own speculative sampling is corrected first: on the CPU backend of 0.32 it divides draft
-rows by uninitialised memory (docs/engine.md).
+memory as on a GPU; the drafter keeps its size. Responses end at 640 tokens, the longest the policy was trained on.
+Every case and repetition has new prompts and new keys, and all drafters forget the responses before it, so nothing can
+be copied. vLLM's own speculation runs with the settings of its documentation's examples (5 tokens, a lookup of up to 4,
+suffix 32) and is corrected first: on the CPU backend of 0.32 it divides draft rows by uninitialised memory
+(docs/engine.md).
 
 Systems: plain; ngram, suffix (Arctic), draft_model: vLLM's own; paceline_off: Paceline's sampler without drafts (its
 tokens are those of the next ones: the same work); paceline_suffix; paceline (suffix trees and the small model).
+`ceiling_tokens_per_s` is what Paceline would reach with the same drafts if drafting took no time and no rejected token
+were verified, by its own step-time model.
 """
 
 from __future__ import annotations
@@ -36,6 +40,7 @@ COLUMNS = (
     "tail_s",
     "tail_ratio",
     "acceptance_length",
+    "ceiling_tokens_per_s",
     "equal",
 )
 
@@ -75,14 +80,13 @@ def make_system(
     if name == "ngram":
         extra = {
             "method": "ngram",
-            "num_speculative_tokens": 4,
+            "num_speculative_tokens": 5,
             "prompt_lookup_max": 4,
-            "prompt_lookup_min": 2,
         }
     elif name == "suffix":
-        extra = {"method": "suffix", "num_speculative_tokens": 16}
+        extra = {"method": "suffix", "num_speculative_tokens": 32}
     elif name == "draft_model":
-        extra = {"method": "draft_model", "model": drafter, "num_speculative_tokens": 4}
+        extra = {"method": "draft_model", "model": drafter, "num_speculative_tokens": 5}
     elif name == "paceline_off":
         settings = EngineSettings(drafter="none", budget=BudgetSettings(policy="off"))
     elif name == "paceline_suffix":
@@ -118,10 +122,15 @@ def run_case(
         for sample in range(samples)
     ]
     engine.reset_prefix_cache()
+    forget_arctic(engine)
+    steps = 0
     ends: list[float] = []
     responses: list[Any] = [None] * len(requests)
+    if getattr(engine.scheduler, "loop", None) is not None:
+        engine.take_observations()
     start = time.perf_counter()
     for event in engine.stream(requests, SamplingParams(temperature=1.0)):
+        steps += bool(event.tokens)
         if event.response is not None:
             ends.append(time.perf_counter() - start)
             responses[event.index] = event.response
@@ -132,9 +141,40 @@ def run_case(
         "tail_s": ends[-1] - ends[int(0.9 * (len(ends) - 1))],
         "tokens": tokens,
         "tokens_per_s": tokens / ends[-1],
-        "acceptance_length": tokens / sum(response.num_steps for response in responses),
+        "acceptance_length": tokens / steps,
+        "ceiling_tokens_per_s": tokens / (ends[-1] - avoidable_s(engine)),
         "ids": [response.tokens for response in responses],
     }
+
+
+def avoidable_s(engine: Any) -> float:
+    """Seconds that Paceline spent on drafting and on draft tokens that were rejected, by its step-time model: what a
+    free drafter that knew which of its tokens will be accepted would have saved. 0 for other systems."""
+    import numpy as np
+
+    from paceline.planning.latency import predict_s
+
+    loop = getattr(engine.scheduler, "loop", None)
+    if loop is None:
+        return 0.0
+    steps = [
+        step for step in engine.take_observations() if not step.num_prefill_tokens and step.num_draft_tokens
+    ]
+    kept = predict_s(
+        loop.budget.decode_time, np.array([s.num_requests + s.num_accepted_tokens for s in steps])
+    )
+    return float(sum(max(s.step_s - t, 0.0) for s, t in zip(steps, kept.tolist(), strict=True)))
+
+
+def forget_arctic(engine: Any) -> None:
+    """Empty the suffix cache of vLLM's own suffix decoding, which keeps the responses of 10,000 requests."""
+    executor = engine.vllm_engine.engine_core.engine_core.model_executor
+    drafter = getattr(executor.driver_worker.worker.model_runner, "drafter", None)
+    if hasattr(drafter, "suffix_cache"):
+        drafter.suffix_cache = type(drafter.suffix_cache)(
+            max_tree_depth=drafter.suffix_cache.max_tree_depth,
+            max_cached_requests=drafter.suffix_cache.max_cached_requests,
+        )
 
 
 def make_prompts(model: str, count: int, seed: int) -> list[tuple[int, ...]]:
@@ -176,8 +216,15 @@ def measure(options: argparse.Namespace, model: str) -> list[dict[str, Any]]:
         children[name].ready()
         print(f"{name}: ready", file=sys.stderr, flush=True)
     count = max(CASES[case][0] for case in options.cases)
-    repetitions = range(-1, options.repetitions)
-    prompts = {r: make_prompts(model, count, 1000 + r) for r in repetitions}
+    repetitions = range(options.repetitions)
+    prompts = {
+        (case, r): make_prompts(model, count, 1000 * (at + 1) + r)
+        for at, case in enumerate(CASES)
+        for r in repetitions
+    }
+    warm_up = make_prompts(model, 2, 7)
+    for name in options.systems:
+        children[name].call(warm_up, 4, options.max_tokens, 7)
     results: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for case in options.cases:
         num_prompts, samples = CASES[case]
@@ -187,20 +234,16 @@ def measure(options: argparse.Namespace, model: str) -> list[dict[str, Any]]:
             for name in order:
                 runs = [
                     children[name].call(
-                        [prompts[r][(i + j) % count] for j in range(num_prompts)],
+                        [prompts[case, r][(i + j) % count] for j in range(num_prompts)],
                         samples,
                         options.max_tokens,
                         77 + r,
                     )
                     for i in range(inner)
                 ]
-                if r >= 0:
-                    results.setdefault((case, name), []).append(join(runs))
-                    print(
-                        f"{case} {r} {name}: {join(runs)['tokens_per_s']:.0f} tok/s",
-                        file=sys.stderr,
-                        flush=True,
-                    )
+                joined = join(runs)
+                results.setdefault((case, name), []).append(joined)
+                print(f"{case} {r} {name}: {joined['tokens_per_s']:.0f} tok/s", file=sys.stderr, flush=True)
     for child in children.values():
         child.close()
     return [summarise(case, name, results) for case in options.cases for name in options.systems]
@@ -215,6 +258,7 @@ def join(runs: list[dict[str, Any]]) -> dict[str, Any]:
         "tail_s": sum(r["tail_s"] for r in runs),
         "tokens_per_s": tokens / wall_s,
         "acceptance_length": tokens / steps,
+        "ceiling_tokens_per_s": tokens / sum(r["tokens"] / r["ceiling_tokens_per_s"] for r in runs),
         "ids": [ids for r in runs for ids in r["ids"]],
     }
 
@@ -225,7 +269,7 @@ def summarise(case: str, name: str, results: dict[tuple[str, str], list[dict[str
     mine, plain = results[case, name], results.get((case, "plain"))
     same = results.get((case, "paceline_off")) if name.startswith("paceline") else plain
     row: dict[str, Any] = {"case": case, "system": name}
-    for key in ("wall_s", "tokens_per_s", "tail_s", "acceptance_length"):
+    for key in ("wall_s", "tokens_per_s", "tail_s", "acceptance_length", "ceiling_tokens_per_s"):
         row[key] = median([r[key] for r in mine])
     if plain:
         row["ratio"] = median(
@@ -244,10 +288,10 @@ def main() -> None:
     made.add_argument("--model", metavar="DIR", help="target; default: the Countdown policy, inflated")
     made.add_argument("--drafter", metavar="DIR", default=str(ROOT / "assets/countdown-drafter"))
     made.add_argument("--dtype", default="bfloat16")
-    made.add_argument("--threads", type=int, default=1, help="OMP threads of each engine")
+    made.add_argument("--threads", type=int, default=2, help="OMP threads of each engine")
     made.add_argument("--repetitions", type=int, default=3)
     made.add_argument("--small-runs", type=int, default=8, help="responses per repetition of a 1x1 case")
-    made.add_argument("--max-tokens", type=int, default=1024)
+    made.add_argument("--max-tokens", type=int, default=640)
     made.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES))
     made.add_argument("--systems", nargs="+", default=list(SYSTEMS), choices=list(SYSTEMS))
     options = made.parse_args()

@@ -1,4 +1,4 @@
-"""When a model drafter pays, and where its drafts end."""
+"""When a model drafter drafts, and how far."""
 
 from __future__ import annotations
 
@@ -6,17 +6,21 @@ import numpy as np
 import pytest
 
 from paceline.planning.drafter_worth import (
+    FIRST_REST,
     HIGHEST_FLOOR,
     TRIAL_STEPS,
-    Price,
+    Rest,
     Worth,
     choose_floor,
-    price_step,
+    fade,
+    level_costs,
+    next_rest,
     update_worth,
-    value_s,
 )
 from paceline.planning.latency import StepTimeModel, update_measured_time
-from paceline.types import DraftBatch
+
+GOOD = ((8.0, 0.025), (1.5, 0.016))  # 8 tokens in 25 ms, drafting included, against 1.5 in 16 ms
+BAD = ((1.2, 0.025), (1.1, 0.016))
 
 
 def timed(base_s: float, per_token_s: float) -> StepTimeModel:
@@ -27,57 +31,68 @@ def timed(base_s: float, per_token_s: float) -> StepTimeModel:
     return model
 
 
-def batch(rows: list[list[float]]) -> DraftBatch:
-    table = np.array(rows, dtype=np.float32)
-    whole = np.zeros(table.shape, dtype=np.int32)
-    return DraftBatch(whole, np.full(len(rows), table.shape[1], np.int32), table, whole, whole[:, :1])
+def learn(worth: Worth, batch: int, steps: int, step: tuple[tuple[float, float], ...]) -> Worth:
+    for _ in range(steps):
+        worth = update_worth(worth, batch, *step)
+    return worth
 
 
-def test_a_compute_bound_step_asks_for_certainty_and_a_memory_bound_one_does_not() -> None:
-    model = timed(0.014, 0.001)
-    alone, many = price_step(1, 0.0, 0, model), price_step(128, 0.0, 0, model)
-    assert alone.threshold == pytest.approx(0.001 / 0.015, rel=0.1)
-    assert many.threshold == pytest.approx(0.001 / (0.142 / 128), rel=0.1)
-    flat = price_step(8, 0.0, 0, timed(0.014, 0.0))
-    assert flat.threshold < 0.01
+def test_the_floor_is_the_price_of_a_place_in_the_step() -> None:
+    compute_bound = timed(0.0, 0.001)
+    assert choose_floor(32, 0, 0.002, compute_bound, 0.05) == pytest.approx(0.5, rel=0.05)
+    assert choose_floor(32, 0, 0.001, compute_bound, 0.05) == HIGHEST_FLOOR
+    assert choose_floor(8, 0, 0.002, timed(0.014, 0.0), 0.05) == 0.05
 
 
-def test_the_floor_adds_the_cost_of_drafting() -> None:
-    price = Price(token_s=0.001, saved_s=0.010)
-    assert choose_floor(price, 1, 0.0, 0.05) == pytest.approx(0.1)
-    assert choose_floor(price, 1, 0.002, 0.05) == pytest.approx(0.3)
-    assert choose_floor(price, 4, 0.002, 0.05) == pytest.approx(0.15)
-    assert choose_floor(price, 1, 0.1, 0.05) == HIGHEST_FLOOR
-    assert choose_floor(Price(0.0, 0.01), 1, 0.0, 0.05) == 0.05
+def test_a_level_costs_its_time_in_tokens() -> None:
+    costs = level_costs(64, 0.002, timed(0.001, 0.0001))
+    assert costs.shape == (65,)
+    assert costs[64] == pytest.approx((0.001 + 0.0064) / 0.002, rel=0.05)
+    assert (np.diff(costs) >= 0).all()
 
 
-def test_only_tokens_above_the_price_are_worth_anything() -> None:
-    price = Price(token_s=0.005, saved_s=0.010)
-    assert value_s(batch([[0.9, 0.5], [0.4, 0.9]]), price) == pytest.approx((0.9 - 0.5) * 0.010, abs=1e-6)
-    assert value_s(batch([[0.5, 0.5]]), price) == 0.0
-
-
-def test_a_drafter_is_judged_after_a_trial_by_batch_size() -> None:
+def test_a_drafter_is_judged_by_its_rate_for_each_batch_size() -> None:
     worth = Worth()
-    assert worth.is_positive(1)
-    for _ in range(TRIAL_STEPS - 1):
-        worth = update_worth(worth, 64, -0.001)
     assert worth.is_positive(64)
-    worth = update_worth(worth, 64, -0.001)
+    assert worth.token_s(64) is None
+    worth = learn(worth, 64, TRIAL_STEPS - 1, BAD)
+    assert worth.is_positive(64), "the trial is not over"
+    worth = learn(worth, 64, 1, BAD)
     assert not worth.is_positive(64)
     assert not worth.is_positive(300), "untried sizes follow the nearest smaller one"
     assert worth.is_positive(8)
-    for _ in range(TRIAL_STEPS):
-        worth = update_worth(worth, 8, 0.002)
-    assert worth.is_positive(8)
+    worth = learn(worth, 8, TRIAL_STEPS, GOOD)
     assert worth.is_positive(16)
     assert not worth.is_positive(64)
+    assert worth.token_s(8) == pytest.approx(0.025 / 8)
 
 
-def test_a_drafter_that_recovers_is_taken_back() -> None:
-    worth = Worth()
-    for _ in range(50):
-        worth = update_worth(worth, 4, -0.001)
-    for _ in range(100):
-        worth = update_worth(worth, 4, 0.001)
+def test_the_gain_counts_in_full_however_fast_the_accelerated_step_already_is() -> None:
+    """Prices taken from the accelerated step itself would call a seven-fold gain a draw."""
+    worth = learn(Worth(), 1, 50, ((14.0, 0.027), (1.0, 0.0155)))
+    assert worth.is_positive(1)
+
+
+def test_rests_grow_while_the_drafter_loses_and_a_trial_ends_each() -> None:
+    rest, rests, drafted = Rest(), [], 0
+    for _ in range(400):
+        before = rest
+        rest = next_rest(rest, False, 64)
+        if rest.left and not before.left:
+            rests.append(rest.left)
+        drafted += rest.left == 0
+    assert rests[:5] == [FIRST_REST, 2 * FIRST_REST, 4 * FIRST_REST, 64, 64]
+    assert drafted <= len(rests) * TRIAL_STEPS
+
+
+def test_after_a_rest_the_trial_decides() -> None:
+    worth = learn(Worth(), 4, 100, BAD)
+    worth = learn(fade(worth, 4), 4, TRIAL_STEPS, GOOD)
     assert worth.is_positive(4)
+    assert next_rest(Rest(trial_left=1, length=64), worth.is_positive(4), 256) == Rest()
+
+
+def test_a_trial_is_not_cut_short() -> None:
+    rest = next_rest(Rest(left=1, length=16), False, 256)
+    assert rest == Rest(left=0, trial_left=TRIAL_STEPS, length=16)
+    assert next_rest(rest, False, 256).left == 0

@@ -7,9 +7,11 @@ import pytest
 
 from paceline.config import BudgetSettings, EngineSettings
 from paceline.engine.fast_loop import GRID, FastLoop
-from paceline.types import DraftBatch, DraftQuery, ModelDrafts, StepObservation
+from paceline.types import DraftBatch, DraftGrowth, DraftQuery, ModelDrafts, StepObservation
 
 FIXED = BudgetSettings(policy="fixed", fixed_tokens=4)
+
+GROWTH = DraftGrowth(num_levels=2, num_rows=6, seconds=0.002)
 
 
 def query(count: int = 3, position: int = 10, room: int = 8) -> DraftQuery:
@@ -68,7 +70,7 @@ def test_a_group_may_see_another_prompt() -> None:
 def test_model_drafts_are_used_only_at_their_position() -> None:
     settings = EngineSettings(drafter="none", budget=FIXED)
     loop = FastLoop(settings)
-    late = ModelDrafts(np.array([2, 0]), np.array([10, 9]), batch([[4, 5], [6, 7]], 0.9), 0.001, 0.002)
+    late = ModelDrafts(np.array([2, 0]), np.array([10, 9]), batch([[4, 5], [6, 7]], 0.9), GROWTH, 0.002)
     loop.receive(late)
     made = loop.propose(query(), 0)
     assert made.lengths.tolist() == [0, 0, 2]
@@ -81,7 +83,7 @@ def test_the_better_candidate_wins() -> None:
     fill(loop)
     for acceptance, model_wins in ((0.999, True), (0.0001, False)):
         drafts = ModelDrafts(
-            np.arange(3), np.full(3, 10), batch([list(range(40, 48))] * 3, acceptance), 0.001, 0.002
+            np.arange(3), np.full(3, 10), batch([list(range(40, 48))] * 3, acceptance), GROWTH, 0.002
         )
         loop.receive(drafts)
         assert loop.propose(query(), 0).merged.from_model.tolist() == [model_wins] * 3
@@ -105,7 +107,7 @@ def test_a_model_drafters_time_is_not_the_targets() -> None:
     for _ in range(8):
         loop.propose(query(), 0)
         loop.observe(step(3, 0, 0, seconds=0.050))
-        loop.receive(ModelDrafts(np.arange(3), np.full(3, 11), batch([[4, 5]] * 3, 0.9), 0.010, 0.030))
+        loop.receive(ModelDrafts(np.arange(3), np.full(3, 11), batch([[4, 5]] * 3, 0.9), GROWTH, 0.030))
     loop.propose(query(), 0)
     from paceline.planning.latency import predict_s
 
@@ -139,3 +141,42 @@ def test_tokens_of_the_old_policy_are_forgotten() -> None:
     assert loop.propose(query(), 0).lengths.sum() > 0
     loop.forget_tokens()
     assert loop.propose(query(), 0).lengths.sum() == 0
+
+
+def test_a_response_that_keeps_failing_gets_shorter_drafts_and_a_fresh_one_does_not() -> None:
+    loop = FastLoop(EngineSettings(drafter="none", budget=FIXED))
+    for _ in range(10):
+        loop.receive(ModelDrafts(np.arange(3), np.full(3, 10), batch([[4, 5]] * 3, 0.95), GROWTH, 0.002))
+        made = loop.propose(query(), 0)
+        loop.learn(made, made.lengths, np.array([0, 2, 2], np.int32), np.array([7, 4, 4], np.int32))
+    lost, easy, _ = made.batch.acceptance[:, 0].tolist()
+    assert lost < 0.75
+    assert easy > 0.95
+    loop.close(0, 0)
+    loop.receive(ModelDrafts(np.arange(3), np.full(3, 10), batch([[4, 5]] * 3, 0.95), GROWTH, 0.002))
+    assert loop.propose(query(), 0).batch.acceptance[0, 0] == pytest.approx(0.95)
+
+
+def test_the_model_drafter_rests_while_it_does_not_pay() -> None:
+    loop = FastLoop(EngineSettings(drafter="none", model_drafter="somewhere", budget=FIXED))
+    slow = DraftGrowth(num_levels=2, num_rows=6, seconds=1.0)
+    depths = []
+    for _ in range(40):
+        made = loop.propose(query(), 0)
+        loop.observe(step(3, int(made.lengths.sum()), 0, seconds=0.050))
+        order = loop.order()
+        assert order is not None
+        depths.append(order.depth)
+        if order.depth:
+            loop.receive(ModelDrafts(np.arange(3), np.full(3, 10), batch([[4, 5]] * 3, 0.5), slow, 0.0))
+    assert depths[0] > 0
+    assert 0 < sum(depth > 0 for depth in depths) < 20
+
+
+def test_without_a_budget_the_model_drafter_does_nothing() -> None:
+    off = BudgetSettings(policy="off")
+    loop = FastLoop(EngineSettings(drafter="none", model_drafter="somewhere", budget=off))
+    loop.propose(query(), 0)
+    order = loop.order()
+    assert order is not None
+    assert order.depth == 0

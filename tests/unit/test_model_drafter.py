@@ -16,7 +16,7 @@ transformers = pytest.importorskip("transformers")
 from paceline import dice  # noqa: E402
 from paceline.drafting.model import NUM_CELLS, ModelDrafter, prior_calibration  # noqa: E402
 from paceline.errors import CheckpointError, ConfigError, UnsupportedError  # noqa: E402
-from paceline.types import DraftBatch, DraftQuery  # noqa: E402
+from paceline.types import DraftBatch, DraftGrowth, DraftQuery  # noqa: E402
 
 VOCAB = 48
 ARCHITECTURES = {"qwen2": "Qwen2", "qwen3": "Qwen3", "llama": "Llama"}
@@ -255,7 +255,7 @@ def test_rows_that_end_early_leave_the_others_unchanged(tmp_path: Path) -> None:
         assert batch.tokens[row, :limit].tolist() == full.tokens[row, :limit].tolist()
 
 
-def test_level_time_leaves_prefill_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_growth_leaves_prefill_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_model(tmp_path)
     drafter = ModelDrafter(tmp_path, max_model_len=256, max_requests=4)
     clock = iter([10.0, 16.0])
@@ -263,8 +263,29 @@ def test_level_time_leaves_prefill_out(tmp_path: Path, monkeypatch: pytest.Monke
     contexts, query = Rollout(random_prompts([100, 13])).query([0, 1])
     table = np.ones(NUM_CELLS, np.float32)
     options: dict[str, Any] = {"sharpness": 1.0, "sharpness_grid": GRID, "calibration": table, "floor": 0.0}
-    assert drafter.draft(contexts, query, 3, **options)[1] == 2.0
-    assert drafter.draft(contexts, query, 0, **options)[1] == 0.0
+    assert drafter.draft(contexts, query, 3, **options)[1] == DraftGrowth(3, 6, 6.0)
+    assert drafter.draft(contexts, query, 0, **options)[1] == DraftGrowth()
+
+
+def test_all_rows_end_where_a_level_costs_more_than_it_promises(tmp_path: Path) -> None:
+    save_model(tmp_path)
+    rollout = Rollout(random_prompts([9, 13]))
+    drafter = ModelDrafter(tmp_path, max_model_len=256, max_requests=4)
+    table = np.full(NUM_CELLS, 0.5, np.float32)  # path probabilities 1/2, 1/4, .. of both rows
+    costs = np.array([0.0, 0.1, 0.3], np.float32)  # two rows at 1/4 promise 0.5, at 1/8 only 0.25
+    batch = draft(drafter, rollout, [0, 1], 16, calibration=table, level_costs=costs)
+    assert batch.num_tokens.tolist() == [3, 3]
+
+
+def test_frailty_shortens_the_draft_of_its_own_row(tmp_path: Path) -> None:
+    save_model(tmp_path)
+    rollout = Rollout(random_prompts([9, 13]))
+    drafter = ModelDrafter(tmp_path, max_model_len=256, max_requests=4)
+    table = np.full(NUM_CELLS, 0.5, np.float32)
+    frailty = np.array([1.0, 3.0], np.float32)
+    batch = draft(drafter, rollout, [0, 1], 16, calibration=table, floor=0.1, frailty=frailty)
+    assert batch.num_tokens.tolist() == [4, 2]
+    assert batch.acceptance[1, 0] == 0.5, "reported without frailty"
 
 
 def test_floor_stops_a_path_after_the_token_that_crosses_it(tmp_path: Path) -> None:

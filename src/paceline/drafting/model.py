@@ -208,10 +208,10 @@ class ModelDrafter:
         contexts: all tokens of each request so far, prompt and response, int32; `query.positions[r]` is their
         number. A row ends at min(depth, query.max_tokens, max_model_len - context), or after the token that
         takes its path probability below `floor` (that token was paid for and is kept). Requests beyond
-        `max_requests` rows, and contexts that do not fit, get no draft. All rows end where the next level over m
-        of them would promise fewer accepted tokens than `level_costs[m]` (None: levels cost nothing). calibration: acceptance per cell,
-        [NUM_CELLS]; sharpness > 0. frailty: exponent on each request's acceptance estimates where drafts end;
-        the reported estimates are without it. [num_requests], None: 1.
+        `max_requests` rows, and contexts that do not fit, get no draft. All rows end where the next level
+        over m of them would promise fewer accepted tokens than `level_costs[m]` (None: levels cost nothing).
+        calibration: acceptance per cell, [NUM_CELLS]; sharpness > 0. frailty: exponent on each request's
+        acceptance estimates where drafts end; the reported estimates are without it. [num_requests], None: 1.
         """
         _check_draft(sharpness, calibration)
         limits = np.minimum(np.minimum(query.max_tokens, depth), self.max_model_len - query.positions)

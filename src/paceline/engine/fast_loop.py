@@ -19,9 +19,10 @@ import numpy as np
 
 from paceline.config import BudgetSettings, EngineSettings
 from paceline.drafting.drafter import Drafter, PathDrafter
+from paceline.engine.learned import Learned
+from paceline.engine.model_steering import ModelSteering
 from paceline.errors import RequestError
-from paceline.planning import acceptance, agreement, budget, drafter_worth, frailty, paths, sharpness
-from paceline.planning.latency import StepTimeModel, predict_s, update_measured_time
+from paceline.planning import acceptance, agreement, budget, frailty, paths, sharpness
 from paceline.types import (
     DraftBatch,
     DraftOrder,
@@ -65,44 +66,17 @@ class Proposal:
     """Further paths of some requests; None when one path each is best."""
 
 
-class _Learned:
-    """What is learned about one drafter."""
-
-    def __init__(self, prior: Float32Array, fixed_sharpness: float | None) -> None:
-        self.table = acceptance.AcceptanceTable.initial(prior)
-        self.calibration = acceptance.estimate(self.table)
-        self._sharpness = sharpness.SharpnessState.initial()
-        self._fixed = fixed_sharpness
-
-    @property
-    def beta(self) -> float:
-        """Exponent on the drafter's distribution."""
-        return self._sharpness.beta if self._fixed is None else self._fixed
-
-    def learn(self, cells: Int32Array, outcomes: acceptance.BoolArray) -> None:
-        """cells, outcomes: of each draft token that the step says something about. [num_told]"""
-        if cells.size:
-            self.table = acceptance.update_acceptance(self.table, cells, outcomes)
-            self.calibration = acceptance.estimate(self.table)
-
-    def learn_sharpness(self, probes: Int32Array, targets: Int32Array) -> None:
-        if self._fixed is None and len(targets):
-            self._sharpness = sharpness.update_sharpness(self._sharpness, probes, targets)
-
-
 class FastLoop:
     """One per engine. Not thread-safe: the scheduler's thread alone uses it."""
 
     def __init__(self, settings: EngineSettings) -> None:
         self._settings = settings
         self.drafter, prior = _make_drafter(settings)
-        self.free = _Learned(prior, settings.sharpness)
-        self.model = _Learned(_model_prior(settings), settings.sharpness)
+        self.free = Learned(prior, settings.sharpness)
+        self.model = Learned(_model_prior(settings), settings.sharpness)
         self.budget = budget.BudgetState.initial(settings.budget)
-        self.both = _Learned(agreement.prior_calibration(), settings.sharpness)
-        self._level_time = StepTimeModel.initial()
-        self._worth = drafter_worth.Worth()
-        self._rest = drafter_worth.Rest()
+        self.both = Learned(agreement.prior_calibration(), settings.sharpness)
+        self._steering = ModelSteering()
         self._frailties = frailty.Frailties()
         self._arrived: ModelDrafts | None = None
         self._pending: tuple[StepObservation, float] | None = None
@@ -110,7 +84,6 @@ class FastLoop:
         self._num_drafted = 0
         self._expected = 0.0
         self._path_trust = paths.PathTrust()
-        self._drafting_s = 0.0
         self.drafting = True
         self._resting: Drafter | None = None
 
@@ -150,6 +123,7 @@ class FastLoop:
         """Drop all groups; what was learned about acceptance and time stays."""
         if self.drafter is not None:
             self.drafter.clear()
+        self._frailties.clear()
         self._arrived = None
 
     def set_drafting(self, wanted: bool) -> None:
@@ -164,6 +138,7 @@ class FastLoop:
         self._flush()
         self._settings = self._settings.model_copy(update={"budget": settings})
         self.budget = state if state is not None else budget.BudgetState.initial(settings)
+        self._steering.restart()
 
     # -- a step
 
@@ -221,14 +196,11 @@ class FastLoop:
             alone = self._snapshot(replace(free, acceptance=free.acceptance**exponents), 0)
             lengths = budget.decide(alone, self.budget, self._settings.budget)
             num_drafted, expected = int(lengths.sum()), budget.expected_accepted(alone, lengths)
-        step_s = predict_s(
-            self.budget.decode_time, np.array([batch + self._num_drafted, batch + num_drafted])
-        ).tolist()
-        self._worth = drafter_worth.update_worth(
-            self._worth,
+        self._steering.judge(
             batch,
-            (batch + trust * self._expected, step_s[0] + self._drafting_s),
-            (batch + trust * expected, step_s[1]),
+            self.budget.decode_time,
+            with_drafts=(self._num_drafted, trust * self._expected),
+            without=(num_drafted, trust * expected),
         )
 
     def _choose_paths(
@@ -322,14 +294,7 @@ class FastLoop:
     def receive(self, drafts: ModelDrafts) -> None:
         """Take the model drafter's work; its time is taken out of the step's, so that T(n) is the target's alone."""
         self._arrived = drafts
-        growth = drafts.growth
-        if growth.num_levels:
-            rows = max(round(growth.num_rows / growth.num_levels), 1)
-            self._level_time = update_measured_time(
-                self._level_time, rows, growth.seconds / growth.num_levels
-            )
-        # Catching up with new prompts is left out: it is paid once per response.
-        self._drafting_s = growth.seconds
+        self._steering.receive(drafts.growth)
         if self._pending is not None:
             step, expected = self._pending
             self._pending = replace(step, step_s=max(step.step_s - drafts.total_s, 1e-6)), expected
@@ -338,24 +303,18 @@ class FastLoop:
         """What the model drafter shall do after the coming step; None without one."""
         if self._settings.model_drafter is None:
             return None
-        batch = max(self._batch_size, 1)
-        was_drafting = self._rest.left == 0
-        self._rest = drafter_worth.next_rest(
-            self._rest, self._worth.is_positive(batch), self._settings.budget.refresh_steps
+        batch, step_time = max(self._batch_size, 1), self.budget.decode_time
+        pays = self._steering.advance(batch, self._settings.budget.refresh_steps)
+        wanted = self.drafting and pays and self._settings.budget.policy != "off"
+        floor, level_costs = self._steering.limits(
+            batch, self._num_drafted, step_time, self._settings.draft_floor
         )
-        if was_drafting and self._rest.left:
-            self._worth = drafter_worth.fade(self._worth, batch)
-        wanted = self.drafting and self._rest.left == 0
-        step_time = self.budget.decode_time
-        token_s = self._worth.token_s(batch) or float(predict_s(step_time, batch)) / batch
         return DraftOrder(
             self._settings.max_draft_tokens if wanted else 0,
             self.model.beta,
             self.model.calibration,
-            drafter_worth.choose_floor(
-                batch, self._num_drafted, token_s, step_time, self._settings.draft_floor
-            ),
-            drafter_worth.level_costs(batch, token_s, self._level_time),
+            floor,
+            level_costs,
             self._frailties.snapshot(),
         )
 

@@ -1,0 +1,69 @@
+"""Steers the model drafter from step to step: what it costs, whether it pays, where its drafts end.
+
+Holds the state of the decisions in planning/drafter_worth.py. One thread.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from paceline.planning import drafter_worth
+from paceline.planning.latency import StepTimeModel, predict_s, update_measured_time
+from paceline.types import DraftGrowth, Float32Array
+
+
+class ModelSteering:
+    """One per engine."""
+
+    def __init__(self) -> None:
+        self._level_time = StepTimeModel.initial()
+        self._drafting_s = 0.0
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget whether the drafter pays, as under another budget policy; what a level costs stays known."""
+        self._worth, self._rest = drafter_worth.Worth(), drafter_worth.Rest()
+
+    def receive(self, growth: DraftGrowth) -> None:
+        """What the drafts of the coming step cost. Catching up with new prompts is left out: it is paid once each."""
+        self._drafting_s = growth.seconds
+        if growth.num_levels:
+            rows = max(round(growth.num_rows / growth.num_levels), 1)
+            self._level_time = update_measured_time(
+                self._level_time, rows, growth.seconds / growth.num_levels
+            )
+
+    def judge(
+        self,
+        batch: int,
+        step_time: StepTimeModel,
+        with_drafts: tuple[int, float],
+        without: tuple[int, float],
+    ) -> None:
+        """Compare the decided step of `batch` requests with the one decided without the model drafter.
+
+        Both are given as (draft tokens to verify, accepted ones expected).
+        """
+        step_s = predict_s(step_time, np.array([batch + with_drafts[0], batch + without[0]])).tolist()
+        self._worth = drafter_worth.update_worth(
+            self._worth,
+            batch,
+            (batch + with_drafts[1], step_s[0] + self._drafting_s),
+            (batch + without[1], step_s[1]),
+        )
+
+    def advance(self, batch: int, longest_rest: int) -> bool:
+        """Go on to the next step; returns whether the drafter works after it."""
+        was_drafting = self._rest.left == 0
+        self._rest = drafter_worth.next_rest(self._rest, self._worth.is_positive(batch), longest_rest)
+        if was_drafting and self._rest.left:
+            self._worth = drafter_worth.fade(self._worth, batch)
+        return self._rest.left == 0
+
+    def limits(
+        self, batch: int, num_drafted: int, step_time: StepTimeModel, lowest: float
+    ) -> tuple[float, Float32Array]:
+        """(floor, level costs) of the drafts to come, as in `DraftOrder`."""
+        token_s = self._worth.token_s(batch) or float(predict_s(step_time, batch)) / batch
+        floor = drafter_worth.choose_floor(batch, num_drafted, token_s, step_time, lowest)
+        return floor, drafter_worth.level_costs(batch, token_s, self._level_time)
