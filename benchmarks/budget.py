@@ -43,7 +43,7 @@ def main() -> None:
     made.add_argument(
         "--max-tokens", type=int, default=96, help="kept short, so that the batch keeps its size"
     )
-    made.add_argument("--threads", type=int, default=1)
+    made.add_argument("--threads", type=int, default=2)
     options = made.parse_args()
     os.environ["OMP_NUM_THREADS"] = str(options.threads)
     with tempfile.TemporaryDirectory() as folder:
@@ -55,7 +55,6 @@ def measure(options: Any, model: str) -> list[dict[str, Any]]:
     from paceline.config import BudgetSettings, EngineSettings
     from paceline.dice import derive_key
     from paceline.engine.rollout import RolloutEngine
-    from paceline.planning.budget import BudgetState
     from paceline.types import RolloutRequest
 
     engine = RolloutEngine(
@@ -67,7 +66,7 @@ def measure(options: Any, model: str) -> list[dict[str, Any]]:
     )
     loop = engine.scheduler.loop
     settings = {policy: BudgetSettings(policy=policy) for policy in options.policies}
-    states = {policy: BudgetState.initial(settings[policy]) for policy in options.policies}
+    states: dict[str, Any] = {}
 
     def requests(batch: int, seed: int) -> list[Any]:
         samples = min(batch, 4)
@@ -80,9 +79,9 @@ def measure(options: Any, model: str) -> list[dict[str, Any]]:
         return made[:batch]
 
     def under(policy: str, wanted: list[Any]) -> dict[str, float]:
-        loop.use_budget(settings[policy], states[policy])
+        loop.use_budget(settings[policy], states.get(policy))
         result = run(engine, wanted)
-        states[policy] = loop.budget
+        states[policy] = loop.policy_state
         return result
 
     rows = []

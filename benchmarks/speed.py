@@ -30,13 +30,18 @@ from harness import Child, median, parser, publish
 ROOT = Path(__file__).resolve().parent.parent
 CASES = {"8x16": (8, 16), "2x4": (2, 4), "1x1": (1, 1)}
 SYSTEMS = ("plain", "ngram", "suffix", "draft_model", "paceline_off", "paceline_suffix", "paceline")
+DEFAULT_SYSTEMS = [name for name in SYSTEMS if name != "paceline_suffix"]
+"""What is measured by default."""
 OWN = ("ngram", "suffix", "draft_model")
+"""vLLM's own speculation."""
 COLUMNS = (
     "case",
     "system",
     "wall_s",
     "tokens_per_s",
     "ratio",
+    "same_work_ratio",
+    "over_best_own",
     "tail_s",
     "tail_ratio",
     "acceptance_length",
@@ -215,7 +220,7 @@ def measure(options: argparse.Namespace, model: str) -> list[dict[str, Any]]:
         children[name] = Child(name, make_system, name, model, options.drafter, engine_options)
         children[name].ready()
         print(f"{name}: ready", file=sys.stderr, flush=True)
-    count = max(CASES[case][0] for case in options.cases)
+    count = max(8, 2 * options.small_runs)
     repetitions = range(options.repetitions)
     prompts = {
         (case, r): make_prompts(model, count, 1000 * (at + 1) + r)
@@ -228,13 +233,13 @@ def measure(options: argparse.Namespace, model: str) -> list[dict[str, Any]]:
     results: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for case in options.cases:
         num_prompts, samples = CASES[case]
-        inner = options.small_runs if samples == 1 else 1
+        inner = options.small_runs if num_prompts * samples < 64 else 1
         for r in repetitions:
             order = options.systems if r % 2 else options.systems[::-1]
             for name in order:
                 runs = [
                     children[name].call(
-                        [prompts[case, r][(i + j) % count] for j in range(num_prompts)],
+                        prompts[case, r][i * num_prompts : (i + 1) * num_prompts],
                         samples,
                         options.max_tokens,
                         77 + r,
@@ -246,7 +251,12 @@ def measure(options: argparse.Namespace, model: str) -> list[dict[str, Any]]:
                 print(f"{case} {r} {name}: {joined['tokens_per_s']:.0f} tok/s", file=sys.stderr, flush=True)
     for child in children.values():
         child.close()
-    return [summarise(case, name, results) for case in options.cases for name in options.systems]
+    rows = [summarise(case, name, results) for case in options.cases for name in options.systems]
+    for row in rows:
+        own = [r["tokens_per_s"] for r in rows if r["case"] == row["case"] and r["system"] in OWN]
+        if own and row["system"].startswith("paceline"):
+            row["over_best_own"] = row["tokens_per_s"] / max(own)
+    return rows
 
 
 def join(runs: list[dict[str, Any]]) -> dict[str, Any]:
@@ -264,8 +274,8 @@ def join(runs: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def summarise(case: str, name: str, results: dict[tuple[str, str], list[dict[str, Any]]]) -> dict[str, Any]:
-    """Medians of a system, and its ratios in the same repetition: to plain vLLM in tokens per second, and for the tail
-    to the system with the same tokens (or plain)."""
+    """Medians of a system, and its ratios in the same repetition: to plain vLLM in tokens per second, and for
+    Paceline also to itself without drafts, where the responses are the same; the tail is compared there too."""
     mine, plain = results[case, name], results.get((case, "plain"))
     same = results.get((case, "paceline_off")) if name.startswith("paceline") else plain
     row: dict[str, Any] = {"case": case, "system": name}
@@ -274,6 +284,10 @@ def summarise(case: str, name: str, results: dict[tuple[str, str], list[dict[str
     if plain:
         row["ratio"] = median(
             [m["tokens_per_s"] / p["tokens_per_s"] for m, p in zip(mine, plain, strict=True)]
+        )
+    if same and name.startswith("paceline"):
+        row["same_work_ratio"] = median(
+            [m["tokens_per_s"] / p["tokens_per_s"] for m, p in zip(mine, same, strict=True)]
         )
     if same and case == "8x16":
         row["tail_ratio"] = median([p["tail_s"] / m["tail_s"] for m, p in zip(mine, same, strict=True)])
@@ -290,10 +304,10 @@ def main() -> None:
     made.add_argument("--dtype", default="bfloat16")
     made.add_argument("--threads", type=int, default=2, help="OMP threads of each engine")
     made.add_argument("--repetitions", type=int, default=3)
-    made.add_argument("--small-runs", type=int, default=8, help="responses per repetition of a 1x1 case")
+    made.add_argument("--small-runs", type=int, default=6, help="rollouts per repetition of the small cases")
     made.add_argument("--max-tokens", type=int, default=640)
     made.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES))
-    made.add_argument("--systems", nargs="+", default=list(SYSTEMS), choices=list(SYSTEMS))
+    made.add_argument("--systems", nargs="+", default=DEFAULT_SYSTEMS, choices=list(SYSTEMS))
     options = made.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         rows = measure(options, prepare_target(options.model, Path(folder)))

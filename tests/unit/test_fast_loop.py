@@ -128,11 +128,11 @@ def test_another_budget_keeps_what_it_had_learned() -> None:
     loop = FastLoop(EngineSettings(budget=FIXED))
     loop.propose(query(), 0)
     loop.observe(step(3, 0, 0))
-    fixed = loop.budget
+    fixed = loop.policy_state
     loop.use_budget(BudgetSettings(policy="off"))
     assert loop.budget.num_steps == 0
     loop.use_budget(FIXED, fixed)
-    assert loop.budget is fixed
+    assert loop.budget is fixed.budget
 
 
 def test_tokens_of_the_old_policy_are_forgotten() -> None:

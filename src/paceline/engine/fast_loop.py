@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -64,6 +65,13 @@ class Proposal:
     """All model-free and all model candidates, for the sharpness of both drafters."""
     alternatives: Alternatives | None
     """Further paths of some requests; None when one path each is best."""
+
+
+class PolicyState(NamedTuple):
+    """What is learned under one budget policy: step time and confidence, and whether the model drafter pays."""
+
+    budget: budget.BudgetState
+    steering: ModelSteering
 
 
 class FastLoop:
@@ -133,12 +141,18 @@ class FastLoop:
             self.drafter, self._resting = self._resting, self.drafter
             self.drafting = wanted
 
-    def use_budget(self, settings: BudgetSettings, state: budget.BudgetState | None = None) -> None:
+    @property
+    def policy_state(self) -> PolicyState:
+        """What the present budget policy has learned, for a later `use_budget`."""
+        self._flush()
+        return PolicyState(self.budget, self._steering)
+
+    def use_budget(self, settings: BudgetSettings, state: PolicyState | None = None) -> None:
         """Go on with another policy, and with `state` if it was used before; only between responses."""
         self._flush()
         self._settings = self._settings.model_copy(update={"budget": settings})
-        self.budget = state if state is not None else budget.BudgetState.initial(settings)
-        self._steering.restart()
+        fresh = PolicyState(budget.BudgetState.initial(settings), ModelSteering())
+        self.budget, self._steering = fresh if state is None else state
 
     # -- a step
 
@@ -156,7 +170,7 @@ class FastLoop:
         model = self._match_model(query)
         merged = self._merge(free, model, len(query.groups))
         exponents = self._frailties.of(query.responses)[:, None]
-        batch = replace(merged.batch, acceptance=merged.batch.acceptance**exponents)
+        batch = _with_frailty(merged.batch, exponents)
         snapshot = self._snapshot(batch, num_other_tokens)
         lengths = budget.decide(snapshot, self.budget, self._settings.budget)
         self._expected = budget.expected_accepted(snapshot, lengths)
@@ -193,7 +207,7 @@ class FastLoop:
         batch, trust = self._batch_size, self.budget.confidence
         num_drafted, expected = 0, 0.0
         if free is not None:
-            alone = self._snapshot(replace(free, acceptance=free.acceptance**exponents), 0)
+            alone = self._snapshot(_with_frailty(free, exponents), 0)
             lengths = budget.decide(alone, self.budget, self._settings.budget)
             num_drafted, expected = int(lengths.sum()), budget.expected_accepted(alone, lengths)
         self._steering.judge(
@@ -382,6 +396,11 @@ class FastLoop:
             step, expected = self._pending
             self.budget = budget.update(self.budget, step, self._settings.budget, expected)
             self._pending = None
+
+
+def _with_frailty(batch: DraftBatch, exponents: Float32Array) -> DraftBatch:
+    """The batch with each response's own estimates; entries beyond a draft are undefined and stay so."""
+    return replace(batch, acceptance=np.clip(batch.acceptance, 0.0, 1.0) ** exponents)
 
 
 def _make_drafter(settings: EngineSettings) -> tuple[Drafter | None, Float32Array]:

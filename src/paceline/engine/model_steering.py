@@ -18,10 +18,6 @@ class ModelSteering:
     def __init__(self) -> None:
         self._level_time = StepTimeModel.initial()
         self._drafting_s = 0.0
-        self.restart()
-
-    def restart(self) -> None:
-        """Forget whether the drafter pays, as under another budget policy; what a level costs stays known."""
         self._worth, self._rest = drafter_worth.Worth(), drafter_worth.Rest()
 
     def receive(self, growth: DraftGrowth) -> None:
