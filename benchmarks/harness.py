@@ -17,6 +17,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from rich.console import Console
 from rich.table import Table
 
@@ -60,7 +61,7 @@ def publish(
     if target is not None:
         result = {
             "benchmark": name,
-            "machine": describe_machine(),
+            "machine": msgspec.to_builtins(describe_machine()),
             "versions": versions(),
             "rows": rows,
             **extra,

@@ -20,8 +20,6 @@ class RecordConfig(Section):
     """Engine steps are merged into samples of about this many milliseconds; 0 records every step."""
     sync_s: float = Field(default=5.0, ge=0.0)
     """Seconds after which the disk is asked to keep what was written; a power cut loses at most so much."""
-    decision_every: int = Field(default=0, ge=0)
-    """Record every n-th decision of the planning policies for replay; 0 records none."""
 
 
 def describe(error: ValidationError) -> str:

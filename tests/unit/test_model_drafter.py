@@ -445,3 +445,43 @@ def test_draft_refuses_a_bad_sharpness_and_a_foreign_table(tmp_path: Path) -> No
         draft(drafter, Rollout([[1, 2]]), [0], 2, sharpness=0.0)
     with pytest.raises(ConfigError, match="calibration table"):
         draft(drafter, Rollout([[1, 2]]), [0], 2, calibration=np.ones(3, np.float32))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "overrides"),
+    [("llama", {}), ("llama", {"attention_bias": True, "tie_word_embeddings": False}), ("qwen2", {})],
+)
+def test_the_lean_form_drafts_what_transformers_drafts(
+    tmp_path: Path, architecture: str, overrides: dict[str, Any]
+) -> None:
+    model = save_model(tmp_path, architecture, **overrides)
+    with torch.no_grad():  # biases are zero and norms one in a fresh model; neither would be missed
+        for name, tensor in model.named_parameters():
+            if "norm" in name or name.endswith("bias"):
+                tensor.add_(torch.rand_like(tensor))
+    model.save_pretrained(tmp_path)
+    made = []
+    for lean in (True, False):
+        drafter = ModelDrafter(tmp_path, max_model_len=256, max_requests=4)
+        assert drafter._lean is not None
+        if not lean:
+            drafter._lean = None
+        rollout = Rollout(random_prompts([40, 9, 23]))
+        made.append(draft(drafter, rollout, range(3), 12))
+    assert made[0].tokens.tolist() == made[1].tokens.tolist()
+    assert made[0].cells.tolist() == made[1].cells.tolist()
+
+
+def test_a_model_without_a_lean_form_runs_through_transformers(tmp_path: Path) -> None:
+    save_model(tmp_path, "qwen3")
+    assert ModelDrafter(tmp_path, max_model_len=256, max_requests=4)._lean is None
+
+
+def test_new_weights_reach_the_lean_form(tmp_path: Path) -> None:
+    save_model(tmp_path / "old", "llama", seed=0)
+    fresh = save_model(tmp_path / "new", "llama", seed=1)
+    drafter = ModelDrafter(tmp_path / "old", max_model_len=256, max_requests=4)
+    drafter.reload(fresh.named_parameters())
+    rollout = Rollout(random_prompts([40, 9]))
+    expected = draft(ModelDrafter(tmp_path / "new", max_model_len=256, max_requests=4), rollout, range(2), 8)
+    assert draft(drafter, rollout, range(2), 8).tokens.tolist() == expected.tokens.tolist()

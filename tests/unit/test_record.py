@@ -20,7 +20,6 @@ from paceline.errors import RecordError
 from paceline.record import (
     FILE_NAME,
     SCHEMA_VERSION,
-    Decision,
     EngineStepSample,
     Evaluation,
     Event,
@@ -244,8 +243,8 @@ def test_not_a_number_is_null_where_that_is_allowed_and_refused_elsewhere(tmp_pa
         )
         with pytest.raises(RecordError, match="Evaluation"):
             writer.write(Evaluation(t_s=0.0, step=1, solve_rate=math.nan, n=0))
-        with pytest.raises(RecordError, match="Decision"):
-            writer.write(Decision(t_s=0.0, policy="p", state_digest="", snapshot=object(), decision=None))
+        with pytest.raises(RecordError, match="Note"):
+            writer.write(Note(t_s=0.0, text=object()))  # type: ignore[arg-type]
     (step,) = read_all(tmp_path)
     assert isinstance(step, TrainStep)
     assert step.reward_mean is None
@@ -326,22 +325,6 @@ def test_the_writer_holds_no_more_memory_the_longer_the_run(tmp_path: Path) -> N
         finally:
             tracemalloc.stop()
     assert held_bytes < 20_000
-
-
-def test_only_every_nth_decision_is_made_into_an_event(tmp_path: Path) -> None:
-    made = []
-
-    def make() -> Decision:
-        made.append(1)
-        return Decision(t_s=0.0, policy="budget", state_digest="ab", snapshot={"batch": [1]}, decision=[2])
-
-    for every, expected in ((0, 0), (1, 10), (4, 2)):
-        made.clear()
-        config = RecordConfig(decision_every=every)
-        with RecordWriter.create(tmp_path, HEADER, config, overwrite=True) as writer:
-            for _ in range(10):
-                writer.add_decision(make)
-        assert len(made) == len(read_all(tmp_path)) == expected
 
 
 def test_threads_do_not_mix_their_lines(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from transformers import AttentionInterface, AutoModelForCausalLM
 
 from paceline import dice
+from paceline.drafting.lean_decoder import LeanDecoder, lean_decoder
 from paceline.drafting.model_cache import (
     ATTENTION_NAME,
     PADDED_QUERY,
@@ -49,6 +50,9 @@ on the host: the keyed sample of each row, temperature 0 = argmax."""
 
 PREFILL_CHUNK_TOKENS = 512
 """Most tokens that one forward pass feeds while rows catch up."""
+
+LEAN_TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+"""Difference of the lean form's logits from transformers', as a share of the largest, that rounding explains."""
 
 PADDING_SHARE = 0.01
 """Vocabulary sizes of one tokenizer may differ by padding rows, by at most this share of the larger one."""
@@ -188,6 +192,7 @@ class ModelDrafter:
         for module in self._model.modules():
             if hasattr(module, "layer_idx"):
                 module.paceline_rows = self._cache  # where attend_rows finds it
+        self._lean: LeanDecoder | None = None
         self._warm_up()
 
     def draft(
@@ -248,13 +253,19 @@ class ModelDrafter:
                 own[name].copy_(tensor)
         self._book.clear()
         self._cache.clear()
+        self._warm_up()
 
     def _warm_up(self) -> None:
-        """One token through the model: allocates the cache and proves that the architecture fits."""
+        """One token through the model: allocates the cache and proves that the architecture fits.
+
+        The lean form is taken if it gives the same logits behind a few (empty) positions.
+        """
+        self._lean = None
+        zero = np.zeros(1, np.int64)
+        start = zero + min(3, self.max_model_len - 1)
         try:
             with torch.inference_mode():
-                zero = np.zeros(1, np.int64)
-                logits = self._forward(zero, zero, zero + 1, zero)
+                logits = self._forward(zero, start, zero + 1, zero)
         except PacelineError:
             raise
         except Exception as error:
@@ -270,6 +281,13 @@ class ModelDrafter:
                 "choose a full-attention decoder such as Llama, Qwen2 or Qwen3"
             )
         assert logits.shape == (1, self.vocab_size)
+        with torch.inference_mode():
+            self._lean = lean_decoder(self._model, self.max_model_len)
+            if self._lean is not None:
+                again = self._forward(zero, start, zero + 1, zero)
+                scale = float(logits.abs().max())
+                if not float((again - logits).abs().max()) <= LEAN_TOLERANCE[self._model.dtype] * scale:
+                    self._lean = None
 
     def _check_vocabulary(self, own: int, target: int | None) -> None:
         if target is not None and abs(own - target) > PADDING_SHARE * max(own, target):
@@ -288,8 +306,12 @@ class ModelDrafter:
         step = PackedStep(rows, starts, counts, self.max_model_len, self._device)
         self._cache.step = step
         every_token_last = len(ids) == len(rows)
+        packed = torch.from_numpy(ids).to(self._device)
+        if self._lean is not None:
+            made = self._lean.logits(packed, step, self._cache, last_only=not every_token_last)
+            return made[:, : self.vocab_size].float().contiguous()
         output = self._model(
-            input_ids=torch.from_numpy(ids).to(self._device).unsqueeze(0),
+            input_ids=packed.unsqueeze(0),
             position_ids=step.positions.unsqueeze(0),
             past_key_values=self._cache,
             use_cache=True,

@@ -251,12 +251,20 @@ class RowCache:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Store the fresh keys and values, [1, num_kv_heads, num_tokens, head_dim]; returned as they are."""
         assert self.step is not None
-        layer = self._layers.get(layer_idx)
-        if layer is None:
-            layer = self._layers[layer_idx] = (self._allocate(key), self._allocate(value))
-        for store, fresh in zip(layer, (key, value), strict=True):
-            store.view(-1, *store.shape[2:]).index_copy_(0, self.step.slots, fresh[0].transpose(0, 1))
+        if layer_idx not in self._layers:
+            self._layers[layer_idx] = (self._allocate(key), self._allocate(value))
+        self.write(layer_idx, key[0].transpose(0, 1), value[0].transpose(0, 1))
         return key, value
+
+    def write(self, layer_idx: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Store fresh keys and values in an allocated layer, both [num_tokens, num_kv_heads, head_dim]."""
+        assert self.step is not None
+        for store, fresh in zip(self._layers[layer_idx], (key, value), strict=True):
+            store.view(-1, *store.shape[2:]).index_copy_(0, self.step.slots, fresh)
+
+    def num_kv_heads(self, layer_idx: int) -> int:
+        """Key and value heads of an allocated layer."""
+        return int(self._layers[layer_idx][0].shape[2])
 
     def clear(self) -> None:
         """Drop the storage; the next forward pass allocates it anew."""
@@ -285,13 +293,15 @@ class RowCache:
         query [1, num_heads, num_tokens, head_dim] -> [1, num_tokens, num_heads, head_dim]. Query heads that
         share a key head are laid out as further query tokens, so keys and values are never repeated.
         """
-        assert self.step is not None
         self.attended.add(layer_idx)
+        return self.attend_packed(layer_idx, query[0].transpose(0, 1), scaling).unsqueeze(0)
+
+    def attend_packed(self, layer_idx: int, queries: torch.Tensor, scaling: float | None) -> torch.Tensor:
+        """`attend` for queries [num_tokens, num_heads, head_dim], result in the same shape."""
+        assert self.step is not None
         keys, values = self._layers[layer_idx]
-        queries = query[0].transpose(0, 1)  # [num_tokens, num_heads, head_dim]
-        runs = self.step.runs
-        parts = [_attend_run(queries, keys, values, run, scaling) for run in runs]
-        return (parts[0] if len(parts) == 1 else torch.cat(parts)).unsqueeze(0)
+        parts = [_attend_run(queries, keys, values, run, scaling) for run in self.step.runs]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def copy(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` tokens of one row into another."""

@@ -1,7 +1,7 @@
 """Every private door of vLLM that Paceline uses, behind one version gate.
 
-Invariant: no other module of the package imports from below `vllm.v1` or touches a private attribute of vLLM. The
-contract tests (tests/contracts/test_vllm_doors.py) fail when a door moves.
+Owns the gate and most imports from below `vllm.v1`; doors.py lists every private name that the package relies on, those
+that subclasses override included. The contract tests (tests/contracts/test_vllm_doors.py) fail when a door moves.
 """
 
 from __future__ import annotations

@@ -166,7 +166,7 @@ class RolloutEngine:
     ) -> Generator[TokenEvent, None, None]:
         """Generate all requests, yielding newly accepted tokens as each engine step ends.
 
-        Leaving the iterator early aborts what is still running; `partial()` then tells what was generated.
+        Leaving the iterator early aborts what is still running; ask `partial()` before that what it has.
         """
         self._check(requests, params)
         started: list[str] = []

@@ -1,8 +1,7 @@
 """When does a model drafter draft, and how far?
 
-Owns two decisions about a drafter that costs time (a suffix tree costs next to none). Both compare rates, in the
-notation of SpecActor 3: a step of B requests that verifies n draft tokens yields B + E tokens in T(B + n) seconds, and
-in D more if the drafter made them.
+Owns two decisions about a drafter that costs time (a suffix tree costs next to none). Both compare rates: a step of B
+requests that verifies n draft tokens yields B + E tokens in T(B + n) seconds, and in D more if the drafter made them.
 
 * It goes on while (B + E1) / (T(B + n1) + D) is above (B + E0) / T(B + n0), index 0 standing for what the budget would
   have done with the model-free drafts of the same steps. A drafter that loses rests, twice as long each time

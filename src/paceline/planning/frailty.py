@@ -9,7 +9,7 @@ mean after R rejections under a summed hazard H is
     f = (R + PRIOR) / (H + PRIOR)
 
 Both sums decay, as a response has easy and hard passages. Above 1 drafts get shorter, below 1 longer. Differs from
-SpecActor 3.3, which re-estimates one acceptance rate per request: the drafter's certainty about each token stays.
+SpecActor 4.1 (algorithm 2), which watches one acceptance rate per request: the certainty about each token stays.
 """
 
 from __future__ import annotations

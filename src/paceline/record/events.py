@@ -162,17 +162,6 @@ class Comparison(_Event, frozen=True, tag="comparison"):
     """Tokens that differ between the two; 0 = the same, token for token."""
 
 
-class Decision(_Event, frozen=True, tag="decision"):
-    """One sampled decision of a policy, with what is needed to take it again."""
-
-    t_s: float
-    policy: str
-    state_digest: str
-    """Digest of the policy's state before the decision."""
-    snapshot: Any
-    decision: Any
-
-
 class Note(_Event, frozen=True, tag="note"):
     """Something worth knowing, for the reader of the report."""
 
@@ -205,16 +194,7 @@ class RunEnd(_Event, frozen=True, tag="end"):
 
 
 Event = (
-    EngineStepSample
-    | ResponseDone
-    | TrainStep
-    | Evaluation
-    | Comparison
-    | Decision
-    | Note
-    | Failure
-    | Resumed
-    | RunEnd
+    EngineStepSample | ResponseDone | TrainStep | Evaluation | Comparison | Note | Failure | Resumed | RunEnd
 )
 Line = Header | Event
 

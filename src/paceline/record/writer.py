@@ -10,7 +10,7 @@ import fcntl
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -21,7 +21,6 @@ from paceline.config import RecordConfig
 from paceline.errors import RecordError
 from paceline.record.events import (
     FILE_NAME,
-    Decision,
     Event,
     Header,
     Line,
@@ -57,7 +56,6 @@ class RecordWriter:
         self._began = time.monotonic() - offset_s
         self._synced = time.monotonic()
         self._mergers: dict[str, StepMerger] = {}
-        self._decisions_seen = 0
         self._lock = threading.RLock()
 
     @classmethod
@@ -154,16 +152,6 @@ class RecordWriter:
                 merger = self._mergers[worker] = StepMerger(self.config.bucket_ms / 1000, step, worker)
             if merger.add(t_s, seen, num_waiting, num_generated_tokens):
                 self._write_sample(merger)
-
-    def add_decision(self, make: Callable[[], Decision]) -> None:
-        """Record every `config.decision_every`-th decision; `make` is only called for those."""
-        every = self.config.decision_every
-        if not every:
-            return
-        with self._lock:
-            self._decisions_seen += 1
-            if self._decisions_seen % every == 0:
-                self.write(make())
 
     def flush_steps(self) -> None:
         """Write the engine steps that are still being merged."""
