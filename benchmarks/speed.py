@@ -212,8 +212,11 @@ def prepare_target(model: str | None, folder: Path) -> str:
     return str(target)
 
 
-def measure(options: argparse.Namespace, model: str) -> list[dict[str, Any]]:
-    """Run every case on every system, in turn, and return one row per case and system."""
+def measure(
+    options: argparse.Namespace, model: str, save: Callable[[list[dict[str, Any]]], None]
+) -> list[dict[str, Any]]:
+    """Run every case on every system, in turn; `save` is called with the rows so far after each case."""
+    rows: list[dict[str, Any]] = []
     engine_options = {"threads": options.threads, "dtype": options.dtype, "max_model_len": 2048}
     children = {}
     for name in options.systems:
@@ -249,11 +252,20 @@ def measure(options: argparse.Namespace, model: str) -> list[dict[str, Any]]:
                 joined = join(runs)
                 results.setdefault((case, name), []).append(joined)
                 print(f"{case} {r} {name}: {joined['tokens_per_s']:.0f} tok/s", file=sys.stderr, flush=True)
+        rows += compare(case, options.systems, results)
+        save(rows)
     for child in children.values():
         child.close()
-    rows = [summarise(case, name, results) for case in options.cases for name in options.systems]
+    return rows
+
+
+def compare(
+    case: str, systems: list[str], results: dict[tuple[str, str], list[dict[str, Any]]]
+) -> list[dict[str, Any]]:
+    """One row per system of a finished case."""
+    rows = [summarise(case, name, results) for name in systems]
+    own = [row["tokens_per_s"] for row in rows if row["system"] in OWN]
     for row in rows:
-        own = [r["tokens_per_s"] for r in rows if r["case"] == row["case"] and r["system"] in OWN]
         if own and row["system"].startswith("paceline"):
             row["over_best_own"] = row["tokens_per_s"] / max(own)
     return rows
@@ -309,9 +321,12 @@ def main() -> None:
     made.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES))
     made.add_argument("--systems", nargs="+", default=DEFAULT_SYSTEMS, choices=list(SYSTEMS))
     options = made.parse_args()
+
+    def save(rows: list[dict[str, Any]]) -> None:
+        publish("speed", rows, COLUMNS, options.json, threads=options.threads, max_tokens=options.max_tokens)
+
     with tempfile.TemporaryDirectory() as folder:
-        rows = measure(options, prepare_target(options.model, Path(folder)))
-    publish("speed", rows, COLUMNS, options.json, threads=options.threads, max_tokens=options.max_tokens)
+        measure(options, prepare_target(options.model, Path(folder)), save)
 
 
 if __name__ == "__main__":
