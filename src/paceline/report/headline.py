@@ -147,7 +147,9 @@ def _tail_saving(history: RunHistory) -> str | None:
         for c in history.comparisons
         if c.plain_tail_s is not None and c.accelerated_tail_s is not None
     ]
-    if not pairs:
+    cut = sum(row.num_cut for row in history.steps.values())
+    if not pairs or 10 * cut >= max(history.num_responses, 1):
+        # The length limit ends the last tenth of a plain rollout in one and the same step: there is no tail to compare.
         return None
     plain_s, accelerated_s = (math.fsum(column) for column in zip(*pairs, strict=True))
     return f"The tail took {duration(accelerated_s)} instead of {duration(plain_s)}."
