@@ -60,7 +60,7 @@ class DraftOrder:
     """What the scheduler wants of the model drafter after a step."""
 
     depth: int
-    """Most draft tokens per request; 0: the drafter rests."""
+    """Most draft tokens per request."""
     sharpness: float
     calibration: Float32Array  # [num_cells] acceptance estimate of each cell
     floor: float

@@ -145,6 +145,8 @@ def test_tokens_of_the_old_policy_are_forgotten() -> None:
 
 def test_a_response_that_keeps_failing_gets_shorter_drafts_and_a_fresh_one_does_not() -> None:
     loop = FastLoop(EngineSettings(drafter="none", budget=FIXED))
+    for response in range(3):
+        loop.open(0, response, [1, 2, 3], [])
     for _ in range(10):
         loop.receive(ModelDrafts(np.arange(3), np.full(3, 10), batch([[4, 5]] * 3, 0.95), GROWTH, 0.002))
         made = loop.propose(query(), 0)
@@ -160,23 +162,19 @@ def test_a_response_that_keeps_failing_gets_shorter_drafts_and_a_fresh_one_does_
 def test_the_model_drafter_rests_while_it_does_not_pay() -> None:
     loop = FastLoop(EngineSettings(drafter="none", model_drafter="somewhere", budget=FIXED))
     slow = DraftGrowth(num_levels=2, num_rows=6, seconds=1.0)
-    depths = []
+    worked = []
     for _ in range(40):
         made = loop.propose(query(), 0)
         loop.observe(step(3, int(made.lengths.sum()), 0, seconds=0.050))
-        order = loop.order()
-        assert order is not None
-        depths.append(order.depth)
-        if order.depth:
+        worked.append(loop.order() is not None)
+        if worked[-1]:
             loop.receive(ModelDrafts(np.arange(3), np.full(3, 10), batch([[4, 5]] * 3, 0.5), slow, 0.0))
-    assert depths[0] > 0
-    assert 0 < sum(depth > 0 for depth in depths) < 20
+    assert worked[0]
+    assert sum(worked) < 20
 
 
 def test_without_a_budget_the_model_drafter_does_nothing() -> None:
     off = BudgetSettings(policy="off")
     loop = FastLoop(EngineSettings(drafter="none", model_drafter="somewhere", budget=off))
     loop.propose(query(), 0)
-    order = loop.order()
-    assert order is not None
-    assert order.depth == 0
+    assert loop.order() is None

@@ -103,6 +103,7 @@ class FastLoop:
         A group has the first prompt that it was opened with; a response to another one (a later turn, say) shares the
         group's tokens all the same: drafts are proposals, and no mistake of the user's to end the engine for.
         """
+        self._frailties.open(response)
         if self.drafter is None:
             return
         with contextlib.suppress(RequestError):
@@ -123,7 +124,7 @@ class FastLoop:
 
     def close(self, group: int, response: int) -> None:
         """A response has ended; its tokens go on serving its group."""
-        self._frailties.forget(response)
+        self._frailties.close(response)
         if self.drafter is not None:
             self.drafter.close_response(group, response)
 
@@ -131,7 +132,7 @@ class FastLoop:
         """Drop all groups; what was learned about acceptance and time stays."""
         if self.drafter is not None:
             self.drafter.clear()
-        self._frailties.clear()
+        self._frailties.forget()
         self._arrived = None
 
     def set_drafting(self, wanted: bool) -> None:
@@ -314,17 +315,18 @@ class FastLoop:
             self._pending = replace(step, step_s=max(step.step_s - drafts.total_s, 1e-6)), expected
 
     def order(self) -> DraftOrder | None:
-        """What the model drafter shall do after the coming step; None without one."""
+        """What the model drafter shall do after the coming step; None without one, and while it rests."""
         if self._settings.model_drafter is None:
             return None
         batch, step_time = max(self._batch_size, 1), self.budget.decode_time
         pays = self._steering.advance(batch, self._settings.budget.refresh_steps)
-        wanted = self.drafting and pays and self._settings.budget.policy != "off"
+        if not (pays and self.drafting and self._settings.budget.policy != "off"):
+            return None
         floor, level_costs = self._steering.limits(
             batch, self._num_drafted, step_time, self._settings.draft_floor
         )
         return DraftOrder(
-            self._settings.max_draft_tokens if wanted else 0,
+            self._settings.max_draft_tokens,
             self.model.beta,
             self.model.calibration,
             floor,

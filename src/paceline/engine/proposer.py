@@ -68,7 +68,7 @@ class Proposer:
 
         sampled_token_ids: [num_requests][0..] tokens of this step; empty for a prompt that is not finished.
         """
-        if self._model is not None and self.order is not None and self.order.depth > 0:
+        if self._model is not None and self.order is not None:
             self._draft([row for row, tokens in enumerate(sampled_token_ids) if tokens], self.order)
         return [[] for _ in sampled_token_ids]
 

@@ -53,6 +53,16 @@ class Rates:
     seconds_without: float = 0.0
     num_steps: int = 0
 
+    def faded(self, factor: float) -> Rates:
+        """The same rates, counting `factor` times as much."""
+        return Rates(
+            self.tokens_with * factor,
+            self.seconds_with * factor,
+            self.tokens_without * factor,
+            self.seconds_without * factor,
+            self.num_steps,
+        )
+
     @property
     def gains(self) -> bool:
         """Whether the drafter's steps yield more tokens per second."""
@@ -103,32 +113,21 @@ def update_worth(
     without: (tokens, seconds) of the step as the budget would have made it of the model-free drafts.
     """
     at = _size(batch)
-    old = worth.rates[at]
-    return _put(
-        worth,
-        at,
-        Rates(
-            old.tokens_with * MEMORY + with_drafts[0],
-            old.seconds_with * MEMORY + with_drafts[1],
-            old.tokens_without * MEMORY + without[0],
-            old.seconds_without * MEMORY + without[1],
-            old.num_steps + 1,
-        ),
+    old = worth.rates[at].faded(MEMORY)
+    new = Rates(
+        old.tokens_with + with_drafts[0],
+        old.seconds_with + with_drafts[1],
+        old.tokens_without + without[0],
+        old.seconds_without + without[1],
+        old.num_steps + 1,
     )
+    return _put(worth, at, new)
 
 
 def fade(worth: Worth, batch: int) -> Worth:
     """The worth when the drafter goes to rest at this batch size: what was learned counts little after it."""
     at = _size(batch)
-    old = worth.rates[at]
-    faded = replace(
-        old,
-        tokens_with=old.tokens_with * AFTER_REST,
-        seconds_with=old.seconds_with * AFTER_REST,
-        tokens_without=old.tokens_without * AFTER_REST,
-        seconds_without=old.seconds_without * AFTER_REST,
-    )
-    return _put(worth, at, faded)
+    return _put(worth, at, worth.rates[at].faded(AFTER_REST))
 
 
 def next_rest(rest: Rest, is_positive: bool, longest: int) -> Rest:

@@ -29,6 +29,7 @@ LOWEST, HIGHEST = 0.3, 20.0
 
 _SUREST = np.float32(0.999)
 _LEAST_SURE = np.float32(0.01)
+_NOTHING = (0.0, 0.0)
 
 
 class Frailties:
@@ -37,14 +38,18 @@ class Frailties:
     def __init__(self) -> None:
         self._sums: dict[int, tuple[float, float]] = {}
 
+    def open(self, response: int) -> None:
+        """A response begins. What a step tells of responses that are not open, as after an abort, is passed over."""
+        self._sums[response] = _NOTHING
+
     def of(self, responses: Int64Array) -> Float32Array:
-        """Frailty of each response, 1 for one without verified drafts. [num_requests] float32"""
+        """Frailty of each response, 1 while nothing of it was verified. [num_requests] float32"""
         sums = self._sums
-        values = [_frailty(*sums.get(response, (0.0, 0.0))) for response in responses.tolist()]
+        values = [_frailty(*sums.get(response, _NOTHING)) for response in responses.tolist()]
         return np.array(values, dtype=np.float32)
 
     def snapshot(self) -> dict[int, float]:
-        """Frailty of every response that had a verified draft."""
+        """Frailty of every open response."""
         return {response: _frailty(*pair) for response, pair in self._sums.items()}
 
     def learn(
@@ -61,16 +66,17 @@ class Frailties:
         rejected = (accepted < verified).tolist()
         for at in np.flatnonzero(verified).tolist():
             response = int(responses[at])
-            rejections, hazard = self._sums.get(response, (0.0, 0.0))
-            self._sums[response] = rejections * MEMORY + rejected[at], hazard * MEMORY + summed[at]
+            if response in self._sums:
+                rejections, hazard = self._sums[response]
+                self._sums[response] = rejections * MEMORY + rejected[at], hazard * MEMORY + summed[at]
 
-    def forget(self, response: int) -> None:
+    def close(self, response: int) -> None:
         """A response has ended."""
         self._sums.pop(response, None)
 
-    def clear(self) -> None:
-        """All responses have ended."""
-        self._sums.clear()
+    def forget(self) -> None:
+        """Drop what was learned; open responses stay open."""
+        self._sums = dict.fromkeys(self._sums, _NOTHING)
 
 
 def _frailty(rejections: float, hazard: float) -> float:
