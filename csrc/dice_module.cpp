@@ -193,6 +193,62 @@ int64_t sample_row(const Row& row, std::vector<float>& tops) {
   return bounded ? PrunedRow(row, tops.data(), top).token() : sample_exhaustively(row);
 }
 
+// 2^y for y <= 0, within 3e-7 of it; 0 below -126.
+PACELINE_INLINE float exp2_below_one(float y) {
+  y = y < -126.0f ? -126.0f : y;
+  const auto whole = static_cast<int32_t>(y - 0.5f);
+  const float x = y - static_cast<float>(whole);
+  float p = 1.3333558e-03f;
+  p = 9.6181291e-03f + x * p;
+  p = 5.5504109e-02f + x * p;
+  p = 2.4022651e-01f + x * p;
+  p = 6.9314718e-01f + x * p;
+  p = 1.0f + x * p;
+  return y <= -126.0f ? 0.0f : p * std::bit_cast<float>((whole + 127) << 23);
+}
+
+// log of the sum over ids of exp((logit - top) * inverse).
+PACELINE_SIMD float log_total(const float* logits, int64_t size, float top, float inverse) {
+  constexpr int64_t kLanes = 16;
+  float sums[kLanes] = {};
+  const float factor = inverse * 1.44269504f;
+  int64_t i = 0;
+  for (; i + kLanes <= size; i += kLanes) {
+    for (int64_t lane = 0; lane < kLanes; ++lane) {
+      sums[lane] += exp2_below_one((logits[i + lane] - top) * factor);
+    }
+  }
+  for (; i < size; ++i) sums[0] += exp2_below_one((logits[i] - top) * factor);
+  double total = 0.0;
+  for (const float sum : sums) total += static_cast<double>(sum);
+  return static_cast<float>(std::log(total));
+}
+
+// What a drafter says of its proposal for one row.
+struct Offer {
+  int64_t token;
+  float log_q;   // of the token, at the row's temperature
+  float margin;  // lead of its score over the best other one, both without sharpness
+};
+
+// Draws with the row's temperature over `sharpness`. Overwrites the token's logit; token -1 as in sample_row.
+Offer propose_row(float* logits, const Row& row, float sharpness, std::vector<float>& tops) {
+  Row sharp = row;
+  sharp.temperature = row.temperature / sharpness;
+  const int64_t token = sample_row(sharp, tops);
+  if (token < 0) return {token, 0.0f, 0.0f};
+  const float inverse = row.temperature > 0.0f ? 1.0f / row.temperature : 1.0f;
+  const float own = logits[token];
+  const float top = *std::max_element(tops.begin(), tops.end());
+  const float log_q = (own - top) * inverse - log_total(logits, row.vocab, top, inverse);
+  logits[token] = -kInfinity;
+  const int64_t rival = sample_row(row, tops);
+  if (rival < 0) return {token, log_q, kInfinity};  // nothing else could be drawn
+  const auto noise = [&row](int64_t id) { return gumbel_from_hash(dice_hash(row.prefix, static_cast<uint32_t>(id))); };
+  const float lead = row.temperature > 0.0f ? noise(token) - noise(rival) : 0.0f;
+  return {token, log_q, (own - logits[rival]) * inverse + lead};
+}
+
 template <typename T>
 using In1 = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 template <typename T>
@@ -222,6 +278,32 @@ int64_t sample(const Logits& logits, const In1<uint64_t>& keys, const In1<int64_
   return -1;
 }
 
+int64_t propose(const nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu>& logits, const In1<uint64_t>& keys,
+                const In1<int64_t>& positions, const In1<float>& temperatures, float sharpness,
+                const Out1<int64_t>& tokens, const Out1<float>& log_q, const Out1<float>& margins) {
+  const size_t num_rows = logits.shape(0);
+  const auto vocab = static_cast<int64_t>(logits.shape(1));
+  if (keys.shape(0) != num_rows || positions.shape(0) != num_rows || temperatures.shape(0) != num_rows ||
+      tokens.shape(0) != num_rows || log_q.shape(0) != num_rows || margins.shape(0) != num_rows) {
+    throw nb::value_error("logits, keys, positions, temperatures and results differ in their number of rows");
+  }
+  nb::gil_scoped_release unlocked;
+  std::vector<float> tops(static_cast<size_t>((vocab + kBlock - 1) / kBlock));
+  for (size_t r = 0; r < num_rows; ++r) {
+    const float temperature = temperatures.data()[r];
+    const int64_t position = positions.data()[r];
+    if (!(temperature >= 0.0f && temperature < kInfinity) || position < 1) return static_cast<int64_t>(r);
+    float* own = logits.data() + r * static_cast<size_t>(vocab);
+    const Offer offer =
+        propose_row(own, {own, vocab, dice_prefix(keys.data()[r], position), temperature}, sharpness, tops);
+    if (offer.token < 0) return static_cast<int64_t>(r);
+    tokens.data()[r] = offer.token;
+    log_q.data()[r] = offer.log_q;
+    margins.data()[r] = offer.margin;
+  }
+  return -1;
+}
+
 void gumbel_array(const In1<uint64_t>& keys, const In1<int64_t>& positions, const In1<uint32_t>& tokens,
                   const Out1<float>& out) {
   const size_t size = out.shape(0);
@@ -241,6 +323,9 @@ NB_MODULE(_dice, m) {
   m.def("sample", &sample, "logits"_a.noconvert(), "keys"_a.noconvert(), "positions"_a.noconvert(),
         "temperatures"_a.noconvert(), "out"_a.noconvert(),
         "Fill out[num_rows] with one token per row; returns -1, or the first row that cannot be sampled.");
+  m.def("propose", &propose, "logits"_a.noconvert(), "keys"_a.noconvert(), "positions"_a.noconvert(),
+        "temperatures"_a.noconvert(), "sharpness"_a, "tokens"_a.noconvert(), "log_q"_a.noconvert(),
+        "margins"_a.noconvert(), "As sample, at temperature / sharpness, with what a drafter says of each token.");
   m.def("gumbel", &gumbel_array, "keys"_a.noconvert(), "positions"_a.noconvert(), "tokens"_a.noconvert(),
         "out"_a.noconvert(), "Fill out[n] with the noise of n (key, position, token) triples.");
 }

@@ -8,4 +8,14 @@ def sample(
     temperatures: Float32Array,
     out: Int64Array,
 ) -> int: ...
+def propose(
+    logits: Float32Array,
+    keys: UInt64Array,
+    positions: Int64Array,
+    temperatures: Float32Array,
+    sharpness: float,
+    tokens: Int64Array,
+    log_q: Float32Array,
+    margins: Float32Array,
+) -> int: ...
 def gumbel(keys: UInt64Array, positions: Int64Array, tokens: UInt32Array, out: Float32Array) -> None: ...

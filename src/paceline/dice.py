@@ -37,6 +37,7 @@ __all__ = [
     "gumbel_reference",
     "hash_words",
     "key_from_seed",
+    "propose",
     "sample",
     "sample_reference",
 ]
@@ -110,6 +111,28 @@ def sample(
     if failed >= 0:
         _raise_bad_row(failed, logits[failed], int(positions[failed]), float(temperatures[failed]))
     return result
+
+
+def propose(
+    logits: Float32Array,
+    keys: UInt64Array,
+    positions: Int64Array,
+    temperatures: Float32Array,
+    sharpness: float,
+) -> tuple[Int64Array, Float32Array, Float32Array]:
+    """A drafter's proposal per row, argmax over ids of sharpness * logit / T + noise, and how sure it is.
+
+    Arguments as for `sample`; the logits are overwritten. sharpness: above 0, inf = greedy.
+    Returns tokens, log q of each (q = softmax(logits / T), T = 1 for greedy rows), and each one's margin: its lead over
+    the best other id in logit / T + noise, negative where sharpness chose another one than the coupling would.
+    Errors as for `sample`.
+    """
+    tokens = np.empty(len(logits), np.int64)
+    log_q, margins = np.empty((2, len(logits)), np.float32)
+    failed = _dice.propose(logits, keys, positions, temperatures, sharpness, tokens, log_q, margins)
+    if failed >= 0:
+        _raise_bad_row(failed, logits[failed], int(positions[failed]), float(temperatures[failed]))
+    return tokens, log_q, margins
 
 
 def hash_words(keys: ArrayLike, positions: ArrayLike, tokens: ArrayLike) -> UInt32Array:

@@ -22,13 +22,11 @@ MODEL_TYPES = ("llama", "qwen2")
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    attention_norm: torch.Tensor
-    qkv: torch.Tensor  # [(num_heads + 2 * num_kv_heads) * head_dim, hidden]
+    qkv: torch.Tensor  # [(num_heads + 2 * num_kv_heads) * head_dim, hidden], the norm's weight in it
     qkv_bias: torch.Tensor | None
     output: torch.Tensor
     output_bias: torch.Tensor | None
-    mlp_norm: torch.Tensor
-    gate_up: torch.Tensor  # [2 * intermediate, hidden]
+    gate_up: torch.Tensor  # [2 * intermediate, hidden], the norm's weight in it
     down: torch.Tensor
 
 
@@ -38,9 +36,7 @@ class LeanDecoder:
     def __init__(self, model: Any, max_model_len: int) -> None:
         config = model.config.get_text_config()
         self._embedding = model.get_input_embeddings().weight
-        self._head = model.get_output_embeddings().weight
-        self._norm = model.model.norm.weight
-        self._eps: float = config.rms_norm_eps
+        self._head = _scale(model.get_output_embeddings().weight, model.model.norm)
         attention = model.model.layers[0].self_attn
         self._head_dim: int = attention.head_dim
         self._scaling: float = attention.scaling
@@ -59,22 +55,19 @@ class LeanDecoder:
         Returns the logits of every token, or with `last_only` of each row's last one. [num_rows, vocab_size]
         """
         hidden = F.embedding(ids, self._embedding)
-        size = (hidden.shape[1],)
         cos, sin = self._cos[step.positions], self._sin[step.positions]
         for index, layer in enumerate(self._layers):
-            normed = F.rms_norm(hidden, size, layer.attention_norm, self._eps)
-            heads = F.linear(normed, layer.qkv, layer.qkv_bias).view(len(ids), -1, self._head_dim)
+            heads = F.linear(F.normalize(hidden), layer.qkv, layer.qkv_bias).view(len(ids), -1, self._head_dim)
             num_kv = cache.num_kv_heads(index)
             turned = _rotate(heads[:, : heads.shape[1] - num_kv], cos, sin)
             cache.write(index, turned[:, -num_kv:], heads[:, -num_kv:])
             mixed = cache.attend_packed(index, turned[:, :-num_kv], self._scaling)
             hidden = hidden + F.linear(mixed.reshape(len(ids), -1), layer.output, layer.output_bias)
-            normed = F.rms_norm(hidden, size, layer.mlp_norm, self._eps)
-            gate, up = F.linear(normed, layer.gate_up).chunk(2, dim=1)
+            gate, up = F.linear(F.normalize(hidden), layer.gate_up).chunk(2, dim=1)
             hidden = hidden + F.linear(F.silu(gate) * up, layer.down)
         if last_only:
             hidden = hidden[step.last]
-        return F.linear(F.rms_norm(hidden, size, self._norm, self._eps), self._head)
+        return F.linear(F.normalize(hidden), self._head)
 
 
 def lean_decoder(model: Any, max_model_len: int) -> LeanDecoder | None:
@@ -91,15 +84,22 @@ def _fuse(layer: Any) -> _Layer:
     parts = (attention.q_proj, attention.k_proj, attention.v_proj)
     biases = [part.bias for part in parts]
     return _Layer(
-        attention_norm=layer.input_layernorm.weight,
-        qkv=torch.cat([part.weight for part in parts]),
+        qkv=_scale(torch.cat([part.weight for part in parts]), layer.input_layernorm),
         qkv_bias=None if biases[0] is None else torch.cat(biases),
         output=attention.o_proj.weight,
         output_bias=attention.o_proj.bias,
-        mlp_norm=layer.post_attention_layernorm.weight,
-        gate_up=torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]),
+        gate_up=_scale(torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]), layer.post_attention_layernorm),
         down=mlp.down_proj.weight,
     )
+
+
+def _scale(weight: torch.Tensor, norm: torch.nn.Module) -> torch.Tensor:
+    """The weight behind an RMS norm as it applies to rows of length 1: an RMS norm scales them to sqrt(hidden).
+
+    Its epsilon is left out; it matters to rows that are nearly 0 only.
+    """
+    factor = norm.weight.float() * weight.shape[1] ** 0.5  # type: ignore[operator]
+    return (weight.float() * factor).to(weight.dtype)
 
 
 def _rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

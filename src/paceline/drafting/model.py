@@ -303,7 +303,7 @@ class ModelDrafter:
 
         Returns the logits after each row's last token, [num_rows, vocab_size] float32.
         """
-        step = PackedStep(rows, starts, counts, self.max_model_len, self._device)
+        step = PackedStep(rows, starts, counts, self.max_model_len, self._device, self._model.dtype)
         self._cache.step = step
         every_token_last = len(ids) == len(rows)
         packed = torch.from_numpy(ids).to(self._device)
@@ -444,19 +444,35 @@ class ModelDrafter:
         sharper drafter proposes something else than the coupling would.
         """
         keys, temperatures = draft.query.keys[requests], draft.query.temperatures[requests]
-        tokens = self._sample(logits, keys, positions, temperatures / np.float32(draft.sharpness))
-        scale = np.where(temperatures > 0, temperatures, np.float32(1.0))
-        chosen = torch.from_numpy(tokens[:, None]).to(logits.device)
-        own = logits.gather(1, chosen)
-        total = torch.logsumexp(logits / torch.from_numpy(scale[:, None]).to(logits.device), 1, keepdim=True)
-        logits.scatter_(1, chosen, -torch.inf)
-        rivals = self._sample(logits, keys, positions, temperatures)
-        rival = logits.gather(1, torch.from_numpy(rivals[:, None]).to(logits.device))
-        values: Float32Array = torch.cat([own, rival, total], 1).cpu().numpy()
-        noise = dice.gumbel(keys, positions, np.stack([tokens, rivals]))
-        lead = np.where(temperatures > 0, noise[0] - noise[1], np.float32(0.0))
-        log_q = values[:, 0] / scale - values[:, 2]
-        return tokens, _cells(log_q, (values[:, 0] - values[:, 1]) / scale + lead)
+        if logits.device.type == "cpu":
+            made = dice.propose(logits.numpy(), keys, positions, temperatures, draft.sharpness)
+        else:
+            made = propose_on_device(logits, keys, positions, temperatures, draft.sharpness, self._sample)
+        tokens, log_q, margin = made
+        return tokens, _cells(log_q, margin)
+
+
+def propose_on_device(
+    logits: torch.Tensor,
+    keys: UInt64Array,
+    positions: Int64Array,
+    temperatures: Float32Array,
+    sharpness: float,
+    sample: NoiseSampler,
+) -> tuple[Int64Array, Float32Array, Float32Array]:
+    """`dice.propose` for logits that lie elsewhere; same contract, one transfer of a few values per row."""
+    tokens = sample(logits, keys, positions, temperatures / np.float32(sharpness))
+    scale = np.where(temperatures > 0, temperatures, np.float32(1.0))
+    chosen = torch.from_numpy(tokens[:, None]).to(logits.device)
+    own = logits.gather(1, chosen)
+    total = torch.logsumexp(logits / torch.from_numpy(scale[:, None]).to(logits.device), 1, keepdim=True)
+    logits.scatter_(1, chosen, -torch.inf)
+    rivals = sample(logits, keys, positions, temperatures)
+    rival = logits.gather(1, torch.from_numpy(rivals[:, None]).to(logits.device))
+    values: Float32Array = torch.cat([own, rival, total], 1).cpu().numpy()
+    noise = dice.gumbel(keys, positions, np.stack([tokens, rivals]))
+    lead = np.where(temperatures > 0, noise[0] - noise[1], np.float32(0.0))
+    return tokens, values[:, 0] / scale - values[:, 2], (values[:, 0] - values[:, 1]) / scale + lead
 
 
 def _cells(log_q: Float32Array, margin: Float32Array) -> Int32Array:

@@ -35,6 +35,9 @@ LENGTH_STEP = 512
 """Neighbours whose contexts differ by more tokens get attention calls of their own: a call costs less than
 reading so many masked keys."""
 
+IDLE_KEYS = 4096
+"""Keys of rows between two that take part: fewer are read along with them rather than paying for another call."""
+
 SHORTEST_SHARE = 16
 """Shorter common prefixes are computed again, not copied."""
 
@@ -150,7 +153,7 @@ def common_prefix(one: Int32Array, other: Int32Array) -> int:
 
 @dataclass(slots=True)
 class Run:
-    """Adjacent rows that go through attention in one call, all padded on the left to `width` query tokens."""
+    """A range of rows that goes through attention in one call, all padded on the left to `width` query tokens."""
 
     rows: slice  # rows of the storage
     length: int  # longest prefix, fresh tokens included
@@ -160,7 +163,7 @@ class Run:
     )  # packed query tokens -> [num_rows * width]; a tensor where padding is needed
     valid: torch.Tensor | None  # positions in [num_rows * width] that are no padding, None: all
     packed: slice  # the run's tokens in the packed step
-    mask: torch.Tensor | None  # [num_rows, 1, width, length] bool, None: every query sees `length` tokens
+    mask: torch.Tensor | None  # [num_rows, 1, width, length], 0 or -inf; None: every query sees `length` tokens
 
 
 class PackedStep:
@@ -177,6 +180,7 @@ class PackedStep:
         counts: Int64Array,
         max_model_len: int,
         device: torch.device,
+        dtype: torch.dtype,
     ) -> None:
         self.counts = counts
         ends = np.cumsum(counts)
@@ -190,38 +194,59 @@ class PackedStep:
         self.slots = torch.from_numpy(owner_rows * max_model_len + positions).to(device)
         self.last = torch.from_numpy(ends - 1).to(device)
         self.runs = [
-            _run(rows[a:b], starts[a:b], counts[a:b], int(ends[a] - counts[a]), device)
+            _run(rows[a:b], starts[a:b], counts[a:b], int(ends[a] - counts[a]), device, dtype)
             for a, b in _run_bounds(rows, starts, counts)
         ]
 
 
 def _run_bounds(rows: Int64Array, starts: Int64Array, counts: Int64Array) -> Iterable[tuple[int, int]]:
-    """Cut where rows are not adjacent, around rows that feed a long piece, and where the length jumps."""
+    """Cut around rows that feed a long piece, where the length jumps, and where many idle rows lie between."""
     long = counts > PADDED_QUERY
-    cuts = (np.diff(rows) != 1) | long[1:] | long[:-1] | (np.abs(np.diff(starts)) > LENGTH_STEP)
+    idle_keys = (np.diff(rows) - 1) * np.maximum(starts[1:], starts[:-1])
+    jumps = np.abs(np.diff(starts)) > LENGTH_STEP
+    cuts = (idle_keys > IDLE_KEYS) | jumps | (long[1:] | long[:-1])
     edges = [0, *(np.flatnonzero(cuts) + 1).tolist(), len(rows)]
     return itertools.pairwise(edges)
 
 
-def _run(rows: Int64Array, starts: Int64Array, counts: Int64Array, offset: int, device: torch.device) -> Run:
-    num_rows, width, total = len(rows), int(counts.max()), int(counts.sum())
-    stops = starts + counts
-    length = int(stops.max())
+def _run(
+    rows: Int64Array,
+    starts: Int64Array,
+    counts: Int64Array,
+    offset: int,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Run:
+    first, num_rows, total = int(rows[0]), int(rows[-1] - rows[0]) + 1, int(counts.sum())
     packed = slice(offset, offset + total)
+    width, length = int(counts.max()), int((starts + counts).max())
     tokens: slice | torch.Tensor = packed
     valid = None
+    if num_rows > len(rows):  # idle rows in between: no query of their own, and the first key for company
+        lanes_of = rows - first
+        starts, counts = _spread(starts, lanes_of, num_rows), _spread(counts, lanes_of, num_rows)
     if total != num_rows * width:
         lanes = np.arange(width)[None, :] - (width - counts)[:, None]  # [num_rows, width], negative: padding
-        first = (offset + np.cumsum(counts) - counts)[:, None]
-        tokens = torch.from_numpy((first + np.maximum(lanes, 0)).reshape(-1)).to(device)
+        begin = (offset + np.cumsum(counts) - counts)[:, None]
+        index = np.minimum(begin + np.maximum(lanes, 0), offset + total - 1)
+        tokens = torch.from_numpy(index.reshape(-1)).to(device)
         valid = torch.from_numpy(np.flatnonzero(lanes.reshape(-1) >= 0)).to(device)
     mask = None
+    stops = starts + counts
     if width > 1 or int(stops.min()) != length:
         sees = stops[:, None] - width + np.arange(width)[None, :]  # last position that each query sees
         sees = np.maximum(sees, starts[:, None])
-        grid: NDArray[np.bool_] = np.arange(length)[None, None, :] <= sees[:, :, None]
-        mask = torch.from_numpy(grid).unsqueeze(1).to(device)
-    return Run(slice(int(rows[0]), int(rows[-1]) + 1), length, width, tokens, valid, packed, mask)
+        hidden: NDArray[np.bool_] = np.arange(length)[None, None, :] > sees[:, :, None]
+        bias = torch.zeros(num_rows, 1, width, length, dtype=dtype, device=device)
+        mask = bias.masked_fill_(torch.from_numpy(hidden).unsqueeze(1).to(device), -torch.inf)
+    return Run(slice(first, first + num_rows), length, width, tokens, valid, packed, mask)
+
+
+def _spread(values: Int64Array, places: Int64Array, size: int) -> Int64Array:
+    """Zeros with `values` at `places`."""
+    spread = np.zeros(size, np.int64)
+    spread[places] = values
+    return spread
 
 
 class RowCache:
