@@ -9,19 +9,25 @@ suffix 32) and is corrected first: on the CPU backend of 0.32 it divides draft r
 (docs/engine.md).
 
 Systems: plain; ngram, suffix (Arctic), draft_model: vLLM's own; paceline_off: Paceline's sampler without drafts (its
-tokens are those of the next ones: the same work); paceline_suffix; paceline (suffix trees and the small model).
-`ceiling_tokens_per_s` is what Paceline would reach with the same drafts if drafting took no time and no rejected token
-were verified, by its own step-time model.
+tokens are those of the next ones: `equal` says so); paceline_suffix; paceline (suffix trees and the small model).
+
+`ratio` is the time that plain vLLM takes for responses of the same lengths, over the own time. Systems with other
+random numbers have other responses, and a rollout takes as long as its longest one: tokens per second of different
+samples say little. Plain vLLM's time is summed from its step times, which are affine in the requests and the context
+of a step; they are fitted to its own run of the same repetition. `tail_ratio` is the same for the time from 90 %
+finished to the end. `ceiling` is the ratio that Paceline would reach in the same number of steps if drafting took no
+time and no rejected token were verified, by its own step-time model.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,14 +46,14 @@ COLUMNS = (
     "wall_s",
     "tokens_per_s",
     "ratio",
-    "same_work_ratio",
     "over_best_own",
+    "ceiling",
     "tail_s",
     "tail_ratio",
     "acceptance_length",
-    "ceiling_tokens_per_s",
     "equal",
 )
+TAIL_SHARE = 0.9
 
 
 def correct_vllm_sampling() -> None:
@@ -133,23 +139,52 @@ def run_case(
     responses: list[Any] = [None] * len(requests)
     if getattr(engine.scheduler, "loop", None) is not None:
         engine.take_observations()
-    start = time.perf_counter()
-    for event in engine.stream(requests, SamplingParams(temperature=1.0)):
-        steps += bool(event.tokens)
-        if event.response is not None:
-            ends.append(time.perf_counter() - start)
-            responses[event.index] = event.response
+    with decode_steps(engine.scheduler) as decoded:
+        start = time.perf_counter()
+        for event in engine.stream(requests, SamplingParams(temperature=1.0)):
+            steps += bool(event.tokens)
+            if event.response is not None:
+                ends.append(time.perf_counter() - start)
+                responses[event.index] = event.response
     ends.sort()
     tokens = sum(len(response.tokens) for response in responses)
     return {
         "wall_s": ends[-1],
-        "tail_s": ends[-1] - ends[int(0.9 * (len(ends) - 1))],
+        "tail_s": ends[-1] - ends[int(TAIL_SHARE * (len(ends) - 1))],
         "tokens": tokens,
         "tokens_per_s": tokens / ends[-1],
         "acceptance_length": tokens / steps,
-        "ceiling_tokens_per_s": tokens / (ends[-1] - avoidable_s(engine)),
+        "avoidable_s": avoidable_s(engine),
+        "decode_steps": decoded,
+        "prompt_tokens": [len(request.prompt) for request in requests],
         "ids": [response.tokens for response in responses],
     }
+
+
+@contextlib.contextmanager
+def decode_steps(scheduler: Any) -> Iterator[list[tuple[int, int, float]]]:
+    """Collect (requests, tokens of context, seconds) of each step without prefill and drafts."""
+    found: list[tuple[int, int, float]] = []
+    schedule = scheduler.schedule
+    last: tuple[int, int, float] | None = None
+
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        nonlocal last
+        now = time.perf_counter()
+        if last is not None:
+            found.append((last[0], last[1], now - last[2]))
+        output = schedule(*args, **kwargs)
+        count = len(output.num_scheduled_tokens)
+        last = None
+        if count and output.total_num_scheduled_tokens == count and not output.scheduled_new_reqs:
+            last = count, sum(r.num_tokens for r in scheduler.running), now
+        return output
+
+    scheduler.schedule = timed
+    try:
+        yield found
+    finally:
+        del scheduler.schedule
 
 
 def avoidable_s(engine: Any) -> float:
@@ -215,7 +250,10 @@ def prepare_target(model: str | None, folder: Path) -> str:
 def measure(
     options: argparse.Namespace, model: str, save: Callable[[list[dict[str, Any]]], None]
 ) -> list[dict[str, Any]]:
-    """Run every case on every system, in turn; `save` is called with the rows so far after each case."""
+    """Run every case on every system, in turn; `save` is called with the rows so far after each case.
+
+    Before, each system generates once at every size, so that what it learns of the machine is learned.
+    """
     rows: list[dict[str, Any]] = []
     engine_options = {"threads": options.threads, "dtype": options.dtype, "max_model_len": 2048}
     children = {}
@@ -230,10 +268,12 @@ def measure(
         for at, case in enumerate(CASES)
         for r in repetitions
     }
-    warm_up = make_prompts(model, 2, 7)
-    for name in options.systems:
-        children[name].call(warm_up, 4, options.max_tokens, 7)
-    results: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    warm_up = make_prompts(model, 8, 7)
+    for case in options.cases:
+        num_prompts, samples = CASES[case]
+        for name in options.systems:
+            children[name].call(warm_up[:num_prompts], samples, options.max_tokens, 7)
+    results: dict[tuple[str, str], list[list[dict[str, Any]]]] = {}
     for case in options.cases:
         num_prompts, samples = CASES[case]
         inner = options.small_runs if num_prompts * samples < 64 else 1
@@ -249,9 +289,9 @@ def measure(
                     )
                     for i in range(inner)
                 ]
-                joined = join(runs)
-                results.setdefault((case, name), []).append(joined)
-                print(f"{case} {r} {name}: {joined['tokens_per_s']:.0f} tok/s", file=sys.stderr, flush=True)
+                results.setdefault((case, name), []).append(runs)
+                rate = sum(run["tokens"] for run in runs) / sum(run["wall_s"] for run in runs)
+                print(f"{case} {r} {name}: {rate:.0f} tokens/s", file=sys.stderr, flush=True)
         rows += compare(case, options.systems, results)
         save(rows)
     for child in children.values():
@@ -260,52 +300,97 @@ def measure(
 
 
 def compare(
-    case: str, systems: list[str], results: dict[tuple[str, str], list[dict[str, Any]]]
+    case: str, systems: list[str], results: dict[tuple[str, str], list[list[dict[str, Any]]]]
 ) -> list[dict[str, Any]]:
-    """One row per system of a finished case."""
-    rows = [summarise(case, name, results) for name in systems]
-    own = [row["tokens_per_s"] for row in rows if row["system"] in OWN]
+    """One row per system of a finished case; medians over the repetitions."""
+    plain = [PlainTime.fit(runs) for runs in results[case, "plain"]]
+    rows = []
+    for name in systems:
+        reference = results.get((case, "paceline_off")) if name.startswith("paceline") else None
+        rows.append(summarise(case, name, results[case, name], plain, reference))
+    own = [row["ratio"] for row in rows if row["system"] in OWN]
     for row in rows:
         if own and row["system"].startswith("paceline"):
-            row["over_best_own"] = row["tokens_per_s"] / max(own)
+            row["over_best_own"] = row["ratio"] / max(own)
     return rows
 
 
-def join(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Several single-response runs as one sample, so that one short response does not decide it."""
-    tokens, wall_s = sum(r["tokens"] for r in runs), sum(r["wall_s"] for r in runs)
-    steps = sum(r["tokens"] / r["acceptance_length"] for r in runs)
-    return {
-        "wall_s": wall_s,
-        "tail_s": sum(r["tail_s"] for r in runs),
-        "tokens_per_s": tokens / wall_s,
-        "acceptance_length": tokens / steps,
-        "ceiling_tokens_per_s": tokens / sum(r["tokens"] / r["ceiling_tokens_per_s"] for r in runs),
-        "ids": [ids for r in runs for ids in r["ids"]],
-    }
+class PlainTime:
+    """How long plain vLLM takes for responses of given lengths."""
+
+    def __init__(self, weights: Any, prefill_s: float) -> None:
+        self._weights, self._prefill_s = weights, prefill_s
+
+    @classmethod
+    def fit(cls, runs: list[dict[str, Any]]) -> PlainTime:
+        """From one repetition of the plain system."""
+        import numpy as np
+
+        steps = np.array([step for run in runs for step in run["decode_steps"]])
+        features, seconds = _features(steps[:, 0], steps[:, 1]), steps[:, 2]
+        weights, *_ = np.linalg.lstsq(features, seconds, rcond=None)
+        rest = sum(run["wall_s"] for run in runs) - float((features @ weights).sum())
+        return cls(weights, max(rest, 0.0) / len(runs))
+
+    def seconds(self, run: dict[str, Any]) -> tuple[float, float]:
+        """(all, from the end of TAIL_SHARE of the responses to the end of the last)."""
+        import numpy as np
+
+        lengths = np.array([len(ids) for ids in run["ids"]])
+        prompts = np.array(run["prompt_tokens"])
+        at = np.arange(1, lengths.max())
+        running = lengths[:, None] > at
+        context = (running * (prompts[:, None] + at)).sum(axis=0)
+        steps_s = _features(running.sum(axis=0), context) @ self._weights
+        tail_from = np.sort(lengths)[int(TAIL_SHARE * (len(lengths) - 1))]
+        return self._prefill_s + float(steps_s.sum()), float(steps_s[tail_from - 1 :].sum())
 
 
-def summarise(case: str, name: str, results: dict[tuple[str, str], list[dict[str, Any]]]) -> dict[str, Any]:
-    """Medians of a system, and its ratios in the same repetition: to plain vLLM in tokens per second, and for
-    Paceline also to itself without drafts, where the responses are the same; the tail is compared there too."""
-    mine, plain = results[case, name], results.get((case, "plain"))
-    same = results.get((case, "paceline_off")) if name.startswith("paceline") else plain
+def _features(requests: Any, context: Any) -> Any:
+    """What a decoding step's time is affine in; the slope over the requests changes where arithmetic binds."""
+    import numpy as np
+
+    few = np.minimum(requests, 32)
+    return np.stack([np.ones(len(requests)), few, requests - few, context], axis=1)
+
+
+def summarise(
+    case: str,
+    name: str,
+    repetitions: list[list[dict[str, Any]]],
+    plain: list[PlainTime],
+    reference: list[list[dict[str, Any]]] | None,
+) -> dict[str, Any]:
+    """The row of one system; several rollouts of a repetition count as one, so that no short one decides it."""
+    measured = []
+    for runs, clock in zip(repetitions, plain, strict=True):
+        wall_s, tail_s, tokens = (sum(run[key] for run in runs) for key in ("wall_s", "tail_s", "tokens"))
+        plain_s, plain_tail_s = (sum(part) for part in zip(*map(clock.seconds, runs), strict=True))
+        measured.append(
+            {
+                "wall_s": wall_s,
+                "tail_s": tail_s,
+                "tokens": tokens,
+                "tokens_per_s": tokens / wall_s,
+                "acceptance_length": tokens / sum(run["tokens"] / run["acceptance_length"] for run in runs),
+                "plain_s": plain_s,
+                "ratio": plain_s / wall_s,
+                "tail_ratio": plain_tail_s / tail_s if tail_s else None,
+                "ceiling": plain_s / (wall_s - sum(run["avoidable_s"] for run in runs)),
+            }
+        )
     row: dict[str, Any] = {"case": case, "system": name}
-    for key in ("wall_s", "tokens_per_s", "tail_s", "acceptance_length", "ceiling_tokens_per_s"):
-        row[key] = median([r[key] for r in mine])
-    if plain:
-        row["ratio"] = median(
-            [m["tokens_per_s"] / p["tokens_per_s"] for m, p in zip(mine, plain, strict=True)]
-        )
-    if same and name.startswith("paceline"):
-        row["same_work_ratio"] = median(
-            [m["tokens_per_s"] / p["tokens_per_s"] for m, p in zip(mine, same, strict=True)]
-        )
-    if same and case == "8x16":
-        row["tail_ratio"] = median([p["tail_s"] / m["tail_s"] for m, p in zip(mine, same, strict=True)])
-    if same and name.startswith("paceline"):
-        row["equal"] = all(m["ids"] == p["ids"] for m, p in zip(mine, same, strict=True))
-    row["runs"] = [{k: v for k, v in r.items() if k != "ids"} for r in mine]
+    for key in ("wall_s", "tokens_per_s", "tail_s", "acceptance_length", "ratio"):
+        row[key] = median([one[key] for one in measured])
+    if case == "8x16":
+        row["tail_ratio"] = median([one["tail_ratio"] for one in measured])
+    if name in ("paceline", "paceline_suffix"):
+        row["ceiling"] = median([one["ceiling"] for one in measured])
+    if reference is not None:
+        row["equal"] = [[run["ids"] for run in runs] for runs in repetitions] == [
+            [run["ids"] for run in runs] for runs in reference
+        ]
+    row["runs"] = measured
     return row
 
 
@@ -321,6 +406,8 @@ def main() -> None:
     made.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES))
     made.add_argument("--systems", nargs="+", default=DEFAULT_SYSTEMS, choices=list(SYSTEMS))
     options = made.parse_args()
+    if "plain" not in options.systems:
+        made.error("--systems must contain plain: everything is compared with it")
 
     def save(rows: list[dict[str, Any]]) -> None:
         publish("speed", rows, COLUMNS, options.json, threads=options.threads, max_tokens=options.max_tokens)

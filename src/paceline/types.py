@@ -67,8 +67,6 @@ class DraftOrder:
     """Path probability below which a draft ends."""
     level_costs: Float32Array
     """Accepted tokens that one more level over 0, 1, .. requests must promise. [num_requests + 1]"""
-    frailties: dict[int, float]
-    """Exponent on the acceptance estimates, by response; 1 for those that are missing (planning/frailty.py)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -297,3 +297,44 @@ def test_wrong_words_are_refused() -> None:
     ):
         with pytest.raises(RequestError):
             call()
+
+
+@pytest.mark.parametrize("vocab", [2, 28, 129, 5003])
+@pytest.mark.parametrize("sharpness", [1.0, 1.5, np.inf])
+def test_a_proposal_is_the_sharpened_sample_and_says_how_sure_it_is(vocab: int, sharpness: float) -> None:
+    rng = np.random.default_rng(5)
+    logits = (3 * rng.standard_normal((40, vocab))).astype(np.float32)
+    keys, positions = rng.integers(0, 2**63, 40).astype(np.uint64), rng.integers(1, 4096, 40)
+    temperatures = np.resize(np.array([1.0, 0.6, 0.0, 1.7], np.float32), 40)
+    tokens, log_q, margins = dice.propose(logits.copy(), keys, positions, temperatures, sharpness)
+    assert (
+        tokens.tolist() == dice.sample(logits, keys, positions, temperatures / np.float32(sharpness)).tolist()
+    )
+    scale = np.where(temperatures > 0, temperatures, 1.0)[:, None]
+    scaled = logits.astype(np.float64) / scale
+    rows = np.arange(40)
+    expected = scaled[rows, tokens] - np.log(np.exp(scaled).sum(axis=1))
+    np.testing.assert_allclose(log_q, expected, atol=2e-5)
+    noise = dice.gumbel(keys[:, None], positions[:, None], np.arange(vocab)[None, :])
+    scores = scaled + np.where(temperatures > 0, 1.0, 0.0)[:, None] * noise
+    own = scores[rows, tokens]
+    scores[rows, tokens] = -np.inf
+    np.testing.assert_allclose(margins, own - scores.max(axis=1), atol=2e-5)
+
+
+def test_a_proposal_without_rival_has_no_bound() -> None:
+    logits = np.full((1, 300), -np.inf, np.float32)
+    logits[0, 7] = 1.0
+    one = np.ones(1)
+    tokens, log_q, margins = dice.propose(
+        logits, one.astype(np.uint64), one.astype(int), one.astype(np.float32), 1.0
+    )
+    assert (tokens.tolist(), log_q.tolist(), margins.tolist()) == ([7], [0.0], [np.inf])
+
+
+def test_a_row_that_cannot_be_proposed_from_is_refused() -> None:
+    logits = np.zeros((2, 4), np.float32)
+    logits[1, 2] = np.nan
+    ones = np.ones(2)
+    with pytest.raises(EngineError):
+        dice.propose(logits, ones.astype(np.uint64), ones.astype(int), ones.astype(np.float32), 1.0)

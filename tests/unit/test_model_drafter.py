@@ -14,7 +14,14 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from paceline import dice  # noqa: E402
-from paceline.drafting.model import NUM_CELLS, ModelDrafter, prior_calibration  # noqa: E402
+from paceline.drafting import model_cache  # noqa: E402
+from paceline.drafting.model import (  # noqa: E402
+    NUM_CELLS,
+    ModelDrafter,
+    prior_calibration,
+    propose_on_device,
+    sample_on_host,
+)
 from paceline.errors import CheckpointError, ConfigError, UnsupportedError  # noqa: E402
 from paceline.types import DraftBatch, DraftGrowth, DraftQuery  # noqa: E402
 
@@ -242,7 +249,12 @@ def test_rows_that_cannot_draft_cost_nothing(tmp_path: Path, monkeypatch: pytest
     assert draft(drafter, rollout, [], 8).num_tokens.tolist() == []
 
 
-def test_rows_that_end_early_leave_the_others_unchanged(tmp_path: Path) -> None:
+@pytest.mark.parametrize("idle_keys", [0, 10**9])
+def test_rows_that_end_early_leave_the_others_unchanged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, idle_keys: int
+) -> None:
+    """Whether idle rows between two are read along or cut out."""
+    monkeypatch.setattr(model_cache, "IDLE_KEYS", idle_keys)
     save_model(tmp_path)
     rollout = Rollout(random_prompts([12, 13, 700, 15, 16]))
     full = draft(ModelDrafter(tmp_path, max_model_len=1024, max_requests=8), rollout, range(5), 6)
@@ -277,17 +289,6 @@ def test_all_rows_end_where_a_level_costs_more_than_it_promises(tmp_path: Path) 
     assert batch.num_tokens.tolist() == [3, 3]
 
 
-def test_frailty_shortens_the_draft_of_its_own_row(tmp_path: Path) -> None:
-    save_model(tmp_path)
-    rollout = Rollout(random_prompts([9, 13]))
-    drafter = ModelDrafter(tmp_path, max_model_len=256, max_requests=4)
-    table = np.full(NUM_CELLS, 0.5, np.float32)
-    frailty = np.array([1.0, 3.0], np.float32)
-    batch = draft(drafter, rollout, [0, 1], 16, calibration=table, floor=0.1, frailty=frailty)
-    assert batch.num_tokens.tolist() == [4, 2]
-    assert batch.acceptance[1, 0] == 0.5, "reported without frailty"
-
-
 def test_floor_stops_a_path_after_the_token_that_crosses_it(tmp_path: Path) -> None:
     save_model(tmp_path)
     drafter = ModelDrafter(tmp_path, max_model_len=256, max_requests=4)
@@ -317,6 +318,20 @@ def test_probes_are_what_each_sharpness_would_have_drafted(tmp_path: Path) -> No
         batch = draft(drafter, rollout, list(range(30)), 1, sharpness=sharpness)
         assert batch.tokens[:, 0].tolist() == probes[:, column].tolist()
     assert (probes[:, 0] != probes[:, 2]).any()
+
+
+@pytest.mark.parametrize("sharpness", [1.0, 1.5, np.inf])
+def test_the_proposal_elsewhere_is_the_native_one(sharpness: float) -> None:
+    rng = np.random.default_rng(3)
+    logits = (2 * rng.standard_normal((12, 90))).astype(np.float32)
+    keys, positions = rng.integers(0, 2**63, 12).astype(np.uint64), rng.integers(1, 999, 12)
+    temperatures = np.resize(np.array([1.0, 0.7, 0.0], np.float32), 12)
+    native = dice.propose(logits.copy(), keys, positions, temperatures, sharpness)
+    other = propose_on_device(
+        torch.from_numpy(logits.copy()), keys, positions, temperatures, sharpness, sample_on_host
+    )
+    assert native[0].tolist() == other[0].tolist()
+    np.testing.assert_allclose(native[1:], other[1:], atol=1e-5)
 
 
 def test_margin_and_confidence_cells_order_acceptance(tmp_path: Path) -> None:

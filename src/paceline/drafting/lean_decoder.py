@@ -34,7 +34,6 @@ class LeanDecoder:
     """The forward pass of one loaded model; keeps fused copies of its projections."""
 
     def __init__(self, model: Any, max_model_len: int) -> None:
-        config = model.config.get_text_config()
         self._embedding = model.get_input_embeddings().weight
         self._head = _scale(model.get_output_embeddings().weight, model.model.norm)
         attention = model.model.layers[0].self_attn
@@ -57,7 +56,9 @@ class LeanDecoder:
         hidden = F.embedding(ids, self._embedding)
         cos, sin = self._cos[step.positions], self._sin[step.positions]
         for index, layer in enumerate(self._layers):
-            heads = F.linear(F.normalize(hidden), layer.qkv, layer.qkv_bias).view(len(ids), -1, self._head_dim)
+            heads = F.linear(F.normalize(hidden), layer.qkv, layer.qkv_bias).view(
+                len(ids), -1, self._head_dim
+            )
             num_kv = cache.num_kv_heads(index)
             turned = _rotate(heads[:, : heads.shape[1] - num_kv], cos, sin)
             cache.write(index, turned[:, -num_kv:], heads[:, -num_kv:])

@@ -106,13 +106,11 @@ class _Draft:
         calibration: Float32Array,
         floor: float,
         level_costs: Float32Array | None,
-        frailty: Float32Array | None,
     ) -> None:
         shape = (len(limits), depth)
         self.query, self.limits, self.depth = query, limits, depth
         self.sharpness, self.sharpness_grid = sharpness, sharpness_grid
         self.calibration, self.floor, self.level_costs = calibration, floor, level_costs
-        self.frailty: Float32Array = np.ones(len(limits), np.float32) if frailty is None else frailty
         self.tokens: Int32Array = np.full(shape, -1, np.int32)
         self.num_tokens: Int32Array = np.zeros(len(limits), np.int32)
         self.acceptance: Float32Array = np.zeros(shape, np.float32)
@@ -132,7 +130,7 @@ class _Draft:
         self.cells[requests, level] = cells
         self.acceptance[requests, level] = acceptance
         self.num_tokens[requests] = level + 1
-        self.path[requests] *= acceptance ** self.frailty[requests]
+        self.path[requests] *= acceptance
         grows: NDArray[np.bool_] = (self.limits[requests] > level + 1) & (self.path[requests] >= self.floor)
         if self.level_costs is not None:
             promised = float((self.path[requests[grows]] - self.floor).sum())
@@ -206,7 +204,6 @@ class ModelDrafter:
         calibration: Float32Array,
         floor: float,
         level_costs: Float32Array | None = None,
-        frailty: Float32Array | None = None,
     ) -> tuple[DraftBatch, DraftGrowth]:
         """Propose up to `depth` tokens per request. Returns the drafts and what growing them took.
 
@@ -215,8 +212,7 @@ class ModelDrafter:
         takes its path probability below `floor` (that token was paid for and is kept). Requests beyond
         `max_requests` rows, and contexts that do not fit, get no draft. All rows end where the next level
         over m of them would promise fewer accepted tokens than `level_costs[m]` (None: levels cost nothing).
-        calibration: acceptance per cell, [NUM_CELLS]; sharpness > 0. frailty: exponent on each request's
-        acceptance estimates where drafts end; the reported estimates are without it. [num_requests], None: 1.
+        calibration: acceptance per cell, [NUM_CELLS]; sharpness > 0.
         """
         _check_draft(sharpness, calibration)
         limits = np.minimum(np.minimum(query.max_tokens, depth), self.max_model_len - query.positions)
@@ -224,7 +220,7 @@ class ModelDrafter:
         rows = self._book.assign(query.responses[requests])
         order = np.argsort(rows, kind="stable")[int((rows < 0).sum()) :]
         draft = _Draft(
-            query, limits, max(depth, 0), sharpness, sharpness_grid, calibration, floor, level_costs, frailty
+            query, limits, max(depth, 0), sharpness, sharpness_grid, calibration, floor, level_costs
         )
         growth = DraftGrowth()
         if len(order):

@@ -163,7 +163,9 @@ class Run:
     )  # packed query tokens -> [num_rows * width]; a tensor where padding is needed
     valid: torch.Tensor | None  # positions in [num_rows * width] that are no padding, None: all
     packed: slice  # the run's tokens in the packed step
-    mask: torch.Tensor | None  # [num_rows, 1, width, length], 0 or -inf; None: every query sees `length` tokens
+    mask: (
+        torch.Tensor | None
+    )  # [num_rows, 1, width, length], 0 or -inf; None: every query sees `length` tokens
 
 
 class PackedStep:

@@ -17,13 +17,14 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from paceline.config import BudgetSettings, EngineSettings
 from paceline.drafting.drafter import Drafter, PathDrafter
 from paceline.engine.learned import Learned
 from paceline.engine.model_steering import ModelSteering
 from paceline.errors import RequestError
-from paceline.planning import acceptance, agreement, budget, frailty, paths, sharpness
+from paceline.planning import acceptance, budget, candidates, paths, sharpness
 from paceline.types import (
     DraftBatch,
     DraftOrder,
@@ -55,11 +56,9 @@ class Alternatives:
 class Proposal:
     """What was drafted for one step and how much of it goes to the target."""
 
-    merged: agreement.Merged
-    """One draft per request out of the candidates, its acceptance as calibrated over all responses."""
     batch: DraftBatch
-    """Each request's draft, its acceptance with the response's own frailty."""
-    responses: Int64Array  # [num_requests]
+    """Each request's draft."""
+    from_model: NDArray[np.bool_]  # [num_requests] whose draft it is
     lengths: Int32Array  # [num_requests] draft tokens to verify
     candidates: tuple[DraftBatch | None, DraftBatch | None]
     """All model-free and all model candidates, for the sharpness of both drafters."""
@@ -83,9 +82,7 @@ class FastLoop:
         self.free = Learned(prior, settings.sharpness)
         self.model = Learned(_model_prior(settings), settings.sharpness)
         self.budget = budget.BudgetState.initial(settings.budget)
-        self.both = Learned(agreement.prior_calibration(), settings.sharpness)
         self._steering = ModelSteering()
-        self._frailties = frailty.Frailties()
         self._arrived: ModelDrafts | None = None
         self._pending: tuple[StepObservation, float] | None = None
         self._batch_size = 0
@@ -103,7 +100,6 @@ class FastLoop:
         A group has the first prompt that it was opened with; a response to another one (a later turn, say) shares the
         group's tokens all the same: drafts are proposals, and no mistake of the user's to end the engine for.
         """
-        self._frailties.open(response)
         if self.drafter is None:
             return
         with contextlib.suppress(RequestError):
@@ -124,7 +120,6 @@ class FastLoop:
 
     def close(self, group: int, response: int) -> None:
         """A response has ended; its tokens go on serving its group."""
-        self._frailties.close(response)
         if self.drafter is not None:
             self.drafter.close_response(group, response)
 
@@ -132,7 +127,6 @@ class FastLoop:
         """Drop all groups; what was learned about acceptance and time stays."""
         if self.drafter is not None:
             self.drafter.clear()
-        self._frailties.forget()
         self._arrived = None
 
     def set_drafting(self, wanted: bool) -> None:
@@ -169,15 +163,13 @@ class FastLoop:
         self._batch_size = len(query.groups)
         free = self._draft_free(query)
         model = self._match_model(query)
-        merged = self._merge(free, model, len(query.groups))
-        exponents = self._frailties.of(query.responses)[:, None]
-        batch = _with_frailty(merged.batch, exponents)
+        batch, from_model = self._choose(free, model, len(query.groups))
         snapshot = self._snapshot(batch, num_other_tokens)
         lengths = budget.decide(snapshot, self.budget, self._settings.budget)
         self._expected = budget.expected_accepted(snapshot, lengths)
         self._num_drafted = int(lengths.sum())
         if model is not None and num_other_tokens == 0:
-            self._judge_model(free, exponents)
+            self._judge_model(free)
         alternatives = None
         if max_alternatives and paths.may_pay(
             batch.path_probability,
@@ -187,11 +179,9 @@ class FastLoop:
             self.budget,
             self._settings.budget,
         ):
-            most = np.where(merged.from_model, self._settings.num_paths - 1, self._settings.num_paths)
-            alternatives = self._choose_paths(
-                query, batch, lengths, most, num_other_tokens, max_alternatives, exponents
-            )
-        return Proposal(merged, batch, query.responses, lengths, (free, model), alternatives)
+            most = np.where(from_model, self._settings.num_paths - 1, self._settings.num_paths)
+            alternatives = self._choose_paths(query, batch, lengths, most, num_other_tokens, max_alternatives)
+        return Proposal(batch, from_model, lengths, (free, model), alternatives)
 
     def _snapshot(self, batch: DraftBatch, num_other_tokens: int) -> budget.BudgetSnapshot:
         num_requests = len(batch.num_tokens)
@@ -203,12 +193,12 @@ class FastLoop:
             max_total_draft_tokens=num_requests * self._settings.max_draft_tokens,
         )
 
-    def _judge_model(self, free: DraftBatch | None, exponents: Float32Array) -> None:
+    def _judge_model(self, free: DraftBatch | None) -> None:
         """Compare the decided step with the one that would have been decided without the model drafter."""
         batch, trust = self._batch_size, self.budget.confidence
         num_drafted, expected = 0, 0.0
         if free is not None:
-            alone = self._snapshot(_with_frailty(free, exponents), 0)
+            alone = self._snapshot(free, 0)
             lengths = budget.decide(alone, self.budget, self._settings.budget)
             num_drafted, expected = int(lengths.sum()), budget.expected_accepted(alone, lengths)
         self._steering.judge(
@@ -226,7 +216,6 @@ class FastLoop:
         most: Int64Array,
         num_other_tokens: int,
         max_alternatives: int,
-        exponents: Float32Array,
     ) -> Alternatives | None:
         """Have the model-free drafter propose paths, `most` of each request, and take those that are worth a row."""
         if not isinstance(self.drafter, PathDrafter):
@@ -244,7 +233,7 @@ class FastLoop:
         )
         tokens, num_tokens = made.tokens[owners, rank], made.num_tokens[owners, rank]
         inside = np.arange(tokens.shape[1]) < num_tokens[:, None]
-        factors = np.where(inside, made.acceptance[owners, rank] ** exponents[owners], np.float32(0.0))
+        factors = np.where(inside, made.acceptance[owners, rank], np.float32(0.0))
         snapshot = paths.PathSnapshot(
             num_requests=len(query.groups),
             num_other_tokens=num_other_tokens,
@@ -271,15 +260,15 @@ class FastLoop:
             choice.expected_accepted,
         )
 
-    def _merge(
+    def _choose(
         self, free: DraftBatch | None, model: DraftBatch | None, num_requests: int
-    ) -> agreement.Merged:
+    ) -> tuple[DraftBatch, NDArray[np.bool_]]:
+        """Each request's draft, and whether it is the model drafter's."""
         if free is not None and model is not None:
-            return agreement.merge(free, model, self.both.calibration)
+            choice = candidates.choose(free, model)
+            return choice.batch, choice.from_model
         alone = free if free is not None else model if model is not None else _empty(num_requests)
-        none = np.zeros(num_requests, dtype=np.int32)
-        from_model = np.full(num_requests, model is not None)
-        return agreement.Merged(alone, from_model, none, np.zeros_like(alone.cells))
+        return alone, np.full(num_requests, model is not None)
 
     def _draft_free(self, query: DraftQuery) -> DraftBatch | None:
         if self.drafter is None:
@@ -331,7 +320,6 @@ class FastLoop:
             self.model.calibration,
             floor,
             level_costs,
-            self._frailties.snapshot(),
         )
 
     def learn(
@@ -354,15 +342,13 @@ class FastLoop:
             others_accepted: as `accepted`, of each alternative. [num_alternatives] int32
         """
         known = first >= 0
-        self._frailties.learn(proposal.responses, proposal.merged.batch.acceptance, verified, accepted)
         column = np.arange(proposal.batch.tokens.shape[1], dtype=np.int32)
         told = column < np.minimum(verified, accepted + 1)[:, None]
         right = column < accepted[:, None]
-        shared = told & (column < proposal.merged.agreed[:, None])
-        by_model = proposal.merged.from_model[:, None]
+        by_model = proposal.from_model[:, None]
         for learned, candidate, own in (
-            (self.free, proposal.candidates[0], told & ~by_model | shared),
-            (self.model, proposal.candidates[1], told & by_model | shared),
+            (self.free, proposal.candidates[0], told & ~by_model),
+            (self.model, proposal.candidates[1], told & by_model),
         ):
             if candidate is None:
                 continue
@@ -375,7 +361,6 @@ class FastLoop:
                 more = _alternative_outcomes(proposal.alternatives, others_verified, others_accepted)
                 cells, outcomes = np.concatenate([cells, more[0]]), np.concatenate([outcomes, more[1]])
             learned.learn(cells, outcomes)
-        self.both.learn(proposal.merged.both_cells[shared], right[shared])
         self._learn_trust(proposal.alternatives, accepted, others_accepted)
 
     def _learn_trust(
@@ -398,11 +383,6 @@ class FastLoop:
             step, expected = self._pending
             self.budget = budget.update(self.budget, step, self._settings.budget, expected)
             self._pending = None
-
-
-def _with_frailty(batch: DraftBatch, exponents: Float32Array) -> DraftBatch:
-    """The batch with each response's own estimates; entries beyond a draft are undefined and stay so."""
-    return replace(batch, acceptance=np.clip(batch.acceptance, 0.0, 1.0) ** exponents)
 
 
 def _make_drafter(settings: EngineSettings) -> tuple[Drafter | None, Float32Array]:

@@ -99,7 +99,6 @@ class Proposer:
             calibration=order.calibration,
             floor=order.floor,
             level_costs=order.level_costs,
-            frailty=np.fromiter((order.frailties.get(r, 1.0) for r in query.responses.tolist()), np.float32),
         )
         made = ModelDrafts(query.responses, lengths, drafts, growth, time.perf_counter() - started_s)
         self._fresh = FreshDrafts([batch.req_ids[row] for row in rows], [[] for _ in rows], made)

@@ -7,8 +7,7 @@ Decisions of the fast loop (every engine step, tens of microseconds each):
     latency.py      how long would a step over n tokens take?
     acceptance.py   how likely is a draft token of this kind to be accepted?
     sharpness.py    how greedily should a drafter throw the shared dice?
-    frailty.py      how much harder than usual is this response to draft for?
-    agreement.py    what is a token worth that two drafters propose?
+    candidates.py   whose draft is offered when two drafters propose?
     budget.py       which draft tokens does this step verify?
     drafter_worth.py when does a model drafter draft, and how far?
     paths.py        which further draft paths are worth a row?
