@@ -106,6 +106,8 @@ class StepObservation:
     """Wall time from schedule to output, seconds."""
     num_alternatives: int = 0
     """Draft paths beyond one per request; each sends the request's last token through the target once more."""
+    num_waiting: int = 0
+    """Requests that were not in the step because the engine had no room."""
 
     @property
     def num_tokens(self) -> int:

@@ -88,7 +88,7 @@ class SimulatedRun:
 
     def _train_step(self, writer: RecordWriter, step: int) -> None:
         begin_s = self.clock_s
-        responses, plain_s = self._rollout(writer, step)
+        responses = self._rollout(writer, step)
         for response in responses:
             writer.write(response)
         rollout_s = self.clock_s - begin_s
@@ -113,7 +113,6 @@ class SimulatedRun:
                 reward_mean=float(rewards.mean()),
                 reward_std=float(rewards.std()),
                 tail_s=measure_tail([r.t_end_s for r in responses]),
-                plain_rollout_s=plain_s,
                 metrics={
                     "loss": 0.02 * math.exp(-step / 9) + 0.004 * self.random.standard_normal(),
                     "kl": 0.0008 * step + 0.0004 * self.random.random(),
@@ -123,13 +122,13 @@ class SimulatedRun:
             )
         )
 
-    def _rollout(self, writer: RecordWriter, step: int) -> tuple[list[ResponseDone], float]:
-        """Decode until all responses are done; returns them and the plain engine's seconds."""
+    def _rollout(self, writer: RecordWriter, step: int) -> list[ResponseDone]:
+        """Decode until all responses are done; returns them."""
         size = self.num_responses
         draw = self.random.lognormal(math.log(110 + 2 * step), 0.75, size)
         lengths = np.clip(draw, 8, self.max_tokens).astype(int)
         done, counts = np.zeros(size, dtype=int), np.zeros((size, 3), dtype=int)
-        begin_s, responses, plain_s = self.clock_s, [], 0.0
+        begin_s, responses = self.clock_s, []
         chance = 0.55 + 0.25 * (1 - math.exp(-step / 8))
         while (alive := np.flatnonzero(done < lengths)).size:
             width = int(np.clip(96 // alive.size, 0, 8))
@@ -141,7 +140,6 @@ class SimulatedRun:
             )
             step_s = 0.0042 + 0.00022 * alive.size * (1 + width) * (1 + 0.1 * self.random.random())
             generated = int(alive.size + accepted.sum())
-            plain_s += (0.0042 + 0.00022 * alive.size) * generated / alive.size
             seen = StepObservation(int(alive.size), width * int(alive.size), int(accepted.sum()), 0, step_s)
             writer.add_step(self.clock_s, seen, num_generated_tokens=generated, step=step, worker="0")
             self.clock_s += step_s
@@ -149,7 +147,7 @@ class SimulatedRun:
             responses += [
                 self._response(step, i, int(lengths[i]), begin_s, counts[i]) for i in ended.tolist()
             ]
-        return responses, plain_s
+        return responses
 
     def _response(self, step: int, i: int, length: int, begin_s: float, counts: np.ndarray) -> ResponseDone:
         cut = length >= self.max_tokens

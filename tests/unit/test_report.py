@@ -156,11 +156,8 @@ def test_the_table_has_a_row_for_each_step(page: str, run_dir: Path) -> None:
     assert [row[9] for row in rows] == [f"{t['tail_s']:.2f}" for t in trains]
 
 
-def test_speed_up_is_measured_before_it_is_estimated() -> None:
+def test_speed_up_is_measured_or_left_open() -> None:
     assert saving_of(collect(HEADER, [train_step(1)])) is None
-    estimated = saving_of(collect(HEADER, [train_step(1, plain_rollout_s=9.0), train_step(2)]))
-    assert estimated is not None
-    assert (estimated.ratio, estimated.measured) == (1.5, False)
     runs = [
         Comparison(
             t_s=1.0, step=1, responses=8, tokens=500, plain_s=4.0, accelerated_s=2.5, diverged_tokens=0
@@ -169,9 +166,10 @@ def test_speed_up_is_measured_before_it_is_estimated() -> None:
             t_s=2.0, step=2, responses=8, tokens=500, plain_s=6.0, accelerated_s=2.5, diverged_tokens=3
         ),
     ]
-    measured = saving_of(collect(HEADER, [train_step(1, plain_rollout_s=9.0), *runs]))
+    measured = saving_of(collect(HEADER, [train_step(1), *runs]))
     assert measured is not None
-    assert (measured.ratio, measured.measured) == (2.0, True)
+    assert measured.ratio == 2.0
+    assert "saved about 6 s of rollout" in verdict(collect(HEADER, [train_step(1), *runs]))
     assert "All 500 tokens" in verdict(collect(HEADER, runs[:1]))
     assert "3 of 1 000 tokens differ" in unspaced(verdict(collect(HEADER, runs)))
     assert "3 000 per million" in unspaced(verdict(collect(HEADER, runs)))

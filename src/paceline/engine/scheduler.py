@@ -300,6 +300,7 @@ class PacelineScheduler(Scheduler):  # type: ignore[misc]
             num_prefill_tokens=total - num_requests - sent_tokens,
             step_s=step_s,
             num_alternatives=num_alternatives,
+            num_waiting=len(self.waiting),
         )
         self.loop.observe(observation)
         self.observations.append(observation)

@@ -130,8 +130,6 @@ class TrainStep(_Event, frozen=True, tag="train_step"):
     tail_s: float | None = None
     """Seconds from 90 % of the responses finished to the last one (`measure_tail`)."""
     acceptance_length: float | None = None
-    plain_rollout_s: float | None = None
-    """Estimate of the rollout's seconds without speculation, from the step-time model."""
     metrics: dict[str, float | None] = {}
     """Whatever else the trainer reports (loss, KL, gradient norm, ...)."""
 

@@ -23,14 +23,14 @@ class StepMerger:
         self._waiting = 0
         self._tokens = [0, 0, 0, 0]  # drafted, accepted, generated, prefilled
 
-    def add(self, t_s: float, seen: StepObservation, num_waiting: int, num_generated_tokens: int) -> bool:
+    def add(self, t_s: float, seen: StepObservation, num_generated_tokens: int) -> bool:
         """Add the step that began at `t_s`; True when the bucket is full and should be taken."""
         if self._num_steps == 0:
             self._t_s = t_s
         self._num_steps += 1
         self._step_s += seen.step_s
         self._running += seen.num_requests
-        self._waiting += num_waiting
+        self._waiting += seen.num_waiting
         tokens = self._tokens
         tokens[0] += seen.num_draft_tokens
         tokens[1] += seen.num_accepted_tokens

@@ -139,7 +139,6 @@ class RecordWriter:
         t_s: float,
         seen: StepObservation,
         *,
-        num_waiting: int = 0,
         num_generated_tokens: int = 0,
         step: int = 0,
         worker: str = "",
@@ -150,7 +149,7 @@ class RecordWriter:
             if merger is None or merger.step != step:
                 self._write_sample(merger)
                 merger = self._mergers[worker] = StepMerger(self.config.bucket_ms / 1000, step, worker)
-            if merger.add(t_s, seen, num_waiting, num_generated_tokens):
+            if merger.add(t_s, seen, num_generated_tokens):
                 self._write_sample(merger)
 
     def flush_steps(self) -> None:

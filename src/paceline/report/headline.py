@@ -21,12 +21,10 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class Saving:
-    """What speculation saved: seconds of rollout without and with it."""
+    """What speculation saved: seconds of the rollouts that were run side by side without and with it."""
 
     plain_s: float
     accelerated_s: float
-    measured: bool
-    """From a side-by-side run; else the step-time model's estimate."""
 
     @property
     def ratio(self) -> float:
@@ -35,22 +33,10 @@ class Saving:
 
 
 def saving_of(history: RunHistory) -> Saving | None:
-    """The measured saving if there was a side-by-side run, else the estimated one, else None."""
+    """The saving if there was a side-by-side run, else None."""
     plain_s = math.fsum(c.plain_s for c in history.comparisons)
     accelerated_s = math.fsum(c.accelerated_s for c in history.comparisons)
-    if plain_s > 0 and accelerated_s > 0:
-        return Saving(plain_s, accelerated_s, measured=True)
-    return _estimate(history)
-
-
-def _estimate(history: RunHistory) -> Saving | None:
-    pairs = [
-        (train.plain_rollout_s, train.phases.rollout_s)
-        for _, train in history.finished_rows
-        if train.plain_rollout_s is not None
-    ]
-    plain_s, accelerated_s = math.fsum(p for p, _ in pairs), math.fsum(r for _, r in pairs)
-    return Saving(plain_s, accelerated_s, measured=False) if plain_s > 0 and accelerated_s > 0 else None
+    return Saving(plain_s, accelerated_s) if plain_s > 0 and accelerated_s > 0 else None
 
 
 def headline(history: RunHistory) -> list[Tile]:
@@ -70,8 +56,6 @@ def _speed(history: RunHistory) -> Tile:
     if saving is None:
         return Tile("Rollout speed-up", "–", "not measured in this run")
     seconds = f"{duration(saving.plain_s)} plain, {duration(saving.accelerated_s)} accelerated"
-    if not saving.measured:
-        return Tile("Rollout speed-up", f"≈ {saving.ratio:.2f}×", f"estimated from step times: {seconds}")
     return Tile("Rollout speed-up", f"{saving.ratio:.2f}×", f"measured side by side: {seconds}")
 
 
@@ -156,12 +140,14 @@ def _tail_saving(history: RunHistory) -> str | None:
 
 
 def _whole_saving(history: RunHistory) -> str | None:
-    estimate = _estimate(history)
-    if estimate is None:
+    """What the measured ratio amounts to over all rollouts of the run."""
+    saving = saving_of(history)
+    rollout_s = math.fsum(train.phases.rollout_s for _, train in history.finished_rows)
+    if saving is None or not rollout_s:
         return None
-    saved_s = estimate.plain_s - estimate.accelerated_s
+    saved_s = rollout_s * (saving.ratio - 1)
     kind = "saved" if saved_s >= 0 else "cost"
-    return f"Over the whole run speculation {kind} about {duration(abs(saved_s))} of rollout (estimated)."
+    return f"At this ratio speculation {kind} about {duration(abs(saved_s))} of rollout over the whole run."
 
 
 def _exactness(history: RunHistory) -> str | None:
