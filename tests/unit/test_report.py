@@ -169,7 +169,7 @@ def test_speed_up_is_measured_or_left_open() -> None:
     measured = saving_of(collect(HEADER, [train_step(1), *runs]))
     assert measured is not None
     assert measured.ratio == 2.0
-    assert "saved about 6 s of rollout" in verdict(collect(HEADER, [train_step(1), *runs]))
+    assert "saved about 6 s of rollout" in unspaced(verdict(collect(HEADER, [train_step(1), *runs])))
     assert "All 500 tokens" in verdict(collect(HEADER, runs[:1]))
     assert "3 of 1 000 tokens differ" in unspaced(verdict(collect(HEADER, runs)))
     assert "3 000 per million" in unspaced(verdict(collect(HEADER, runs)))

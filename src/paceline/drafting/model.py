@@ -93,7 +93,7 @@ def sample_on_host(
     return tokens
 
 
-class _Draft:
+class Draft:
     """The draft of one call while it grows; one row per request of the query, as in `DraftBatch`."""
 
     def __init__(
@@ -219,7 +219,7 @@ class ModelDrafter:
         requests = np.flatnonzero(limits > 0)
         rows = self._book.assign(query.responses[requests])
         order = np.argsort(rows, kind="stable")[int((rows < 0).sum()) :]
-        draft = _Draft(
+        draft = Draft(
             query, limits, max(depth, 0), sharpness, sharpness_grid, calibration, floor, level_costs
         )
         growth = DraftGrowth()
@@ -393,7 +393,7 @@ class ModelDrafter:
             wave = [index for index in wave if cached[index] < lengths[index] - 1]
 
     def _grow(
-        self, draft: _Draft, requests: Int64Array, rows: Int64Array, contexts: Sequence[Int32Array]
+        self, draft: Draft, requests: Int64Array, rows: Int64Array, contexts: Sequence[Int32Array]
     ) -> DraftGrowth:
         """Catch up, then propose, feed the proposals, and so on while rows may grow."""
         known = [contexts[index] for index in requests.tolist()]
@@ -422,7 +422,7 @@ class ModelDrafter:
             num_rows += len(rows)
         return DraftGrowth(level + 1, num_rows, time.perf_counter() - started_s)
 
-    def _probe(self, draft: _Draft, logits: torch.Tensor, requests: Int64Array) -> None:
+    def _probe(self, draft: Draft, logits: torch.Tensor, requests: Int64Array) -> None:
         """What each sharpness of the grid would propose at the first draft position."""
         query = draft.query
         keys, positions = query.keys[requests], query.positions[requests]
@@ -431,7 +431,7 @@ class ModelDrafter:
             draft.probes[requests, column] = self._sample(logits, keys, positions, temperatures / sharpness)
 
     def _propose(
-        self, draft: _Draft, logits: torch.Tensor, requests: Int64Array, positions: Int64Array
+        self, draft: Draft, logits: torch.Tensor, requests: Int64Array, positions: Int64Array
     ) -> tuple[Int64Array, Int32Array]:
         """The proposals at one level and their calibration cells. Overwrites the proposals' logits.
 

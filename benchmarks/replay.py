@@ -1,0 +1,438 @@
+"""What would each drafting policy make of the very same responses? Replays them through the fast loop on a model clock.
+
+A live comparison needs minutes and is as noisy as the machine; this one repeats to the last digit. Three stages:
+
+1. The real engine generates a rollout (8 x 16 Countdown responses, the target of speed.py) without and with drafts.
+   Kept are the responses, and of every step its requests, tokens, context and seconds.
+2. The model drafter drafts at every position of every response, 16 tokens deep.
+3. For each policy the engine's own `FastLoop` decides step after step what is verified; whether a draft token is
+   accepted is read off the response, and the clock advances by the step time and the drafting time fitted in stage 1.
+
+`policy` off, fixed (5 tokens), thresholds, bandit and marginal are the engine's budget policies, each after one rollout
+of other prompts to learn from. `clairvoyant` verifies exactly the tokens that will be accepted, with drafts that cost
+nothing: no policy can do better with this drafter on this machine. `free drafts` is marginal with drafts that cost
+nothing. `measured_s` is what the real engine took.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from harness import parser, publish
+from numpy.typing import NDArray
+from speed import ROOT, TAIL_SHARE, make_prompts, prepare_target
+
+from paceline.config import BudgetSettings, EngineSettings
+from paceline.types import DraftGrowth, DraftQuery, ModelDrafts, StepObservation
+
+PROMPTS, SAMPLES, DEPTH, SHARPNESS = 8, 16, 16, 1.5
+POLICIES = ("off", "fixed", "thresholds", "bandit", "marginal")
+COLUMNS = (
+    "policy",
+    "wall_s",
+    "measured_s",
+    "ratio",
+    "tail_ratio",
+    "steps",
+    "acceptance_length",
+    "accepted_share",
+)
+
+
+@dataclass
+class Rollout:
+    """Responses and what the model drafter proposes at each of their positions."""
+
+    prompts: list[tuple[int, ...]]
+    keys: list[int]
+    groups: list[int]
+    responses: list[NDArray[np.int32]]
+    tokens: NDArray[np.int8]  # [num_responses, max_tokens, DEPTH]
+    cells: NDArray[np.int16]  # [num_responses, max_tokens, DEPTH]
+    measured_s: dict[str, float]  # by policy
+
+
+@dataclass
+class Clock:
+    """Seconds of a step and of a drafting call, as fitted to the real engine's."""
+
+    step: NDArray[np.float64]
+    level: NDArray[np.float64]
+
+    def step_s(self, requests: int, tokens: int, context: int) -> float:
+        """A step of `requests` over `tokens`, draft tokens included; context: tokens before it, of all requests."""
+        return float(_step_features(np.array([[requests, tokens, context]]))[0] @ self.step)
+
+    def drafting_s(self, growth: DraftGrowth) -> float:
+        """Drafting of so many levels and rows."""
+        return float(np.array([1.0, growth.num_levels, growth.num_rows]) @ self.level)
+
+
+def _step_features(steps: NDArray[Any]) -> NDArray[np.float64]:
+    """[num_steps, 3] requests, tokens, context -> what a step's time is linear in."""
+    requests, tokens, context = steps.T.astype(float)
+    few, some = np.minimum(tokens, 32), np.clip(tokens - 32, 0, 96)
+    many = np.maximum(tokens - 128, 0)
+    attended = tokens * context / requests / 1000
+    return np.stack([np.ones_like(tokens), few, some, many, requests, context / 1000, attended], axis=1)
+
+
+def fit_relative(features: NDArray[np.float64], seconds: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Least squares of the relative error, outliers weighing less; no weight is negative."""
+    from scipy.optimize import nnls
+
+    weights = 1.0 / seconds
+    fitted = np.zeros(features.shape[1])
+    for _ in range(6):
+        fitted, _ = nnls(features * weights[:, None], seconds * weights)
+        error = np.abs(features @ fitted / seconds - 1)
+        weights = 1.0 / seconds / (1 + error / 0.05)
+    return fitted
+
+
+class Recorder:
+    """Generates with the real engine and keeps the times of its steps and of its drafting."""
+
+    def __init__(self, model: str, options: argparse.Namespace) -> None:
+        from paceline.engine.rollout import RolloutEngine
+
+        self.engine = RolloutEngine(
+            model,
+            EngineSettings(model_drafter=options.drafter),
+            dtype="bfloat16",
+            max_model_len=2048,
+            max_num_seqs=PROMPTS * SAMPLES,
+            kv_cache_bytes=1 << 30,
+        )
+        self.max_tokens: int = options.max_tokens
+        self.steps: list[tuple[int, int, int, float]] = []
+        self.calls: list[tuple[DraftGrowth, float]] = []
+        self._watch()
+
+    def _watch(self) -> None:
+        """Note each step when the next one begins; what drafting took in between is taken out."""
+        scheduler = self.engine.scheduler
+        receive, observe, schedule = scheduler.loop.receive, scheduler.loop.observe, scheduler.schedule
+        last: list[tuple[int, int, int]] = []
+        since = [0.0]
+
+        def timed_receive(drafts: ModelDrafts) -> None:
+            self.calls.append((drafts.growth, drafts.total_s))
+            since[0] += drafts.total_s
+            receive(drafts)
+
+        def timed_observe(step: StepObservation) -> None:
+            context = sum(request.num_tokens for request in scheduler.running)
+            if step.num_requests and not step.num_prefill_tokens:
+                last.append((step.num_requests, step.num_tokens, context))
+            observe(step)
+
+        def timed_schedule(*args: Any, **kwargs: Any) -> Any:
+            now = time.perf_counter()
+            if last:
+                self.steps.append((*last.pop(), now - since[0]))
+            since[0] = now
+            return schedule(*args, **kwargs)
+
+        scheduler.loop.receive, scheduler.loop.observe = timed_receive, timed_observe
+        scheduler.schedule = timed_schedule
+
+    def rollout(self, prompts: list[tuple[int, ...]], seed: int) -> tuple[list[Any], dict[str, float]]:
+        """The responses, and the seconds without and with drafts."""
+        from vllm import SamplingParams
+
+        from paceline.dice import derive_key
+        from paceline.types import RolloutRequest
+
+        requests = [
+            RolloutRequest(p, self.max_tokens, key=derive_key(seed, p, s), sample=s)
+            for p in prompts
+            for s in range(SAMPLES)
+        ]
+        took, made = {}, []
+        for policy, wanted in (("off", False), ("marginal", True)):
+            self.engine.reset_prefix_cache()
+            self.engine.set_drafting(wanted)
+            start = time.perf_counter()
+            made = self.engine.generate(requests, SamplingParams(temperature=1.0))
+            took[policy] = time.perf_counter() - start
+        return made, took
+
+    def clock(self) -> Clock:
+        """What the steps and the drafting calls so far say."""
+        steps = np.array([step[:3] for step in self.steps])
+        seconds = np.array([step[3] for step in self.steps])
+        growths = [growth for growth, _ in self.calls if growth.num_levels]
+        calls = np.array([[1.0, g.num_levels, g.num_rows] for g in growths])
+        drafting_s = np.array([total for growth, total in self.calls if growth.num_levels])
+        return Clock(fit_relative(_step_features(steps), seconds), fit_relative(calls, drafting_s))
+
+
+def draft_everywhere(made: list[Any], drafter: str, took: dict[str, float]) -> Rollout:
+    """The model drafter's proposals behind every prefix of every response."""
+    from paceline.drafting.model import ModelDrafter
+    from paceline.planning.sharpness import SHARPNESS_GRID
+
+    prompts = [response.request.prompt for response in made]
+    responses = [np.array(response.tokens, np.int32) for response in made]
+    longest, keys = max(map(len, responses)), [response.key for response in made]
+    model = ModelDrafter(
+        drafter, max_model_len=len(max(prompts, key=len)) + longest + DEPTH, max_requests=len(made)
+    )
+    contexts = [np.concatenate([np.array(p, np.int32), r]) for p, r in zip(prompts, responses, strict=True)]
+    tokens = np.zeros((len(made), longest, DEPTH), np.int8)
+    cells = np.zeros((len(made), longest, DEPTH), np.int16)
+    for at in range(1, longest):
+        rows = [row for row, response in enumerate(responses) if len(response) > at]
+        query = make_query(
+            rows, [len(prompts[row]) + at for row in rows], keys, [0] * len(made), [DEPTH] * len(rows)
+        )
+        batch, _ = model.draft(
+            [contexts[row][: len(prompts[row]) + at] for row in rows],
+            query,
+            DEPTH,
+            sharpness=SHARPNESS,
+            sharpness_grid=np.asarray(SHARPNESS_GRID, np.float32),
+            calibration=model.prior_calibration(),
+            floor=0.0,
+        )
+        tokens[rows, at], cells[rows, at] = batch.tokens, batch.cells
+    return Rollout(prompts, keys, [r.group for r in made], responses, tokens, cells, took)
+
+
+def make_query(
+    rows: list[int], positions: list[int], keys: list[int], groups: list[int], room: list[int]
+) -> DraftQuery:
+    """What the scheduler would ask for the responses `rows`."""
+    return DraftQuery(
+        groups=np.array([groups[row] for row in rows], np.int64),
+        responses=np.array(rows, np.int64),
+        keys=np.array([keys[row] for row in rows], np.uint64),
+        positions=np.array(positions, np.int64),
+        temperatures=np.ones(len(rows), np.float32),
+        max_tokens=np.array(room, np.int32),
+    )
+
+
+@dataclass
+class Outcome:
+    """One replayed rollout."""
+
+    wall_s: float
+    tail_s: float
+    num_steps: int
+    num_decoded: int  # (response, step) pairs
+    num_drafted: int
+    num_accepted: int
+
+
+Decision = Callable[[DraftQuery, NDArray[np.int64]], tuple[NDArray[np.int32], NDArray[np.int32], float]]
+"""(query, generated tokens of each) -> draft tokens to verify, accepted ones, seconds of drafting."""
+
+
+class Replay:
+    """Advances the responses of one rollout step by step; knows nothing of who decides."""
+
+    def __init__(self, rollout: Rollout, clock: Clock) -> None:
+        self.rollout, self.clock = rollout, clock
+        self.lengths = np.array([len(response) for response in rollout.responses])
+        self.prompts = np.array([len(prompt) for prompt in rollout.prompts])
+
+    def run(
+        self, decide: Decision, after: Callable[[DraftQuery, NDArray[np.int32], int, float], None]
+    ) -> Outcome:
+        """Play to the end. `after` hears of each step: query, tokens gained by each, tokens verified, seconds."""
+        at = np.ones(len(self.lengths), np.int64)
+        wall_s, ends, result = 0.0, np.zeros(len(self.lengths)), Outcome(0.0, 0.0, 0, 0, 0, 0)
+        while len(live := np.flatnonzero(at < self.lengths)):
+            rows, room = live.tolist(), (self.lengths.max() - at[live] - 1).clip(0, DEPTH).tolist()
+            positions = (self.prompts[live] + at[live]).tolist()
+            query = make_query(rows, positions, self.rollout.keys, self.rollout.groups, room)
+            drafted, accepted, drafting_s = decide(query, at[live])
+            num_tokens = len(live) + int(drafted.sum())
+            step_s = self.clock.step_s(len(live), num_tokens, sum(positions))
+            after(query, accepted + 1, num_tokens, step_s)
+            at[live] += accepted + 1
+            wall_s += step_s + drafting_s
+            ends[live[at[live] >= self.lengths[live]]] = wall_s
+            result.num_steps += 1
+            result.num_decoded += len(live)
+            result.num_drafted += int(drafted.sum())
+            result.num_accepted += int(accepted.sum())
+        result.wall_s = wall_s
+        result.tail_s = wall_s - float(np.sort(ends)[int(TAIL_SHARE * (len(ends) - 1))])
+        return result
+
+    def matches(self, row: int, at: int, tokens: NDArray[np.integer]) -> int:
+        """Leading tokens that are those of the response; its last token is never a draft's."""
+        truth = self.rollout.responses[row][at : at + len(tokens)]
+        differs = np.flatnonzero(tokens[: len(truth)] != truth)
+        return min(int(differs[0]) if len(differs) else len(truth), len(self.rollout.responses[row]) - at - 1)
+
+
+def clairvoyant(replay: Replay) -> Outcome:
+    """Verify what will be accepted and nothing else; drafts are free."""
+
+    def decide(
+        query: DraftQuery, at: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int32], NDArray[np.int32], float]:
+        tokens = replay.rollout.tokens
+        hits = [
+            replay.matches(r, a, tokens[r, a])
+            for r, a in zip(query.responses.tolist(), at.tolist(), strict=True)
+        ]
+        accepted = np.minimum(np.array(hits, np.int32), query.max_tokens)
+        return accepted, accepted, 0.0
+
+    return replay.run(decide, lambda *_: None)
+
+
+class Policy:
+    """A budget policy with the engine's fast loop behind it; keeps what it learned from rollout to rollout."""
+
+    def __init__(self, name: str, drafter: str, *, free_drafts: bool = False) -> None:
+        from paceline.engine.fast_loop import FastLoop
+
+        budget = BudgetSettings(policy=name, fixed_tokens=5)  # type: ignore[arg-type]
+        self.loop = FastLoop(EngineSettings(model_drafter=drafter, sharpness=SHARPNESS, budget=budget))
+        self.free_drafts = free_drafts
+
+    def play(self, replay: Replay) -> Outcome:
+        """Replay one rollout."""
+        rollout, loop = replay.rollout, self.loop
+        loop.forget_tokens()
+        for row, prompt in enumerate(rollout.prompts):
+            loop.open(rollout.groups[row], row, prompt, rollout.responses[row][:1].tolist())
+        order = [loop.order()]
+
+        def decide(
+            query: DraftQuery, at: NDArray[np.int64]
+        ) -> tuple[NDArray[np.int32], NDArray[np.int32], float]:
+            drafting_s = 0.0
+            if order[0] is not None:
+                made = self._model_drafts(replay, query, at, order[0])
+                drafting_s = 0.0 if self.free_drafts else made.total_s
+                loop.receive(made)
+            proposal = loop.propose(query, 0)
+            order[0] = loop.order()
+            pairs = zip(query.responses.tolist(), at.tolist(), strict=True)
+            accepted = np.array(
+                [
+                    replay.matches(row, a, proposal.batch.tokens[i, : proposal.lengths[i]])
+                    for i, (row, a) in enumerate(pairs)
+                ],
+                np.int32,
+            )
+            first = np.array(
+                [rollout.responses[r][a] for r, a in zip(query.responses.tolist(), at.tolist(), strict=True)]
+            )
+            loop.learn(proposal, proposal.lengths, accepted, first.astype(np.int32))
+            self._at = at.copy()
+            return proposal.lengths, accepted, drafting_s
+
+        def after(query: DraftQuery, gained: NDArray[np.int32], num_tokens: int, step_s: float) -> None:
+            rows, count = query.responses.tolist(), len(gained)
+            accepted = int(gained.sum()) - count
+            loop.observe(StepObservation(count, num_tokens - count, accepted, 0, step_s))
+            loop.append(
+                (rollout.groups[row], row, rollout.responses[row][a : a + n].tolist())
+                for row, a, n in zip(rows, self._at.tolist(), gained.tolist(), strict=True)
+            )
+
+        return replay.run(decide, after)
+
+    def _model_drafts(
+        self, replay: Replay, query: DraftQuery, at: NDArray[np.int64], order: Any
+    ) -> ModelDrafts:
+        """What the model drafter would make of the order: its own growth rule over the tokens drafted before."""
+        from paceline.drafting.model import Draft
+        from paceline.planning.sharpness import SHARPNESS_GRID
+
+        grid = np.asarray(SHARPNESS_GRID, np.float32)
+        limits = np.minimum(query.max_tokens, order.depth).astype(np.int64)
+        draft = Draft(
+            query,
+            limits,
+            order.depth,
+            order.sharpness,
+            grid,
+            order.calibration,
+            order.floor,
+            order.level_costs,
+        )
+        grown, levels, rows_fed = np.flatnonzero(limits > 0), 0, 0
+        while len(grown) and levels < order.depth:
+            rows, places = query.responses[grown], at[grown]
+            tokens = replay.rollout.tokens[rows, places, levels].astype(np.int64)
+            cells = replay.rollout.cells[rows, places, levels].astype(np.int32)
+            rows_fed += len(grown)
+            grown = grown[draft.put(grown, levels, tokens, cells)]
+            levels += 1
+        growth = DraftGrowth(levels, rows_fed, 0.0)
+        seconds = 1e-6 if self.free_drafts else replay.clock.drafting_s(growth)
+        growth = DraftGrowth(levels, rows_fed, seconds)
+        return ModelDrafts(query.responses, query.positions, draft.batch(), growth, seconds)
+
+
+def compare(rollouts: list[Rollout], clock: Clock, drafter: str) -> list[dict[str, Any]]:
+    """One row per policy on the last rollout; the ones before it are what the policies learn from."""
+    *lessons, last = (Replay(rollout, clock) for rollout in rollouts)
+    outcomes: dict[str, Outcome] = {}
+    for name in (*POLICIES, "free drafts"):
+        policy = Policy(
+            "marginal" if name == "free drafts" else name, drafter, free_drafts=name == "free drafts"
+        )
+        for lesson in lessons:
+            policy.play(lesson)
+        outcomes[name] = policy.play(last)
+    outcomes["clairvoyant"] = clairvoyant(last)
+    plain = outcomes["off"]
+    return [
+        {
+            "policy": name,
+            "wall_s": one.wall_s,
+            "measured_s": last.rollout.measured_s.get(name),
+            "ratio": plain.wall_s / one.wall_s,
+            "tail_ratio": plain.tail_s / one.tail_s,
+            "steps": one.num_steps,
+            "acceptance_length": 1 + one.num_accepted / one.num_decoded,
+            "accepted_share": one.num_accepted / one.num_drafted if one.num_drafted else None,
+        }
+        for name, one in outcomes.items()
+    ]
+
+
+def main() -> None:
+    made = parser(__doc__)
+    made.add_argument("--model", metavar="DIR", help="target; default: the Countdown policy, inflated")
+    made.add_argument("--drafter", metavar="DIR", default=str(ROOT / "assets/countdown-drafter"))
+    made.add_argument("--rollouts", type=int, default=3, help="the last one is compared; at least 2")
+    made.add_argument("--max-tokens", type=int, default=640)
+    made.add_argument("--threads", type=int, default=2)
+    options = made.parse_args()
+    os.environ["OMP_NUM_THREADS"] = str(options.threads)
+    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+    from paceline.engine.rollout import prepare_environment
+
+    prepare_environment()
+    with tempfile.TemporaryDirectory() as folder:
+        model = prepare_target(options.model, Path(folder))
+        recorder = Recorder(model, options)
+        rollouts = []
+        for turn in range(options.rollouts):
+            responses, took = recorder.rollout(make_prompts(model, PROMPTS, 900 + turn), turn)
+            rollouts.append(draft_everywhere(responses, options.drafter, took))
+        rows = compare(rollouts, recorder.clock(), options.drafter)
+    publish("replay", rows, COLUMNS, options.json, threads=options.threads)
+
+
+if __name__ == "__main__":
+    main()
