@@ -401,7 +401,7 @@ def main() -> None:
     made.add_argument("--dtype", default="bfloat16")
     made.add_argument("--threads", type=int, default=2, help="OMP threads of each engine")
     made.add_argument("--repetitions", type=int, default=3)
-    made.add_argument("--small-runs", type=int, default=6, help="rollouts per repetition of the small cases")
+    made.add_argument("--small-runs", type=int, default=4, help="rollouts per repetition of the small cases")
     made.add_argument("--max-tokens", type=int, default=640)
     made.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES))
     made.add_argument("--systems", nargs="+", default=DEFAULT_SYSTEMS, choices=list(SYSTEMS))
