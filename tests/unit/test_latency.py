@@ -9,7 +9,6 @@ from paceline.planning.latency import (
     STALE_STEPS,
     UNKNOWN_SLOPE,
     StepTimeModel,
-    fit_affine,
     largest_known_tokens,
     nearest_knot,
     observations_between,
@@ -134,11 +133,3 @@ def test_nearest_knot_is_nearest_by_ratio() -> None:
 def test_unusable_observations_are_refused(tokens: int, seconds: float) -> None:
     with pytest.raises(EngineError, match="cannot be learned from"):
         update_measured_time(StepTimeModel.initial(), tokens, seconds)
-
-
-def test_fit_affine() -> None:
-    assert fit_affine([1, 2, 4], [3.0, 5.0, 9.0]) == (pytest.approx(1.0), pytest.approx(2.0))
-    assert fit_affine([7, 7], [1.0, 3.0]) == (2.0, 0.0)
-    assert fit_affine([1, 2], [4.0, 2.0]) == (3.0, 0.0)
-    with pytest.raises(EngineError, match="at least one"):
-        fit_affine([], [])

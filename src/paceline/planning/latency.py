@@ -131,19 +131,6 @@ def largest_known_tokens(model: StepTimeModel) -> int:
     return int(model.points[:, 0].max())
 
 
-def fit_affine(tokens: ArrayLike, seconds: ArrayLike) -> tuple[float, float]:
-    """Least-squares line (base_s, per_token_s) through points [num_points]; the slope is never negative.
-
-    Points that share one abscissa give a level line.
-    """
-    x, y = np.asarray(tokens, dtype=np.float64), np.asarray(seconds, dtype=np.float64)
-    if x.size == 0 or x.shape != y.shape:
-        raise EngineError(
-            f"a line needs equally many tokens and times, at least one: got {x.size} and {y.size}"
-        )
-    return _line(x.tolist(), y.tolist())
-
-
 def _line(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
     mean_x, mean_y = sum(x) / len(x), sum(y) / len(y)
     spread = sum((a - mean_x) ** 2 for a in x)

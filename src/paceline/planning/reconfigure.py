@@ -1,0 +1,49 @@
+"""Reconfiguration: which window and mode does each request that drafts badly go on with? (SpecActor algorithm 2)
+
+Owns one decision per worker, taken every 1000 decoding iterations or so. Invariant: requests at or above the mean
+acceptance keep the window of the placement. Coupled means the placement's own drafter and verifier without drafting
+ahead (SpecActor 4.1), so both modes are judged by the same D and V.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from paceline.planning.window import Mode, Rules, StepTimes, best_window, checked_acceptance
+from paceline.types import Float64Array, Int32Array, Int64Array
+
+
+@dataclass(frozen=True, slots=True)
+class Reconfiguration:
+    """New draft plans, for the requests below the mean acceptance only."""
+
+    requests: Int64Array  # [num_changed] indices into the acceptance rates, ascending
+    windows: Int32Array  # [num_changed] draft tokens; 0: this request decodes without drafts
+    is_coupled: NDArray[np.bool_]  # [num_changed]
+    tokens_per_s: Float64Array  # [num_changed] expected rate of each
+
+
+def reconfigure(acceptance: ArrayLike, times: StepTimes, rules: Rules = Rules.PROTOCOL) -> Reconfiguration:
+    """Best window and mode of every request whose acceptance rate [num_requests] is below the mean of all.
+
+    times: D(b) and V_w(b) of the placement for windows 0 .. max_window (`window.profiled_times`). The paper takes
+    b = 1, a request alone; a batch prices the verifier's rounds as they are while others share them.
+
+    Ties go to coupled, which drafts nothing in vain, then to the smaller window. Raises EngineError for rates outside
+    [0, 1], ConfigError for a max_window below 1. Differs: no drafts (coupled, window 0) competes too; the paper leaves
+    SelectBetter's ties open.
+    """
+    rates = checked_acceptance(acceptance)
+    below = np.flatnonzero(rates < rates.mean()) if rates.size else np.empty(0, dtype=np.int64)
+    coupled = best_window(rates[below], times, Mode.COUPLED, rules)
+    decoupled = best_window(rates[below], times, Mode.DECOUPLED, rules)
+    is_coupled = coupled.tokens_per_s >= decoupled.tokens_per_s
+    return Reconfiguration(
+        requests=below,
+        windows=np.where(is_coupled, coupled.window, decoupled.window),
+        is_coupled=is_coupled,
+        tokens_per_s=np.where(is_coupled, coupled.tokens_per_s, decoupled.tokens_per_s),
+    )
