@@ -12,4 +12,20 @@ Decisions of the fast loop (every engine step, tens of microseconds each):
     drafter_worth.py when does a model drafter draft, and how far?
     paths.py        which further draft paths are worth a row?
     bandit.py       TLT's bucketed epsilon-greedy bandit, one of the budget's policies
+
+Decisions of speculation across workers (SpecActor), once per rollout or every thousand steps:
+
+    latency_profile.py how long do drafting and verifying take, by profile?
+    window.py       what does a draft window yield, coupled or decoupled, and which is best?
+    placement.py    on how many GPUs do drafters and verifiers run?
+    reconfigure.py  which window and mode does a request that drafts badly go on with?
+    ladder.py       how fast is each drafter, and with which does a rollout begin?
+    racing.py       which drafters join which requests when workers fall free?
+
+Decisions of the slow loop (Seer, TLT), once per event of the fleet:
+
+    length.py       how many tokens will a group's responses have?
+    dispatch.py     which response runs its next chunk where, and how long is it?
+    request_buffer.py where do responses wait meanwhile, and who has room for them?
+    harvest.py      which idle workers train the drafter?
 """

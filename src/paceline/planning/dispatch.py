@@ -1,0 +1,241 @@
+"""Dispatch: which response runs its next chunk where, and how long is the chunk?
+
+Owns the request buffer of a rollout as a state machine without I/O, called by the fleet's controller and by the
+simulator: `submit` groups, report `worker_up` and `worker_lost`, ask `next_assignment` until it gives None, report
+`chunk_finished`. Each is O(log n) per response that it touches.
+
+Invariants: a waiting or running response is in exactly one place; the chunks that run on a worker never need more KV
+blocks than it has nor exceed its concurrency, so no engine has to preempt; a response finishes once, whatever workers
+are lost and however late their reports arrive.
+
+Source: Seer 4.2 (divided rollout) and 4.3, algorithm 1. Its lines here:
+    1-10   the buffer is kept, not rebuilt: `chunk_finished` updates the estimate and drops finished responses
+    12-13  `DividedBuffer`: probes first, the one with the fewest tokens so far (SFS)
+    14-15  then the group with the longest estimate (LFS), in it the first sample
+    19     `Dispatcher._wait`: the next chunk and the KV blocks that it needs
+    20-24  `Rooms.freest`: the worker with the most free KV blocks, if they are enough
+Ties go to what was submitted (or came up) first; a response keeps its place when it returns.
+
+Differs: (1) the paper's guard against wrong estimates draws from the groups that ran least "at random"; here every
+`guard_interval`-th response that is no probe comes from the group that was ordered the fewest tokens, so that decisions
+can be replayed and the wait is bounded. (2) "Least loaded" is the most free blocks, not the lowest share in use: the
+same between equal workers, and one look decides whether anyone has room. (3) A prompt's blocks count once per response,
+although an engine may share them in a group: the bound errs on the safe side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from paceline.errors import ConfigError, EngineError, RequestError
+from paceline.planning.length import GroupLengths, LengthEstimator, NoLengths, TrueLengths
+from paceline.planning.request_buffer import (
+    BoundBuffer,
+    BufferedGroup,
+    BufferedResponse,
+    DividedBuffer,
+    RequestBuffer,
+    Rooms,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class DispatchSettings:
+    """How responses are dispatched. Raises ConfigError for a value out of range."""
+
+    variant: Literal["context", "no-context", "oracle", "group"] = "context"
+    """context: Seer. no-context: divided rollout alone, in order of submission. oracle: longest first by true lengths,
+    without probes. group: a whole group is bound to one worker and not divided, as veRL does."""
+    chunk_tokens: int = 8192
+    """Longest chunk; `group` runs every response to its end."""
+    block_tokens: int = 16
+    """Tokens per KV block of the engines."""
+    guard_interval: int = 16
+    """Every how many responses (probes not counted) one comes from the group that ran least, 0: never. `context`
+    only."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("chunk_tokens", 1), ("block_tokens", 1), ("guard_interval", 0)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"dispatch {name} is {getattr(self, name)}: set it to at least {least}")
+
+
+class Assignment(NamedTuple):
+    """One decision: run the next chunk of a response. Keep it: it names the chunk when it ends."""
+
+    number: int
+    """Counts the decisions of a rollout, from 0."""
+    group: int
+    sample: int
+    worker: str
+    chunk_tokens: int
+    """Response tokens to add at most."""
+
+
+class Dispatcher:
+    """The request buffer and the fleet as it sees it. One per rollout."""
+
+    def __init__(
+        self, settings: DispatchSettings, true_lengths: Mapping[int, Sequence[int]] | None = None
+    ) -> None:
+        """true_lengths: response tokens by group and sample, for the oracle. Raises ConfigError if it has none."""
+        self._settings = settings
+        self._lengths = _choose_estimator(settings, true_lengths)
+        self._rooms = Rooms()
+        self._buffer: RequestBuffer
+        if settings.variant == "group":
+            self._buffer = BoundBuffer(self._rooms)
+        else:
+            is_seer = settings.variant == "context"
+            interval = settings.guard_interval if is_seer else 0
+            self._buffer = DividedBuffer(self._rooms, self._lengths, is_seer, interval)
+        self._groups: dict[int, BufferedGroup] = {}
+        self._running: dict[int, tuple[Assignment, BufferedResponse]] = {}  # by Assignment.number
+        self._num_assigned = 0
+        self._num_responses = 0
+        self._num_finished = 0
+
+    @property
+    def num_unfinished(self) -> int:
+        """Responses that wait or run."""
+        return self._num_responses - self._num_finished
+
+    @property
+    def num_waiting(self) -> int:
+        """Responses that wait for a worker."""
+        return self.num_unfinished - len(self._running)
+
+    def submit(self, group: int, group_size: int, prompt_tokens: int, max_tokens: int) -> None:
+        """Put the responses of a new group into the buffer.
+
+        prompt_tokens: length of the prompt. max_tokens: limit of each response. Raises RequestError if the group is
+        known already, has nothing to generate, or a response at its limit fits on no worker that was up so far.
+        """
+        if group in self._groups:
+            raise RequestError(f"group {group} was submitted before: number the groups of a rollout uniquely")
+        if group_size < 1 or max_tokens < 1:
+            raise RequestError(
+                f"group {group} has {group_size} responses of up to {max_tokens} tokens: ask for at least 1 of each"
+            )
+        blocks = self._blocks(prompt_tokens + max_tokens)
+        if self._rooms.largest_blocks and blocks > self._rooms.largest_blocks:
+            raise self._no_room(group, blocks)
+        ranks = [-self._lengths.estimate(group, sample, max_tokens) for sample in range(group_size)]
+        new = BufferedGroup(group, len(self._groups), prompt_tokens, max_tokens, group_size)
+        self._groups[group] = new
+        for sample, rank in enumerate(ranks):
+            self._wait(BufferedResponse(new, sample, rank, self._num_responses))
+            self._num_responses += 1
+
+    def worker_up(self, worker: str, num_kv_blocks: int, max_concurrency: int) -> None:
+        """A worker can take chunks.
+
+        num_kv_blocks: what rollouts may fill, without those that drafts in flight need. max_concurrency: responses at
+        once. Raises EngineError if it is up already or has room for nothing.
+        """
+        self._rooms.add(worker, num_kv_blocks, max_concurrency)
+
+    def worker_lost(
+        self, worker: str, progress: Mapping[tuple[int, int], int] | None = None
+    ) -> tuple[Assignment, ...]:
+        """A worker takes no more chunks; what it ran returns to the buffer. Gives the lost assignments, in order.
+
+        progress: response tokens, by (group, sample), that the controller holds of them; without, a response goes on
+        from where its chunk began. One token is always left to generate, as only `chunk_finished` finishes. Raises
+        EngineError if the worker is not up.
+        """
+        lost = self._rooms.remove(worker)
+        self._buffer.lost(lost)
+        chunks = [self._running.pop(number) for number in sorted(lost.running)]
+        for assignment, response in chunks:
+            held = (progress or {}).get((assignment.group, assignment.sample), 0)
+            response.num_tokens = min(max(response.num_tokens, held), response.group.max_tokens - 1)
+            self._wait(response)
+        return tuple(assignment for assignment, _ in chunks)
+
+    def chunk_finished(self, assignment: Assignment, num_tokens: int, finished: bool) -> bool:
+        """A chunk ended: the response is finished, or returns to the buffer.
+
+        num_tokens: response tokens so far, all chunks together; at the limit the response is finished, whatever
+        `finished` says. Returns False, and changes nothing, if the assignment is not running (any more): the late
+        report of a lost worker. Raises EngineError if there are fewer tokens than before, or more than were ordered.
+        """
+        if assignment.number not in self._running:
+            return False
+        response = self._running[assignment.number][1]
+        most = response.num_tokens + assignment.chunk_tokens
+        if not response.num_tokens <= num_tokens <= most:
+            raise EngineError(
+                f"sample {response.sample} of group {response.group.number} ended a chunk with {num_tokens} tokens, "
+                f"not {response.num_tokens} to {most}: report its tokens of all chunks together"
+            )
+        group = response.group
+        finished = finished or num_tokens == group.max_tokens
+        del self._running[assignment.number]
+        room = self._rooms.by_worker[assignment.worker]
+        self._rooms.give_back(room, assignment.number, response.num_blocks)
+        response.num_tokens = num_tokens
+        if finished:
+            self._lengths.finish(group.number, num_tokens)
+            self._num_finished += 1
+        self._buffer.returned(group, room, finished)
+        if not finished:
+            self._wait(response)
+        return True
+
+    def next_assignment(self) -> Assignment | None:
+        """The next decision, or None: nothing waits, or the response whose turn it is finds no room (lines 18, 24).
+
+        Raises RequestError if it never will: all workers are empty.
+        """
+        match = self._buffer.match()
+        if match is None:
+            self._check_stuck()
+            return None
+        response, room = match
+        number = self._num_assigned
+        assignment = Assignment(
+            number, response.group.number, response.sample, room.worker, response.chunk_tokens
+        )
+        self._num_assigned += 1
+        self._running[number] = assignment, response
+        self._rooms.take(room, number, response.num_blocks)
+        return assignment
+
+    def _wait(self, response: BufferedResponse) -> None:
+        """Line 19, for the chunk that the response will run next; then into the buffer."""
+        group = response.group
+        is_divided = self._settings.variant != "group"
+        left = group.max_tokens - response.num_tokens
+        response.chunk_tokens = min(self._settings.chunk_tokens, left) if is_divided else left
+        response.num_blocks = self._blocks(group.prompt_tokens + response.num_tokens + response.chunk_tokens)
+        self._buffer.add(response)
+
+    def _blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._settings.block_tokens)
+
+    def _check_stuck(self) -> None:
+        if self._running or not self._rooms.by_worker or not self.num_waiting:
+            return
+        group = max(self._groups.values(), key=lambda group: group.prompt_tokens + group.max_tokens)
+        raise self._no_room(group.number, self._blocks(group.prompt_tokens + group.max_tokens))
+
+    def _no_room(self, group: int, blocks: int) -> RequestError:
+        return RequestError(
+            f"a response of group {group} may need {blocks} KV blocks of {self._settings.block_tokens} tokens, and no "
+            f"worker has more than {self._rooms.largest_blocks}: lower max_tokens or give the engines more KV memory"
+        )
+
+
+def _choose_estimator(
+    settings: DispatchSettings, true_lengths: Mapping[int, Sequence[int]] | None
+) -> LengthEstimator:
+    if settings.variant == "oracle":
+        if true_lengths is None:
+            raise ConfigError(
+                "the dispatch variant 'oracle' got no true lengths: give them, or use 'context'"
+            )
+        return TrueLengths(true_lengths)
+    return GroupLengths() if settings.variant == "context" else NoLengths()

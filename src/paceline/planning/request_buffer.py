@@ -1,0 +1,334 @@
+"""The request buffer: where the responses of a rollout wait, and the room that workers have for them.
+
+`dispatch.Dispatcher` owns one buffer and the rooms, and is the only one to call them; the invariants stand there.
+Two buffers behind one interface: `DividedBuffer` (Seer 4.3) and `BoundBuffer` (veRL). What a heap sorts by changes
+while it is in the heap, so entries are checked when they come up (lazy deletion): every call is O(log n).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from heapq import heapify, heappop, heappush, heapreplace
+from typing import Generic, Protocol, TypeAlias, TypeVar
+
+from paceline.errors import EngineError
+from paceline.planning.length import LengthEstimator
+
+_LEAST_LIMIT = 64  # entries that a lazy heap may always hold
+
+
+class BufferedGroup:
+    """A group's constants, and its place in the buffer."""
+
+    __slots__ = (
+        "entry",
+        "is_guarded",
+        "max_tokens",
+        "num_unfinished",
+        "number",
+        "order",
+        "prompt_tokens",
+        "room",
+        "served_tokens",
+        "waiting",
+    )
+
+    def __init__(
+        self, number: int, order: int, prompt_tokens: int, max_tokens: int, num_unfinished: int
+    ) -> None:
+        self.number = number
+        self.order = order
+        self.prompt_tokens = prompt_tokens
+        self.max_tokens = max_tokens
+        # Divided rollout:
+        self.waiting: list[tuple[int, int, BufferedResponse]] = []  # heap by rank and sample, without probes
+        self.entry: _Entry[BufferedGroup] | None = None
+        self.is_guarded = False  # in the heap by tokens ordered, once
+        self.served_tokens = 0  # ordered so far
+        # Bound to a worker:
+        self.num_unfinished = num_unfinished
+        self.room: Room | None = None
+
+
+class BufferedResponse:
+    """A response and, while it waits, the chunk that it will run next."""
+
+    __slots__ = ("chunk_tokens", "group", "num_blocks", "num_tokens", "order", "rank", "sample")
+
+    def __init__(self, group: BufferedGroup, sample: int, rank: int, order: int) -> None:
+        self.group = group
+        self.sample = sample
+        self.rank = rank  # within the group, the lowest first
+        self.order = order  # of submission
+        self.num_tokens = 0
+        self.chunk_tokens = 0
+        self.num_blocks = 0
+
+
+class Room:
+    """A worker's KV blocks, and what runs in them."""
+
+    __slots__ = (
+        "entry",
+        "free_blocks",
+        "groups",
+        "line",
+        "max_concurrency",
+        "num_bound",
+        "order",
+        "running",
+        "worker",
+    )
+
+    def __init__(self, worker: str, order: int, num_blocks: int, max_concurrency: int) -> None:
+        self.worker = worker
+        self.order = order
+        self.free_blocks = num_blocks
+        self.max_concurrency = max_concurrency
+        self.running: set[int] = set()  # numbers of assignments
+        self.entry: _Entry[Room] | None = None
+        # With groups bound to it:
+        self.groups: list[BufferedGroup] = []
+        self.line: list[tuple[int, BufferedResponse]] = []  # heap by order: what waits for this worker
+        self.num_bound = 0  # responses that are not finished
+
+    def has_room(self, num_blocks: int) -> bool:
+        """Whether one more response with so many blocks may run."""
+        return num_blocks <= self.free_blocks and len(self.running) < self.max_concurrency
+
+
+_Item = TypeVar("_Item", BufferedGroup, Room)
+_Entry: TypeAlias = tuple[int, int, _Item]  # key, order, item
+
+
+class _LazyHeap(Generic[_Item]):
+    """Items by (key, order) where keys change: an entry counts if it is its item's `entry`. Others are dropped when
+    they come up, and all of them when they have become the larger part.
+    """
+
+    def __init__(self) -> None:
+        self._heap: list[_Entry[_Item]] = []
+        self._limit = _LEAST_LIMIT
+
+    def put(self, item: _Item, key: int) -> None:
+        """Enter the item, or move it to a new key."""
+        item.entry = entry = (key, item.order, item)
+        heappush(self._heap, entry)
+        if len(self._heap) > self._limit:
+            self._heap = [entry for entry in self._heap if entry[2].entry is entry]
+            heapify(self._heap)
+            self._limit = max(2 * len(self._heap), _LEAST_LIMIT)
+
+    def first(self) -> _Item | None:
+        """The item with the lowest key, which stays."""
+        heap = self._heap
+        while heap:
+            item = heap[0][2]
+            if item.entry is heap[0]:
+                return item
+            heappop(heap)
+        return None
+
+
+class Rooms:
+    """The workers that are up; in the heap are those below their concurrency."""
+
+    def __init__(self) -> None:
+        self.by_worker: dict[str, Room] = {}
+        self.largest_blocks = 0
+        """KV blocks of the largest worker so far."""
+        self._num_added = 0
+        self._by_free_blocks = _LazyHeap[Room]()
+
+    def add(self, worker: str, num_blocks: int, max_concurrency: int) -> None:
+        """A worker is up. Raises EngineError if it was already, or has room for nothing."""
+        if worker in self.by_worker:
+            raise EngineError(f"worker {worker!r} is up already: report it lost before it comes up again")
+        if num_blocks < 1 or max_concurrency < 1:
+            raise EngineError(
+                f"worker {worker!r} has {num_blocks} KV blocks and runs {max_concurrency} responses: "
+                "give it at least 1 of each"
+            )
+        room = self.by_worker[worker] = Room(worker, self._num_added, num_blocks, max_concurrency)
+        self._num_added += 1
+        self.largest_blocks = max(self.largest_blocks, num_blocks)
+        self._by_free_blocks.put(room, -num_blocks)
+
+    def remove(self, worker: str) -> Room:
+        """A worker is gone. Raises EngineError if it was not up."""
+        room = self.by_worker.pop(worker, None)
+        if room is None:
+            raise EngineError(
+                f"worker {worker!r} is not among the {len(self.by_worker)} that are up: report it up first"
+            )
+        room.entry = None
+        return room
+
+    def freest(self) -> Room | None:
+        """The one with the most free blocks that may run one more; ties to the first that came up."""
+        return self._by_free_blocks.first()
+
+    def take(self, room: Room, assignment: int, num_blocks: int) -> None:
+        """A chunk begins."""
+        room.running.add(assignment)
+        room.free_blocks -= num_blocks
+        if len(room.running) < room.max_concurrency:
+            self._by_free_blocks.put(room, -room.free_blocks)
+        else:
+            room.entry = None
+
+    def give_back(self, room: Room, assignment: int, num_blocks: int) -> None:
+        """A chunk ended."""
+        room.running.remove(assignment)
+        room.free_blocks += num_blocks
+        self._by_free_blocks.put(room, -room.free_blocks)
+
+
+class RequestBuffer(Protocol):
+    """Where responses wait."""
+
+    def add(self, response: BufferedResponse) -> None:
+        """A response waits, with its next chunk cut."""
+
+    def match(self) -> tuple[BufferedResponse, Room] | None:
+        """Take out the response whose turn it is, if a worker has room for it."""
+
+    def returned(self, group: BufferedGroup, room: Room, finished: bool) -> None:
+        """A response of the group has left the worker; the group's length estimate may have changed."""
+
+    def lost(self, room: Room) -> None:
+        """A worker is gone; what it ran will be added next."""
+
+
+class DividedBuffer:
+    """Seer's buffer: Q_spec and C_rest of algorithm 1."""
+
+    def __init__(self, rooms: Rooms, lengths: LengthEstimator, has_probes: bool, guard_interval: int) -> None:
+        """has_probes: the first response of a group is one. guard_interval: see `DispatchSettings`, 0: never."""
+        self._rooms = rooms
+        self._lengths = lengths
+        self._has_probes = has_probes
+        self._guard_interval = guard_interval
+        self._probes: list[tuple[int, int, BufferedResponse]] = []  # heap by tokens so far and order
+        self._rest = _LazyHeap[BufferedGroup]()  # by -estimate of the first that waits
+        self._by_service: list[_Entry[BufferedGroup]] = []  # heap by tokens ordered when it was entered
+        self._num_taken = 0  # of the rest
+
+    def add(self, response: BufferedResponse) -> None:
+        if self._has_probes and response.sample == 0:
+            heappush(self._probes, (response.num_tokens, response.order, response))
+            return
+        heappush(response.group.waiting, (response.rank, response.sample, response))
+        self._place(response.group)
+
+    def match(self) -> tuple[BufferedResponse, Room] | None:
+        response, room = self._head(), self._rooms.freest()
+        if response is None or room is None or response.num_blocks > room.free_blocks:
+            return None
+        self._take(response)
+        return response, room
+
+    def returned(self, group: BufferedGroup, room: Room, finished: bool) -> None:
+        self._place(group)
+
+    def lost(self, room: Room) -> None:
+        """Nothing waits for a worker here."""
+
+    def _head(self) -> BufferedResponse | None:
+        if self._probes:
+            return self._probes[0][2]
+        group = self._rest.first()
+        if group is None:
+            return None
+        if self._guard_interval and (self._num_taken + 1) % self._guard_interval == 0:
+            group = self._least_served()
+        return group.waiting[0][2]
+
+    def _take(self, head: BufferedResponse) -> None:
+        group = head.group
+        group.served_tokens += head.chunk_tokens
+        if self._probes:
+            heappop(self._probes)
+            return
+        heappop(group.waiting)
+        self._num_taken += 1
+        self._place(group)
+
+    def _place(self, group: BufferedGroup) -> None:
+        """Enter the group where its estimate and its first waiting response put it."""
+        if not group.waiting:
+            group.entry = None
+            return
+        key = -self._lengths.estimate(group.number, group.waiting[0][1], group.max_tokens)
+        if group.entry is None or group.entry[0] != key:
+            self._rest.put(group, key)
+        if not group.is_guarded:
+            group.is_guarded = True
+            heappush(self._by_service, (group.served_tokens, group.order, group))
+
+    def _least_served(self) -> BufferedGroup:
+        """The group that was ordered the fewest tokens among those that wait, of which there is one."""
+        heap = self._by_service
+        while True:
+            served_tokens, order, group = heap[0]
+            if not group.waiting:
+                heappop(heap)
+                group.is_guarded = False
+            elif served_tokens != group.served_tokens:
+                heapreplace(heap, (group.served_tokens, order, group))
+            else:
+                return group
+
+
+class BoundBuffer:
+    """veRL's way: groups are bound, in order, to the worker with the fewest unfinished responses, and wait for it.
+
+    Binding looks at every worker once per group. That a response's whole KV has to be free is ours: vLLM would start it
+    and preempt later. To model that, give the workers as many KV blocks as you like.
+    """
+
+    def __init__(self, rooms: Rooms) -> None:
+        self._rooms = rooms
+        self._unbound: list[tuple[int, BufferedResponse]] = []  # heap by order
+        self._ready: deque[Room] = deque()  # every one that may fit the first of its line
+
+    def add(self, response: BufferedResponse) -> None:
+        room = response.group.room
+        if room is None:
+            heappush(self._unbound, (response.order, response))
+            return
+        heappush(room.line, (response.order, response))
+        self._ready.append(room)
+
+    def match(self) -> tuple[BufferedResponse, Room] | None:
+        self._bind()
+        while self._ready:
+            room = self._ready[0]
+            if room.line and room.has_room(room.line[0][1].num_blocks):
+                return heappop(room.line)[1], room
+            self._ready.popleft()
+        return None
+
+    def returned(self, group: BufferedGroup, room: Room, finished: bool) -> None:
+        group.num_unfinished -= finished
+        room.num_bound -= finished
+        self._ready.append(room)
+
+    def lost(self, room: Room) -> None:
+        for group in room.groups:
+            group.room = None
+        for _, response in room.line:
+            self.add(response)
+        room.line.clear()
+
+    def _bind(self) -> None:
+        while self._unbound and self._rooms.by_worker:
+            response = heappop(self._unbound)[1]
+            group = response.group
+            if group.room is None:
+                rooms = self._rooms.by_worker.values()
+                room = min(rooms, key=lambda room: (room.num_bound, room.order))
+                room.groups.append(group)
+                room.num_bound += group.num_unfinished
+                group.room = room
+            self.add(response)
