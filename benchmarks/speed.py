@@ -14,7 +14,7 @@ tokens are those of the next ones: `equal` says so); paceline_suffix; paceline (
 `ratio` is the time that plain vLLM takes for responses of the same lengths, over the own time. Systems with other
 random numbers have other responses, and a rollout takes as long as its longest one: tokens per second of different
 samples say little. Plain vLLM's time is summed from its step times, which are affine in the requests and the context
-of a step; they are fitted to its own run of the same repetition. `tail_ratio` is the same for the time from 90 %
+of a step and fitted to its own runs of the case. `tail_ratio` is the same for the time from 90 %
 finished to the end. `ceiling` is the ratio that Paceline would reach in the same number of steps if drafting took no
 time and no rejected token were verified, by its own step-time model.
 """
@@ -54,6 +54,8 @@ COLUMNS = (
     "equal",
 )
 TAIL_SHARE = 0.9
+TAIL_TOKENS = 32
+"""A tail is compared if plain decoding ends at least so many tokens after TAIL_SHARE of the responses have."""
 
 
 def correct_vllm_sampling() -> None:
@@ -197,13 +199,10 @@ def avoidable_s(engine: Any) -> float:
     loop = getattr(engine.scheduler, "loop", None)
     if loop is None:
         return 0.0
-    steps = [
-        step for step in engine.take_observations() if not step.num_prefill_tokens and step.num_draft_tokens
-    ]
-    kept = predict_s(
-        loop.budget.decode_time, np.array([s.num_requests + s.num_accepted_tokens for s in steps])
-    )
-    return float(sum(max(s.step_s - t, 0.0) for s, t in zip(steps, kept.tolist(), strict=True)))
+    steps = [step for step in engine.take_observations() if not step.num_prefill_tokens]
+    needed = np.array([step.num_requests + step.num_accepted_tokens for step in steps])
+    needed_s = float(predict_s(loop.budget.decode_time, needed).sum())
+    return max(sum(step.step_s for step in steps) - needed_s, 0.0)
 
 
 def forget_arctic(engine: Any) -> None:
@@ -278,7 +277,8 @@ def measure(
         num_prompts, samples = CASES[case]
         inner = options.small_runs if num_prompts * samples < 64 else 1
         for r in repetitions:
-            order = options.systems if r % 2 else options.systems[::-1]
+            turn = r * len(options.systems) // options.repetitions
+            order = options.systems[turn:] + options.systems[:turn]
             for name in order:
                 runs = [
                     children[name].call(
@@ -303,7 +303,7 @@ def compare(
     case: str, systems: list[str], results: dict[tuple[str, str], list[list[dict[str, Any]]]]
 ) -> list[dict[str, Any]]:
     """One row per system of a finished case; medians over the repetitions."""
-    plain = [PlainTime.fit(runs) for runs in results[case, "plain"]]
+    plain = PlainTime(results[case, "plain"])
     rows = []
     for name in systems:
         reference = results.get((case, "paceline_off")) if name.startswith("paceline") else None
@@ -318,22 +318,20 @@ def compare(
 class PlainTime:
     """How long plain vLLM takes for responses of given lengths."""
 
-    def __init__(self, weights: Any, prefill_s: float) -> None:
-        self._weights, self._prefill_s = weights, prefill_s
-
-    @classmethod
-    def fit(cls, runs: list[dict[str, Any]]) -> PlainTime:
-        """From one repetition of the plain system."""
+    def __init__(self, repetitions: list[list[dict[str, Any]]]) -> None:
+        """From all repetitions of the plain system in one case: a single one may lack steps of few requests."""
         import numpy as np
+        from scipy.optimize import nnls
 
+        runs = [run for one in repetitions for run in one]
         steps = np.array([step for run in runs for step in run["decode_steps"]])
-        features, seconds = _features(steps[:, 0], steps[:, 1]), steps[:, 2]
-        weights, *_ = np.linalg.lstsq(features, seconds, rcond=None)
-        rest = sum(run["wall_s"] for run in runs) - float((features @ weights).sum())
-        return cls(weights, max(rest, 0.0) / len(runs))
+        self._weights, _ = nnls(_features(steps[:, 0], steps[:, 1]), steps[:, 2])
+        self._prefill_s = 0.0
+        rest_s = [run["wall_s"] - self.seconds(run)[0] for run in runs]
+        self._prefill_s = max(sum(rest_s) / len(runs), 0.0)
 
-    def seconds(self, run: dict[str, Any]) -> tuple[float, float]:
-        """(all, from the end of TAIL_SHARE of the responses to the end of the last)."""
+    def seconds(self, run: dict[str, Any]) -> tuple[float, float | None]:
+        """(all, from the end of TAIL_SHARE of the responses to the end of the last); no tail to speak of: None."""
         import numpy as np
 
         lengths = np.array([len(ids) for ids in run["ids"]])
@@ -343,7 +341,8 @@ class PlainTime:
         context = (running * (prompts[:, None] + at)).sum(axis=0)
         steps_s = _features(running.sum(axis=0), context) @ self._weights
         tail_from = np.sort(lengths)[int(TAIL_SHARE * (len(lengths) - 1))]
-        return self._prefill_s + float(steps_s.sum()), float(steps_s[tail_from - 1 :].sum())
+        tail_s = float(steps_s[tail_from - 1 :].sum()) if len(at) - tail_from >= TAIL_TOKENS else None
+        return self._prefill_s + float(steps_s.sum()), tail_s
 
 
 def _features(requests: Any, context: Any) -> Any:
@@ -358,14 +357,16 @@ def summarise(
     case: str,
     name: str,
     repetitions: list[list[dict[str, Any]]],
-    plain: list[PlainTime],
+    plain: PlainTime,
     reference: list[list[dict[str, Any]]] | None,
 ) -> dict[str, Any]:
     """The row of one system; several rollouts of a repetition count as one, so that no short one decides it."""
     measured = []
-    for runs, clock in zip(repetitions, plain, strict=True):
+    for runs in repetitions:
         wall_s, tail_s, tokens = (sum(run[key] for run in runs) for key in ("wall_s", "tail_s", "tokens"))
-        plain_s, plain_tail_s = (sum(part) for part in zip(*map(clock.seconds, runs), strict=True))
+        times = [plain.seconds(run) for run in runs]
+        plain_s = sum(time_s for time_s, _ in times)
+        plain_tail_s = times[0][1] if len(runs) == 1 else None
         measured.append(
             {
                 "wall_s": wall_s,
@@ -375,15 +376,17 @@ def summarise(
                 "acceptance_length": tokens / sum(run["tokens"] / run["acceptance_length"] for run in runs),
                 "plain_s": plain_s,
                 "ratio": plain_s / wall_s,
-                "tail_ratio": plain_tail_s / tail_s if tail_s else None,
+                "tail_ratio": plain_tail_s / tail_s if plain_tail_s else None,
                 "ceiling": plain_s / (wall_s - sum(run["avoidable_s"] for run in runs)),
+                "lengths": [len(ids) for run in runs for ids in run["ids"]],
             }
         )
     row: dict[str, Any] = {"case": case, "system": name}
     for key in ("wall_s", "tokens_per_s", "tail_s", "acceptance_length", "ratio"):
         row[key] = median([one[key] for one in measured])
-    if case == "8x16":
-        row["tail_ratio"] = median([one["tail_ratio"] for one in measured])
+    tails = [one["tail_ratio"] for one in measured if one["tail_ratio"]]
+    row["tail_ratio"] = median(tails) if tails else None
+    row["ratio_range"] = [min(one["ratio"] for one in measured), max(one["ratio"] for one in measured)]
     if name in ("paceline", "paceline_suffix"):
         row["ceiling"] = median([one["ceiling"] for one in measured])
     if reference is not None:

@@ -193,9 +193,9 @@ int64_t sample_row(const Row& row, std::vector<float>& tops) {
   return bounded ? PrunedRow(row, tops.data(), top).token() : sample_exhaustively(row);
 }
 
-// 2^y for y <= 0, within 3e-7 of it; 0 below -126.
+// 2^y for y <= 0, within 4e-6 of it (relative); 0 below -126 and for a NaN.
 PACELINE_INLINE float exp2_below_one(float y) {
-  y = y < -126.0f ? -126.0f : y;
+  y = y >= -126.0f ? y : -126.0f;
   const auto whole = static_cast<int32_t>(y - 0.5f);
   const float x = y - static_cast<float>(whole);
   float p = 1.3333558e-03f;

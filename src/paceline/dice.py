@@ -125,11 +125,16 @@ def propose(
     Arguments as for `sample`; the logits are overwritten. sharpness: above 0, inf = greedy.
     Returns tokens, log q of each (q = softmax(logits / T), T = 1 for greedy rows), and each one's margin: its lead over
     the best other id in logit / T + noise, negative where sharpness chose another one than the coupling would.
-    Errors as for `sample`.
+    Errors as for `sample`; RequestError for a sharpness that is not above 0.
     """
-    tokens = np.empty(len(logits), np.int64)
-    log_q, margins = np.empty((2, len(logits)), np.float32)
-    failed = _dice.propose(logits, keys, positions, temperatures, sharpness, tokens, log_q, margins)
+    if not sharpness > 0:
+        raise RequestError(f"sharpness is {sharpness}, must be above 0 (1 = coupled, inf = greedy)")
+    try:
+        tokens = np.empty(len(logits), np.int64)
+        log_q, margins = np.empty((2, len(logits)), np.float32)
+        failed = _dice.propose(logits, keys, positions, temperatures, sharpness, tokens, log_q, margins)
+    except (TypeError, ValueError) as error:
+        raise RequestError(_describe_arrays((logits, keys, positions, temperatures, None))) from error
     if failed >= 0:
         _raise_bad_row(failed, logits[failed], int(positions[failed]), float(temperatures[failed]))
     return tokens, log_q, margins

@@ -107,7 +107,7 @@ class StepObservation:
     num_alternatives: int = 0
     """Draft paths beyond one per request; each sends the request's last token through the target once more."""
     num_waiting: int = 0
-    """Requests that were not in the step because the engine had no room."""
+    """Requests that the engine has taken but not begun, or preempted."""
 
     @property
     def num_tokens(self) -> int:

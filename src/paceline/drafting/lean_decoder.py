@@ -35,7 +35,11 @@ class LeanDecoder:
 
     def __init__(self, model: Any, max_model_len: int) -> None:
         self._embedding = model.get_input_embeddings().weight
-        self._head = _scale(model.get_output_embeddings().weight, model.model.norm)
+        self._head = model.get_output_embeddings().weight
+        size = self._embedding.shape[1]
+        self._norm = model.model.norm.weight * size**0.5
+        eps = model.config.get_text_config().rms_norm_eps * size
+        self._eps = torch.full((1, 1), eps, dtype=torch.float32, device=self._embedding.device)
         attention = model.model.layers[0].self_attn
         self._head_dim: int = attention.head_dim
         self._scaling: float = attention.scaling
@@ -56,7 +60,7 @@ class LeanDecoder:
         hidden = F.embedding(ids, self._embedding)
         cos, sin = self._cos[step.positions], self._sin[step.positions]
         for index, layer in enumerate(self._layers):
-            heads = F.linear(F.normalize(hidden), layer.qkv, layer.qkv_bias).view(
+            heads = F.linear(self._normed(hidden), layer.qkv, layer.qkv_bias).view(
                 len(ids), -1, self._head_dim
             )
             num_kv = cache.num_kv_heads(index)
@@ -64,11 +68,16 @@ class LeanDecoder:
             cache.write(index, turned[:, -num_kv:], heads[:, -num_kv:])
             mixed = cache.attend_packed(index, turned[:, :-num_kv], self._scaling)
             hidden = hidden + F.linear(mixed.reshape(len(ids), -1), layer.output, layer.output_bias)
-            gate, up = F.linear(F.normalize(hidden), layer.gate_up).chunk(2, dim=1)
+            gate, up = F.linear(self._normed(hidden), layer.gate_up).chunk(2, dim=1)
             hidden = hidden + F.linear(F.silu(gate) * up, layer.down)
         if last_only:
             hidden = hidden[step.last]
-        return F.linear(F.normalize(hidden), self._head)
+        return F.linear(self._normed(hidden) * self._norm, self._head)
+
+    def _normed(self, hidden: torch.Tensor) -> torch.Tensor:
+        """RMS norm without its weight, and smaller by sqrt(hidden_size); both are in the weights that follow."""
+        length = torch.linalg.vector_norm(hidden, dim=-1, keepdim=True, dtype=torch.float32)
+        return hidden * torch.rsqrt(torch.addcmul(self._eps, length, length)).to(hidden.dtype)
 
 
 def lean_decoder(model: Any, max_model_len: int) -> LeanDecoder | None:
@@ -95,10 +104,7 @@ def _fuse(layer: Any) -> _Layer:
 
 
 def _scale(weight: torch.Tensor, norm: torch.nn.Module) -> torch.Tensor:
-    """The weight behind an RMS norm as it applies to rows of length 1: an RMS norm scales them to sqrt(hidden).
-
-    Its epsilon is left out; it matters to rows that are nearly 0 only.
-    """
+    """The weight behind an RMS norm as it applies to rows of length 1: an RMS norm scales them to sqrt(hidden)."""
     factor = norm.weight.float() * weight.shape[1] ** 0.5  # type: ignore[operator]
     return (weight.float() * factor).to(weight.dtype)
 

@@ -252,16 +252,24 @@ class ModelDrafter:
         self._warm_up()
 
     def _warm_up(self) -> None:
-        """One token through the model: allocates the cache and proves that the architecture fits.
+        """A few tokens through the model: allocates the cache and proves that the architecture fits.
 
-        The lean form is taken if it gives the same logits behind a few (empty) positions.
+        The lean form is taken if it gives the same logits behind them.
         """
         self._lean = None
-        zero = np.zeros(1, np.int64)
-        start = zero + min(3, self.max_model_len - 1)
+        count = min(8, self.max_model_len)
+        ids = np.linspace(0, self.vocab_size - 1, count).astype(np.int64)
+        row = np.zeros(1, np.int64)
         try:
             with torch.inference_mode():
-                logits = self._forward(zero, start, zero + 1, zero)
+                logits = self._forward(row, row, row + count, ids)
+                self._check_layers()
+                self._lean = lean_decoder(self._model, self.max_model_len)
+                if self._lean is not None:
+                    again, scale = self._forward(row, row, row + count, ids), float(logits.abs().max())
+                    error = float((again - logits).abs().max())
+                    if not scale > 0 or not error <= LEAN_TOLERANCE[self._model.dtype] * scale:
+                        self._lean = None
         except PacelineError:
             raise
         except Exception as error:
@@ -269,6 +277,9 @@ class ModelDrafter:
                 f"{self.checkpoint}: {type(self._model).__name__} does not run with a row cache ({error}): "
                 "choose a full-attention decoder such as Llama, Qwen2 or Qwen3"
             ) from error
+        assert logits.shape == (1, self.vocab_size)
+
+    def _check_layers(self) -> None:
         layers = set(range(self._model.config.get_text_config().num_hidden_layers))
         if self._cache.layers != layers or self._cache.attended != layers:
             raise CheckpointError(
@@ -276,14 +287,6 @@ class ModelDrafter:
                 f"{type(self._model).__name__} use the standard attention interface: "
                 "choose a full-attention decoder such as Llama, Qwen2 or Qwen3"
             )
-        assert logits.shape == (1, self.vocab_size)
-        with torch.inference_mode():
-            self._lean = lean_decoder(self._model, self.max_model_len)
-            if self._lean is not None:
-                again = self._forward(zero, start, zero + 1, zero)
-                scale = float(logits.abs().max())
-                if not float((again - logits).abs().max()) <= LEAN_TOLERANCE[self._model.dtype] * scale:
-                    self._lean = None
 
     def _check_vocabulary(self, own: int, target: int | None) -> None:
         if target is not None and abs(own - target) > PADDING_SHARE * max(own, target):
@@ -456,7 +459,10 @@ def propose_on_device(
     sharpness: float,
     sample: NoiseSampler,
 ) -> tuple[Int64Array, Float32Array, Float32Array]:
-    """`dice.propose` for logits that lie elsewhere; same contract, one transfer of a few values per row."""
+    """`dice.propose` for logits that lie elsewhere; a few values per row are transferred.
+
+    Differs: a row from which one id alone can be drawn is refused (EngineError of the sampler).
+    """
     tokens = sample(logits, keys, positions, temperatures / np.float32(sharpness))
     scale = np.where(temperatures > 0, temperatures, np.float32(1.0))
     chosen = torch.from_numpy(tokens[:, None]).to(logits.device)

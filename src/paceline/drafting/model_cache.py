@@ -204,7 +204,8 @@ class PackedStep:
 def _run_bounds(rows: Int64Array, starts: Int64Array, counts: Int64Array) -> Iterable[tuple[int, int]]:
     """Cut around rows that feed a long piece, where the length jumps, and where many idle rows lie between."""
     long = counts > PADDED_QUERY
-    idle_keys = (np.diff(rows) - 1) * np.maximum(starts[1:], starts[:-1])
+    stops = starts + counts
+    idle_keys = (np.diff(rows) - 1) * np.maximum(stops[1:], stops[:-1])
     jumps = np.abs(np.diff(starts)) > LENGTH_STEP
     cuts = (idle_keys > IDLE_KEYS) | jumps | (long[1:] | long[:-1])
     edges = [0, *(np.flatnonzero(cuts) + 1).tolist(), len(rows)]
@@ -230,8 +231,7 @@ def _run(
     if total != num_rows * width:
         lanes = np.arange(width)[None, :] - (width - counts)[:, None]  # [num_rows, width], negative: padding
         begin = (offset + np.cumsum(counts) - counts)[:, None]
-        index = np.minimum(begin + np.maximum(lanes, 0), offset + total - 1)
-        tokens = torch.from_numpy(index.reshape(-1)).to(device)
+        tokens = torch.from_numpy((begin + np.maximum(lanes, 0)).reshape(-1)).to(device)
         valid = torch.from_numpy(np.flatnonzero(lanes.reshape(-1) >= 0)).to(device)
     mask = None
     stops = starts + counts
@@ -340,7 +340,7 @@ class RowCache:
 def _attend_run(
     queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, run: Run, scaling: float | None
 ) -> torch.Tensor:
-    """One attention call over adjacent rows; returns [run tokens, num_heads, head_dim]."""
+    """One attention call over a range of rows; returns [run tokens, num_heads, head_dim]."""
     key = keys[run.rows, : run.length].transpose(1, 2)  # [num_rows, num_kv_heads, length, head_dim]
     value = values[run.rows, : run.length].transpose(1, 2)
     num_rows, num_kv_heads = key.shape[:2]
