@@ -1,8 +1,7 @@
 """Two drafters, one draft: whose tokens are offered to the budget when a model-free and a model drafter both propose?
 
-Each request takes the draft that promises more accepted tokens. That both agree on a token is no evidence here: a
-table of the agreement by both estimates was tried, its levels were coarser than the model drafter's own, and rollouts
-took 6 % longer.
+Each request takes the draft that promises more accepted tokens. That both agree on a token is no evidence here
+(docs/decisions/0002-draft-budget.md says why).
 """
 
 from __future__ import annotations

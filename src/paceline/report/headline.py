@@ -121,7 +121,7 @@ def _steps(history: RunHistory) -> Tile:
 
 
 def verdict(history: RunHistory) -> str:
-    """What the side-by-side runs and the estimate say, in sentences; empty when there is neither."""
+    """What the side-by-side runs say, in sentences; empty without one."""
     return " ".join(filter(None, (_exactness(history), _tail_saving(history), _whole_saving(history))))
 
 
