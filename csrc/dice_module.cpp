@@ -13,6 +13,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <initializer_list>
 #include <limits>
 #include <vector>
 
@@ -254,15 +255,18 @@ using In1 = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 template <typename T>
 using Out1 = nb::ndarray<T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Logits = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using MutableLogits = nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
-int64_t sample(const Logits& logits, const In1<uint64_t>& keys, const In1<int64_t>& positions,
-               const In1<float>& temperatures, const Out1<int64_t>& out) {
+// Calls visit(r, row, tops) for every row until it returns false. `results`: rows of the arrays to be filled.
+// Returns -1, or the first row that has wrong arguments or for which visit returned false.
+template <typename Table, typename Visit>
+int64_t for_each_row(const Table& logits, const In1<uint64_t>& keys, const In1<int64_t>& positions,
+                     const In1<float>& temperatures, std::initializer_list<size_t> results, Visit visit) {
   const size_t num_rows = logits.shape(0);
   const auto vocab = static_cast<int64_t>(logits.shape(1));
-  if (keys.shape(0) != num_rows || positions.shape(0) != num_rows || temperatures.shape(0) != num_rows ||
-      out.shape(0) != num_rows) {
-    throw nb::value_error("logits, keys, positions, temperatures and out differ in their number of rows");
-  }
+  bool fits = keys.shape(0) == num_rows && positions.shape(0) == num_rows && temperatures.shape(0) == num_rows;
+  for (const size_t size : results) fits = fits && size == num_rows;
+  if (!fits) throw nb::value_error("logits, keys, positions, temperatures and results differ in their number of rows");
   nb::gil_scoped_release unlocked;
   std::vector<float> tops(static_cast<size_t>((vocab + kBlock - 1) / kBlock));
   for (size_t r = 0; r < num_rows; ++r) {
@@ -271,37 +275,34 @@ int64_t sample(const Logits& logits, const In1<uint64_t>& keys, const In1<int64_
     if (!(temperature >= 0.0f && temperature < kInfinity) || position < 1) return static_cast<int64_t>(r);
     const Row row{logits.data() + r * static_cast<size_t>(vocab), vocab, dice_prefix(keys.data()[r], position),
                   temperature};
-    const int64_t token = sample_row(row, tops);
-    if (token < 0) return static_cast<int64_t>(r);
-    out.data()[r] = token;
+    if (!visit(r, row, tops)) return static_cast<int64_t>(r);
   }
   return -1;
 }
 
-int64_t propose(const nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu>& logits, const In1<uint64_t>& keys,
-                const In1<int64_t>& positions, const In1<float>& temperatures, float sharpness,
-                const Out1<int64_t>& tokens, const Out1<float>& log_q, const Out1<float>& margins) {
-  const size_t num_rows = logits.shape(0);
-  const auto vocab = static_cast<int64_t>(logits.shape(1));
-  if (keys.shape(0) != num_rows || positions.shape(0) != num_rows || temperatures.shape(0) != num_rows ||
-      tokens.shape(0) != num_rows || log_q.shape(0) != num_rows || margins.shape(0) != num_rows) {
-    throw nb::value_error("logits, keys, positions, temperatures and results differ in their number of rows");
-  }
-  nb::gil_scoped_release unlocked;
-  std::vector<float> tops(static_cast<size_t>((vocab + kBlock - 1) / kBlock));
-  for (size_t r = 0; r < num_rows; ++r) {
-    const float temperature = temperatures.data()[r];
-    const int64_t position = positions.data()[r];
-    if (!(temperature >= 0.0f && temperature < kInfinity) || position < 1) return static_cast<int64_t>(r);
-    float* own = logits.data() + r * static_cast<size_t>(vocab);
-    const Offer offer =
-        propose_row(own, {own, vocab, dice_prefix(keys.data()[r], position), temperature}, sharpness, tops);
-    if (offer.token < 0) return static_cast<int64_t>(r);
-    tokens.data()[r] = offer.token;
-    log_q.data()[r] = offer.log_q;
-    margins.data()[r] = offer.margin;
-  }
-  return -1;
+int64_t sample(const Logits& logits, const In1<uint64_t>& keys, const In1<int64_t>& positions,
+               const In1<float>& temperatures, const Out1<int64_t>& out) {
+  return for_each_row(logits, keys, positions, temperatures, {out.shape(0)},
+                      [&out](size_t r, const Row& row, std::vector<float>& tops) {
+                        const int64_t token = sample_row(row, tops);
+                        if (token >= 0) out.data()[r] = token;
+                        return token >= 0;
+                      });
+}
+
+int64_t propose(const MutableLogits& logits, const In1<uint64_t>& keys, const In1<int64_t>& positions,
+                const In1<float>& temperatures, float sharpness, const Out1<int64_t>& tokens,
+                const Out1<float>& log_q, const Out1<float>& margins) {
+  return for_each_row(logits, keys, positions, temperatures, {tokens.shape(0), log_q.shape(0), margins.shape(0)},
+                      [&](size_t r, const Row& row, std::vector<float>& tops) {
+                        float* own = logits.data() + r * static_cast<size_t>(row.vocab);
+                        const Offer offer = propose_row(own, row, sharpness, tops);
+                        if (offer.token < 0) return false;
+                        tokens.data()[r] = offer.token;
+                        log_q.data()[r] = offer.log_q;
+                        margins.data()[r] = offer.margin;
+                        return true;
+                      });
 }
 
 void gumbel_array(const In1<uint64_t>& keys, const In1<int64_t>& positions, const In1<uint32_t>& tokens,
