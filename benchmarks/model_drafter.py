@@ -23,7 +23,8 @@ import torch
 import transformers
 from harness import median, parser, publish
 
-from paceline.drafting.model import NUM_CELLS, ModelDrafter
+from paceline.drafting.model import ModelDrafter
+from paceline.drafting.proposal import NUM_CELLS
 from paceline.types import DraftQuery
 
 GRID = np.array([1.0, 1.5, 2.0, 3.0, np.inf], np.float32)

@@ -358,7 +358,7 @@ class Policy:
         self, replay: Replay, query: DraftQuery, at: NDArray[np.int64], order: Any
     ) -> ModelDrafts:
         """What the model drafter would make of the order: its own growth rule over the tokens drafted before."""
-        from paceline.drafting.model import Draft
+        from paceline.drafting.proposal import Draft
         from paceline.planning.sharpness import SHARPNESS_GRID
 
         grid = np.asarray(SHARPNESS_GRID, np.float32)

@@ -15,9 +15,9 @@ transformers = pytest.importorskip("transformers")
 
 from paceline import dice  # noqa: E402
 from paceline.drafting import model_cache  # noqa: E402
-from paceline.drafting.model import (  # noqa: E402
+from paceline.drafting.model import ModelDrafter  # noqa: E402
+from paceline.drafting.proposal import (  # noqa: E402
     NUM_CELLS,
-    ModelDrafter,
     prior_calibration,
     propose_on_device,
     sample_on_host,

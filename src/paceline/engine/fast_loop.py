@@ -412,7 +412,7 @@ def _alternative_outcomes(
 def _model_prior(settings: EngineSettings) -> Float32Array:
     if settings.model_drafter is None:
         return np.zeros(1, dtype=np.float32)
-    from paceline.drafting.model import prior_calibration
+    from paceline.drafting.proposal import prior_calibration
 
     return prior_calibration()
 

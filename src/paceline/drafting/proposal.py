@@ -1,0 +1,140 @@
+"""A model drafter's proposals: how a token is drawn, how sure it is, and how far a draft grows.
+
+Owns the calibration cells of the model drafter and the growth of one call's drafts; knows no network. The margin of a
+proposal is that of the *coupled* score log q + G (sharpness 1) whatever sharpness proposed the token: the target's own
+score differs from it by the drafter's error alone. It is negative where a sharper drafter proposes something else than
+the coupling would. Called by `drafting.model.ModelDrafter`, and by the replay benchmark.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from paceline import dice
+from paceline.types import DraftBatch, DraftQuery, Float32Array, Int32Array, Int64Array, UInt64Array
+
+NoiseSampler = Callable[[torch.Tensor, UInt64Array, Int64Array, Float32Array], Int64Array]
+"""(logits [num_rows, vocab] float32 on the drafter's device, keys, positions, temperatures) -> token ids
+on the host: the keyed sample of each row, temperature 0 = argmax."""
+
+CONFIDENCE_EDGES: Float32Array = np.linspace(-4.0, 6.0, 15, dtype=np.float32)
+"""Bounds of the 16 levels of logit(q), q the drafter's own probability of the proposal."""
+
+MARGIN_EDGES: Float32Array = np.array(
+    [-1.5, -0.75, -0.3, 0.0, 0.15, 0.3, 0.5, 0.75, 1.0, 1.4, 1.9, 2.5, 3.3, 4.5, 6.5], np.float32
+)
+"""Bounds of the 16 levels of the margin, nats."""
+
+NUM_CELLS = (len(CONFIDENCE_EDGES) + 1) * (len(MARGIN_EDGES) + 1)
+"""Cells of the calibration table: confidence level * 16 + margin level."""
+
+PRIOR_ERROR_NATS = 0.6
+"""Assumed disagreement of drafter and target about the margin (scale of a logistic error)."""
+
+
+def prior_calibration() -> Float32Array:
+    """Acceptance per cell before anything was observed. [NUM_CELLS] float32.
+
+    The target accepts the proposal if its own margin is positive. With a logistic error of scale
+    PRIOR_ERROR_NATS between the drafter's margin and the target's, that has probability sigmoid(margin /
+    PRIOR_ERROR_NATS); the confidence level does not enter before it is learned.
+    """
+    inner = (MARGIN_EDGES[:-1] + MARGIN_EDGES[1:]) / 2
+    middles = np.concatenate([MARGIN_EDGES[:1] * 1.5, inner, MARGIN_EDGES[-1:] * 1.2])
+    column = 1.0 / (1.0 + np.exp(-middles / PRIOR_ERROR_NATS))
+    return np.tile(column, len(CONFIDENCE_EDGES) + 1).astype(np.float32)
+
+
+def sample_on_host(
+    logits: torch.Tensor, keys: UInt64Array, positions: Int64Array, temperatures: Float32Array
+) -> Int64Array:
+    """The noise sampler of the CPU; on another device it moves the logits to the host first."""
+    tokens: Int64Array = dice.sample(logits.cpu().numpy(), keys, positions, temperatures)
+    return tokens
+
+
+class Draft:
+    """The draft of one call while it grows; one row per request of the query, as in `DraftBatch`."""
+
+    def __init__(
+        self,
+        query: DraftQuery,
+        limits: Int64Array,
+        depth: int,
+        sharpness: float,
+        sharpness_grid: Float32Array,
+        calibration: Float32Array,
+        floor: float,
+        level_costs: Float32Array | None,
+    ) -> None:
+        shape = (len(limits), depth)
+        self.query, self.limits, self.depth = query, limits, depth
+        self.sharpness, self.sharpness_grid = sharpness, sharpness_grid
+        self.calibration, self.floor, self.level_costs = calibration, floor, level_costs
+        self.tokens: Int32Array = np.full(shape, -1, np.int32)
+        self.num_tokens: Int32Array = np.zeros(len(limits), np.int32)
+        self.acceptance: Float32Array = np.zeros(shape, np.float32)
+        self.cells: Int32Array = np.zeros(shape, np.int32)
+        self.probes: Int32Array = np.full((len(limits), len(sharpness_grid)), -1, np.int32)
+        self.path: Float32Array = np.ones(len(limits), np.float32)
+
+    def put(
+        self, requests: Int64Array, level: int, tokens: Int64Array, cells: Int32Array
+    ) -> NDArray[np.bool_]:
+        """Add one token to each of `requests`; returns which of them grow further.
+
+        The next level promises at most what the path probabilities are above the floor.
+        """
+        acceptance = self.calibration[cells]
+        self.tokens[requests, level] = tokens
+        self.cells[requests, level] = cells
+        self.acceptance[requests, level] = acceptance
+        self.num_tokens[requests] = level + 1
+        self.path[requests] *= acceptance
+        grows: NDArray[np.bool_] = (self.limits[requests] > level + 1) & (self.path[requests] >= self.floor)
+        if self.level_costs is not None:
+            promised = float((self.path[requests[grows]] - self.floor).sum())
+            grows &= promised >= self.level_costs[min(int(grows.sum()), len(self.level_costs) - 1)]
+        return grows
+
+    def batch(self) -> DraftBatch:
+        return DraftBatch(self.tokens, self.num_tokens, self.acceptance, self.cells, self.probes)
+
+
+def propose_on_device(
+    logits: torch.Tensor,
+    keys: UInt64Array,
+    positions: Int64Array,
+    temperatures: Float32Array,
+    sharpness: float,
+    sample: NoiseSampler,
+) -> tuple[Int64Array, Float32Array, Float32Array]:
+    """`dice.propose` for logits that lie elsewhere; a few values per row are transferred.
+
+    Differs: a row from which one id alone can be drawn is refused (EngineError of the sampler).
+    """
+    tokens = sample(logits, keys, positions, temperatures / np.float32(sharpness))
+    scale = np.where(temperatures > 0, temperatures, np.float32(1.0))
+    chosen = torch.from_numpy(tokens[:, None]).to(logits.device)
+    own = logits.gather(1, chosen)
+    total = torch.logsumexp(logits / torch.from_numpy(scale[:, None]).to(logits.device), 1, keepdim=True)
+    logits.scatter_(1, chosen, -torch.inf)
+    rivals = sample(logits, keys, positions, temperatures)
+    rival = logits.gather(1, torch.from_numpy(rivals[:, None]).to(logits.device))
+    values: Float32Array = torch.cat([own, rival, total], 1).cpu().numpy()
+    noise = dice.gumbel(keys, positions, np.stack([tokens, rivals]))
+    lead = np.where(temperatures > 0, noise[0] - noise[1], np.float32(0.0))
+    return tokens, values[:, 0] / scale - values[:, 2], (values[:, 0] - values[:, 1]) / scale + lead
+
+
+def calibration_cells(log_q: Float32Array, margin: Float32Array) -> Int32Array:
+    """Calibration cells from log q of the proposal and its margin, both [num_rows] float32."""
+    log_rest = np.log(np.maximum(-np.expm1(log_q), np.float32(1e-7)))
+    confidence = np.searchsorted(CONFIDENCE_EDGES, log_q - log_rest)
+    level = np.searchsorted(MARGIN_EDGES, margin)
+    cells: Int32Array = (confidence * (len(MARGIN_EDGES) + 1) + level).astype(np.int32)
+    return cells
