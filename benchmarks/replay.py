@@ -346,7 +346,10 @@ class Policy:
         def after(query: DraftQuery, gained: NDArray[np.int32], num_tokens: int, step_s: float) -> None:
             rows, count = query.responses.tolist(), len(gained)
             accepted = int(gained.sum()) - count
-            loop.observe(StepObservation(count, num_tokens - count, accepted, 0, step_s))
+            context = int(query.positions.sum())
+            loop.observe(
+                StepObservation(count, num_tokens - count, accepted, 0, step_s, num_context_tokens=context)
+            )
             loop.append(
                 (rollout.groups[row], row, rollout.responses[row][a : a + n].tolist())
                 for row, a, n in zip(rows, self._at.tolist(), gained.tolist(), strict=True)

@@ -192,16 +192,17 @@ def decode_steps(scheduler: Any) -> Iterator[list[tuple[int, int, float]]]:
 def avoidable_s(engine: Any) -> float:
     """Seconds that Paceline spent on drafting and on draft tokens that were rejected, by its step-time model: what a
     free drafter that knew which of its tokens will be accepted would have saved. 0 for other systems."""
-    import numpy as np
-
-    from paceline.planning.latency import predict_s
+    from paceline.planning.latency import at_context, predict_s
 
     loop = getattr(engine.scheduler, "loop", None)
     if loop is None:
         return 0.0
     steps = [step for step in engine.take_observations() if not step.num_prefill_tokens]
-    needed = np.array([step.num_requests + step.num_accepted_tokens for step in steps])
-    needed_s = float(predict_s(loop.budget.decode_time, needed).sum())
+    needed_s = sum(
+        float(predict_s(at_context(loop.budget.decode_time, step.num_context_tokens), needed))
+        for step in steps
+        if (needed := step.num_requests + step.num_accepted_tokens)
+    )
     return max(sum(step.step_s for step in steps) - needed_s, 0.0)
 
 

@@ -108,6 +108,8 @@ class StepObservation:
     """Draft paths beyond one per request; each sends the request's last token through the target once more."""
     num_waiting: int = 0
     """Requests that the engine has taken but not begun, or preempted."""
+    num_context_tokens: int = 0
+    """Tokens of the decoding requests so far, prompts included: what the step's attention reads."""
 
     @property
     def num_tokens(self) -> int:

@@ -103,7 +103,7 @@ def test_acceptance_is_learned_from_verified_positions_alone() -> None:
 
 
 def test_a_model_drafters_time_is_not_the_targets() -> None:
-    loop = FastLoop(EngineSettings(drafter="none", budget=FIXED))
+    loop = FastLoop(EngineSettings(budget=FIXED))
     for _ in range(8):
         loop.propose(query(), 0)
         loop.observe(step(3, 0, 0, seconds=0.050))

@@ -9,6 +9,7 @@ from paceline.planning.latency import (
     STALE_STEPS,
     UNKNOWN_SLOPE,
     StepTimeModel,
+    at_context,
     largest_known_tokens,
     nearest_knot,
     observations_between,
@@ -133,3 +134,39 @@ def test_nearest_knot_is_nearest_by_ratio() -> None:
 def test_unusable_observations_are_refused(tokens: int, seconds: float) -> None:
     with pytest.raises(EngineError, match="cannot be learned from"):
         update_measured_time(StepTimeModel.initial(), tokens, seconds)
+
+
+def test_context_is_told_apart_from_tokens() -> None:
+    """A rollout: the batch and its context shrink while the steps keep their size."""
+    rng = np.random.default_rng(5)
+    model = StepTimeModel.initial()
+    for step in range(600):
+        batch = max(128 - step // 5, 1)
+        context = batch * (100 + step)
+        tokens = int(rng.integers(batch, 200))
+        seconds = (affine_s(tokens) + 2e-6 * context) * rng.lognormal(0.0, 0.03)
+        model = update_measured_time(model, tokens, seconds, context)
+    assert model.context.seconds == pytest.approx(2e-6, rel=0.15)
+    for context in (2_000, 20_000, 40_000):
+        expected = np.array([affine_s(n) for n in (16, 64, 160)]) + 2e-6 * context
+        np.testing.assert_allclose(predict_s(at_context(model, context), [16, 64, 160]), expected, rtol=0.08)
+
+
+def test_a_little_more_context_says_nothing_yet() -> None:
+    model = StepTimeModel.initial()
+    for step in range(10):
+        model = update_measured_time(model, 8, 0.020 + 0.001 * step, 4000 + step)
+    assert model.context.seconds < 1e-7
+
+
+def test_without_context_nothing_is_shifted() -> None:
+    model = learned([(8, 0.02), (16, 0.03), (8, 0.021)])
+    assert at_context(model, 100_000) is model
+
+
+def test_a_pause_tells_little_about_the_context() -> None:
+    model = StepTimeModel.initial()
+    for step in range(200):
+        pause = 5.0 if step % 40 == 39 else 0.0
+        model = update_measured_time(model, 8, 0.02 + 1e-6 * 50 * step + pause, 50 * step)
+    assert model.context.seconds == pytest.approx(1e-6, rel=0.5)

@@ -82,6 +82,7 @@ class FastLoop:
         self.free = Learned(prior, settings.sharpness)
         self.model = Learned(_model_prior(settings), settings.sharpness)
         self.budget = budget.BudgetState.initial(settings.budget)
+        self._now = self.budget
         self._steering = ModelSteering()
         self._arrived: ModelDrafts | None = None
         self._pending: tuple[StepObservation, float] | None = None
@@ -151,6 +152,12 @@ class FastLoop:
 
     # -- a step
 
+    @property
+    def may_draft(self) -> bool:
+        """Whether `propose` can draft anything; without it a step is plain decoding and needs no proposal."""
+        has_drafter = self.drafter is not None or self._settings.model_drafter is not None
+        return self.drafting and has_drafter and self._settings.budget.policy != "off"
+
     def propose(self, query: DraftQuery, num_other_tokens: int, max_alternatives: int = 0) -> Proposal:
         """Draft for every request of `query` and let the budget cut.
 
@@ -160,12 +167,13 @@ class FastLoop:
             max_alternatives: draft paths beyond one per request that the step has room for.
         """
         self._flush()
+        self._now = self.budget.at_context(int(query.positions.sum()))
         self._batch_size = len(query.groups)
         free = self._draft_free(query)
         model = self._match_model(query)
         batch, from_model = self._choose(free, model, len(query.groups))
         snapshot = self._snapshot(batch, num_other_tokens)
-        lengths = budget.decide(snapshot, self.budget, self._settings.budget)
+        lengths = budget.decide(snapshot, self._now, self._settings.budget)
         self._expected = budget.expected_accepted(snapshot, lengths)
         self._num_drafted = int(lengths.sum())
         if model is not None and num_other_tokens == 0:
@@ -176,7 +184,7 @@ class FastLoop:
             lengths,
             num_other_tokens,
             self._expected,
-            self.budget,
+            self._now,
             self._settings.budget,
         ):
             most = np.where(from_model, self._settings.num_paths - 1, self._settings.num_paths)
@@ -199,11 +207,11 @@ class FastLoop:
         num_drafted, expected = 0, 0.0
         if free is not None:
             alone = self._snapshot(free, 0)
-            lengths = budget.decide(alone, self.budget, self._settings.budget)
+            lengths = budget.decide(alone, self._now, self._settings.budget)
             num_drafted, expected = int(lengths.sum()), budget.expected_accepted(alone, lengths)
         self._steering.judge(
             batch,
-            self.budget.decode_time,
+            self._now.decode_time,
             with_drafts=(self._num_drafted, trust * self._expected),
             without=(num_drafted, trust * expected),
         )
@@ -246,7 +254,7 @@ class FastLoop:
             covered=np.minimum(paths.shared_prefix(tokens, batch.tokens[owners]), lengths[owners]),
             max_rows=max_alternatives,
         )
-        choice = paths.choose_paths(snapshot, self.budget, self._settings.budget, self._path_trust)
+        choice = paths.choose_paths(snapshot, self._now, self._settings.budget, self._path_trust)
         if not len(choice.candidates):
             return None
         self._expected += choice.expected_accepted * self._path_trust.worth
@@ -305,11 +313,10 @@ class FastLoop:
 
     def order(self) -> DraftOrder | None:
         """What the model drafter shall do after the coming step; None without one, and while it rests."""
-        if self._settings.model_drafter is None:
+        if self._settings.model_drafter is None or not self.may_draft:
             return None
-        batch, step_time = max(self._batch_size, 1), self.budget.decode_time
-        pays = self._steering.advance(batch, self._settings.budget.refresh_steps)
-        if not (pays and self.drafting and self._settings.budget.policy != "off"):
+        batch, step_time = max(self._batch_size, 1), self._now.decode_time
+        if not self._steering.advance(batch, self._settings.budget.refresh_steps):
             return None
         floor, level_costs = self._steering.limits(
             batch, self._num_drafted, step_time, self._settings.draft_floor
@@ -374,8 +381,13 @@ class FastLoop:
         self._path_trust = paths.update_trust(self._path_trust, promised, gained)
 
     def observe(self, step: StepObservation) -> None:
-        """A measured step. Kept until the next begins, because a model drafter's share may still be taken out."""
+        """A measured step. Kept until the next begins, because a model drafter's share may still be taken out.
+
+        While nothing may be drafted nothing is learned either: plain decoding costs what vLLM's does.
+        """
         self._flush()
+        if not self.may_draft:
+            return
         self._pending = step, self._expected if step.num_draft_tokens else 0.0
 
     def _flush(self) -> None:

@@ -70,6 +70,7 @@ class PacelineScheduler(Scheduler):  # type: ignore[misc]
         self._next_response = 0
         self._proposal: Proposal | None = None
         self._queried: list[str] = []
+        self._context = 0
         self._new_tokens: list[tuple[LiveResponse, list[int]]] = []
         self._started_s = 0.0
         self.spare_blocks = self._lend_blocks() if self.settings.num_paths > 1 else None
@@ -146,8 +147,11 @@ class PacelineScheduler(Scheduler):  # type: ignore[misc]
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         self._started_s = time.perf_counter()
         ready = [request for request in self.running if self._can_draft(request)]
+        self._queried = [request.request_id for request in ready]
+        self._context = sum(request.num_tokens for request in ready)
         spare = 0 if self.spare_blocks is None else self.spare_blocks.hold(self._block_demand())
-        self._proposal = self._propose(ready, min(spare, self.settings.max_alternatives)) if ready else None
+        wanted = ready and self.loop.may_draft
+        self._proposal = self._propose(ready, min(spare, self.settings.max_alternatives)) if wanted else None
         output = super().schedule(*args, **kwargs)
         output.paceline_order = self.loop.order()
         if self._proposal is not None and self._proposal.alternatives is not None:
@@ -210,7 +214,6 @@ class PacelineScheduler(Scheduler):  # type: ignore[misc]
         tokens = proposal.batch.tokens
         for row, (request, length) in enumerate(zip(ready, proposal.lengths.tolist(), strict=True)):
             request.spec_token_ids = tokens[row, :length].tolist() if length else []
-        self._queried = [request.request_id for request in ready]
         return proposal
 
     def _num_admissible(self) -> int:
@@ -266,16 +269,16 @@ class PacelineScheduler(Scheduler):  # type: ignore[misc]
     def _observe(self, scheduled: SchedulerOutput, output: ModelRunnerOutput, step_s: float) -> None:
         """Score the step's drafts against what the target decided, and the step against the clock."""
         proposal, self._proposal = self._proposal, None
-        drafted = accepted = num_alternatives = num_requests = 0
+        sampled, index = output.sampled_token_ids, output.req_id_to_index
+        rows = [sampled[index[name]] if name in index else [] for name in self._queried]
+        num_requests = sum(map(bool, rows))  # vLLM may have left some out, or preempted them
+        drafted = accepted = num_alternatives = 0
         if proposal is not None:
-            sampled, index = output.sampled_token_ids, output.req_id_to_index
-            rows = [sampled[index[name]] if name in index else [] for name in self._queried]
             sent = scheduled.scheduled_spec_decode_tokens
             verified = np.fromiter((len(sent.get(name, ())) for name in self._queried), np.int32, len(rows))
             gained = np.fromiter((max(len(row) - 1, 0) for row in rows), np.int32, len(rows))
             first = np.fromiter((row[0] if row else -1 for row in rows), np.int32, len(rows))
             drafts, accepted = verified, int(gained.sum())
-            num_requests = sum(map(bool, rows))  # vLLM may have left some out, or preempted them
             others = proposal.alternatives
             if others is None:
                 self.loop.learn(proposal, verified, gained, first)
@@ -301,6 +304,7 @@ class PacelineScheduler(Scheduler):  # type: ignore[misc]
             step_s=step_s,
             num_alternatives=num_alternatives,
             num_waiting=len(self.waiting),
+            num_context_tokens=self._context,
         )
         self.loop.observe(observation)
         self.observations.append(observation)

@@ -29,7 +29,7 @@ The probabilities are a drafter's estimates: if fewer tokens are accepted than p
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,6 +40,7 @@ from paceline.planning import bandit
 from paceline.planning.latency import (
     UNKNOWN_SLOPE,
     StepTimeModel,
+    at_context,
     largest_known_tokens,
     observations_between,
     predict_s,
@@ -91,6 +92,14 @@ class BudgetState:
         """What promised tokens are worth, at most 1: guards `marginal` against overrated drafts."""
         ratio = (self.accepted_tokens + _TRUSTED_TOKENS) / (self.expected_tokens + _TRUSTED_TOKENS)
         return min(ratio, 1.0)
+
+    def at_context(self, num_context_tokens: int) -> BudgetState:
+        """The state for a decision over requests of so many tokens in all (`latency.at_context`); not to be updated."""
+        return replace(
+            self,
+            decode_time=at_context(self.decode_time, num_context_tokens),
+            prefill_time=at_context(self.prefill_time, num_context_tokens),
+        )
 
     @classmethod
     def initial(cls, settings: BudgetSettings) -> BudgetState:

@@ -40,6 +40,9 @@ AFTER_REST = 1.0 / 12.0
 SPAN_TOKENS = 4
 """Tokens over which the slope of T is taken, at least."""
 
+SPAN_SHARE = 0.5
+"""The same as a share of the step: between two knots of T alone the slope is mostly noise."""
+
 _NUM_SIZES = 12
 
 
@@ -151,8 +154,8 @@ def choose_floor(
     batch: requests of the step. num_drafted: draft tokens that it verifies. token_s: seconds per token at the present
     rate. One more draft token costs dT/dn seconds and saves `token_s` with its path probability.
     """
-    span = max(SPAN_TOKENS, batch // 4)
     tokens = batch + num_drafted
+    span = max(SPAN_TOKENS, int(SPAN_SHARE * tokens))
     low, high = predict_s(step_time, np.array([tokens, tokens + span]))
     place_s = max(float(high - low), 0.0) / span
     return float(min(max(place_s / token_s, lowest), HIGHEST_FLOOR))

@@ -1,4 +1,4 @@
-"""The step-time model: T(n), the seconds of an engine step over n tokens, fitted online.
+"""The step-time model: T(n, C), the seconds of an engine step over n tokens that attend to C tokens, fitted online.
 
 Owns the fit; knows nothing of drafts. Invariants: T is positive, finite and non-decreasing in n; a model is
 never changed, `update_step_time` returns a new one. Called after every engine step (about 20 microseconds),
@@ -8,13 +8,17 @@ Observations are gathered at knots that double every second step. A knot keeps i
 stands at their mean token count with their lower median, so that a pause of the machine does not count. T is
 the monotone, piecewise linear curve through the visited knots; where knots were skipped, and beyond the ends,
 it takes the optimistic course, so that an unmeasured step gets tried once rather than never.
+
+T(n, C) = f(n) + c C, C the context of all the step's requests together. The slope c is learned from visits of the same
+knot at different contexts (the within-knot regression of a panel), f from times without c C. A rollout needs this: as
+it goes on the batch shrinks and the context with it, and knots last visited at a larger batch would look dear.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -42,21 +46,54 @@ _BOUNDARIES = tuple((low * high) ** 0.5 for low, high in pairwise(KNOTS))
 _NEIGHBOUR_WEIGHT = 1.0  # observations that the line through both neighbours counts for
 _SLOPE_SPAN = 4  # knots within this factor of the end decide the slope beyond it
 _KNEE_GAP = 1.4  # neighbours further apart than this factor leave room for a knee
+_CONTEXT_DECAY = 0.998  # per observation, of what is known about c
+_CONTEXT_PRIOR = 0.1  # weight of c = 0, in squares of the context: a few tokens more or less say nothing
+_LARGEST_SURPRISE = 0.3  # of a knot's time; a pause of the machine tells no more about c
+_SMALLEST_SHARE = 0.05  # of a measured time that f keeps
 
 _Point = tuple[float, float]  # tokens, seconds
+
+
+@dataclass(frozen=True, slots=True)
+class ContextSlope:
+    """What is known about c: decayed sums over visits of knots that were visited before."""
+
+    squares: float = 0.0
+    """Of the deviation of the context from the knot's."""
+    products: float = 0.0
+    """Of that deviation and the time's."""
+    largest: float = 0.0
+    """Largest context seen, decayed, tokens."""
+
+    @property
+    def seconds(self) -> float:
+        """c, seconds per token of context; 0 until contexts have differed by more than a little."""
+        weight = self.squares + _CONTEXT_PRIOR * self.largest**2
+        return max(self.products / weight, 0.0) if weight else 0.0
+
+    def after(self, context: float, deviation: float, surprise_s: float) -> ContextSlope:
+        """With one more visit, `deviation` tokens of context and `surprise_s` from its knot's other visits."""
+        return ContextSlope(
+            self.squares * _CONTEXT_DECAY + deviation**2,
+            self.products * _CONTEXT_DECAY + deviation * surprise_s,
+            max(self.largest * _CONTEXT_DECAY**0.5, context),
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class StepTimeModel:
     """What has been learned about T(n). Make one with `initial`, read it with `predict_s`."""
 
-    windows: Float64Array  # [num_knots, WINDOW, 2] latest observations (tokens, seconds), a ring
+    windows: Float64Array  # [num_knots, WINDOW, 3] latest observations (tokens, seconds, context), a ring
     counts: Int64Array  # [num_knots] observations put into the ring since it was last cut to its median
     last_seen: Int64Array  # [num_knots] value of num_observations at the last visit, -1 = never
-    points: Float64Array  # [num_knots, 2] mean tokens and lower median of the seconds of each window
+    points: (
+        Float64Array  # [num_knots, 3] mean tokens, lower median of the seconds, mean context of each window
+    )
+    context: ContextSlope
     num_observations: int
     curve_tokens: Float64Array  # [num_points] ascending
-    curve_s: Float64Array  # [num_points] non-decreasing
+    curve_s: Float64Array  # [num_points] non-decreasing; f, or T at the context of `at_context`
 
     @classmethod
     def initial(cls) -> StepTimeModel:
@@ -64,10 +101,11 @@ class StepTimeModel:
         num_knots = len(KNOTS)
         tokens = np.array([0.0, MAX_TOKENS])
         return cls(
-            windows=np.zeros((num_knots, WINDOW, 2)),
+            windows=np.zeros((num_knots, WINDOW, 3)),
             counts=np.zeros(num_knots, dtype=np.int64),
             last_seen=np.full(num_knots, -1, dtype=np.int64),
-            points=np.zeros((num_knots, 2)),
+            points=np.zeros((num_knots, 3)),
+            context=ContextSlope(),
             num_observations=0,
             curve_tokens=tokens,
             curve_s=PRIOR_BASE_S + PRIOR_PER_TOKEN_S * tokens,
@@ -79,17 +117,27 @@ def predict_s(model: StepTimeModel, num_tokens: ArrayLike) -> Float64Array:
     return np.asarray(np.interp(np.asarray(num_tokens), model.curve_tokens, model.curve_s))
 
 
+def at_context(model: StepTimeModel, num_context_tokens: int) -> StepTimeModel:
+    """The model of steps whose requests attend to so many tokens in all; to be read, not to be updated."""
+    shift = model.context.seconds * num_context_tokens
+    return replace(model, curve_s=model.curve_s + shift) if shift else model
+
+
 def update_step_time(model: StepTimeModel, observation: StepObservation) -> StepTimeModel:
     """The model after one more measured step; every token of the step counts, prefill tokens included.
 
     Keep one model for steps that only decode and another one for steps that contain prefill. Raises
     EngineError for a step without tokens or without a positive, finite time.
     """
-    return update_measured_time(model, observation.num_tokens, observation.step_s)
+    return update_measured_time(
+        model, observation.num_tokens, observation.step_s, observation.num_context_tokens
+    )
 
 
-def update_measured_time(model: StepTimeModel, num_tokens: int, seconds: float) -> StepTimeModel:
-    """`update_step_time` for a bare pair, as a drafter's forward pass over `num_tokens` rows gives it."""
+def update_measured_time(
+    model: StepTimeModel, num_tokens: int, seconds: float, num_context_tokens: int = 0
+) -> StepTimeModel:
+    """`update_step_time` for bare numbers, as a drafter's forward pass over `num_tokens` rows gives them."""
     if num_tokens < 1 or not 0.0 < seconds < float("inf"):
         raise EngineError(
             f"a measured step of {num_tokens} tokens in {seconds} s cannot be learned from: "
@@ -99,14 +147,28 @@ def update_measured_time(model: StepTimeModel, num_tokens: int, seconds: float) 
     windows, counts = model.windows.copy(), model.counts.copy()
     last_seen, points = model.last_seen.copy(), model.points.copy()
     now = model.num_observations + 1
+    context = _learn_context(model, knot, num_tokens, seconds, num_context_tokens)
     if counts[knot] > 1 and now - last_seen[knot] > STALE_STEPS:
         windows[knot, 0], counts[knot] = points[knot], 1
-    windows[knot, counts[knot] % WINDOW] = num_tokens, seconds
+    windows[knot, counts[knot] % WINDOW] = num_tokens, seconds, num_context_tokens
     counts[knot] += 1
     last_seen[knot] = now
-    points[knot] = _centre(model, windows[knot, : counts[knot]])
-    curve_tokens, curve_s = _fit_curve(points, counts, last_seen, now)
-    return StepTimeModel(windows, counts, last_seen, points, now, curve_tokens, curve_s)
+    points[knot] = _centre(model, windows[knot, : counts[knot]], context.seconds)
+    curve_tokens, curve_s = _fit_curve(points, counts, last_seen, now, context.seconds)
+    return StepTimeModel(windows, counts, last_seen, points, context, now, curve_tokens, curve_s)
+
+
+def _learn_context(
+    model: StepTimeModel, knot: int, num_tokens: int, seconds: float, num_context_tokens: int
+) -> ContextSlope:
+    """What a visit says about c beside the knot's earlier ones, whose difference in tokens the curve explains."""
+    if not model.counts[knot]:
+        return model.context.after(num_context_tokens, 0.0, 0.0)
+    tokens, usual_s, usual_context = model.points[knot].tolist()
+    there, here = predict_s(model, [tokens, num_tokens]).tolist()
+    limit = _LARGEST_SURPRISE * usual_s
+    surprise_s = min(max(seconds - usual_s - (here - there), -limit), limit)
+    return model.context.after(num_context_tokens, num_context_tokens - usual_context, surprise_s)
 
 
 def nearest_knot(num_tokens: int) -> int:
@@ -141,24 +203,30 @@ def _line(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
     return mean_y - slope * mean_x, slope
 
 
-def _centre(model: StepTimeModel, window: Float64Array) -> tuple[float, float]:
-    """Mean tokens, and the lower median of the seconds moved there in proportion to the present curve."""
-    tokens, seconds = window.T.tolist()
-    mean = sum(tokens) / len(tokens)
+def _centre(model: StepTimeModel, window: Float64Array, context_s: float) -> tuple[float, float, float]:
+    """Mean tokens, lower median of the seconds, mean context.
+
+    The seconds are moved to the mean context by c, and to the mean tokens in proportion to the present curve.
+    """
+    tokens, seconds, contexts = window.T.tolist()
+    mean, context = sum(tokens) / len(tokens), sum(contexts) / len(contexts)
+    moved = [time - context_s * (c - context) for time, c in zip(seconds, contexts, strict=True)]
     if min(tokens) < max(tokens):
-        curve = np.interp([mean, *tokens], model.curve_tokens, model.curve_s).tolist()
-        seconds = [time * curve[0] / there for time, there in zip(seconds, curve[1:], strict=True)]
-    return mean, sorted(seconds)[(len(seconds) - 1) // 2]
+        curve = (predict_s(model, [mean, *tokens]) + context_s * context).tolist()
+        moved = [time * curve[0] / there for time, there in zip(moved, curve[1:], strict=True)]
+    return mean, max(sorted(moved)[(len(moved) - 1) // 2], _SMALLEST_SHARE * min(seconds)), context
 
 
 def _fit_curve(
-    points: Float64Array, counts: Int64Array, last_seen: Int64Array, now: int
+    points: Float64Array, counts: Int64Array, last_seen: Int64Array, now: int, context_s: float
 ) -> tuple[Float64Array, Float64Array]:
-    """Curve points: 0, every visited knot (smoothed, then monotone), knees between them, MAX_TOKENS."""
+    """Curve points of f: 0, every visited knot (smoothed, then monotone), knees between them, MAX_TOKENS."""
     visited = np.flatnonzero(counts)
     fresh = now - last_seen[visited] <= STALE_STEPS
     weights = np.where(fresh, np.minimum(counts[visited], WINDOW), 1).tolist()
-    tokens, seconds = points[visited].T.tolist()
+    tokens, measured_s, contexts = points[visited].T
+    seconds = np.maximum(measured_s - context_s * contexts, _SMALLEST_SHARE * measured_s).tolist()
+    tokens = tokens.tolist()
     seconds = _monotone(_smoothed(tokens, seconds, weights), weights)
     below = _end_slope(tokens, seconds, tokens[0])
     above = _end_slope(tokens[::-1], seconds[::-1], tokens[-1])
