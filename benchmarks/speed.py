@@ -14,9 +14,9 @@ tokens are those of the next ones: `equal` says so); paceline_suffix; paceline (
 `ratio` is the time that plain vLLM takes for responses of the same lengths, over the own time. Systems with other
 random numbers have other responses, and a rollout takes as long as its longest one: tokens per second of different
 samples say little. Plain vLLM's time is summed from its step times, which are affine in the requests and the context
-of a step and fitted to its own runs of the case. `tail_ratio` is the same for the time from 90 %
-finished to the end. `ceiling` is the ratio that Paceline would reach in the same number of steps if drafting took no
-time and no rejected token were verified, by its own step-time model.
+of a step and fitted to its own runs of the case. `tail_ratio` is the same for the time from 90 % finished to the end,
+summed over the repetitions, as some have hardly a tail. `ceiling` is the ratio that Paceline would reach in the same
+number of steps if drafting took no time and no rejected token were verified, by its own step-time model.
 """
 
 from __future__ import annotations
@@ -54,8 +54,6 @@ COLUMNS = (
     "equal",
 )
 TAIL_SHARE = 0.9
-TAIL_TOKENS = 32
-"""A tail is compared if plain decoding ends at least so many tokens after TAIL_SHARE of the responses have."""
 
 
 def correct_vllm_sampling() -> None:
@@ -331,8 +329,8 @@ class PlainTime:
         rest_s = [run["wall_s"] - self.seconds(run)[0] for run in runs]
         self._prefill_s = max(sum(rest_s) / len(runs), 0.0)
 
-    def seconds(self, run: dict[str, Any]) -> tuple[float, float | None]:
-        """(all, from the end of TAIL_SHARE of the responses to the end of the last); no tail to speak of: None."""
+    def seconds(self, run: dict[str, Any]) -> tuple[float, float]:
+        """(all, from the end of TAIL_SHARE of the responses to the end of the last)."""
         import numpy as np
 
         lengths = np.array([len(ids) for ids in run["ids"]])
@@ -342,8 +340,7 @@ class PlainTime:
         context = (running * (prompts[:, None] + at)).sum(axis=0)
         steps_s = _features(running.sum(axis=0), context) @ self._weights
         tail_from = np.sort(lengths)[int(TAIL_SHARE * (len(lengths) - 1))]
-        tail_s = float(steps_s[tail_from - 1 :].sum()) if len(at) - tail_from >= TAIL_TOKENS else None
-        return self._prefill_s + float(steps_s.sum()), tail_s
+        return self._prefill_s + float(steps_s.sum()), float(steps_s[tail_from - 1 :].sum())
 
 
 def _features(requests: Any, context: Any) -> Any:
@@ -366,8 +363,7 @@ def summarise(
     for runs in repetitions:
         wall_s, tail_s, tokens = (sum(run[key] for run in runs) for key in ("wall_s", "tail_s", "tokens"))
         times = [plain.seconds(run) for run in runs]
-        plain_s = sum(time_s for time_s, _ in times)
-        plain_tail_s = times[0][1] if len(runs) == 1 else None
+        plain_s, plain_tail_s = (sum(column) for column in zip(*times, strict=True))
         measured.append(
             {
                 "wall_s": wall_s,
@@ -377,7 +373,7 @@ def summarise(
                 "acceptance_length": tokens / sum(run["tokens"] / run["acceptance_length"] for run in runs),
                 "plain_s": plain_s,
                 "ratio": plain_s / wall_s,
-                "tail_ratio": plain_tail_s / tail_s if plain_tail_s else None,
+                "plain_tail_s": plain_tail_s,
                 "ceiling": plain_s / (wall_s - sum(run["avoidable_s"] for run in runs)),
                 "lengths": [len(ids) for run in runs for ids in run["ids"]],
             }
@@ -385,8 +381,8 @@ def summarise(
     row: dict[str, Any] = {"case": case, "system": name}
     for key in ("wall_s", "tokens_per_s", "tail_s", "acceptance_length", "ratio"):
         row[key] = median([one[key] for one in measured])
-    tails = [one["tail_ratio"] for one in measured if one["tail_ratio"]]
-    row["tail_ratio"] = median(tails) if tails else None
+    tail_s = sum(one["tail_s"] for one in measured)
+    row["tail_ratio"] = sum(one["plain_tail_s"] for one in measured) / tail_s if tail_s else None
     row["ratio_range"] = [min(one["ratio"] for one in measured), max(one["ratio"] for one in measured)]
     if name in ("paceline", "paceline_suffix"):
         row["ceiling"] = median([one["ceiling"] for one in measured])

@@ -17,6 +17,8 @@ from rich.text import Text
 import paceline
 from paceline.commands.bench import bench
 from paceline.commands.doctor import doctor
+from paceline.commands.plan import ladder, plan
+from paceline.commands.profile import profile
 from paceline.commands.report import report
 from paceline.commands.rollout import rollout
 from paceline.commands.train import train
@@ -42,6 +44,9 @@ app.command()(train)
 app.command()(rollout)
 app.command()(bench)
 app.command()(report)
+app.command()(profile)
+app.command()(ladder)
+app.command()(plan)
 app.command()(doctor)
 
 

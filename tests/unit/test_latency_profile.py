@@ -8,7 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.errors import ConfigError
-from paceline.planning.latency_profile import AffineLatency, PiecewiseLatency, fit_affine, fit_piecewise
+from paceline.planning.latency_profile import (
+    AffineLatency,
+    PiecewiseLatency,
+    fit_affine,
+    fit_piecewise,
+    fit_step,
+)
 
 TOKENS = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
 
@@ -120,3 +126,27 @@ def test_more_segments_than_points_are_refused() -> None:
         fit_piecewise([1, 2, 3], [1.0, 2.0, 3.0], num_segments=3)
     with pytest.raises(ConfigError, match="0 segments"):
         fit_piecewise([1, 2, 3], [1.0, 2.0, 3.0], num_segments=0)
+
+
+def test_context_and_tokens_are_told_apart() -> None:
+    shapes = [(b, q, c) for b in (1, 4, 16, 64) for q in (1, 2, 4, 8) for c in (128, 512, 2048)]
+    tokens = np.array([b * q for b, q, _ in shapes], dtype=float)
+    context = np.array([b * c for b, _, c in shapes], dtype=float)
+    seconds = np.array([knee_s(n) for n in tokens]) + 3e-7 * context
+    fit = fit_step(tokens, context, seconds)
+    assert fit.model.context_s == pytest.approx(3e-7, rel=0.1)
+    assert fit.largest_relative_error < 0.1
+    moved = fit.model.at_context(10_000).seconds(16) - fit.model.at_context(0).seconds(16)
+    assert float(moved) == pytest.approx(1e4 * fit.model.context_s)
+
+
+def test_without_context_a_step_is_a_curve_of_tokens() -> None:
+    tokens = np.array([1.0, 2.0, 4.0, 8.0])
+    fit = fit_step(tokens, np.zeros(4), 0.01 + 0.001 * tokens)
+    assert fit.model.context_s == 0.0
+    assert fit.largest_relative_error < 1e-6
+
+
+def test_contexts_of_another_shape_are_refused() -> None:
+    with pytest.raises(ConfigError, match="as many contexts as tokens"):
+        fit_step([1.0, 2.0], [1.0], [0.1, 0.2])

@@ -53,7 +53,22 @@ class PiecewiseLatency:
 
 LatencyModel = AffineLatency | PiecewiseLatency
 
-_Model = TypeVar("_Model", AffineLatency, PiecewiseLatency)
+
+@dataclass(frozen=True, slots=True)
+class StepLatency:
+    """by_tokens + context_s x context: a step's attention reads the context of all its requests."""
+
+    by_tokens: PiecewiseLatency
+    context_s: float
+    """Seconds per token of context, non-negative."""
+
+    def at_context(self, num_context_tokens: float) -> PiecewiseLatency:
+        """The model of steps whose requests have so many tokens in all."""
+        shift = self.context_s * num_context_tokens
+        return PiecewiseLatency(self.by_tokens.knot_tokens, self.by_tokens.knot_s + shift)
+
+
+_Model = TypeVar("_Model", AffineLatency, PiecewiseLatency, StepLatency)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +89,8 @@ def fit_affine(tokens: ArrayLike, seconds: ArrayLike) -> LatencyFit[AffineLatenc
     """
     x, y = _checked_points(tokens, seconds, num_distinct=2)
     base, slope = _nonnegative_least_squares(np.stack([np.ones_like(x), x], axis=1), y).tolist()
-    return _assessed(AffineLatency(base, slope), x, y)
+    model = AffineLatency(base, slope)
+    return _assessed(model, model.seconds(x), y)
 
 
 def fit_piecewise(
@@ -85,16 +101,48 @@ def fit_piecewise(
     The knots split the distinct token counts evenly, so that a profile is finest where it was taken finest. Raises
     ConfigError for fewer than num_segments + 1 distinct token counts, or a time that is not positive.
     """
+    x, y = _checked_points(tokens, seconds, num_distinct=num_segments + 1)
+    knots, ramps = _ramps(x, num_segments)
+    rises = _nonnegative_least_squares(ramps, y)
+    model = PiecewiseLatency(knots, np.cumsum(rises))
+    return _assessed(model, model.seconds(x), y)
+
+
+def fit_step(
+    tokens: ArrayLike, context: ArrayLike, seconds: ArrayLike, num_segments: int = 8
+) -> LatencyFit[StepLatency]:
+    """Least squares of the relative error through steps [num_points] at several contexts.
+
+    Relative, as a profile runs from a few milliseconds to seconds and a planner asks for ratios. The segments are cut
+    to what the distinct token counts allow. Raises ConfigError as `fit_affine`, or for contexts of another shape.
+    """
+    x, y = _checked_points(tokens, seconds, num_distinct=2)
+    c = np.asarray(context, dtype=np.float64)
+    if c.shape != x.shape:
+        raise ConfigError(
+            f"profile points need as many contexts as tokens: got shapes {c.shape} and {x.shape}"
+        )
+    knots, ramps = _ramps(x, min(num_segments, len(np.unique(x)) - 1))
+    columns = np.concatenate([ramps, c[:, None]], axis=1) if c.any() else ramps
+    rises = _nonnegative_least_squares(columns / y[:, None], np.ones_like(y))
+    width = ramps.shape[1]
+    curve = PiecewiseLatency(knots, np.cumsum(rises[:width]))
+    model = StepLatency(curve, float(rises[width]) if c.any() else 0.0)
+    return _assessed(model, curve.seconds(x) + model.context_s * c, y)
+
+
+def _ramps(x: Float64Array, num_segments: int) -> tuple[Float64Array, Float64Array]:
+    """Knots [num_segments + 1], evenly over the distinct counts, and the columns whose sum is a rising curve.
+
+    [num_points, num_segments + 1]
+    """
     if num_segments < 1:
         raise ConfigError(f"{num_segments} segments make no curve: ask for at least 1")
-    x, y = _checked_points(tokens, seconds, num_distinct=num_segments + 1)
     distinct = np.unique(x)
     inner = np.linspace(0, len(distinct) - 1, num_segments + 1)[1:]
     knots = np.array([0.0, *distinct[np.round(inner).astype(np.int64)]])
-    width = np.diff(knots)
-    ramps = np.clip((x[:, None] - knots[:-1]) / width, 0.0, 1.0)  # [num_points, num_segments]
-    rises = _nonnegative_least_squares(np.concatenate([np.ones((len(x), 1)), ramps], axis=1), y)
-    return _assessed(PiecewiseLatency(knots, np.cumsum(rises)), x, y)
+    ramps = np.clip((x[:, None] - knots[:-1]) / np.diff(knots), 0.0, 1.0)
+    return knots, np.concatenate([np.ones((len(x), 1)), ramps], axis=1)
 
 
 def _checked_points(
@@ -148,8 +196,8 @@ def _feasible_solution(
         free = free & (np.arange(len(free)) != blocked[shares.argmin()])
 
 
-def _assessed(model: _Model, x: Float64Array, y: Float64Array) -> LatencyFit[_Model]:
-    residual = model.seconds(x) - y
+def _assessed(model: _Model, predicted: Float64Array, y: Float64Array) -> LatencyFit[_Model]:
+    residual = predicted - y
     unexplained, total = float((residual**2).sum()), float(((y - y.mean()) ** 2).sum())
     r_squared = 1.0 - unexplained / total if total > 0 else float(np.allclose(residual, 0.0))
     return LatencyFit(model, r_squared, float((np.abs(residual) / y).max()))

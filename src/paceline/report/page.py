@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
-import os
 import time
 from collections.abc import Iterator, Mapping
 from html import escape
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
-from paceline.errors import RecordError
 from paceline.record import Failure, Note
 from paceline.report.figures import (
     FIGURES,
@@ -30,11 +24,11 @@ from paceline.report.figures import (
 )
 from paceline.report.headline import headline, missing, verdict
 from paceline.report.history import MAX_MESSAGES, RunHistory, StepRow, read_history
+from paceline.report.shell import canvas, document, embed, facts_table, write_page
 
 FILE_NAME = "report.html"
 MAX_ROWS = 400
 ROOMY = ' class="roomy"'
-HERE = Path(__file__).parent
 
 SECTIONS = {
     "reward": "Reward",
@@ -69,15 +63,7 @@ def build_report(run_dir: Path) -> Path:
     """
     page = render(read_history(run_dir))
     path = Path(run_dir) / FILE_NAME
-    draft = path.with_suffix(".html.part")
-    try:
-        draft.write_text(page, encoding="utf-8")
-        os.replace(draft, path)
-    except OSError as error:
-        draft.unlink(missing_ok=True)
-        raise RecordError(
-            f"cannot write {path}: {error.strerror}; free some space or make it writable"
-        ) from error
+    write_page(path, page)
     return path
 
 
@@ -99,40 +85,7 @@ def render(history: RunHistory) -> str:
         _messages(history),
         _settings(history),
     ]
-    return _document(_title(history), "\n".join(body), _embed(data))
-
-
-def _document(title: str, body: str, data: str) -> str:
-    style = (HERE / "style.css").read_text(encoding="utf-8")
-    script = (HERE / "charts.js").read_text(encoding="utf-8")
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; img-src data:"
-    return f"""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="{policy}">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<title>{escape(title)}</title>
-<link rel="icon" href="data:,">
-<style>{style}</style>
-</head>
-<body>
-<main>
-{body}
-</main>
-<script type="application/json" id="data">{data}</script>
-<script>{script}</script>
-</body>
-</html>
-"""
-
-
-def _embed(data: Mapping[str, Drawing]) -> str:
-    """JSON that cannot end its script element."""
-    text = msgspec.json.encode(data).decode()
-    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+    return document(_title(history), "\n".join(body), embed(data))
 
 
 def _title(history: RunHistory) -> str:
@@ -179,16 +132,11 @@ def _section(history: RunHistory, name: str, drawing: Drawing | str) -> str:
     if isinstance(drawing, str):
         content = f'<p class="none">{escape(drawing)}</p>'
     elif isinstance(drawing, Choice):
-        content = _slider(name, drawing) + _canvas(name) + '<p class="summary"></p>'
+        content = _slider(name, drawing) + canvas(name) + '<p class="summary"></p>'
     else:
-        content = _canvas(name) + f'<p class="summary">{escape(drawing.summary)}</p>'
+        content = canvas(name) + f'<p class="summary">{escape(drawing.summary)}</p>'
     extra = _strip(history) if name == "phases" else ""
     return f'<section class="figure{size}" id="{name}"><h2>{escape(title)}</h2>{extra}{content}</section>'
-
-
-def _canvas(name: str) -> str:
-    fallback = "<noscript>The figure needs JavaScript.</noscript>"
-    return f'<div class="chart" data-figure="{escape(name)}">{fallback}</div>'
 
 
 def _slider(name: str, choice: Choice) -> str:
@@ -228,7 +176,7 @@ def _metrics(names: list[str]) -> str:
     if not names:
         return ""
     cells = "".join(
-        f"<section><h3>{escape(name)}</h3>{_canvas(f'metric-{i}')}</section>" for i, name in enumerate(names)
+        f"<section><h3>{escape(name)}</h3>{canvas(f'metric-{i}')}</section>" for i, name in enumerate(names)
     )
     return f'<section class="wide"><h2>Trainer metrics</h2><div class="small">{cells}</div></section>'
 
@@ -299,19 +247,10 @@ def _settings(history: RunHistory) -> str:
         ("Versions", dict(sorted(history.versions.items()))),
         ("Machine", hardware),
     )
-    cells = "".join(f"<div><h3>{title}</h3>{_facts(facts)}</div>" for title, facts in tables)
+    cells = "".join(f"<div><h3>{title}</h3>{facts_table(facts)}</div>" for title, facts in tables)
     return (
         f'<section class="wide"><h2>Settings and versions</h2><div class="settings">{cells}</div></section>'
     )
-
-
-def _facts(facts: Mapping[str, Any]) -> str:
-    if not facts:
-        return '<p class="none">None recorded.</p>'
-    lines = "".join(
-        f'<tr><th scope="row">{escape(k)}</th><td>{escape(str(v))}</td></tr>' for k, v in facts.items()
-    )
-    return f'<table class="facts-table">{lines}</table>'
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -1,0 +1,229 @@
+"""`paceline profile`: what steps of the target and tokens of its drafters cost on this machine, in a file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from paceline.commands.checkpoint import Checkpoint, check_drafter, read_checkpoint
+from paceline.commands.launch import Launch, check_batch, hush, is_cpu_build
+from paceline.commands.lists import read_counts
+from paceline.commands.options import Dtype, KvCacheGib, ModelArgument
+from paceline.errors import ConfigError
+from paceline.planning.latency_profile import AffineLatency, LatencyFit, StepLatency, fit_affine, fit_step
+from paceline.record import describe_machine, describe_versions
+from paceline.record.profile import (
+    PROFILE_VERSION,
+    DrafterProfile,
+    Profile,
+    StepPoint,
+    read_profile,
+    write_profile,
+)
+
+if TYPE_CHECKING:
+    from paceline.engine.profiling import Shape
+
+
+def profile(
+    model: ModelArgument,
+    out: Annotated[
+        Path,
+        typer.Option(metavar="FILE", help="Where the profile goes; its picture goes beside it, as .html."),
+    ] = Path("profile.json"),
+    drafter: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="DIR", help="Folder of a small model to profile too; may be given several times."
+        ),
+    ] = None,
+    batches: Annotated[str, typer.Option(help="Requests per step.")] = "1,4,16,64",
+    tokens: Annotated[
+        str, typer.Option(help="Tokens per request and step: a draft and the token before it.")
+    ] = "1,2,4,8,16",
+    contexts: Annotated[str, typer.Option(help="Tokens of each request so far.")] = "128,512",
+    repetitions: Annotated[int, typer.Option(help="Passes through all of it.")] = 3,
+    tensor_parallel_size: Annotated[
+        int, typer.Option(help="GPUs that the engine runs on.", rich_help_panel="Engine")
+    ] = 1,
+    dtype: Dtype = "auto",
+    kv_cache_gib: KvCacheGib = 1.0,
+) -> None:
+    """Measure step times over batch, tokens per request and context, and each drafter's time.
+
+    `paceline ladder` and `paceline plan` read the file. Suffix trees are profiled always.
+
+    Example: paceline profile models/policy --drafter models/small --out policy.json
+    """
+    from paceline.engine.profiling import Shape, longest_response, profiling_settings
+
+    sizes, widths = read_counts("--batches", batches), read_counts("--tokens", tokens)
+    lengths = read_counts("--contexts", contexts)
+    if repetitions < 1:
+        raise ConfigError(f"--repetitions {repetitions}: must be at least 1")
+    if len(sizes) * len(widths) * len(lengths) < 2:
+        raise ConfigError("one shape alone fixes no step-time model: give several --batches or --tokens")
+    if tensor_parallel_size < 1 or (tensor_parallel_size > 1 and is_cpu_build()):
+        raise ConfigError(f"--tensor-parallel-size {tensor_parallel_size}: at least 1, and 1 on a CPU engine")
+    settings = profiling_settings(widths[-1])
+    checkpoint = read_checkpoint(model)
+    folders = _check_drafters(drafter or [], checkpoint)
+    length = lengths[-1] + longest_response(widths[-1])
+    if checkpoint.max_len is not None and length > checkpoint.max_len:
+        raise ConfigError(
+            f"contexts of {lengths[-1]} tokens and the drafts need {length} positions, {model} has "
+            f"{checkpoint.max_len}: lower --contexts"
+        )
+    kv_cache_bytes = check_batch(
+        checkpoint,
+        dtype=dtype,
+        max_model_len=sizes[-1] * length,
+        max_num_seqs=sizes[-1],
+        kv_cache_gib=kv_cache_gib,
+    )
+    write_check(out)
+    launch = Launch(model, settings, dtype, length, sizes[-1], kv_cache_bytes, not checkpoint.has_tokenizer)
+    shapes = [Shape(b, q, c) for b, c, q in product(sizes, lengths, widths)]
+    console = Console(stderr=True)
+    steps, used_dtype, threads = _measure_target(launch, tensor_parallel_size, shapes, repetitions, console)
+    drafters = _measure_drafters(folders, sizes, lengths[0], console)
+    made = Profile(
+        version=PROFILE_VERSION,
+        target=model.resolve().name,
+        dtype=used_dtype,
+        num_gpus=tensor_parallel_size,
+        threads=threads,
+        machine=describe_machine(),
+        versions=describe_versions(),
+        steps=steps,
+        drafters=drafters,
+    )
+    write_profile(made, out)
+    target, fits = fit_profile(made)
+    _show(made, target, fits)
+    from paceline.report.plan_page import build_profile_page
+
+    page = out.with_suffix(".html")
+    build_profile_page(page, made, target, fits)
+    typer.echo(f"profile: {out}\npicture: {page}")
+
+
+def fit_profile(made: Profile) -> tuple[LatencyFit[StepLatency], dict[str, LatencyFit[AffineLatency]]]:
+    """The models that a plan is made of: the target's, and each drafter's by name."""
+    target = fit_step(
+        [p.batch * p.tokens_per_request for p in made.steps],
+        [p.batch * p.context for p in made.steps],
+        [p.step_s for p in made.steps],
+    )
+    fits = {}
+    for one in made.drafters:
+        batches, seconds = [p.batch for p in one.points], [p.token_s for p in one.points]
+        if len(set(batches)) == 1:  # a level line through the one batch that is known
+            batches, seconds = [*batches, 2 * batches[0]], [*seconds, seconds[0]]
+        fits[one.name] = fit_affine(batches, seconds)
+    return target, fits
+
+
+def load_fits(path: Path) -> tuple[Profile, LatencyFit[StepLatency], dict[str, LatencyFit[AffineLatency]]]:
+    """A profile file and its models. Raises RecordError as `read_profile`, ConfigError for too few points."""
+    made = read_profile(path)
+    return made, *fit_profile(made)
+
+
+def write_check(out: Path) -> None:
+    """Raise ConfigError when the file could not be written in the end, before the long work."""
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with out.with_name(out.name + ".part").open("w"):
+            pass
+    except OSError as error:
+        raise ConfigError(f"cannot write {out}: {error.strerror}; choose another --out") from error
+    out.with_name(out.name + ".part").unlink()
+
+
+def _check_drafters(folders: Sequence[Path], target: Checkpoint) -> dict[str, Path]:
+    named: dict[str, Path] = {}
+    for folder in folders:
+        check_drafter(read_checkpoint(folder), target)
+        name = folder.resolve().name
+        if name in named:
+            raise ConfigError(
+                f"--drafter: two folders are named {name!r}; rename one, ladders tell them apart by name"
+            )
+        named[name] = folder
+    return named
+
+
+def _measure_target(
+    launch: Launch, num_gpus: int, shapes: Sequence[Shape], repetitions: int, console: Console
+) -> tuple[tuple[StepPoint, ...], str, int]:
+    import torch
+
+    from paceline.engine.profiling import measure_steps
+
+    own = {"tensor_parallel_size": num_gpus} if num_gpus > 1 else {}
+    with console.status("starting the engine") as status, hush(), launch.start(**own) as engine:
+        measured = measure_steps(
+            engine,
+            shapes,
+            repetitions,
+            lambda s: status.update(
+                f"batch {s.batch}, {s.tokens_per_request} tokens per request, context {s.context}"
+            ),
+        )
+        dtype = str(engine.vllm_engine.model_config.dtype).removeprefix("torch.")
+    return measured, dtype, torch.get_num_threads()
+
+
+def _measure_drafters(
+    folders: dict[str, Path], batches: Sequence[int], context: int, console: Console
+) -> tuple[DrafterProfile, ...]:
+    from paceline.drafting.profiling import measure_model, measure_suffix
+
+    found = [DrafterProfile("suffix", measure_suffix(batches, context))]
+    for name, folder in folders.items():
+        with console.status(f"drafter {name}"), hush():
+            found.append(DrafterProfile(name, measure_model(folder, batches, context, "auto")))
+    return tuple(found)
+
+
+def _show(made: Profile, target: LatencyFit[StepLatency], fits: dict[str, LatencyFit[AffineLatency]]) -> None:
+    table = Table(title=f"{made.target}, {made.dtype}: milliseconds of a step, measured (fitted)")
+    widths = sorted({p.tokens_per_request for p in made.steps})
+    table.add_column("batch", justify="right")
+    table.add_column("context", justify="right")
+    for width in widths:
+        table.add_column(f"{width} tok/req", justify="right")
+    by_shape = {(p.batch, p.context, p.tokens_per_request): p.step_s for p in made.steps}
+    for batch, context in sorted({(p.batch, p.context) for p in made.steps}):
+        model = target.model.at_context(batch * context)
+        cells = []
+        for width in widths:
+            step_s = by_shape.get((batch, context, width))
+            fitted_s = float(model.seconds(batch * width))
+            cells.append("" if step_s is None else f"{1e3 * step_s:.1f} ({1e3 * fitted_s:.1f})")
+        table.add_row(str(batch), str(context), *cells)
+    drafting = Table(title="drafting one token for each request: base + per request, microseconds")
+    for column in ("drafter", "base", "per request", "variance explained", "largest error"):
+        drafting.add_column(column, justify="left" if column == "drafter" else "right")
+    for name, fit in fits.items():
+        drafting.add_row(
+            name,
+            f"{1e6 * fit.model.base_s:.1f}",
+            f"{1e6 * fit.model.per_token_s:.2f}",
+            f"{100 * fit.r_squared:.1f} %",
+            f"{100 * fit.largest_relative_error:.0f} %",
+        )
+    console = Console()
+    console.print(table)
+    console.print(
+        f"fit of the step time: {100 * target.r_squared:.1f} % of the variance explained, largest error "
+        f"{100 * target.largest_relative_error:.0f} %; {1e6 * target.model.context_s:.2f} us per token of context"
+    )
+    console.print(drafting)

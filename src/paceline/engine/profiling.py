@@ -1,0 +1,153 @@
+"""Measures what engine steps of a given shape take, on whatever machine this is: the target's half of a profile.
+
+Every request of a step verifies the same number of random draft tokens, which the target rejects, so that the shape
+and the context stay as asked. The engine is the one that serves rollouts, with its scheduler, sampler and dice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import numpy as np
+
+from paceline.config import BudgetSettings, EngineSettings
+from paceline.engine.rollout import RolloutEngine
+from paceline.errors import ConfigError
+from paceline.record.profile import StepPoint
+from paceline.types import DraftBatch, DraftQuery, Float32Array, Int32Array, Int64Array, RolloutRequest
+
+STEPS = 4
+"""Steps of each shape that one pass measures."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What a step consists of."""
+
+    batch: int
+    tokens_per_request: int
+    context: int
+
+
+class RandomDrafts:
+    """Stands in for a drafter: as many random tokens as a request has room for."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._random = np.random.default_rng(0)
+
+    def open_group(self, group: int, prompt: Int32Array) -> None:
+        """Nothing to keep."""
+
+    def append(self, group: int, response: int, tokens: Int32Array) -> None:
+        """Nothing to keep."""
+
+    def append_batch(
+        self, groups: Int64Array, responses: Int64Array, offsets: Int32Array, tokens: Int32Array
+    ) -> None:
+        """Nothing to keep."""
+
+    def close_response(self, group: int, response: int) -> None:
+        """Nothing to keep."""
+
+    def clear(self) -> None:
+        """Nothing to keep."""
+
+    def draft(
+        self,
+        query: DraftQuery,
+        *,
+        sharpness: float,
+        sharpness_grid: Float32Array,
+        calibration: Float32Array,
+        floor: float,
+    ) -> DraftBatch:
+        """As `Drafter.draft`, whatever the sharpness; claims to be certain, so that nothing is cut."""
+        shape = len(query.groups), max(int(query.max_tokens.max(initial=0)), 1)
+        return DraftBatch(
+            tokens=self._random.integers(0, self._vocab_size, shape, dtype=np.int32),
+            num_tokens=query.max_tokens.astype(np.int32),
+            acceptance=np.ones(shape, np.float32),
+            cells=np.zeros(shape, np.int32),
+            probes=np.full((shape[0], len(sharpness_grid)), -1, np.int32),
+        )
+
+
+def profiling_settings(tokens_per_request: int) -> EngineSettings:
+    """Settings of an engine that can be profiled with up to so many tokens per request. Raises ConfigError."""
+    most = EngineSettings.model_fields["max_draft_tokens"].metadata
+    limit = next(rule.le for rule in most if hasattr(rule, "le"))
+    if not 1 <= tokens_per_request <= limit + 1:
+        raise ConfigError(
+            f"{tokens_per_request} tokens per request and step: profile 1 to {limit + 1} (a draft and the token before)"
+        )
+    return EngineSettings(max_draft_tokens=max(tokens_per_request - 1, 1))
+
+
+def longest_response(tokens_per_request: int) -> int:
+    """Response tokens that a measurement may add to a context: drafts are rejected, but for chance."""
+    return 2 * STEPS + 2 * tokens_per_request
+
+
+def measure_steps(
+    engine: RolloutEngine,
+    shapes: Sequence[Shape],
+    repetitions: int,
+    tell: Callable[[Shape], None] = lambda shape: None,
+) -> tuple[StepPoint, ...]:
+    """Median step time of each shape, over `repetitions` passes through all of them.
+
+    engine: started with `profiling_settings`. tell: called before each measurement. Passes alternate their direction,
+    so that a machine that slows down or speeds up favours no shape.
+    """
+    engine.scheduler.loop.drafter = RandomDrafts(engine.vocab_size)
+    random = np.random.default_rng(1)
+    longest = max(shape.context for shape in shapes)
+    prompts = random.integers(0, engine.vocab_size, (max(s.batch for s in shapes), longest)).tolist()
+    found: dict[Shape, list[float]] = {shape: [] for shape in shapes}
+    order = sorted(
+        shapes, key=lambda s: (-s.batch, -s.context, s.tokens_per_request)
+    )  # prompts are cached once
+    for turn in range(repetitions):
+        for shape in order if turn % 2 == 0 else order[::-1]:
+            tell(shape)
+            found[shape] += _measure(engine, shape, prompts)
+    return tuple(
+        StepPoint(s.batch, s.tokens_per_request, s.context, median(found[s]), len(found[s]))
+        for s in shapes
+        if found[s]
+    )
+
+
+def _measure(engine: RolloutEngine, shape: Shape, prompts: list[list[int]]) -> list[float]:
+    """Seconds of STEPS steps of this shape, after one that is not counted."""
+    num_drafts = shape.batch * (shape.tokens_per_request - 1)
+    policy = (
+        {"policy": "fixed", "fixed_tokens": shape.tokens_per_request - 1} if num_drafts else {"policy": "off"}
+    )
+    engine.scheduler.loop.use_budget(BudgetSettings.model_validate(policy))
+    engine.take_observations()
+    seconds: list[float] = []
+    for _ in _steps(engine, shape, prompts):
+        seconds += [
+            step.step_s
+            for step in engine.take_observations()
+            if (step.num_requests, step.num_draft_tokens, step.num_prefill_tokens)
+            == (shape.batch, num_drafts, 0)
+        ]
+        if len(seconds) > STEPS:
+            break
+    return seconds[1 : STEPS + 1]
+
+
+def _steps(engine: RolloutEngine, shape: Shape, prompts: list[list[int]]) -> Iterator[object]:
+    from vllm import SamplingParams
+
+    most = longest_response(shape.tokens_per_request)
+    requests = [
+        RolloutRequest(tuple(prompt[: shape.context]), most, key=number)
+        for number, prompt in enumerate(prompts[: shape.batch])
+    ]
+    return engine.stream(requests, SamplingParams(temperature=1.0, ignore_eos=True))

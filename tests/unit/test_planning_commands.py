@@ -1,0 +1,177 @@
+"""`profile`, `ladder` and `plan` without an engine: the file, the choices, the pages, bad input."""
+
+from __future__ import annotations
+
+import json
+import sys
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from paceline import cli
+from paceline.commands.lists import read_counts, read_rates
+from paceline.commands.profile import fit_profile
+from paceline.errors import ConfigError, RecordError
+from paceline.record import describe_machine
+from paceline.record.profile import (
+    PROFILE_VERSION,
+    DrafterProfile,
+    DraftPoint,
+    Profile,
+    StepPoint,
+    read_profile,
+    write_profile,
+)
+
+
+def step_s(tokens: int, context: int) -> float:
+    return 0.012 + 0.0006 * max(0, tokens - 32) + 1e-6 * context
+
+
+def make_profile(num_gpus: int = 1) -> Profile:
+    shapes = product((1, 4, 16, 64), (128, 512), (1, 2, 4, 8))
+    return Profile(
+        version=PROFILE_VERSION,
+        target="policy",
+        dtype="bfloat16",
+        num_gpus=num_gpus,
+        threads=2,
+        machine=describe_machine(),
+        versions={"vllm": "0.32"},
+        steps=tuple(StepPoint(b, q, c, step_s(b * q, b * c) / num_gpus**0.5, 8) for b, c, q in shapes),
+        drafters=(
+            DrafterProfile("suffix", tuple(DraftPoint(b, 1e-6 * b) for b in (1, 4, 16))),
+            DrafterProfile("small", tuple(DraftPoint(b, 3e-4 + 2e-5 * b) for b in (1, 4, 16))),
+        ),
+    )
+
+
+@pytest.fixture
+def profile_file(tmp_path: Path) -> Path:
+    path = tmp_path / "profile.json"
+    write_profile(make_profile(), path)
+    return path
+
+
+def run(*arguments: object) -> int:
+    old, sys.argv = sys.argv, ["paceline", *map(str, arguments)]
+    try:
+        cli.main()
+    except SystemExit as end:
+        return int(end.code or 0)
+    finally:
+        sys.argv = old
+    return 0
+
+
+def test_a_profile_comes_back_as_written(profile_file: Path) -> None:
+    assert read_profile(profile_file) == make_profile()
+
+
+def test_another_version_is_refused(profile_file: Path) -> None:
+    data = json.loads(profile_file.read_text())
+    profile_file.write_text(json.dumps({**data, "version": 99}))
+    with pytest.raises(RecordError, match="version 99"):
+        read_profile(profile_file)
+
+
+@pytest.mark.parametrize("text", ["", "{", '{"version": 1}', "[]"])
+def test_what_is_no_profile_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "x.json"
+    path.write_text(text)
+    with pytest.raises(RecordError, match="is not a profile"):
+        read_profile(path)
+
+
+def test_a_missing_profile_says_how_to_make_one(tmp_path: Path) -> None:
+    with pytest.raises(RecordError, match="paceline profile"):
+        read_profile(tmp_path / "none.json")
+
+
+def test_a_profile_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RecordError, match="cannot write"):
+        write_profile(make_profile(), tmp_path / "file" / "profile.json")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_the_fit_meets_the_profile() -> None:
+    target, drafters = fit_profile(make_profile())
+    assert target.r_squared > 0.98
+    assert target.model.context_s == pytest.approx(1e-6, rel=0.25)
+    assert drafters["small"].model.base_s == pytest.approx(3e-4)
+
+
+def test_a_drafter_of_one_batch_is_level() -> None:
+    made = make_profile()
+    alone = DrafterProfile("alone", (DraftPoint(4, 0.001),))
+    _, fits = fit_profile(Profile(**{**{f: getattr(made, f) for f in made.__struct_fields__}, "drafters": (alone,)}))
+    assert fits["alone"].model.seconds([1, 64]).tolist() == pytest.approx([0.001, 0.001])
+
+
+def test_the_ladder_ranks_and_draws(
+    profile_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "ladder.html"
+    code = run("ladder", profile_file, "--acceptance", "0.5", "--acceptance", "small=0.9", "--batch", 4, "--html", page)
+    assert code == 0
+    said = capsys.readouterr().out
+    assert "begin with: small" in said
+    assert "https://" not in page.read_text()
+    assert "small" in page.read_text()
+
+
+def test_a_hopeless_drafter_drafts_nothing(profile_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("ladder", profile_file, "--acceptance", "0.02", "--batch", 64) == 0
+    assert "begin with: no drafts" in capsys.readouterr().out
+
+
+def test_the_plan_shows_what_it_beat(profile_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("plan", profile_file, "--acceptance", "0.8", "--devices", 8, "--requests", 64) == 0
+    said = capsys.readouterr().out
+    for label in ("plain", "coupled", "decoupled"):
+        assert label in said
+
+
+def test_a_single_device_has_no_decoupled_plan(
+    profile_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("plan", profile_file, "--acceptance", "0.8", "--devices", 1, "--requests", 8) == 0
+    told = capsys.readouterr()
+    assert "only coupled plans" in told.err
+    assert "decoupled" not in told.out
+
+
+def test_engines_of_two_sizes_are_weighed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = []
+    for size in (1, 2):
+        files.append(tmp_path / f"{size}.json")
+        write_profile(make_profile(size), files[-1])
+    assert run("plan", *files, "--acceptance", "0.8", "--devices", 8, "--requests", 64, "--drafter", "small") == 0
+    assert "drafter small" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--acceptance", "1.5"], "give a rate from 0 to 1"),
+        (["--acceptance", "big=0.5"], "there is no drafter 'big'"),
+        (["--acceptance", "small=0.5"], "no acceptance rate of drafter 'suffix'"),
+        (["--acceptance", "0.5", "--devices", "0"], "--devices 0"),
+        (["--acceptance", "0.5", "--drafter", "big"], "--drafter 'big'"),
+    ],
+)
+def test_bad_plans_are_refused(
+    profile_file: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    assert run("plan", profile_file, *arguments) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_lists_are_read_and_refused() -> None:
+    assert read_counts("--batches", "16, 4,4,1") == (1, 4, 16)
+    for text in ("", "a", "0,1", "1.5"):
+        with pytest.raises(ConfigError, match="--batches"):
+            read_counts("--batches", text)
+    assert read_rates("--acceptance", ["0.5", "b=0.7"], ["a", "b"]) == {"a": 0.5, "b": 0.7}
