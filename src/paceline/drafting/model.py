@@ -15,21 +15,19 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import torch
-from transformers import AttentionInterface, AutoModelForCausalLM
 
 from paceline import dice
+from paceline.drafting.checkpoint import check_names, check_settings, load_model
 from paceline.drafting.lean_decoder import LeanDecoder, lean_decoder
 from paceline.drafting.model_cache import (
-    ATTENTION_NAME,
     PADDED_QUERY,
     PackedStep,
     RowBook,
     RowCache,
-    attend_rows,
     common_prefix,
 )
 from paceline.drafting.proposal import (
@@ -94,11 +92,11 @@ class ModelDrafter:
         vocab_size: int | None = None,
         noise_sampler: NoiseSampler = sample_on_host,
     ) -> None:
-        _check_settings(max_model_len, max_requests, dtype)
+        check_settings(max_model_len, max_requests, dtype)
         self.checkpoint = Path(checkpoint)
         self._device = torch.device(device)
         self._sample = noise_sampler
-        self._model = _load_model(self.checkpoint, dtype, self._device)
+        self._model = load_model(self.checkpoint, dtype, self._device)
         config = self._model.config.get_text_config()
         self._check_vocabulary(config.vocab_size, vocab_size)
         self._num_context_ids: int = vocab_size or config.vocab_size
@@ -163,7 +161,7 @@ class ModelDrafter:
         """
         own = dict(self._model.named_parameters(remove_duplicate=False))
         fresh = dict(named_tensors)
-        _check_names(own, fresh)
+        check_names(own, fresh)
         with torch.inference_mode():
             for name, tensor in fresh.items():
                 own[name].copy_(tensor)
@@ -382,15 +380,6 @@ def _split_by_prefix(indices: list[int], contexts: list[Int32Array]) -> tuple[li
     return leaders, followers
 
 
-def _check_settings(max_model_len: int, max_requests: int, dtype: str) -> None:
-    for name, value in (("max_model_len", max_model_len), ("max_requests", max_requests)):
-        if value < 1:
-            raise ConfigError(f"drafter {name} is {value}, must be at least 1")
-    known = ("auto", "float32", "bfloat16", "float16")
-    if dtype not in known:
-        raise ConfigError(f"drafter dtype is {dtype!r}: choose one of {', '.join(known)}")
-
-
 def _check_draft(sharpness: float, calibration: Float32Array) -> None:
     if not sharpness > 0:
         raise ConfigError(f"sharpness is {sharpness}, must be above 0 (1 = coupled, inf = greedy)")
@@ -399,50 +388,3 @@ def _check_draft(sharpness: float, calibration: Float32Array) -> None:
             f"the calibration table has shape {calibration.shape}, the model drafter's has ({NUM_CELLS},): "
             "start it from prior_calibration()"
         )
-
-
-def _check_names(own: dict[str, torch.Tensor], fresh: dict[str, torch.Tensor]) -> None:
-    for name, tensor in fresh.items():
-        if name not in own:
-            raise CheckpointError(f"the drafter has no weight {name!r}: send the names of its own checkpoint")
-        if own[name].shape != tensor.shape:
-            raise CheckpointError(
-                f"weight {name!r} has shape {tuple(tensor.shape)}, the drafter's has "
-                f"{tuple(own[name].shape)}: send weights of the same architecture"
-            )
-    covered = {id(own[name]) for name in fresh}
-    missing = [name for name, tensor in own.items() if id(tensor) not in covered]
-    if missing:
-        raise CheckpointError(
-            f"{len(missing)} drafter weights were not sent, first {missing[0]!r}: send the complete set"
-        )
-
-
-def _load_model(path: Path, dtype: str, device: torch.device) -> Any:
-    """The checkpoint with row attention, in evaluation mode."""
-    if not (path / "config.json").is_file():
-        raise CheckpointError(
-            f"{path}: no drafter checkpoint there (config.json is missing): give the folder of a local "
-            "Hugging Face causal LM"
-        )
-    AttentionInterface.register(ATTENTION_NAME, attend_rows)
-    try:
-        model, report = AutoModelForCausalLM.from_pretrained(
-            path,
-            dtype=dtype,
-            local_files_only=True,
-            attn_implementation=ATTENTION_NAME,
-            output_loading_info=True,
-        )
-    except Exception as error:
-        raise CheckpointError(
-            f"{path}: the drafter checkpoint cannot be loaded ({error}): save it again with save_pretrained, "
-            "or choose a full-attention decoder such as Llama, Qwen2 or Qwen3"
-        ) from error
-    missing = sorted(report["missing_keys"])
-    if missing:
-        raise CheckpointError(
-            f"{path}: {len(missing)} weights are missing from the drafter checkpoint, first {missing[0]!r}: "
-            "save it again with save_pretrained"
-        )
-    return model.eval().requires_grad_(False).to(device)

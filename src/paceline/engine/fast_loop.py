@@ -21,35 +21,22 @@ from numpy.typing import NDArray
 
 from paceline.config import BudgetSettings, EngineSettings
 from paceline.drafting.drafter import Drafter, PathDrafter
+from paceline.engine.alternatives import AlternativePaths, Alternatives, StepDrafts, outcomes_of
 from paceline.engine.learned import Learned
 from paceline.engine.model_steering import ModelSteering
 from paceline.errors import RequestError
-from paceline.planning import acceptance, budget, candidates, paths, sharpness
+from paceline.planning import budget, candidates, sharpness
 from paceline.types import (
     DraftBatch,
     DraftOrder,
     DraftQuery,
     Float32Array,
     Int32Array,
-    Int64Array,
     ModelDrafts,
     StepObservation,
 )
 
 GRID = np.asarray(sharpness.SHARPNESS_GRID, dtype=np.float32)
-
-
-@dataclass(frozen=True, slots=True)
-class Alternatives:
-    """Draft paths beyond one per request, in the order in which they were chosen."""
-
-    owners: Int64Array  # [num_alternatives] row of the request in the query
-    tokens: Int32Array  # [num_alternatives, max_draft_tokens]
-    lengths: Int32Array  # [num_alternatives] draft tokens to verify
-    covered: Int32Array  # [num_alternatives] first tokens that an earlier path of the request verifies too
-    cells: Int32Array  # [num_alternatives, max_draft_tokens] calibration cells, of the model-free drafter
-    expected_accepted: float
-    """What they promise beyond the drafts, by the path probabilities alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +76,7 @@ class FastLoop:
         self._batch_size = 0
         self._num_drafted = 0
         self._expected = 0.0
-        self._path_trust = paths.PathTrust()
+        self._paths = AlternativePaths(settings)
         self.drafting = True
         self._resting: Drafter | None = None
 
@@ -179,16 +166,17 @@ class FastLoop:
         if model is not None and num_other_tokens == 0:
             self._judge_model(free)
         alternatives = None
-        if max_alternatives and paths.may_pay(
-            batch.path_probability,
-            lengths,
-            num_other_tokens,
-            self._expected,
-            self._now,
-            self._settings.budget,
-        ):
-            most = np.where(from_model, self._settings.num_paths - 1, self._settings.num_paths)
-            alternatives = self._choose_paths(query, batch, lengths, most, num_other_tokens, max_alternatives)
+        if max_alternatives and isinstance(self.drafter, PathDrafter):
+            alternatives = self._paths.choose(
+                StepDrafts(query, batch, from_model, lengths, num_other_tokens, self._expected),
+                self.drafter,
+                self.free,
+                self._now,
+                self._settings.budget,
+                max_alternatives,
+            )
+        if alternatives is not None:
+            self._expected += alternatives.expected_accepted * self._paths.worth
         return Proposal(batch, from_model, lengths, (free, model), alternatives)
 
     def _snapshot(self, batch: DraftBatch, num_other_tokens: int) -> budget.BudgetSnapshot:
@@ -214,58 +202,6 @@ class FastLoop:
             self._now.decode_time,
             with_drafts=(self._num_drafted, trust * self._expected),
             without=(num_drafted, trust * expected),
-        )
-
-    def _choose_paths(
-        self,
-        query: DraftQuery,
-        batch: DraftBatch,
-        lengths: Int32Array,
-        most: Int64Array,
-        num_other_tokens: int,
-        max_alternatives: int,
-    ) -> Alternatives | None:
-        """Have the model-free drafter propose paths, `most` of each request, and take those that are worth a row."""
-        if not isinstance(self.drafter, PathDrafter):
-            return None
-        made = self.drafter.draft_paths(
-            query,
-            num_paths=self._settings.num_paths,
-            sharpness=self.free.beta,
-            calibration=self.free.calibration,
-            floor=self._settings.draft_floor,
-        )
-        # The best path of every request first, then everyone's second, and so on.
-        rank, owners = np.nonzero(
-            (made.num_tokens > 0).T & (np.arange(made.num_tokens.shape[1])[:, None] < most)
-        )
-        tokens, num_tokens = made.tokens[owners, rank], made.num_tokens[owners, rank]
-        inside = np.arange(tokens.shape[1]) < num_tokens[:, None]
-        factors = np.where(inside, made.acceptance[owners, rank], np.float32(0.0))
-        snapshot = paths.PathSnapshot(
-            num_requests=len(query.groups),
-            num_other_tokens=num_other_tokens,
-            num_draft_tokens=int(lengths.sum()),
-            expected_accepted=self._expected,
-            owners=owners,
-            tokens=tokens,
-            path_probability=np.cumprod(factors, axis=1, dtype=np.float32),
-            limits=np.minimum(num_tokens, lengths[owners]),
-            covered=np.minimum(paths.shared_prefix(tokens, batch.tokens[owners]), lengths[owners]),
-            max_rows=max_alternatives,
-        )
-        choice = paths.choose_paths(snapshot, self._now, self._settings.budget, self._path_trust)
-        if not len(choice.candidates):
-            return None
-        self._expected += choice.expected_accepted * self._path_trust.worth
-        rows = choice.candidates
-        return Alternatives(
-            owners[rows],
-            tokens[rows],
-            choice.lengths,
-            choice.covered,
-            made.cells[owners, rank][rows],
-            choice.expected_accepted,
         )
 
     def _choose(
@@ -365,20 +301,10 @@ class FastLoop:
             if learned is self.free and proposal.alternatives is not None:
                 assert others_verified is not None
                 assert others_accepted is not None
-                more = _alternative_outcomes(proposal.alternatives, others_verified, others_accepted)
+                more = outcomes_of(proposal.alternatives, others_verified, others_accepted)
                 cells, outcomes = np.concatenate([cells, more[0]]), np.concatenate([outcomes, more[1]])
             learned.learn(cells, outcomes)
-        self._learn_trust(proposal.alternatives, accepted, others_accepted)
-
-    def _learn_trust(
-        self, alternatives: Alternatives | None, accepted: Int32Array, others_accepted: Int32Array | None
-    ) -> None:
-        promised = gained = 0.0
-        if alternatives is not None and others_accepted is not None:
-            most = accepted.copy()
-            np.maximum.at(most, alternatives.owners, others_accepted)
-            promised, gained = alternatives.expected_accepted, float((most - accepted).sum())
-        self._path_trust = paths.update_trust(self._path_trust, promised, gained)
+        self._paths.learn(proposal.alternatives, accepted, others_accepted)
 
     def observe(self, step: StepObservation) -> None:
         """A measured step. Kept until the next begins, because a model drafter's share may still be taken out.
@@ -409,16 +335,6 @@ def _make_drafter(settings: EngineSettings) -> tuple[Drafter | None, Float32Arra
 
         return lookup.LookupDrafter(), lookup.prior_calibration()
     return None, np.zeros(1, dtype=np.float32)
-
-
-def _alternative_outcomes(
-    alternatives: Alternatives, verified: Int32Array, accepted: Int32Array
-) -> tuple[Int32Array, acceptance.BoolArray]:
-    """What a step says about its alternatives, as `acceptance.verified_outcomes`; shared tokens are counted once."""
-    position = np.arange(alternatives.cells.shape[1], dtype=np.int32)
-    told = position < np.minimum(verified, accepted + 1)[:, None]
-    told &= position >= alternatives.covered[:, None]
-    return alternatives.cells[told], (position < accepted[:, None])[told]
 
 
 def _model_prior(settings: EngineSettings) -> Float32Array:

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from paceline.engine.alternatives import Alternatives
 from paceline.engine.arguments import read_settings
 from paceline.engine.compat import (
     DraftTokenIds,
@@ -26,7 +27,7 @@ from paceline.engine.compat import (
     Scheduler,
     SchedulerOutput,
 )
-from paceline.engine.fast_loop import Alternatives, FastLoop, Proposal
+from paceline.engine.fast_loop import FastLoop, Proposal
 from paceline.engine.keys import OPTIONS, KeyBook, engine_seed
 from paceline.engine.multipath import SpareBlocks
 from paceline.engine.path_layout import PathPlan, blocks_touched

@@ -1,0 +1,70 @@
+"""Loading a drafter checkpoint, and refusing what cannot work before or while it is taken over."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, AutoModelForCausalLM
+
+from paceline.drafting.model_cache import ATTENTION_NAME, attend_rows
+from paceline.errors import CheckpointError, ConfigError
+
+
+def check_settings(max_model_len: int, max_requests: int, dtype: str) -> None:
+    """Raise ConfigError for a size below 1 or an unknown number format."""
+    for name, value in (("max_model_len", max_model_len), ("max_requests", max_requests)):
+        if value < 1:
+            raise ConfigError(f"drafter {name} is {value}, must be at least 1")
+    known = ("auto", "float32", "bfloat16", "float16")
+    if dtype not in known:
+        raise ConfigError(f"drafter dtype is {dtype!r}: choose one of {', '.join(known)}")
+
+
+def check_names(own: dict[str, torch.Tensor], fresh: dict[str, torch.Tensor]) -> None:
+    """Raise CheckpointError unless `fresh` is all of `own` (tied copies optional), in the same shapes."""
+    for name, tensor in fresh.items():
+        if name not in own:
+            raise CheckpointError(f"the drafter has no weight {name!r}: send the names of its own checkpoint")
+        if own[name].shape != tensor.shape:
+            raise CheckpointError(
+                f"weight {name!r} has shape {tuple(tensor.shape)}, the drafter's has "
+                f"{tuple(own[name].shape)}: send weights of the same architecture"
+            )
+    covered = {id(own[name]) for name in fresh}
+    missing = [name for name, tensor in own.items() if id(tensor) not in covered]
+    if missing:
+        raise CheckpointError(
+            f"{len(missing)} drafter weights were not sent, first {missing[0]!r}: send the complete set"
+        )
+
+
+def load_model(path: Path, dtype: str, device: torch.device) -> Any:
+    """The checkpoint with row attention, in evaluation mode."""
+    if not (path / "config.json").is_file():
+        raise CheckpointError(
+            f"{path}: no drafter checkpoint there (config.json is missing): give the folder of a local "
+            "Hugging Face causal LM"
+        )
+    AttentionInterface.register(ATTENTION_NAME, attend_rows)
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            path,
+            dtype=dtype,
+            local_files_only=True,
+            attn_implementation=ATTENTION_NAME,
+            output_loading_info=True,
+        )
+    except Exception as error:
+        raise CheckpointError(
+            f"{path}: the drafter checkpoint cannot be loaded ({error}): save it again with save_pretrained, "
+            "or choose a full-attention decoder such as Llama, Qwen2 or Qwen3"
+        ) from error
+    missing = sorted(report["missing_keys"])
+    if missing:
+        raise CheckpointError(
+            f"{path}: {len(missing)} weights are missing from the drafter checkpoint, first {missing[0]!r}: "
+            "save it again with save_pretrained"
+        )
+    return model.eval().requires_grad_(False).to(device)
