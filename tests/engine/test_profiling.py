@@ -8,13 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from conftest import make_model
 
 from paceline.engine.profiling import STEPS, Shape, measure_steps, profiling_settings
 from paceline.engine.rollout import RolloutEngine
 from paceline.errors import ConfigError
 from paceline.record.profile import read_profile
-
-from .conftest import make_model
 
 
 def test_steps_have_the_shapes_asked_for(model_dir: Path) -> None:
@@ -38,10 +37,20 @@ def test_the_commands_work_end_to_end(model_dir: Path, tmp_path: Path) -> None:
     out = tmp_path / "profile.json"
     program = [sys.executable, "-m", "paceline.cli"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    grid = [
+        "--batches",
+        "1,4",
+        "--tokens",
+        "1,4",
+        "--contexts",
+        "32,64",
+        "--repetitions",
+        "1",
+        "--kv-cache-gib",
+        "0.1",
+    ]
     made = subprocess.run(
-        [*program, "profile", model_dir, "--drafter", small, "--out", out]
-        + ["--batches", "1,4", "--tokens", "1,4", "--contexts", "32,64", "--repetitions", "1"]
-        + ["--kv-cache-gib", "0.1"],
+        [*program, "profile", model_dir, "--drafter", small, "--out", out, *grid],
         env=environment,
         capture_output=True,
         text=True,

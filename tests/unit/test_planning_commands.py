@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import sys
 from itertools import product
 from pathlib import Path
 
 import pytest
+from command_line import Run
 
-from paceline import cli
 from paceline.commands.lists import read_counts, read_rates
 from paceline.commands.profile import fit_profile
 from paceline.errors import ConfigError, RecordError
@@ -54,17 +53,6 @@ def profile_file(tmp_path: Path) -> Path:
     return path
 
 
-def run(*arguments: object) -> int:
-    old, sys.argv = sys.argv, ["paceline", *map(str, arguments)]
-    try:
-        cli.main()
-    except SystemExit as end:
-        return int(end.code or 0)
-    finally:
-        sys.argv = old
-    return 0
-
-
 def test_a_profile_comes_back_as_written(profile_file: Path) -> None:
     assert read_profile(profile_file) == make_profile()
 
@@ -106,50 +94,57 @@ def test_the_fit_meets_the_profile() -> None:
 def test_a_drafter_of_one_batch_is_level() -> None:
     made = make_profile()
     alone = DrafterProfile("alone", (DraftPoint(4, 0.001),))
-    _, fits = fit_profile(Profile(**{**{f: getattr(made, f) for f in made.__struct_fields__}, "drafters": (alone,)}))
+    _, fits = fit_profile(
+        Profile(**{**{f: getattr(made, f) for f in made.__struct_fields__}, "drafters": (alone,)})
+    )
     assert fits["alone"].model.seconds([1, 64]).tolist() == pytest.approx([0.001, 0.001])
 
 
-def test_the_ladder_ranks_and_draws(
-    profile_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_ladder_ranks_and_draws(profile_file: Path, tmp_path: Path, run: Run) -> None:
     page = tmp_path / "ladder.html"
-    code = run("ladder", profile_file, "--acceptance", "0.5", "--acceptance", "small=0.9", "--batch", 4, "--html", page)
-    assert code == 0
-    said = capsys.readouterr().out
-    assert "begin with: small" in said
+    told = run(
+        "ladder",
+        profile_file,
+        "--acceptance",
+        "0.5",
+        "--acceptance",
+        "small=0.9",
+        "--batch",
+        4,
+        "--html",
+        page,
+    )
+    assert told.code == 0
+    assert "begin with: small" in told.out
     assert "https://" not in page.read_text()
     assert "small" in page.read_text()
 
 
-def test_a_hopeless_drafter_drafts_nothing(profile_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("ladder", profile_file, "--acceptance", "0.02", "--batch", 64) == 0
-    assert "begin with: no drafts" in capsys.readouterr().out
+def test_a_hopeless_drafter_drafts_nothing(profile_file: Path, run: Run) -> None:
+    assert "begin with: no drafts" in run("ladder", profile_file, "--acceptance", "0.02", "--batch", 64).out
 
 
-def test_the_plan_shows_what_it_beat(profile_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("plan", profile_file, "--acceptance", "0.8", "--devices", 8, "--requests", 64) == 0
-    said = capsys.readouterr().out
+def test_the_plan_shows_what_it_beat(profile_file: Path, run: Run) -> None:
+    told = run("plan", profile_file, "--acceptance", "0.8", "--devices", 8, "--requests", 64)
+    assert told.code == 0
     for label in ("plain", "coupled", "decoupled"):
-        assert label in said
+        assert label in told.out
 
 
-def test_a_single_device_has_no_decoupled_plan(
-    profile_file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run("plan", profile_file, "--acceptance", "0.8", "--devices", 1, "--requests", 8) == 0
-    told = capsys.readouterr()
-    assert "only coupled plans" in told.err
+def test_a_single_device_has_no_decoupled_plan(profile_file: Path, run: Run) -> None:
+    told = run("plan", profile_file, "--acceptance", "0.8", "--devices", 1, "--requests", 8)
+    assert "only coupled plans" in told.error
     assert "decoupled" not in told.out
 
 
-def test_engines_of_two_sizes_are_weighed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_engines_of_two_sizes_are_weighed(tmp_path: Path, run: Run) -> None:
     files = []
     for size in (1, 2):
         files.append(tmp_path / f"{size}.json")
         write_profile(make_profile(size), files[-1])
-    assert run("plan", *files, "--acceptance", "0.8", "--devices", 8, "--requests", 64, "--drafter", "small") == 0
-    assert "drafter small" in capsys.readouterr().out
+    told = run("plan", *files, "--acceptance", "0.8", "--requests", 64, "--drafter", "small")
+    assert told.code == 0
+    assert "drafter small" in told.out
 
 
 @pytest.mark.parametrize(
@@ -162,11 +157,10 @@ def test_engines_of_two_sizes_are_weighed(tmp_path: Path, capsys: pytest.Capture
         (["--acceptance", "0.5", "--drafter", "big"], "--drafter 'big'"),
     ],
 )
-def test_bad_plans_are_refused(
-    profile_file: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
-) -> None:
-    assert run("plan", profile_file, *arguments) == 2
-    assert message in capsys.readouterr().err
+def test_bad_plans_are_refused(profile_file: Path, run: Run, arguments: list[str], message: str) -> None:
+    told = run("plan", profile_file, *arguments)
+    assert told.code == 2
+    assert message in told.error
 
 
 def test_lists_are_read_and_refused() -> None:
