@@ -17,10 +17,8 @@ leaves out.
 
 from __future__ import annotations
 
-import argparse
 import os
 import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,12 +27,22 @@ from typing import Any
 import numpy as np
 from harness import parser, publish
 from numpy.typing import NDArray
-from speed import ROOT, TAIL_SHARE, make_prompts, prepare_target
+from plain_time import TAIL_SHARE
+from recording import (
+    DEPTH,
+    PROMPTS,
+    SHARPNESS,
+    Clock,
+    Recorder,
+    Rollout,
+    draft_everywhere,
+    make_query,
+)
+from speed import ROOT, make_prompts, prepare_target
 
 from paceline.config import BudgetSettings, EngineSettings
 from paceline.types import DraftGrowth, DraftQuery, ModelDrafts, StepObservation
 
-PROMPTS, SAMPLES, DEPTH, SHARPNESS = 8, 16, 16, 1.5
 POLICIES = ("off", "fixed", "thresholds", "bandit", "marginal")
 COLUMNS = (
     "policy",
@@ -46,183 +54,6 @@ COLUMNS = (
     "acceptance_length",
     "accepted_share",
 )
-
-
-@dataclass
-class Rollout:
-    """Responses and what the model drafter proposes at each of their positions."""
-
-    prompts: list[tuple[int, ...]]
-    keys: list[int]
-    groups: list[int]
-    responses: list[NDArray[np.int32]]
-    tokens: NDArray[np.int32]  # [num_responses, max_tokens, DEPTH]
-    cells: NDArray[np.int16]  # [num_responses, max_tokens, DEPTH]
-    measured_s: dict[str, float]  # by policy
-
-
-@dataclass
-class Clock:
-    """Seconds of a step and of a drafting call, as fitted to the real engine's."""
-
-    step: NDArray[np.float64]
-    level: NDArray[np.float64]
-
-    def step_s(self, requests: int, tokens: int, context: int) -> float:
-        """A step of `requests` over `tokens`, draft tokens included; context: tokens before it, of all requests."""
-        return float(_step_features(np.array([[requests, tokens, context]]))[0] @ self.step)
-
-    def drafting_s(self, growth: DraftGrowth) -> float:
-        """Drafting of so many levels and rows."""
-        return float(np.array([1.0, growth.num_levels, growth.num_rows]) @ self.level)
-
-
-def _step_features(steps: NDArray[Any]) -> NDArray[np.float64]:
-    """[num_steps, 3] requests, tokens, context -> what a step's time is linear in."""
-    requests, tokens, context = steps.T.astype(float)
-    few, some = np.minimum(tokens, 32), np.clip(tokens - 32, 0, 96)
-    many = np.maximum(tokens - 128, 0)
-    attended = tokens * context / requests / 1000
-    return np.stack([np.ones_like(tokens), few, some, many, requests, context / 1000, attended], axis=1)
-
-
-def fit_relative(features: NDArray[np.float64], seconds: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Least squares of the relative error, outliers weighing less; no weight is negative."""
-    from scipy.optimize import nnls
-
-    weights = 1.0 / seconds
-    fitted = np.zeros(features.shape[1])
-    for _ in range(6):
-        fitted, _ = nnls(features * weights[:, None], seconds * weights)
-        error = np.abs(features @ fitted / seconds - 1)
-        weights = 1.0 / seconds / (1 + error / 0.05)
-    usual = error < 0.3  # relative errors favour the fast steps: the sum has to agree
-    return fitted * float(seconds[usual].sum() / (features @ fitted)[usual].sum())
-
-
-class Recorder:
-    """Generates with the real engine and keeps the times of its steps and of its drafting."""
-
-    def __init__(self, model: str, options: argparse.Namespace) -> None:
-        from paceline.engine.rollout import RolloutEngine
-
-        self.engine = RolloutEngine(
-            model,
-            EngineSettings(drafter="none", model_drafter=options.drafter, sharpness=SHARPNESS),
-            dtype="bfloat16",
-            max_model_len=2048,
-            max_num_seqs=PROMPTS * SAMPLES,
-            kv_cache_bytes=1 << 30,
-        )
-        self.max_tokens: int = options.max_tokens
-        self.steps: list[tuple[int, int, int, float]] = []
-        self.calls: list[tuple[DraftGrowth, float]] = []
-        self.last: list[tuple[int, int, int]] = []
-        self._watch()
-
-    def _watch(self) -> None:
-        """Note each step when the next one begins; what drafting took in between is taken out."""
-        scheduler = self.engine.scheduler
-        receive, observe, schedule = scheduler.loop.receive, scheduler.loop.observe, scheduler.schedule
-        last, since = self.last, [0.0]
-
-        def timed_receive(drafts: ModelDrafts) -> None:
-            self.calls.append((drafts.growth, drafts.total_s))
-            since[0] += drafts.total_s
-            receive(drafts)
-
-        def timed_observe(step: StepObservation) -> None:
-            context = sum(request.num_tokens for request in scheduler.running)
-            if step.num_requests and not step.num_prefill_tokens:
-                last.append((step.num_requests, step.num_tokens, context))
-            observe(step)
-
-        def timed_schedule(*args: Any, **kwargs: Any) -> Any:
-            now = time.perf_counter()
-            if last:
-                self.steps.append((*last.pop(), now - since[0]))
-            since[0] = now
-            return schedule(*args, **kwargs)
-
-        scheduler.loop.receive, scheduler.loop.observe = timed_receive, timed_observe
-        scheduler.schedule = timed_schedule
-
-    def rollout(self, prompts: list[tuple[int, ...]], seed: int) -> tuple[list[Any], dict[str, float]]:
-        """The responses, and the seconds without and with drafts."""
-        from vllm import SamplingParams
-
-        from paceline.dice import derive_key
-        from paceline.types import RolloutRequest
-
-        requests = [
-            RolloutRequest(p, self.max_tokens, key=derive_key(seed, p, s), sample=s)
-            for p in prompts
-            for s in range(SAMPLES)
-        ]
-        took, made = {}, []
-        for policy, wanted in (("off", False), ("marginal", True)):
-            self.engine.reset_prefix_cache()
-            self.engine.set_drafting(wanted)
-            self.last.clear()
-            start = time.perf_counter()
-            made = self.engine.generate(requests, SamplingParams(temperature=1.0))
-            took[policy] = time.perf_counter() - start
-        return made, took
-
-    def clock(self) -> Clock:
-        """What the steps and the drafting calls so far say."""
-        steps = np.array([step[:3] for step in self.steps])
-        seconds = np.array([step[3] for step in self.steps])
-        growths = [growth for growth, _ in self.calls if growth.num_levels]
-        calls = np.array([[1.0, g.num_levels, g.num_rows] for g in growths])
-        drafting_s = np.array([total for growth, total in self.calls if growth.num_levels])
-        return Clock(fit_relative(_step_features(steps), seconds), fit_relative(calls, drafting_s))
-
-
-def draft_everywhere(made: list[Any], drafter: str, took: dict[str, float]) -> Rollout:
-    """The model drafter's proposals behind every prefix of every response."""
-    from paceline.drafting.model import ModelDrafter
-    from paceline.planning.sharpness import SHARPNESS_GRID
-
-    prompts = [response.request.prompt for response in made]
-    responses = [np.array(response.tokens, np.int32) for response in made]
-    longest, keys = max(map(len, responses)), [response.key for response in made]
-    model = ModelDrafter(
-        drafter, max_model_len=len(max(prompts, key=len)) + longest + DEPTH, max_requests=len(made)
-    )
-    contexts = [np.concatenate([np.array(p, np.int32), r]) for p, r in zip(prompts, responses, strict=True)]
-    tokens = np.zeros((len(made), longest, DEPTH), np.int32)
-    cells = np.zeros((len(made), longest, DEPTH), np.int16)
-    for at in range(1, longest):
-        rows = [row for row, response in enumerate(responses) if len(response) > at]
-        query = make_query(
-            rows, [len(prompts[row]) + at for row in rows], keys, [0] * len(made), [DEPTH] * len(rows)
-        )
-        batch, _ = model.draft(
-            [contexts[row][: len(prompts[row]) + at] for row in rows],
-            query,
-            DEPTH,
-            sharpness=SHARPNESS,
-            sharpness_grid=np.asarray(SHARPNESS_GRID, np.float32),
-            calibration=model.prior_calibration(),
-            floor=0.0,
-        )
-        tokens[rows, at], cells[rows, at] = batch.tokens, batch.cells
-    return Rollout(prompts, keys, [r.group for r in made], responses, tokens, cells, took)
-
-
-def make_query(
-    rows: list[int], positions: list[int], keys: list[int], groups: list[int], room: list[int]
-) -> DraftQuery:
-    """What the scheduler would ask for the responses `rows`."""
-    return DraftQuery(
-        groups=np.array([groups[row] for row in rows], np.int64),
-        responses=np.array(rows, np.int64),
-        keys=np.array([keys[row] for row in rows], np.uint64),
-        positions=np.array(positions, np.int64),
-        temperatures=np.ones(len(rows), np.float32),
-        max_tokens=np.array(room, np.int32),
-    )
 
 
 @dataclass
@@ -256,7 +87,7 @@ class Replay:
         at = np.ones(len(self.lengths), np.int64)
         wall_s, ends, result = 0.0, np.zeros(len(self.lengths)), Outcome(0.0, 0.0, 0, 0, 0, 0)
         while len(live := np.flatnonzero(at < self.lengths)):
-            rows, room = live.tolist(), (self.lengths.max() - at[live] - 1).clip(0, DEPTH).tolist()
+            rows, room = live.tolist(), (self.rollout.max_tokens - at[live] - 1).clip(0, DEPTH).tolist()
             positions = (self.prompts[live] + at[live]).tolist()
             query = make_query(rows, positions, self.rollout.keys, self.rollout.groups, room)
             drafted, accepted, drafting_s = decide(query, at[live])
