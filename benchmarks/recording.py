@@ -164,7 +164,7 @@ def draft_everywhere(made: list[Any], drafter: str, took: dict[str, float]) -> R
     for at in range(1, longest):
         rows = [row for row, response in enumerate(responses) if len(response) > at]
         query = make_query(
-            rows, [len(prompts[row]) + at for row in rows], keys, [0] * len(made), [DEPTH] * len(rows)
+            rows, [len(prompts[row]) + at for row in rows], keys, [0] * len(made), [DEPTH + 1] * len(rows)
         )
         batch, _ = model.draft(
             [contexts[row][: len(prompts[row]) + at] for row in rows],
@@ -181,14 +181,15 @@ def draft_everywhere(made: list[Any], drafter: str, took: dict[str, float]) -> R
 
 
 def make_query(
-    rows: list[int], positions: list[int], keys: list[int], groups: list[int], room: list[int]
+    rows: list[int], positions: list[int], keys: list[int], groups: list[int], left: list[int]
 ) -> DraftQuery:
-    """What the scheduler would ask for the responses `rows`."""
+    """What the scheduler would ask for the responses `rows`, which may still grow by `left` tokens."""
     return DraftQuery(
         groups=np.array([groups[row] for row in rows], np.int64),
         responses=np.array(rows, np.int64),
         keys=np.array([keys[row] for row in rows], np.uint64),
         positions=np.array(positions, np.int64),
         temperatures=np.ones(len(rows), np.float32),
-        max_tokens=np.array(room, np.int32),
+        max_tokens=np.clip(left, 1, DEPTH + 1).astype(np.int32) - 1,
+        tokens_left=np.array(left, np.int32),
     )

@@ -87,9 +87,9 @@ class Replay:
         at = np.ones(len(self.lengths), np.int64)
         wall_s, ends, result = 0.0, np.zeros(len(self.lengths)), Outcome(0.0, 0.0, 0, 0, 0, 0)
         while len(live := np.flatnonzero(at < self.lengths)):
-            rows, room = live.tolist(), (self.rollout.max_tokens - at[live] - 1).clip(0, DEPTH).tolist()
+            rows, left = live.tolist(), (self.rollout.max_tokens - at[live]).tolist()
             positions = (self.prompts[live] + at[live]).tolist()
-            query = make_query(rows, positions, self.rollout.keys, self.rollout.groups, room)
+            query = make_query(rows, positions, self.rollout.keys, self.rollout.groups, left)
             drafted, accepted, drafting_s = decide(query, at[live])
             num_tokens = len(live) + int(drafted.sum())
             step_s = self.clock.step_s(len(live), num_tokens, sum(positions))

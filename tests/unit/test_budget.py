@@ -18,6 +18,7 @@ from paceline.planning.budget import (
     decide,
     expected_accepted,
     update,
+    urgency,
 )
 from paceline.planning.latency import StepTimeModel, update_measured_time
 from paceline.types import StepObservation
@@ -328,3 +329,16 @@ def test_confidence_falls_with_broken_promises_and_comes_back() -> None:
 def test_expected_accepted_sums_what_is_verified() -> None:
     offer = snapshot([[0.5, 0.25], [0.75, 0.5]])
     assert expected_accepted(offer, np.array([2, 1], dtype=np.int32)) == pytest.approx(1.5)
+
+
+def test_urgency_is_one_on_average_and_grows_with_what_is_left() -> None:
+    weights = urgency(np.array([1, 100, 400], np.int32))
+    assert weights.mean() == pytest.approx(1.0)
+    assert weights[2] == pytest.approx(2 * weights[1], rel=1e-6)
+    assert (urgency(np.zeros(2, np.int32)) == 1.0).all()
+
+
+def test_of_equal_drafts_the_urgent_one_is_verified() -> None:
+    rows = [[0.8, 0.6], [0.8, 0.6]]
+    weights = urgency(np.array([10, 1000], np.int32)).tolist()
+    assert lengths(rows, LEVEL, MARGINAL, room=2, weights=weights) == [0, 2]

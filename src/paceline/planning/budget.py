@@ -141,6 +141,17 @@ def decide(snapshot: BudgetSnapshot, state: BudgetState, settings: BudgetSetting
     return _even_lengths((probability > 0).sum(axis=1), settings.fixed_tokens, room)
 
 
+def urgency(tokens_left: Int32Array) -> Float32Array:
+    """Weights for `BudgetSnapshot`: sqrt(left), 1 on average. [num_requests] positive integers -> float32
+
+    A rollout ends with its last response. Drafts let some run ahead; those that may still have furthest to go get more
+    of the draft tokens, at hardly any cost to the others (docs/decisions/0002-draft-budget.md).
+    """
+    root = np.sqrt(np.maximum(tokens_left, 1), dtype=np.float32)
+    weights: Float32Array = root / root.mean()
+    return weights
+
+
 def expected_accepted(snapshot: BudgetSnapshot, lengths: Int32Array) -> float:
     """Accepted tokens that the path probabilities promise if `lengths` [num_requests] are verified."""
     taken = np.arange(snapshot.path_probability.shape[1]) < lengths[:, None]
