@@ -29,7 +29,6 @@ from harness import parser, publish
 from numpy.typing import NDArray
 from plain_time import TAIL_SHARE
 from recording import (
-    DEPTH,
     PROMPTS,
     SHARPNESS,
     Clock,

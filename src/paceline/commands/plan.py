@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -129,7 +129,9 @@ def plan(
         raise ConfigError(f"--devices {devices}: an engine of the profiles needs {largest}")
     share = max(-(-requests * largest // devices), 1)
     verify = {made.num_gpus: target.model.at_context(share * context) for made, target, _ in loaded}
-    draft = {name: {made.num_gpus: fits[name].model for made, _, fits in loaded} for name in names}
+    draft: dict[str, dict[int, LatencyModel]] = {
+        name: {made.num_gpus: fits[name].model for made, _, fits in loaded} for name in names
+    }
     chosen = drafter or _first_drafter(verify[largest], draft, rates, largest, share, max_window)
     options = _plain_and_coupled(
         verify, draft[chosen], rates[chosen], devices, requests, max_window, _rules(paper)
@@ -150,7 +152,7 @@ def plan(
 
 def _first_drafter(
     verify: PiecewiseLatency,
-    draft: dict[str, dict[int, LatencyModel]],
+    draft: Mapping[str, Mapping[int, LatencyModel]],
     rates: dict[str, float],
     size: int,
     batch: int,
@@ -161,8 +163,8 @@ def _first_drafter(
 
 
 def _plain_and_coupled(
-    verify: dict[int, PiecewiseLatency],
-    draft: dict[int, LatencyModel],
+    verify: Mapping[int, PiecewiseLatency],
+    draft: Mapping[int, LatencyModel],
     acceptance: float,
     devices: int,
     requests: int,

@@ -236,7 +236,8 @@ class PacelineScheduler(Scheduler):  # type: ignore[misc]
 
     def _room(self, request: Request) -> int:
         """Longest draft whose tokens can all still become part of the response."""
-        return max(min(self.num_spec_tokens, self._left(request) - 1), 0)
+        room: int = min(self.num_spec_tokens, self._left(request) - 1)
+        return max(room, 0)
 
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
         """Take the model drafter's fresh drafts; they are weighed against the others when the next step is made."""

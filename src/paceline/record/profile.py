@@ -6,6 +6,7 @@ better fit needs no new measurement. Invariant: a file of another version is ref
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -86,7 +87,8 @@ def write_profile(profile: Profile, path: Path) -> None:
         draft.write_bytes(msgspec.json.format(msgspec.json.encode(profile), indent=1) + b"\n")
         os.replace(draft, path)
     except OSError as error:
-        draft.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            draft.unlink()
         raise RecordError(
             f"cannot write {path}: {error.strerror}; free some space or choose another file"
         ) from error
