@@ -111,7 +111,7 @@ class StepObservation:
     num_waiting: int = 0
     """Requests that the engine has taken but not begun, or preempted."""
     num_context_tokens: int = 0
-    """Tokens of the decoding requests so far, prompts included: what the step's attention reads."""
+    """Tokens that attention reads: of the decoding requests so far, and once more for each alternative."""
 
     @property
     def num_tokens(self) -> int:

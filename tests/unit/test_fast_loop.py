@@ -162,3 +162,32 @@ def test_without_a_budget_the_model_drafter_does_nothing() -> None:
     loop = FastLoop(EngineSettings(drafter="none", model_drafter="somewhere", budget=off))
     loop.propose(query(), 0)
     assert loop.order() is None
+
+
+def test_a_longer_context_makes_longer_drafts() -> None:
+    """Reading the context is paid once per step, so the more there is of it, the more a draft token is worth."""
+    settings = EngineSettings(drafter="suffix", budget=BudgetSettings(), draft_floor=0.0)
+    loop = FastLoop(settings)
+    for turn in range(40):
+        for tokens in (3, 6, 12, 24, 48):
+            context = 1000 * (turn % 20)
+            seconds = 0.002 + 0.001 * tokens + 2e-6 * context
+            loop.observe(StepObservation(3, tokens - 3, 0, 0, seconds, num_context_tokens=context))
+    verified = []
+    for position in (10, 10_000):
+        loop.receive(
+            ModelDrafts(np.arange(3), np.full(3, position), batch([list(range(8))] * 3, 0.6), GROWTH, 0.002)
+        )
+        verified.append(int(loop.propose(query(position=position), 0).lengths.sum()))
+    assert verified[1] > verified[0]
+
+
+@pytest.mark.parametrize(
+    "settings", [EngineSettings(drafter="none"), EngineSettings(budget=BudgetSettings(policy="off"))]
+)
+def test_what_may_not_draft_learns_and_orders_nothing(settings: EngineSettings) -> None:
+    loop = FastLoop(settings)
+    assert not loop.may_draft
+    loop.observe(step(3, 0, 0))
+    assert loop.policy_state.budget.num_steps == 0
+    assert loop.order() is None

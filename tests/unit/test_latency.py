@@ -170,3 +170,14 @@ def test_a_pause_tells_little_about_the_context() -> None:
         pause = 5.0 if step % 40 == 39 else 0.0
         model = update_measured_time(model, 8, 0.02 + 1e-6 * 50 * step + pause, 50 * step)
     assert model.context.seconds == pytest.approx(1e-6, rel=0.5)
+
+
+def test_a_batch_that_shrinks_tenfold_keeps_its_slope() -> None:
+    model = StepTimeModel.initial()
+    for context in (64_000, 6_400):
+        for step in range(40):
+            tokens = 96 + step % 32
+            model = update_measured_time(
+                model, tokens, affine_s(tokens) + 3e-6 * (context + 100 * step), context + 100 * step
+            )
+    assert model.context.seconds == pytest.approx(3e-6, rel=0.1)

@@ -54,6 +54,7 @@ def snapshot(
     accepted: float = 1.0,
     covered: list[int] | None = None,
     rows: int = 8,
+    context: int = 0,
 ) -> PathSnapshot:
     """Candidates given as (owner, tokens, path probabilities)."""
     width = max(len(tokens) for _, tokens, _ in paths)
@@ -72,6 +73,7 @@ def snapshot(
         path_probability=probability,
         limits=np.array([len(ids) for _, ids, _ in paths], dtype=np.int32),
         covered=np.array(covered or [0] * len(paths), dtype=np.int32),
+        contexts=np.full(len(paths), context, dtype=np.int64),
         max_rows=rows,
     )
 
@@ -200,3 +202,14 @@ def test_against_exhaustive_search(seed: int) -> None:
     for candidate, length in zip(made.candidates.tolist(), made.lengths.tolist(), strict=True):
         found[candidate] = length
     assert rate(tuple(found)) >= 0.99 * max(map(rate, product(range(4), repeat=len(paths))))
+
+
+def test_a_row_pays_for_the_context_that_it_reads() -> None:
+    model = StepTimeModel.initial()
+    for tokens in SIZES:
+        for context in (0, 10_000) * 4:
+            model = update_measured_time(model, tokens, 0.010 + 1e-6 * context, context)
+    state = replace(BudgetState.initial(FLAT), decode_time=model)
+    paths = [(0, [1, 2], [0.3, 0.2])]
+    assert len(choose_paths(snapshot(paths), state, FLAT).candidates) == 1
+    assert not len(choose_paths(snapshot(paths, context=50_000), state, FLAT).candidates)

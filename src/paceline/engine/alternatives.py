@@ -107,6 +107,7 @@ class AlternativePaths:
             path_probability=np.cumprod(factors, axis=1, dtype=np.float32),
             limits=np.minimum(num_tokens, own),
             covered=np.minimum(paths.shared_prefix(tokens, step.batch.tokens[owners]), own),
+            contexts=step.query.positions[owners],
             max_rows=max_alternatives,
         )
         choice = paths.choose_paths(snapshot, state, policy, self._trust)

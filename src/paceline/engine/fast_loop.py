@@ -137,6 +137,7 @@ class FastLoop:
         self._settings = self._settings.model_copy(update={"budget": settings})
         fresh = PolicyState(budget.BudgetState.initial(settings), ModelSteering())
         self.budget, self._steering = fresh if state is None else state
+        self._now, self._arrived = self.budget, None
 
     # -- a step
 

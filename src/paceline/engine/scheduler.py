@@ -32,7 +32,7 @@ from paceline.engine.keys import OPTIONS, KeyBook, engine_seed
 from paceline.engine.multipath import SpareBlocks
 from paceline.engine.path_layout import PathPlan, blocks_touched
 from paceline.errors import RequestError
-from paceline.types import DraftQuery, Int32Array, StepObservation
+from paceline.types import DraftQuery, Int32Array, Int64Array, StepObservation
 
 LOGGER = logging.getLogger(__name__)
 
@@ -71,6 +71,7 @@ class PacelineScheduler(Scheduler):  # type: ignore[misc]
         self._next_response = 0
         self._proposal: Proposal | None = None
         self._queried: list[str] = []
+        self._positions: Int64Array = np.empty(0, np.int64)
         self._context = 0
         self._new_tokens: list[tuple[LiveResponse, list[int]]] = []
         self._started_s = 0.0
@@ -149,7 +150,7 @@ class PacelineScheduler(Scheduler):  # type: ignore[misc]
         self._started_s = time.perf_counter()
         ready = [request for request in self.running if self._can_draft(request)]
         self._queried = [request.request_id for request in ready]
-        self._context = sum(request.num_tokens for request in ready)
+        self._context = sum(request.num_tokens for request in self.running if not request.is_prefill_chunk)
         spare = 0 if self.spare_blocks is None else self.spare_blocks.hold(self._block_demand())
         wanted = ready and self.loop.may_draft
         self._proposal = self._propose(ready, min(spare, self.settings.max_alternatives)) if wanted else None
@@ -211,6 +212,7 @@ class PacelineScheduler(Scheduler):  # type: ignore[misc]
             max_tokens=np.fromiter((self._room(r) for r in ready), np.int32, count),
             tokens_left=np.fromiter((self._left(r) for r in ready), np.int32, count),
         )
+        self._positions = query.positions
         others = len(self.running) - count + self._num_admissible()
         proposal = self.loop.propose(query, others, max_alternatives)
         tokens = proposal.batch.tokens
@@ -278,6 +280,7 @@ class PacelineScheduler(Scheduler):  # type: ignore[misc]
         rows = [sampled[index[name]] if name in index else [] for name in self._queried]
         num_requests = sum(map(bool, rows))  # vLLM may have left some out, or preempted them
         drafted = accepted = num_alternatives = 0
+        context = self._context
         if proposal is not None:
             sent = scheduled.scheduled_spec_decode_tokens
             verified = np.fromiter((len(sent.get(name, ())) for name in self._queried), np.int32, len(rows))
@@ -292,6 +295,7 @@ class PacelineScheduler(Scheduler):  # type: ignore[misc]
                 theirs = _accepted(others.tokens, others.lengths, [rows[r] for r in others.owners.tolist()])
                 self.loop.learn(proposal, verified, own, first, others.lengths, theirs)
                 num_alternatives = int(np.count_nonzero(others.lengths))
+                context += int(self._positions[others.owners[others.lengths > 0]].sum())
                 drafts = verified + np.bincount(others.owners, others.lengths, len(rows)).astype(np.int32)
             drafted = int(drafts.sum())
             for name, count in zip(self._queried, drafts.tolist(), strict=True):
@@ -309,7 +313,7 @@ class PacelineScheduler(Scheduler):  # type: ignore[misc]
             step_s=step_s,
             num_alternatives=num_alternatives,
             num_waiting=len(self.waiting),
-            num_context_tokens=self._context,
+            num_context_tokens=context,
         )
         self.loop.observe(observation)
         self.observations.append(observation)

@@ -48,7 +48,9 @@ _SLOPE_SPAN = 4  # knots within this factor of the end decide the slope beyond i
 _KNEE_GAP = 1.4  # neighbours further apart than this factor leave room for a knee
 _CONTEXT_DECAY = 0.998  # per observation, of what is known about c
 _CONTEXT_PRIOR = 0.1  # weight of c = 0, in squares of the context: a few tokens more or less say nothing
-_LARGEST_SURPRISE = 0.3  # of a knot's time; a pause of the machine tells no more about c
+_LARGEST_SURPRISE = (
+    0.3  # of a knot's time: how far a visit may be off what c foresees, as a pause of the machine is
+)
 _SMALLEST_SHARE = 0.05  # of a measured time that f keeps
 
 _Point = tuple[float, float]  # tokens, seconds
@@ -71,11 +73,11 @@ class ContextSlope:
         weight = self.squares + _CONTEXT_PRIOR * self.largest**2
         return max(self.products / weight, 0.0) if weight else 0.0
 
-    def after(self, context: float, deviation: float, surprise_s: float) -> ContextSlope:
-        """With one more visit, `deviation` tokens of context and `surprise_s` from its knot's other visits."""
+    def after(self, context: float, deviation: float, difference_s: float) -> ContextSlope:
+        """With one more visit, `deviation` tokens of context and `difference_s` from its knot's other visits."""
         return ContextSlope(
             self.squares * _CONTEXT_DECAY + deviation**2,
-            self.products * _CONTEXT_DECAY + deviation * surprise_s,
+            self.products * _CONTEXT_DECAY + deviation * difference_s,
             max(self.largest * _CONTEXT_DECAY**0.5, context),
         )
 
@@ -166,9 +168,10 @@ def _learn_context(
         return model.context.after(num_context_tokens, 0.0, 0.0)
     tokens, usual_s, usual_context = model.points[knot].tolist()
     there, here = predict_s(model, [tokens, num_tokens]).tolist()
-    limit = _LARGEST_SURPRISE * usual_s
-    surprise_s = min(max(seconds - usual_s - (here - there), -limit), limit)
-    return model.context.after(num_context_tokens, num_context_tokens - usual_context, surprise_s)
+    deviation, limit = num_context_tokens - usual_context, _LARGEST_SURPRISE * usual_s
+    foreseen_s = model.context.seconds * deviation
+    surprise_s = min(max(seconds - usual_s - (here - there) - foreseen_s, -limit), limit)
+    return model.context.after(num_context_tokens, deviation, foreseen_s + surprise_s)
 
 
 def nearest_knot(num_tokens: int) -> int:

@@ -19,7 +19,7 @@ import numpy as np
 
 from paceline.config import BudgetSettings
 from paceline.planning.budget import BudgetState
-from paceline.planning.latency import StepTimeModel, largest_known_tokens, predict_s
+from paceline.planning.latency import StepTimeModel, at_context, largest_known_tokens, predict_s
 from paceline.types import Float32Array, Float64Array, Int32Array, Int64Array
 
 
@@ -40,6 +40,7 @@ class PathSnapshot:
     path_probability: Float32Array  # [num_candidates, max_draft_tokens] 0 beyond the path
     limits: Int32Array  # [num_candidates] longest length to be chosen
     covered: Int32Array  # [num_candidates] first tokens that the request's draft verifies already
+    contexts: Int64Array  # [num_candidates] tokens of the request so far, which its row reads once more
     max_rows: int
     """Alternatives the step has room for."""
 
@@ -128,7 +129,7 @@ def may_pay(
     base = len(lengths) + num_other_tokens + int(lengths.sum())
     sure = len(lengths) + state.confidence * expected_accepted
     room = _trusted_room(model, base, settings)
-    rate = _rates(bound, inside, sure, base, room, model)
+    rate = _rates(bound, inside, sure, base, room, model, np.zeros(len(lengths), np.int64))
     return bool(rate.max(initial=0.0) > sure / float(predict_s(model, base)))
 
 
@@ -156,7 +157,7 @@ def _choose_marginal(
     while len(chosen) < snapshot.max_rows:
         usable = (columns >= covered[:, None]) & (columns < snapshot.limits[:, None])
         gains = np.cumsum(np.where(usable, snapshot.path_probability, 0.0), axis=1, dtype=np.float64)
-        rates = _rates(gains * worth, usable, promised, size, room, model)
+        rates = _rates(gains * worth, usable, promised, size, room, model, snapshot.contexts)
         best = int(rates.argmax()) if rates.size else 0
         if not rates.size or rates.flat[best] <= rate:
             break
@@ -168,6 +169,7 @@ def _choose_marginal(
         gained += float(gains[row, last])
         promised += worth * float(gains[row, last])
         size, room = size + last + 2, room - last - 2
+        model = at_context(model, int(snapshot.contexts[row]))
         _cover(covered, snapshot, row, last + 1)
     if rate <= first_rate * (1.0 + settings.min_gain):
         return _choice([], [], [], 0.0)
@@ -181,10 +183,12 @@ def _rates(
     size: int,
     room: int,
     model: StepTimeModel,
+    contexts: Int64Array,
 ) -> Float64Array:
     """Tokens per second with each candidate at each length in the step; 0 where that is not to be had."""
     cost = np.arange(2, gains.shape[1] + 2)
-    rates: Float64Array = (promised + gains) / predict_s(model, size + cost)
+    reading_s = model.context.seconds * contexts[:, None]
+    rates: Float64Array = (promised + gains) / (predict_s(model, size + cost) + reading_s)
     rates[~usable] = 0.0
     rates[:, cost > room] = 0.0
     return rates
