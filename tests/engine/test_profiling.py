@@ -12,18 +12,27 @@ from conftest import make_model
 
 from paceline.engine.profiling import STEPS, Shape, measure_steps, profiling_settings
 from paceline.engine.rollout import RolloutEngine
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, EngineError
 from paceline.record.profile import read_profile
 
 
 def test_steps_have_the_shapes_asked_for(model_dir: Path) -> None:
-    shapes = [Shape(b, q, c) for b in (1, 3) for q in (1, 4) for c in (40,)]
-    with RolloutEngine(model_dir, profiling_settings(4), max_model_len=128, max_num_seqs=4) as engine:
+    shapes = [Shape(b, q, c) for b in (1, 3) for q in (1, 4, 20) for c in (40,)]
+    with RolloutEngine(model_dir, profiling_settings(20), max_model_len=128, max_num_seqs=4) as engine:
         points = measure_steps(engine, shapes, repetitions=2)
     assert [(p.batch, p.tokens_per_request, p.context) for p in points] == [
         (s.batch, s.tokens_per_request, s.context) for s in shapes
     ]
     assert all(p.num_steps == 2 * STEPS and p.step_s > 0 for p in points)
+
+
+def test_steps_that_never_run_whole_are_an_error(model_dir: Path) -> None:
+    limits = {"max_model_len": 128, "max_num_seqs": 4, "max_num_batched_tokens": 128}
+    with (
+        RolloutEngine(model_dir, profiling_settings(40), **limits) as engine,
+        pytest.raises(EngineError, match="1 of 2 shapes never ran whole, among them batch 4 x 40 tokens"),
+    ):
+        measure_steps(engine, [Shape(1, 1, 20), Shape(4, 40, 20)], repetitions=1)
 
 
 @pytest.mark.parametrize("tokens", [0, 200])

@@ -11,9 +11,11 @@ from paceline.errors import ConfigError
 from paceline.planning.latency_profile import (
     AffineLatency,
     PiecewiseLatency,
+    StepLatency,
     fit_affine,
     fit_piecewise,
     fit_step,
+    verify_s,
 )
 
 TOKENS = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
@@ -136,8 +138,22 @@ def test_context_and_tokens_are_told_apart() -> None:
     fit = fit_step(tokens, context, seconds)
     assert fit.model.context_s == pytest.approx(3e-7, rel=0.1)
     assert fit.largest_relative_error < 0.1
-    moved = fit.model.at_context(10_000).seconds(16) - fit.model.at_context(0).seconds(16)
+    moved = fit.model.seconds(16, 10_000) - fit.model.seconds(16, 0)
     assert float(moved) == pytest.approx(1e4 * fit.model.context_s)
+
+
+def test_a_verification_reads_the_context_of_every_request() -> None:
+    model = StepLatency(AffineLatency(0.01, 0.001), 1e-6)
+    assert float(verify_s(model.for_requests_of(500), 4, 2)) == pytest.approx(0.01 + 0.012 + 4 * 500e-6)
+    assert float(verify_s(AffineLatency(0.01, 0.001), 4, 2)) == pytest.approx(0.022)
+
+
+def test_a_line_may_be_asked_for() -> None:
+    tokens, context = np.array([1.0, 2.0, 4.0, 8.0]), np.array([10.0, 5.0, 20.0, 1.0])
+    fit = fit_step(tokens, context, 0.01 + 0.001 * tokens + 1e-4 * context, num_segments=None)
+    assert fit.model == StepLatency(
+        AffineLatency(pytest.approx(0.01), pytest.approx(0.001)), pytest.approx(1e-4)
+    )
 
 
 def test_without_context_a_step_is_a_curve_of_tokens() -> None:

@@ -6,12 +6,14 @@ import json
 from itertools import product
 from pathlib import Path
 
+import msgspec
 import pytest
-from command_line import Run
+from command_line import CONFIG, Run, make_model
 
 from paceline.commands.lists import read_counts, read_rates
 from paceline.commands.profile import fit_profile
 from paceline.errors import ConfigError, RecordError
+from paceline.planning.placement import Cluster, place
 from paceline.record import describe_machine
 from paceline.record.profile import (
     PROFILE_VERSION,
@@ -94,9 +96,7 @@ def test_the_fit_meets_the_profile() -> None:
 def test_a_drafter_of_one_batch_is_level() -> None:
     made = make_profile()
     alone = DrafterProfile("alone", (DraftPoint(4, 0.001),))
-    _, fits = fit_profile(
-        Profile(**{**{f: getattr(made, f) for f in made.__struct_fields__}, "drafters": (alone,)})
-    )
+    _, fits = fit_profile(msgspec.structs.replace(made, drafters=(alone,)))
     assert fits["alone"].model.seconds([1, 64]).tolist() == pytest.approx([0.001, 0.001])
 
 
@@ -124,17 +124,55 @@ def test_a_hopeless_drafter_drafts_nothing(profile_file: Path, run: Run) -> None
     assert "begin with: no drafts" in run("ladder", profile_file, "--acceptance", "0.02", "--batch", 64).out
 
 
+def test_a_ladder_never_begins_with_a_slower_drafter(profile_file: Path, run: Run) -> None:
+    for options in ((), ("--mode", "decoupled"), ("--paper", "--mode", "decoupled")):
+        told = run("ladder", profile_file, "--acceptance", "0.02", "--batch", 64, *options)
+        assert "begin with: no drafts" in told.out, options
+
+
+def rows(table: str) -> list[list[str]]:
+    """Cells of the body rows of a printed table."""
+    return [
+        [cell.strip() for cell in line.split("│")[1:-1]]
+        for line in table.splitlines()
+        if line.startswith("│")
+    ]
+
+
 def test_the_plan_shows_what_it_beat(profile_file: Path, run: Run) -> None:
     told = run("plan", profile_file, "--acceptance", "0.8", "--devices", 8, "--requests", 64)
     assert told.code == 0
-    for label in ("plain", "coupled", "decoupled"):
-        assert label in told.out
+    found = rows(told.out)
+    assert {row[0] for row in found} == {"plain", "coupled", "decoupled"}
+    assert {row[1] for row in found} == {"", "suffix", "small"}
+    rates = [float(row[6]) for row in found]
+    assert rates == sorted(rates, reverse=True)
+
+
+def test_a_plan_is_what_the_placement_says(profile_file: Path, run: Run) -> None:
+    """The decoupled row of the table against the planning function itself, context priced per request."""
+    told = run(
+        *("plan", profile_file, "--acceptance", "small=0.8", "--devices", 8, "--requests", 64),
+        *("--context", 300, "--alternatives", 0),
+    )
+    target, fits = fit_profile(make_profile())
+    cluster = Cluster(8, 64, {1: fits["small"].model}, {1: target.model.for_requests_of(300)})
+    best = place(cluster, 0.8, 16).best
+    (row,) = [row for row in rows(told.out) if row[0] == "decoupled"]
+    assert row[1:6] == ["small", "1", "1", str(best.window), str(best.batch)]
+    assert float(row[6]) == pytest.approx(best.tokens_per_s, abs=0.06)
+
+
+def test_a_plan_by_the_papers_formulas(profile_file: Path, run: Run) -> None:
+    told = run("plan", profile_file, "--acceptance", "0.8", "--paper")
+    assert told.code == 0
+    assert any(row[0] == "decoupled" for row in rows(told.out))
 
 
 def test_a_single_device_has_no_decoupled_plan(profile_file: Path, run: Run) -> None:
     told = run("plan", profile_file, "--acceptance", "0.8", "--devices", 1, "--requests", 8)
     assert "only coupled plans" in told.error
-    assert "decoupled" not in told.out
+    assert {row[0] for row in rows(told.out)} == {"plain", "coupled"}
 
 
 def test_engines_of_two_sizes_are_weighed(tmp_path: Path, run: Run) -> None:
@@ -144,7 +182,17 @@ def test_engines_of_two_sizes_are_weighed(tmp_path: Path, run: Run) -> None:
         write_profile(make_profile(size), files[-1])
     told = run("plan", *files, "--acceptance", "0.8", "--requests", 64, "--drafter", "small")
     assert told.code == 0
-    assert "drafter small" in told.out
+    assert {row[1] for row in rows(told.out)} == {"", "small"}
+    assert {row[3] for row in rows(told.out) if row[0] == "plain"} == {"1", "2"}
+
+
+def test_profiles_of_two_targets_are_not_mixed(tmp_path: Path, run: Run) -> None:
+    files = [tmp_path / "1.json", tmp_path / "2.json"]
+    write_profile(make_profile(1), files[0])
+    write_profile(msgspec.structs.replace(make_profile(2), target="other"), files[1])
+    told = run("plan", *files, "--acceptance", "0.8")
+    assert told.code == 2
+    assert "different targets" in told.error
 
 
 @pytest.mark.parametrize(
@@ -152,9 +200,9 @@ def test_engines_of_two_sizes_are_weighed(tmp_path: Path, run: Run) -> None:
     [
         (["--acceptance", "1.5"], "give a rate from 0 to 1"),
         (["--acceptance", "big=0.5"], "there is no drafter 'big'"),
-        (["--acceptance", "small=0.5"], "no acceptance rate of drafter 'suffix'"),
+        (["--acceptance", "0.5", "--alternatives", "-1"], "--alternatives -1"),
         (["--acceptance", "0.5", "--devices", "0"], "--devices 0"),
-        (["--acceptance", "0.5", "--drafter", "big"], "--drafter 'big'"),
+        (["--acceptance", "small=0.5", "--drafter", "suffix"], "--drafter 'suffix'"),
     ],
 )
 def test_bad_plans_are_refused(profile_file: Path, run: Run, arguments: list[str], message: str) -> None:
@@ -169,3 +217,40 @@ def test_lists_are_read_and_refused() -> None:
         with pytest.raises(ConfigError, match="--batches"):
             read_counts("--batches", text)
     assert read_rates("--acceptance", ["0.5", "b=0.7"], ["a", "b"]) == {"a": 0.5, "b": 0.7}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--batches", "4", "--tokens", "1"], "steps of one size alone"),
+        (["--tokens", "1,200"], "profile 1 to 128"),
+        (["--contexts", "0"], "--contexts '0'"),
+        (["--contexts", "32"], "need"),
+        (["--repetitions", "0"], "--repetitions 0"),
+        (["--out", "picture.html"], "the picture goes there"),
+        (["--out", "."], "is a folder"),
+        (["--contexts", "8", "--tokens", "1,2", "--kv-cache-gib", "0.00001"], "raise it, or lower --batches"),
+    ],
+)
+def test_bad_profiles_are_refused_before_any_work(
+    model: Path, run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, options: list[str], message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    told = run("profile", model, *options)
+    assert told.code == 2
+    assert message in told.error
+
+
+def test_a_drafter_may_not_be_named_as_the_suffix_trees(model: Path, run: Run, tmp_path: Path) -> None:
+    told = run(
+        "profile",
+        model,
+        "--contexts",
+        "8",
+        "--tokens",
+        "1,2",
+        "--drafter",
+        make_model(tmp_path / "suffix", CONFIG),
+    )
+    assert told.code == 2
+    assert "'suffix' is taken" in told.error

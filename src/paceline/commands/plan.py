@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -12,12 +12,15 @@ from rich.console import Console
 from rich.table import Table
 
 from paceline.commands.lists import read_rates
-from paceline.commands.profile import load_fits, write_check
+from paceline.commands.profile import check_writable, load_fits
 from paceline.errors import ConfigError
 from paceline.planning.ladder import LadderSettings, build_ladder, choose_first, rank_drafters
-from paceline.planning.latency_profile import LatencyModel, PiecewiseLatency
+from paceline.planning.latency_profile import LatencyModel, RequestLatency, verify_s
 from paceline.planning.placement import Cluster, place
 from paceline.planning.window import Mode, Rules, best_window, profiled_times
+
+SEGMENTS = 8
+"""Of the curve that a target's step times are fitted with; SpecActor's formulas want a line."""
 
 Acceptance = Annotated[
     list[str],
@@ -50,13 +53,14 @@ def ladder(
     Example: paceline ladder policy.json --acceptance small=0.8 --acceptance suffix=0.6 --html ladder.html
     """
     _check_least({"--batch": batch, "--context": context, "--max-window": max_window})
-    made, target, fits = load_fits(profile)
+    rules = Rules.PAPER if paper else Rules.PROTOCOL
+    made, target, fits = load_fits(profile, None if paper else SEGMENTS)
     rates = read_rates("--acceptance", acceptance, list(fits))
     if html is not None:
-        write_check(html)
-    settings = LadderSettings(batch, max_window, mode, _rules(paper))
-    drafters: dict[str, LatencyModel] = {name: fit.model for name, fit in fits.items()}
-    built = build_ladder(drafters, target.model.at_context(batch * context), settings)
+        check_writable("--html", html)
+    drafters: dict[str, LatencyModel] = {name: fits[name].model for name in rates}
+    settings = LadderSettings(batch, max_window, mode, rules)
+    built = build_ladder(drafters, target.model.for_requests_of(context), settings)
     table = Table(title=f"{made.target}, batch {batch}, context {context}, {mode}")
     for column in ("drafter", "acceptance", "speed-up", "window"):
         table.add_column(column, justify="left" if column == "drafter" else "right")
@@ -64,7 +68,7 @@ def ladder(
         table.add_row(rung.drafter, f"{rates[rung.drafter]:.2f}", f"{rung.speedup:.2f}", str(rung.window))
     Console().print(table)
     first = choose_first(built, rates)
-    typer.echo(f"begin with: {first.drafter if first.window else 'no drafts'}")
+    typer.echo(f"begin with: {first.drafter if first.speedup > 1.0 else 'no drafts'}")
     if html is not None:
         from paceline.report.plan_page import build_ladder_page
 
@@ -77,13 +81,29 @@ def ladder(
 class Option:
     """One way to use the devices."""
 
-    label: str
-    draft_devices: int
+    plan: str
+    drafter: str
+    draft_devices: str
     verify_devices: int
     window: int
     batch: int
     tokens_per_s: float
     """Of one request."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What is planned for."""
+
+    devices: int
+    requests: int
+    max_window: int
+    rules: Rules
+    verify: Mapping[int, RequestLatency]
+    """By engine size."""
+    draft: Mapping[str, Mapping[int, LatencyModel]]
+    """By drafter and its devices."""
+    acceptance: Mapping[str, float]
 
 
 def plan(
@@ -95,116 +115,125 @@ def plan(
     ],
     acceptance: Acceptance,
     drafter: Annotated[
-        str | None, typer.Option(help="Name of the drafter; default: the ladder's first.")
+        str | None, typer.Option(help="Name of the drafter; default: every one with an acceptance rate.")
     ] = None,
     devices: Annotated[int, typer.Option(help="GPUs of the whole cluster.")] = 8,
     requests: Annotated[int, typer.Option(help="Responses of the whole rollout.")] = 512,
     context: Context = 512,
     max_window: MaxWindow = 16,
     paper: PaperRules = False,
-    alternatives: Annotated[int, typer.Option(help="How many losing plans are shown.")] = 4,
+    alternatives: Annotated[int, typer.Option(help="How many losing placements of a drafter are shown.")] = 2,
 ) -> None:
-    """Choose the decoupled plan (SpecActor, algorithm 1) and show what it beat: plain and coupled decoding too.
+    """Rank plans: drafters on devices of their own (SpecActor, algorithm 1), inside the engine, and plain decoding.
 
     Example: paceline plan policy.json --acceptance 0.8 --devices 8 --requests 512
     """
     _check_least(
-        {
-            "--devices": devices,
-            "--requests": requests,
-            "--context": context,
-            "--max-window": max_window,
-            "--alternatives": alternatives,
-        }
+        {"--devices": devices, "--requests": requests, "--context": context, "--max-window": max_window}
     )
-    loaded = [load_fits(path) for path in profiles]
+    if alternatives < 0:
+        raise ConfigError(f"--alternatives {alternatives}: must be at least 0")
+    job = _read_job(profiles, acceptance, drafter, devices, requests, context, max_window, paper)
+    options = [*_plain(job)]
+    for name in job.acceptance:
+        options += [*_coupled(job, name), *_decoupled(job, name, alternatives)]
+    if not any(option.plan == "decoupled" for option in options):
+        typer.echo(
+            f"drafters of their own do not fit {devices} devices beside an engine: only coupled plans are possible",
+            err=True,
+        )
+    _show_plans(options, job)
+
+
+def _read_job(
+    profiles: Sequence[Path],
+    acceptance: Sequence[str],
+    drafter: str | None,
+    devices: int,
+    requests: int,
+    context: int,
+    max_window: int,
+    paper: bool,
+) -> Job:
+    loaded = [load_fits(path, None if paper else SEGMENTS) for path in profiles]
     if len({made.num_gpus for made, _, _ in loaded}) < len(loaded):
         raise ConfigError("two profiles are of engines of the same size: give one profile per size")
-    names = [name for name in loaded[0][2] if all(name in fits for _, _, fits in loaded)]
-    rates = read_rates("--acceptance", acceptance, names)
-    if drafter is not None and drafter not in names:
-        raise ConfigError(f"--drafter {drafter!r}: the profiles have {', '.join(names) or 'none in common'}")
+    kinds = {(made.target, made.dtype) for made, _, _ in loaded}
+    if len(kinds) > 1:
+        raise ConfigError(
+            f"the profiles are of different targets: {', '.join(' '.join(k) for k in sorted(kinds))}"
+        )
     largest = max(made.num_gpus for made, _, _ in loaded)
     if largest > devices:
         raise ConfigError(f"--devices {devices}: an engine of the profiles needs {largest}")
-    share = max(-(-requests * largest // devices), 1)
-    verify = {made.num_gpus: target.model.at_context(share * context) for made, target, _ in loaded}
-    draft: dict[str, dict[int, LatencyModel]] = {
-        name: {made.num_gpus: fits[name].model for made, _, fits in loaded} for name in names
-    }
-    chosen = drafter or _first_drafter(verify[largest], draft, rates, largest, share, max_window)
-    options = _plain_and_coupled(
-        verify, draft[chosen], rates[chosen], devices, requests, max_window, _rules(paper)
-    )
-    if devices > min(verify):
-        cluster = Cluster(devices, requests, draft[chosen], verify)
-        placed = place(cluster, rates[chosen], max_window, _rules(paper), alternatives)
-        options += [
-            Option("decoupled", p.num_draft_gpus, p.num_verify_gpus, p.window, p.batch, p.tokens_per_s)
-            for p in (placed.best, *placed.alternatives)
-        ]
-    else:
-        typer.echo(
-            "a drafter of its own needs a second engine's device: only coupled plans are possible", err=True
-        )
-    _show_plans(options, chosen, rates[chosen], devices, requests)
+    draft: dict[str, dict[int, LatencyModel]] = {}
+    for made, _, fits in loaded:
+        for one in made.drafters:
+            draft.setdefault(one.name, {})[one.num_gpus] = fits[one.name].model
+    rates = read_rates("--acceptance", acceptance, list(draft))
+    if drafter is not None:
+        if drafter not in rates:
+            raise ConfigError(
+                f"--drafter {drafter!r}: no profiled drafter of that name has an acceptance rate"
+            )
+        rates = {drafter: rates[drafter]}
+    verify = {made.num_gpus: target.model.for_requests_of(context) for made, target, _ in loaded}
+    rules = Rules.PAPER if paper else Rules.PROTOCOL
+    return Job(devices, requests, max_window, rules, verify, draft, rates)
 
 
-def _first_drafter(
-    verify: PiecewiseLatency,
-    draft: Mapping[str, Mapping[int, LatencyModel]],
-    rates: dict[str, float],
-    size: int,
-    batch: int,
-    max_window: int,
-) -> str:
-    models = {name: by_size[size] for name, by_size in draft.items()}
-    return choose_first(build_ladder(models, verify, LadderSettings(batch, max_window)), rates).drafter
+def _batch(job: Job, size: int) -> int:
+    """Requests of one engine when all devices run engines of this size."""
+    return -(-job.requests // (job.devices // size))
 
 
-def _plain_and_coupled(
-    verify: Mapping[int, PiecewiseLatency],
-    draft: Mapping[int, LatencyModel],
-    acceptance: float,
-    devices: int,
-    requests: int,
-    max_window: int,
-    rules: Rules,
-) -> list[Option]:
-    options = []
-    for size, model in sorted(verify.items()):
-        batch = -(-requests // (devices // size))
-        times = profiled_times(draft[size], model, batch, max_window)
-        best = best_window(acceptance, times, Mode.COUPLED, rules)
-        options.append(Option("plain", 0, size, 0, batch, 1.0 / float(times.verify_s[0])))
+def _plain(job: Job) -> Iterator[Option]:
+    for size, model in sorted(job.verify.items()):
+        batch = _batch(job, size)
+        yield Option("plain", "", "", size, 0, batch, 1.0 / float(verify_s(model, batch, 0)))
+
+
+def _coupled(job: Job, name: str) -> Iterator[Option]:
+    model = job.draft[name][min(job.draft[name])]
+    for size, verify in sorted(job.verify.items()):
+        batch = _batch(job, size)
+        times = profiled_times(model, verify, batch, job.max_window)
+        best = best_window(job.acceptance[name], times, Mode.COUPLED, job.rules)
         if int(best.window):
-            options.append(Option("coupled", size, size, int(best.window), batch, float(best.tokens_per_s)))
-    return options
+            yield Option("coupled", name, "shared", size, int(best.window), batch, float(best.tokens_per_s))
 
 
-def _show_plans(
-    options: Sequence[Option], drafter: str, acceptance: float, devices: int, requests: int
-) -> None:
+def _decoupled(job: Job, name: str, alternatives: int) -> Iterator[Option]:
+    if min(job.draft[name]) + min(job.verify) > job.devices:
+        return
+    cluster = Cluster(job.devices, job.requests, job.draft[name], job.verify)
+    found = place(cluster, job.acceptance[name], job.max_window, job.rules, alternatives)
+    for p in (found.best, *found.alternatives):
+        yield Option(
+            "decoupled", name, str(p.num_draft_gpus), p.num_verify_gpus, p.window, p.batch, p.tokens_per_s
+        )
+
+
+def _show_plans(options: Sequence[Option], job: Job) -> None:
     ranked = sorted(options, key=lambda option: -option.tokens_per_s)
-    plain = max(option.tokens_per_s for option in options if option.label == "plain")
-    table = Table(
-        title=f"{requests} responses on {devices} devices, drafter {drafter}, acceptance {acceptance:.2f}"
-    )
+    plain = max(option.tokens_per_s for option in options if option.plan == "plain")
+    table = Table(title=f"{job.requests} responses on {job.devices} devices")
+    texts = ("plan", "drafter")
     for column in (
-        "plan",
+        *texts,
         "draft devices",
         "verify devices",
         "window",
         "batch",
         "tokens/s of one",
-        "over plain",
+        "x plain",
     ):
-        table.add_column(column, justify="left" if column == "plan" else "right")
+        table.add_column(column, justify="left" if column in texts else "right")
     for at, option in enumerate(ranked):
-        shares = "shared" if option.label == "coupled" else str(option.draft_devices or "")
         table.add_row(
-            option.label,
-            shares,
+            option.plan,
+            option.drafter,
+            option.draft_devices,
             str(option.verify_devices),
             str(option.window or ""),
             str(option.batch),
@@ -215,11 +244,7 @@ def _show_plans(
     Console().print(table)
 
 
-def _rules(paper: bool) -> Rules:
-    return Rules.PAPER if paper else Rules.PROTOCOL
-
-
-def _check_least(values: dict[str, int]) -> None:
+def _check_least(values: Mapping[str, int]) -> None:
     for option, value in values.items():
         if value < 1:
             raise ConfigError(f"{option} {value}: must be at least 1")

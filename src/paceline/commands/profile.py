@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,10 +13,10 @@ from rich.console import Console
 from rich.table import Table
 
 from paceline.commands.checkpoint import Checkpoint, check_drafter, read_checkpoint
-from paceline.commands.launch import Launch, check_batch, hush, is_cpu_build
+from paceline.commands.launch import GIB, Launch, check_batch, describe_failure, hush, is_cpu_build
 from paceline.commands.lists import read_counts
-from paceline.commands.options import Dtype, KvCacheGib, ModelArgument
-from paceline.errors import ConfigError
+from paceline.commands.options import Dtype, ModelArgument
+from paceline.errors import ConfigError, EngineError, PacelineError
 from paceline.planning.latency_profile import AffineLatency, LatencyFit, StepLatency, fit_affine, fit_step
 from paceline.record import describe_machine, describe_versions
 from paceline.record.profile import (
@@ -29,6 +30,12 @@ from paceline.record.profile import (
 
 if TYPE_CHECKING:
     from paceline.engine.profiling import Shape
+
+SUFFIX = "suffix"
+BLOCK_TOKENS = 128
+"""Largest block of keys and values in which engines hand out memory, tokens."""
+TELL_S = 5.0
+"""Seconds between two lines of progress where there is no terminal."""
 
 
 def profile(
@@ -53,7 +60,13 @@ def profile(
         int, typer.Option(help="GPUs that the engine runs on.", rich_help_panel="Engine")
     ] = 1,
     dtype: Dtype = "auto",
-    kv_cache_gib: KvCacheGib = 1.0,
+    kv_cache_gib: Annotated[
+        float | None,
+        typer.Option(
+            help="Memory for keys and values, GiB (CPU only); default: what the largest step needs.",
+            rich_help_panel="Engine",
+        ),
+    ] = None,
 ) -> None:
     """Measure step times over batch, tokens per request and context, and each drafter's time.
 
@@ -67,10 +80,13 @@ def profile(
     lengths = read_counts("--contexts", contexts)
     if repetitions < 1:
         raise ConfigError(f"--repetitions {repetitions}: must be at least 1")
-    if len(sizes) * len(widths) * len(lengths) < 2:
-        raise ConfigError("one shape alone fixes no step-time model: give several --batches or --tokens")
+    if len({b * q for b in sizes for q in widths}) < 2:
+        raise ConfigError(
+            "steps of one size alone fix no step-time model: give several --batches or --tokens"
+        )
     if tensor_parallel_size < 1 or (tensor_parallel_size > 1 and is_cpu_build()):
         raise ConfigError(f"--tensor-parallel-size {tensor_parallel_size}: at least 1, and 1 on a CPU engine")
+    page = _check_out(out)
     settings = profiling_settings(widths[-1])
     checkpoint = read_checkpoint(model)
     folders = _check_drafters(drafter or [], checkpoint)
@@ -80,19 +96,12 @@ def profile(
             f"contexts of {lengths[-1]} tokens and the drafts need {length} positions, {model} has "
             f"{checkpoint.max_len}: lower --contexts"
         )
-    kv_cache_bytes = check_batch(
-        checkpoint,
-        dtype=dtype,
-        max_model_len=sizes[-1] * length,
-        max_num_seqs=sizes[-1],
-        kv_cache_gib=kv_cache_gib,
-    )
-    write_check(out)
+    kv_cache_bytes = _fit_cache(checkpoint, dtype, sizes[-1], length, kv_cache_gib)
     launch = Launch(model, settings, dtype, length, sizes[-1], kv_cache_bytes, not checkpoint.has_tokenizer)
     shapes = [Shape(b, q, c) for b, c, q in product(sizes, lengths, widths)]
     console = Console(stderr=True)
+    drafters = _measure_drafters(folders, sizes, lengths[-1], console)
     steps, used_dtype, threads = _measure_target(launch, tensor_parallel_size, shapes, repetitions, console)
-    drafters = _measure_drafters(folders, sizes, lengths[0], console)
     made = Profile(
         version=PROFILE_VERSION,
         target=model.resolve().name,
@@ -105,21 +114,27 @@ def profile(
         drafters=drafters,
     )
     write_profile(made, out)
+    typer.echo(f"profile: {out}")
     target, fits = fit_profile(made)
     _show(made, target, fits)
     from paceline.report.plan_page import build_profile_page
 
-    page = out.with_suffix(".html")
     build_profile_page(page, made, target, fits)
-    typer.echo(f"profile: {out}\npicture: {page}")
+    typer.echo(f"picture: {page}")
 
 
-def fit_profile(made: Profile) -> tuple[LatencyFit[StepLatency], dict[str, LatencyFit[AffineLatency]]]:
-    """The models that a plan is made of: the target's, and each drafter's by name."""
+def fit_profile(
+    made: Profile, num_segments: int | None = 8
+) -> tuple[LatencyFit[StepLatency], dict[str, LatencyFit[AffineLatency]]]:
+    """The models that a plan is made of: the target's, and each drafter's by name.
+
+    num_segments: as `fit_step`; None fits a line, as SpecActor does.
+    """
     target = fit_step(
         [p.batch * p.tokens_per_request for p in made.steps],
         [p.batch * p.context for p in made.steps],
         [p.step_s for p in made.steps],
+        num_segments,
     )
     fits = {}
     for one in made.drafters:
@@ -130,21 +145,51 @@ def fit_profile(made: Profile) -> tuple[LatencyFit[StepLatency], dict[str, Laten
     return target, fits
 
 
-def load_fits(path: Path) -> tuple[Profile, LatencyFit[StepLatency], dict[str, LatencyFit[AffineLatency]]]:
+def load_fits(
+    path: Path, num_segments: int | None = 8
+) -> tuple[Profile, LatencyFit[StepLatency], dict[str, LatencyFit[AffineLatency]]]:
     """A profile file and its models. Raises RecordError as `read_profile`, ConfigError for too few points."""
     made = read_profile(path)
-    return made, *fit_profile(made)
+    return made, *fit_profile(made, num_segments)
 
 
-def write_check(out: Path) -> None:
+def check_writable(option: str, path: Path) -> None:
     """Raise ConfigError when the file could not be written in the end, before the long work."""
+    draft = path.with_name(path.name + ".part")
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with out.with_name(out.name + ".part").open("w"):
-            pass
+        if path.is_dir():
+            raise IsADirectoryError(0, "is a folder")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft.touch()
+        draft.unlink()
     except OSError as error:
-        raise ConfigError(f"cannot write {out}: {error.strerror}; choose another --out") from error
-    out.with_name(out.name + ".part").unlink()
+        raise ConfigError(f"{option} {path}: {error.strerror}; choose another file") from error
+
+
+def _check_out(out: Path) -> Path:
+    """Where the picture goes."""
+    page = out.with_suffix(".html")
+    if page == out:
+        raise ConfigError(
+            f"--out {out}: the picture goes there; give the profile another ending, such as .json"
+        )
+    check_writable("--out", out)
+    check_writable("--out", page)
+    return page
+
+
+def _fit_cache(checkpoint: Checkpoint, dtype: str, batch: int, length: int, gib: float | None) -> int:
+    """Bytes of the key-value cache. Raises ConfigError where it does not hold the largest step."""
+    per_token = checkpoint.kv_bytes_per_token(dtype)
+    needed = (per_token or 0) * batch * -(-length // BLOCK_TOKENS) * BLOCK_TOKENS
+    if gib is None:
+        gib = max(needed / GIB * 1.1, 0.25) if per_token else 1.0
+    elif is_cpu_build() and needed > gib * GIB:
+        raise ConfigError(
+            f"{batch} requests of {length} tokens need {needed / GIB:.2f} GiB of key-value cache, --kv-cache-gib is "
+            f"{gib:g}: raise it, or lower --batches or --contexts"
+        )
+    return check_batch(checkpoint, dtype=dtype, max_model_len=length, max_num_seqs=batch, kv_cache_gib=gib)
 
 
 def _check_drafters(folders: Sequence[Path], target: Checkpoint) -> dict[str, Path]:
@@ -152,12 +197,24 @@ def _check_drafters(folders: Sequence[Path], target: Checkpoint) -> dict[str, Pa
     for folder in folders:
         check_drafter(read_checkpoint(folder), target)
         name = folder.resolve().name
-        if name in named:
+        if name in named or name == SUFFIX:
             raise ConfigError(
-                f"--drafter: two folders are named {name!r}; rename one, ladders tell them apart by name"
+                f"--drafter {folder}: drafters go by their folder's name, and {name!r} is taken; rename it"
             )
         named[name] = folder
     return named
+
+
+def _teller(console: Console) -> Callable[[str], None]:
+    """Progress in lines, not more often than every TELL_S seconds."""
+    last_s = [float("-inf")]
+
+    def tell(text: str) -> None:
+        if time.monotonic() - last_s[0] >= TELL_S:
+            last_s[0] = time.monotonic()
+            console.print(text, highlight=False)
+
+    return tell
 
 
 def _measure_target(
@@ -167,16 +224,28 @@ def _measure_target(
 
     from paceline.engine.profiling import measure_steps
 
+    largest = max(max(s.batch * s.tokens_per_request for s in shapes), 2048)
     own = {"tensor_parallel_size": num_gpus} if num_gpus > 1 else {}
-    with console.status("starting the engine") as status, hush(), launch.start(**own) as engine:
-        measured = measure_steps(
-            engine,
-            shapes,
-            repetitions,
-            lambda s: status.update(
-                f"batch {s.batch}, {s.tokens_per_request} tokens per request, context {s.context}"
-            ),
-        )
+    console.print("starting the engine")
+    with hush():
+        engine = launch.start(max_num_batched_tokens=largest, **own)
+    tell, total = _teller(console), repetitions * len(shapes)
+    done = iter(range(total))
+    with engine:
+        try:
+            measured = measure_steps(
+                engine,
+                shapes,
+                repetitions,
+                lambda s: tell(
+                    f"{next(done)} of {total}: batch {s.batch}, {s.tokens_per_request} tokens per request, context "
+                    f"{s.context}"
+                ),
+            )
+        except PacelineError:
+            raise
+        except Exception as error:
+            raise EngineError(f"the engine failed: {describe_failure(error)}") from error
         dtype = str(engine.vllm_engine.model_config.dtype).removeprefix("torch.")
     return measured, dtype, torch.get_num_threads()
 
@@ -185,11 +254,16 @@ def _measure_drafters(
     folders: dict[str, Path], batches: Sequence[int], context: int, console: Console
 ) -> tuple[DrafterProfile, ...]:
     from paceline.drafting.profiling import measure_model, measure_suffix
+    from paceline.engine.rollout import prepare_environment
 
-    found = [DrafterProfile("suffix", measure_suffix(batches, context))]
+    prepare_environment()
+    found = [DrafterProfile(SUFFIX, measure_suffix(batches, context))]
     for name, folder in folders.items():
-        with console.status(f"drafter {name}"), hush():
-            found.append(DrafterProfile(name, measure_model(folder, batches, context, "auto")))
+        console.print(f"drafter {name}")
+        with hush():
+            from paceline.engine.sampler import throw
+        device = "cpu" if is_cpu_build() else "cuda"
+        found.append(DrafterProfile(name, measure_model(folder, batches, context, "auto", device, throw)))
     return tuple(found)
 
 
@@ -202,11 +276,10 @@ def _show(made: Profile, target: LatencyFit[StepLatency], fits: dict[str, Latenc
         table.add_column(f"{width} tok/req", justify="right")
     by_shape = {(p.batch, p.context, p.tokens_per_request): p.step_s for p in made.steps}
     for batch, context in sorted({(p.batch, p.context) for p in made.steps}):
-        model = target.model.at_context(batch * context)
         cells = []
         for width in widths:
             step_s = by_shape.get((batch, context, width))
-            fitted_s = float(model.seconds(batch * width))
+            fitted_s = float(target.model.seconds(batch * width, batch * context))
             cells.append("" if step_s is None else f"{1e3 * step_s:.1f} ({1e3 * fitted_s:.1f})")
         table.add_row(str(batch), str(context), *cells)
     drafting = Table(title="drafting one token for each request: base + per request, microseconds")

@@ -9,7 +9,9 @@ from statistics import median
 
 import numpy as np
 
+from paceline.drafting.proposal import NoiseSampler
 from paceline.drafting.suffix import SuffixForest, prior_calibration
+from paceline.errors import CheckpointError
 from paceline.planning.sharpness import SHARPNESS_GRID
 from paceline.record.profile import DraftPoint
 from paceline.types import DraftQuery
@@ -24,12 +26,35 @@ PERIOD = 64
 GRID = np.asarray(SHARPNESS_GRID, dtype=np.float32)
 
 
-def measure_model(folder: Path, batches: Sequence[int], context: int, dtype: str) -> tuple[DraftPoint, ...]:
-    """A small model drafting on the CPU. context: tokens of each request. Raises CheckpointError as `ModelDrafter`."""
-    from paceline.drafting.model import ModelDrafter
+def measure_model(
+    folder: Path,
+    batches: Sequence[int],
+    context: int,
+    dtype: str,
+    device: str = "cpu",
+    noise_sampler: NoiseSampler | None = None,
+) -> tuple[DraftPoint, ...]:
+    """A small model drafting for requests of `context` tokens.
 
-    room = context + DEPTH * (CALLS + 3)
-    drafter = ModelDrafter(folder, max_model_len=room, max_requests=max(batches), dtype=dtype)
+    noise_sampler: where the logits are, as `ModelDrafter`. Raises CheckpointError as it does, and for a model whose
+    longest sequence is shorter than that.
+    """
+    from paceline.drafting.model import ModelDrafter
+    from paceline.drafting.proposal import sample_on_host
+
+    room = context + CALLS + DEPTH + 1
+    drafter = ModelDrafter(
+        folder,
+        max_model_len=room,
+        max_requests=max(batches),
+        dtype=dtype,
+        device=device,
+        noise_sampler=noise_sampler or sample_on_host,
+    )
+    if drafter.max_model_len < room:
+        raise CheckpointError(
+            f"{folder}: the drafter takes {drafter.max_model_len} positions, profiling needs {room}: lower --contexts"
+        )
     tokens = np.random.default_rng(0).integers(0, drafter.vocab_size, (max(batches), room), dtype=np.int32)
 
     def draft(batch: int, length: int) -> int:
@@ -45,14 +70,14 @@ def measure_model(folder: Path, batches: Sequence[int], context: int, dtype: str
         )
         return int(made.num_tokens.max())
 
-    return _measure(draft, batches, min(context, drafter.max_model_len - DEPTH * (CALLS + 1)))
+    return _measure(draft, batches, context)
 
 
 def measure_suffix(batches: Sequence[int], context: int) -> tuple[DraftPoint, ...]:
     """Suffix trees, one group of responses to one prompt that repeat a text."""
     rng = np.random.default_rng(0)
     forest, calibration = SuffixForest(), prior_calibration()
-    text = np.tile(rng.integers(0, 1000, PERIOD, dtype=np.int32), context // PERIOD + 1)[:context]
+    text = np.tile(rng.integers(0, 1000, PERIOD, dtype=np.int32), max(context // PERIOD, 2))
     forest.open_group(0, text[:1])
     for response in range(max(batches)):
         forest.append(0, response, text)
@@ -87,6 +112,6 @@ def _measure(
         for call in range(CALLS + 1):
             started_s = time.perf_counter()
             num_tokens = draft(batch, context + call)
-            seconds.append((time.perf_counter() - started_s) / max(num_tokens, 1))
+            seconds.append((time.perf_counter() - started_s) / num_tokens)
         points.append(DraftPoint(batch, median(seconds[1:])))
     return tuple(points)

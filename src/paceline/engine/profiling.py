@@ -13,13 +13,16 @@ from statistics import median
 import numpy as np
 
 from paceline.config import BudgetSettings, EngineSettings
-from paceline.engine.rollout import RolloutEngine
-from paceline.errors import ConfigError
+from paceline.engine.rollout import RolloutEngine, TokenEvent
+from paceline.errors import ConfigError, EngineError
 from paceline.record.profile import StepPoint
 from paceline.types import DraftBatch, DraftQuery, Float32Array, Int32Array, Int64Array, RolloutRequest
 
 STEPS = 4
 """Steps of each shape that one pass measures."""
+
+MOST_TOKENS = 128
+"""Tokens of one request that a step can verify: the longest draft of `EngineSettings.max_draft_tokens`, and one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,11 +80,9 @@ class RandomDrafts:
 
 def profiling_settings(tokens_per_request: int) -> EngineSettings:
     """Settings of an engine that can be profiled with up to so many tokens per request. Raises ConfigError."""
-    most = EngineSettings.model_fields["max_draft_tokens"].metadata
-    limit = next(rule.le for rule in most if hasattr(rule, "le"))
-    if not 1 <= tokens_per_request <= limit + 1:
+    if not 1 <= tokens_per_request <= MOST_TOKENS:
         raise ConfigError(
-            f"{tokens_per_request} tokens per request and step: profile 1 to {limit + 1} (a draft and the token before)"
+            f"{tokens_per_request} tokens per request and step: profile 1 to {MOST_TOKENS} (a draft and one more)"
         )
     return EngineSettings(max_draft_tokens=max(tokens_per_request - 1, 1))
 
@@ -99,55 +100,66 @@ def measure_steps(
 ) -> tuple[StepPoint, ...]:
     """Median step time of each shape, over `repetitions` passes through all of them.
 
-    engine: started with `profiling_settings`. tell: called before each measurement. Passes alternate their direction,
-    so that a machine that slows down or speeds up favours no shape.
+    engine: started with `profiling_settings` and room for the largest step in `max_num_batched_tokens`. tell: called
+    before each measurement. Passes alternate their direction, so that a machine that slows down or speeds up favours no
+    shape. Raises EngineError for shapes that the engine never ran whole.
     """
     engine.scheduler.loop.drafter = RandomDrafts(engine.vocab_size)
     random = np.random.default_rng(1)
     longest = max(shape.context for shape in shapes)
     prompts = random.integers(0, engine.vocab_size, (max(s.batch for s in shapes), longest)).tolist()
     found: dict[Shape, list[float]] = {shape: [] for shape in shapes}
-    order = sorted(
-        shapes, key=lambda s: (-s.batch, -s.context, s.tokens_per_request)
-    )  # prompts are cached once
+    order = sorted(shapes, key=lambda s: (-s.context, -s.batch, s.tokens_per_request))
     for turn in range(repetitions):
         for shape in order if turn % 2 == 0 else order[::-1]:
             tell(shape)
             found[shape] += _measure(engine, shape, prompts)
+    if missing := [shape for shape, seconds in found.items() if not seconds]:
+        one = missing[0]
+        raise EngineError(
+            f"{len(missing)} of {len(shapes)} shapes never ran whole, among them batch {one.batch} x "
+            f"{one.tokens_per_request} tokens at context {one.context}: profile smaller ones, or give the engine more "
+            "key-value cache"
+        )
     return tuple(
-        StepPoint(s.batch, s.tokens_per_request, s.context, median(found[s]), len(found[s]))
-        for s in shapes
-        if found[s]
+        StepPoint(s.batch, s.tokens_per_request, s.context, median(found[s]), len(found[s])) for s in shapes
     )
 
 
 def _measure(engine: RolloutEngine, shape: Shape, prompts: list[list[int]]) -> list[float]:
     """Seconds of STEPS steps of this shape, after one that is not counted."""
-    num_drafts = shape.batch * (shape.tokens_per_request - 1)
-    policy = (
-        {"policy": "fixed", "fixed_tokens": shape.tokens_per_request - 1} if num_drafts else {"policy": "off"}
-    )
-    engine.scheduler.loop.use_budget(BudgetSettings.model_validate(policy))
+    num_drafts = shape.tokens_per_request - 1
+    loop = engine.scheduler.loop
+    loop.use_budget(BudgetSettings(policy="off"))
+    _generate(engine, shape, prompts, 1)  # prompts into the prefix cache, so that all of them decode together
+    if num_drafts:
+        loop.use_budget(BudgetSettings(policy="fixed", fixed_tokens=num_drafts, max_draft_tokens=num_drafts))
     engine.take_observations()
     seconds: list[float] = []
-    for _ in _steps(engine, shape, prompts):
+    wanted = shape.batch, shape.batch * num_drafts, 0
+    for _ in _events(engine, shape, prompts, longest_response(shape.tokens_per_request)):
         seconds += [
             step.step_s
             for step in engine.take_observations()
-            if (step.num_requests, step.num_draft_tokens, step.num_prefill_tokens)
-            == (shape.batch, num_drafts, 0)
+            if (step.num_requests, step.num_draft_tokens, step.num_prefill_tokens) == wanted
         ]
         if len(seconds) > STEPS:
             break
     return seconds[1 : STEPS + 1]
 
 
-def _steps(engine: RolloutEngine, shape: Shape, prompts: list[list[int]]) -> Iterator[object]:
+def _generate(engine: RolloutEngine, shape: Shape, prompts: list[list[int]], num_tokens: int) -> None:
+    for _ in _events(engine, shape, prompts, num_tokens):
+        pass
+
+
+def _events(
+    engine: RolloutEngine, shape: Shape, prompts: list[list[int]], num_tokens: int
+) -> Iterator[TokenEvent]:
     from vllm import SamplingParams
 
-    most = longest_response(shape.tokens_per_request)
     requests = [
-        RolloutRequest(tuple(prompt[: shape.context]), most, key=number)
+        RolloutRequest(tuple(prompt[: shape.context]), num_tokens, key=number)
         for number, prompt in enumerate(prompts[: shape.batch])
     ]
     return engine.stream(requests, SamplingParams(temperature=1.0, ignore_eos=True))

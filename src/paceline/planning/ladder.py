@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from paceline.errors import ConfigError
-from paceline.planning.latency_profile import LatencyModel
+from paceline.planning.latency_profile import LatencyModel, VerifyLatency
 from paceline.planning.window import (
     BestWindow,
     Mode,
@@ -67,7 +67,7 @@ class Rung:
 
 def build_ladder(
     drafters: Mapping[str, LatencyModel],
-    verify: LatencyModel,
+    verify: VerifyLatency,
     settings: LadderSettings,
     acceptance: ArrayLike = ACCEPTANCE_POINTS,
 ) -> Ladder:
@@ -116,7 +116,7 @@ def _rung(ladder: Ladder, at: int, acceptance: float) -> Rung:
 
 
 def _rungs(
-    draft: LatencyModel, verify: LatencyModel, settings: LadderSettings, acceptance: Float64Array
+    draft: LatencyModel, verify: VerifyLatency, settings: LadderSettings, acceptance: Float64Array
 ) -> BestWindow:
     """`best_window` with the rate as a multiple of plain decoding's, 1 / V_0(b)."""
     times = profiled_times(draft, verify, settings.batch, settings.max_window)

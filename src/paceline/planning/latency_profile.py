@@ -58,14 +58,39 @@ LatencyModel = AffineLatency | PiecewiseLatency
 class StepLatency:
     """by_tokens + context_s x context: a step's attention reads the context of all its requests."""
 
-    by_tokens: PiecewiseLatency
+    by_tokens: LatencyModel
     context_s: float
     """Seconds per token of context, non-negative."""
 
-    def at_context(self, num_context_tokens: float) -> PiecewiseLatency:
-        """The model of steps whose requests have so many tokens in all."""
-        shift = self.context_s * num_context_tokens
-        return PiecewiseLatency(self.by_tokens.knot_tokens, self.by_tokens.knot_s + shift)
+    def seconds(self, tokens: ArrayLike, context: ArrayLike) -> Float64Array:
+        """Seconds of steps over `tokens` whose requests have `context` tokens in all."""
+        return np.asarray(self.by_tokens.seconds(tokens) + self.context_s * np.asarray(context))
+
+    def for_requests_of(self, num_tokens: float) -> RequestLatency:
+        """The model of steps whose requests have so many tokens each."""
+        return RequestLatency(self.by_tokens, self.context_s * num_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestLatency:
+    """by_tokens + request_s x requests: every request of the step has the same context to be read."""
+
+    by_tokens: LatencyModel
+    request_s: float
+    """Seconds per request, non-negative."""
+
+
+VerifyLatency = LatencyModel | RequestLatency
+"""What the time of a verification follows from."""
+
+
+def verify_s(model: VerifyLatency, batch: ArrayLike, window: ArrayLike) -> Float64Array:
+    """V_w(b): seconds to verify `window` draft tokens and the token before them of each of `batch` requests."""
+    b = np.asarray(batch, dtype=np.float64)
+    tokens = b * (np.asarray(window) + 1)
+    if isinstance(model, RequestLatency):
+        return np.asarray(model.by_tokens.seconds(tokens) + model.request_s * b)
+    return model.seconds(tokens)
 
 
 _Model = TypeVar("_Model", AffineLatency, PiecewiseLatency, StepLatency)
@@ -109,12 +134,13 @@ def fit_piecewise(
 
 
 def fit_step(
-    tokens: ArrayLike, context: ArrayLike, seconds: ArrayLike, num_segments: int = 8
+    tokens: ArrayLike, context: ArrayLike, seconds: ArrayLike, num_segments: int | None = 8
 ) -> LatencyFit[StepLatency]:
     """Least squares of the relative error through steps [num_points] at several contexts.
 
-    Relative, as a profile runs from a few milliseconds to seconds and a planner asks for ratios. The segments are cut
-    to what the distinct token counts allow. Raises ConfigError as `fit_affine`, or for contexts of another shape.
+    Relative, as a profile runs from a few milliseconds to seconds and a planner asks for ratios. num_segments: of the
+    curve over tokens, cut to what the distinct token counts allow; None: a line. Raises ConfigError as `fit_affine`, or
+    for contexts of another shape.
     """
     x, y = _checked_points(tokens, seconds, num_distinct=2)
     c = np.asarray(context, dtype=np.float64)
@@ -122,13 +148,17 @@ def fit_step(
         raise ConfigError(
             f"profile points need as many contexts as tokens: got shapes {c.shape} and {x.shape}"
         )
-    knots, ramps = _ramps(x, min(num_segments, len(np.unique(x)) - 1))
-    columns = np.concatenate([ramps, c[:, None]], axis=1) if c.any() else ramps
-    rises = _nonnegative_least_squares(columns / y[:, None], np.ones_like(y))
-    width = ramps.shape[1]
-    curve = PiecewiseLatency(knots, np.cumsum(rises[:width]))
-    model = StepLatency(curve, float(rises[width]) if c.any() else 0.0)
-    return _assessed(model, curve.seconds(x) + model.context_s * c, y)
+    knots, curve = np.empty(0), np.stack([np.ones_like(x), x], axis=1)
+    if num_segments is not None:
+        knots, curve = _ramps(x, min(num_segments, len(np.unique(x)) - 1))
+    columns = np.concatenate([curve, c[:, None]], axis=1) if c.any() else curve
+    found = _nonnegative_least_squares(columns / y[:, None], np.ones_like(y))
+    own = found[: curve.shape[1]]
+    by_tokens: LatencyModel = (
+        AffineLatency(*own.tolist()) if num_segments is None else PiecewiseLatency(knots, np.cumsum(own))
+    )
+    model = StepLatency(by_tokens, float(found[-1]) if c.any() else 0.0)
+    return _assessed(model, model.seconds(x, c), y)
 
 
 def _ramps(x: Float64Array, num_segments: int) -> tuple[Float64Array, Float64Array]:

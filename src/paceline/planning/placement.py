@@ -24,7 +24,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.errors import ConfigError
-from paceline.planning.latency_profile import AffineLatency, LatencyModel
+from paceline.planning.latency_profile import (
+    AffineLatency,
+    LatencyModel,
+    RequestLatency,
+    VerifyLatency,
+    verify_s,
+)
 from paceline.planning.window import Mode, Rules, StepTimes, checked_acceptance, tokens_per_s
 from paceline.types import Float64Array, Int64Array
 
@@ -39,7 +45,7 @@ class Cluster:
     """B, requests of the whole cluster at the start of the rollout."""
     draft: Mapping[int, LatencyModel]
     """D_g: drafting on g GPUs, for every g_d that can be chosen."""
-    verify: Mapping[int, LatencyModel]
+    verify: Mapping[int, VerifyLatency]
     """V_g: verifying on g GPUs, for every g_v that can be chosen (the paper's set of configurations)."""
 
 
@@ -79,7 +85,7 @@ class _Pairs:
     """Every g_d that may go with one g_v, ascending; arrays are [num_pairs]."""
 
     num_verify_gpus: int
-    verify: LatencyModel
+    verify: VerifyLatency
     num_draft_gpus: Int64Array
     draft: tuple[LatencyModel, ...]
     batch: Int64Array
@@ -180,7 +186,7 @@ def _best_windows(pairs: _Pairs, acceptance: float, max_window: int, rules: Rule
 def _rates(pairs: _Pairs, windows: Int64Array, acceptance: float, rules: Rules) -> Float64Array:
     """TGS, [num_pairs, num_windows]."""
     batch = pairs.batch[:, None]
-    times = StepTimes(batch, pairs.draft_s[:, None], pairs.verify.seconds(batch * (windows + 1)))
+    times = StepTimes(batch, pairs.draft_s[:, None], verify_s(pairs.verify, batch, windows))
     return tokens_per_s(acceptance, windows, times, Mode.DECOUPLED, rules)
 
 
@@ -188,7 +194,7 @@ def _window_bound(pairs: _Pairs, acceptance: float, rate: Float64Array) -> float
     """No larger window beats the rate known of its pair, as TGS(w) <= 1 / ((1-p) (w D + V_1)). rate: [num_pairs]"""
     with np.errstate(divide="ignore"):
         cycle_s = 1.0 / ((1.0 - acceptance) * rate)
-    slack_s = cycle_s - pairs.verify.seconds(2 * pairs.batch)
+    slack_s = cycle_s - verify_s(pairs.verify, pairs.batch, 1)
     bound = float((slack_s / np.maximum(pairs.draft_s, 1e-30)).max())
     return max(float(np.ceil(bound)), 1.0)
 
@@ -199,7 +205,9 @@ def _allowed_by_paper(pairs: _Pairs, windows: Int64Array) -> NDArray[np.bool_]:
     The paper leaves open at which w the bound is taken; here it is the w that is tried next, and w = 1 always is.
     [num_pairs, num_windows]
     """
-    verify = pairs.verify
+    verify, request_s = pairs.verify, 0.0
+    if isinstance(verify, RequestLatency):
+        verify, request_s = verify.by_tokens, verify.request_s
     affine = [draft for draft in pairs.draft if isinstance(draft, AffineLatency)]
     if len(affine) < len(pairs.draft) or not isinstance(verify, AffineLatency):
         raise ConfigError(
@@ -209,7 +217,7 @@ def _allowed_by_paper(pairs: _Pairs, windows: Int64Array) -> NDArray[np.bool_]:
     base_s = np.array([draft.base_s for draft in affine])[:, None]
     per_token_s = np.array([draft.per_token_s for draft in affine])[:, None]
     with np.errstate(divide="ignore", invalid="ignore"):
-        by_slope = np.ceil(verify.per_token_s * (windows + 1) / per_token_s)
+        by_slope = np.ceil((verify.per_token_s * (windows + 1) + request_s) / per_token_s)
         by_base = np.ceil(verify.base_s / base_s)
     longest = np.fmax(np.fmax(by_slope, by_base), 1.0)
     return np.logical_and.accumulate(windows <= longest, axis=1)
@@ -235,6 +243,6 @@ def _plan(cluster: Cluster, candidates: _Candidates, at: int) -> Plan:
         num_groups=cluster.num_gpus // (g_d + g_v),
         batch=batch,
         draft_s=window * float(cluster.draft[g_d].seconds(batch)),
-        verify_s=float(cluster.verify[g_v].seconds(batch * (window + 1))),
+        verify_s=float(verify_s(cluster.verify[g_v], batch, window)),
         tokens_per_s=float(candidates.tokens_per_s[at]),
     )

@@ -36,7 +36,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from paceline.errors import ConfigError, EngineError
-from paceline.planning.latency_profile import LatencyModel
+from paceline.planning.latency_profile import LatencyModel, VerifyLatency, verify_s
 from paceline.types import Float64Array, Int32Array
 
 _NEARLY_ONE = 1.0 - 1e-9  # from here on S_w is w to seven digits, and its quotient would lose them
@@ -157,12 +157,11 @@ def best_window(
     return BestWindow(windows[best], np.take_along_axis(rates, best[..., None], axis=-1)[..., 0])
 
 
-def profiled_times(draft: LatencyModel, verify: LatencyModel, batch: int, max_window: int) -> StepTimes:
+def profiled_times(draft: LatencyModel, verify: VerifyLatency, batch: int, max_window: int) -> StepTimes:
     """D(b) and V_w(b) of the windows 0 .. max_window from latency models, as `best_window` wants them."""
     if batch < 1:
         raise ConfigError(f"a batch of {batch} requests takes no time: plan for at least 1")
-    tokens = batch * (np.arange(max_window + 1) + 1)
-    return StepTimes(batch, float(draft.seconds(batch)), verify.seconds(tokens))
+    return StepTimes(batch, float(draft.seconds(batch)), verify_s(verify, batch, np.arange(max_window + 1)))
 
 
 def checked_acceptance(acceptance: ArrayLike) -> Float64Array:

@@ -46,6 +46,8 @@ class DrafterProfile(msgspec.Struct, frozen=True):
 
     name: str
     points: tuple[DraftPoint, ...]
+    num_gpus: int = 1
+    """GPUs that it drafted on; 1 for the CPU."""
 
 
 class Profile(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,16 +65,6 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     versions: dict[str, str]
     steps: tuple[StepPoint, ...]
     drafters: tuple[DrafterProfile, ...]
-
-    def drafter(self, name: str) -> DrafterProfile:
-        """The drafter of this name. Raises RecordError if it was not profiled."""
-        found = {one.name: one for one in self.drafters}
-        if name not in found:
-            raise RecordError(
-                f"the profile of {self.target} has no drafter {name!r}, only {', '.join(found) or 'none'}: "
-                "profile it with --drafter"
-            )
-        return found[name]
 
 
 class _Version(msgspec.Struct):

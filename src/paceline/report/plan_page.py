@@ -89,7 +89,7 @@ def _steps_figure(profile: Profile, model: StepLatency) -> Figure:
         )
         tokens = [float(n) for n, _ in points]
         grid = np.linspace(tokens[0], tokens[-1], 32)
-        fitted = model.at_context(batch * context).seconds(grid)
+        fitted = model.seconds(grid, batch * context)
         name = f"batch {batch}, context {context}"
         series.append(_series(name, tokens, [1e3 * s for _, s in points], colour, "points"))
         series.append(_series(f"{name}, fitted", grid.tolist(), (1e3 * fitted).tolist(), colour, "thin"))
@@ -102,9 +102,10 @@ def _steps_figure(profile: Profile, model: StepLatency) -> Figure:
 
 
 def _drafting_figure(profile: Profile, fits: Mapping[str, LatencyFit[AffineLatency]]) -> Figure:
+    measured = {one.name: one.points for one in profile.drafters}
     series = []
     for colour, (name, fit) in enumerate(fits.items(), start=1):
-        points = profile.drafter(name).points
+        points = measured[name]
         batches = [float(p.batch) for p in points]
         colour = min(colour, MAX_COLOURS)
         series.append(_series(name, batches, [1e3 * p.token_s for p in points], colour, "points"))

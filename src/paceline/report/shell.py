@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
 import os
 from collections.abc import Mapping
@@ -75,7 +76,8 @@ def write_page(path: Path, text: str) -> None:
         draft.write_text(text, encoding="utf-8")
         os.replace(draft, path)
     except OSError as error:
-        draft.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            draft.unlink()
         raise RecordError(
             f"cannot write {path}: {error.strerror}; free some space or make it writable"
         ) from error
