@@ -17,6 +17,7 @@ from rich.text import Text
 import paceline
 from paceline.commands.bench import bench
 from paceline.commands.doctor import doctor
+from paceline.commands.draft_server import draft_server
 from paceline.commands.plan import ladder, plan
 from paceline.commands.profile import profile
 from paceline.commands.report import report
@@ -47,6 +48,7 @@ app.command()(report)
 app.command()(profile)
 app.command()(ladder)
 app.command()(plan)
+app.command()(draft_server)
 app.command()(doctor)
 
 

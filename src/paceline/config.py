@@ -64,6 +64,13 @@ class EngineSettings(Section):
     suffix_memory_bytes: int = Field(default=1 << 30, ge=1 << 20)
     """Memory bound of all suffix trees; whole groups are dropped, least recently used first."""
 
+    draft_servers: tuple[str, ...] = ()
+    """Addresses of draft servers (`paceline draft-server`), the same for every worker: responses of a group draft from
+    what all workers have generated. Needs the suffix drafter."""
+
+    draft_secret_file: str | None = None
+    """File with the secret that the draft servers were started with."""
+
     sharpness: float | None = Field(default=None, gt=0.0)
     """Fixed exponent on the drafter's distribution (inf: greedy); unset: learned online for each drafter."""
 
@@ -72,6 +79,14 @@ class EngineSettings(Section):
 
     budget: BudgetSettings = Field(default_factory=lambda: BudgetSettings())
     """How many drafted tokens are verified in each step."""
+
+    @model_validator(mode="after")
+    def _sharing_fits(self) -> EngineSettings:
+        if self.draft_servers and self.drafter != "suffix":
+            raise ValueError(
+                f"draft_servers need drafter='suffix', which alone drafts from other responses, not {self.drafter!r}"
+            )
+        return self
 
     @model_validator(mode="after")
     def _paths_fit(self) -> EngineSettings:

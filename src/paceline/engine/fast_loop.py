@@ -24,6 +24,7 @@ from paceline.drafting.drafter import Drafter, PathDrafter
 from paceline.engine.alternatives import AlternativePaths, Alternatives, StepDrafts, outcomes_of
 from paceline.engine.learned import Learned
 from paceline.engine.model_steering import ModelSteering
+from paceline.engine.sharing import SharedDrafts
 from paceline.errors import RequestError
 from paceline.planning import budget, candidates, sharpness
 from paceline.types import (
@@ -78,13 +79,16 @@ class FastLoop:
         self._weights: Float32Array | None = None
         self._expected = 0.0
         self._paths = AlternativePaths(settings)
+        self._sharing = _connect(settings)
         self.drafting = True
         self._resting: Drafter | None = None
 
     # -- responses
 
-    def open(self, group: int, response: int, prompt: Sequence[int], generated: Sequence[int]) -> None:
-        """A response begins (or resumes with `generated` tokens).
+    def open(
+        self, group: int, response: int, prompt: Sequence[int], generated: Sequence[int], key: int = 0
+    ) -> None:
+        """A response begins (or resumes with `generated` tokens). key: its dice key, by which workers share it.
 
         A group has the first prompt that it was opened with; a response to another one (a later turn, say) shares the
         group's tokens all the same: drafts are proposals, and no mistake of the user's to end the engine for.
@@ -94,12 +98,17 @@ class FastLoop:
         with contextlib.suppress(RequestError):
             self.drafter.open_group(group, np.asarray(prompt, dtype=np.int32))
         self.drafter.append(group, response, np.asarray(generated, dtype=np.int32))
+        if self._sharing is not None:
+            self._sharing.open(group, response, key, generated)
 
     def append(self, tokens: Iterable[tuple[int, int, list[int]]]) -> None:
         """(group, response, new tokens) of each response that grew in the step."""
         if self.drafter is None:
             return
         groups, responses, lists = zip(*tokens, strict=True)
+        if self._sharing is not None:
+            for group, response, new in zip(groups, responses, lists, strict=True):
+                self._sharing.grow(group, response, new)
         offsets = np.zeros(len(lists) + 1, dtype=np.int32)
         np.cumsum([len(item) for item in lists], out=offsets[1:])
         flat = np.fromiter((token for item in lists for token in item), np.int32, int(offsets[-1]))
@@ -111,11 +120,21 @@ class FastLoop:
         """A response has ended; its tokens go on serving its group."""
         if self.drafter is not None:
             self.drafter.close_response(group, response)
+        if self._sharing is not None:
+            self._sharing.close(group, response)
+
+    def shut_down(self) -> None:
+        """Disconnect from the draft servers."""
+        if self._sharing is not None:
+            self._sharing.close_client()
+            self._sharing = None
 
     def forget_tokens(self) -> None:
         """Drop all groups; what was learned about acceptance and time stays."""
         if self.drafter is not None:
             self.drafter.clear()
+        if self._sharing is not None:
+            self._sharing.forget()
         self._arrived = None
 
     def set_drafting(self, wanted: bool) -> None:
@@ -220,6 +239,8 @@ class FastLoop:
     def _draft_free(self, query: DraftQuery) -> DraftBatch | None:
         if self.drafter is None:
             return None
+        if self._sharing is not None:
+            self._sharing.take_over(self.drafter)
         return self.drafter.draft(
             query,
             sharpness=self.free.beta,
@@ -338,6 +359,16 @@ def _make_drafter(settings: EngineSettings) -> tuple[Drafter | None, Float32Arra
 
         return lookup.LookupDrafter(), lookup.prior_calibration()
     return None, np.zeros(1, dtype=np.float32)
+
+
+def _connect(settings: EngineSettings) -> SharedDrafts | None:
+    """The end of the draft servers, if there are any. Raises ConfigError for addresses or a secret that cannot be."""
+    if not settings.draft_servers:
+        return None
+    from paceline.drafting.client import DraftClient
+    from paceline.drafting.wire import read_secret
+
+    return SharedDrafts(DraftClient(settings.draft_servers, secret=read_secret(settings.draft_secret_file)))
 
 
 def _model_prior(settings: EngineSettings) -> Float32Array:

@@ -125,7 +125,7 @@ class PacelineScheduler(Scheduler):  # type: ignore[misc]
         self._next_response += 1
         self.live[request.request_id] = live
         prompt = tokens[: len(tokens) - carried]
-        self.loop.open(group, live.response, prompt, tokens[len(tokens) - carried :])
+        self.loop.open(group, live.response, prompt, tokens[len(tokens) - carried :], key)
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         live = self.live.pop(request.request_id, None)
@@ -143,6 +143,10 @@ class PacelineScheduler(Scheduler):  # type: ignore[misc]
         if self.spare_blocks is not None:
             self.spare_blocks.release()
         return super().reset_prefix_cache(*args, **kwargs)
+
+    def shutdown(self) -> None:
+        self.loop.shut_down()
+        super().shutdown()
 
     # -- a step
 

@@ -1,0 +1,203 @@
+"""The draft server: one process that passes on what each worker generates to all workers of the group (Seer 3.3, DGDS).
+
+Owns the log of every group and nothing else: workers build their own suffix trees from it and draft from their own
+memory. A group's log is append-only, a list of pieces in the order of arrival; a client's place in it is one number.
+Invariants: of every response the log holds a prefix, each token once, whatever is sent twice or out of order; all logs
+together stay below the memory bound, whole groups go, the least recently used first.
+
+Differs from Seer's server, which keeps the suffix trees: here they live in the workers alone, so the server is a log
+and a draft never waits for the network.
+"""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+import time
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from paceline.drafting.wire import (
+    MAX_MESSAGE_BYTES,
+    MAX_TEXT_BYTES,
+    TOKEN_BYTES,
+    Append,
+    Fetch,
+    GroupNews,
+    News,
+    Piece,
+    Seal,
+    Want,
+)
+from paceline.errors import ConfigError
+
+PIECE_BYTES = 160
+"""What a piece costs beyond its tokens, about."""
+
+POLL_MS = 200
+"""The longest that the server looks at nothing but its socket."""
+
+
+@dataclass(slots=True)
+class _Log:
+    """One group's."""
+
+    name: int
+    touched_s: float
+    num_bytes: int = 0
+    pieces: list[Piece] = field(default_factory=list)
+    known: dict[int, int] = field(default_factory=dict)  # tokens of each response, by key
+    gaps: set[int] = field(default_factory=set)  # keys of responses of which something was lost on the way
+
+
+class DraftLog:
+    """What the server knows. No I/O and no clock: times come in as seconds."""
+
+    def __init__(self, max_bytes: int, ttl_s: float) -> None:
+        """max_bytes: bound on all logs. ttl_s: a group that nobody asked for or added to for so long is dropped."""
+        if max_bytes < 1 or not ttl_s > 0:
+            raise ConfigError(f"a draft server of {max_bytes} bytes and {ttl_s} s: both must be above 0")
+        self._max_bytes, self._ttl_s = max_bytes, ttl_s
+        self._logs: OrderedDict[int, _Log] = OrderedDict()  # least recently used first
+        self._names = itertools.count(
+            secrets.randbits(62) + 1
+        )  # no two servers give the same, but for chance
+        self.num_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._logs)
+
+    def append(self, group: int, pieces: Iterable[Piece], now_s: float) -> None:
+        """Add what is new. Of a piece that begins beyond what is known, only the gap is noted."""
+        log = self._touch(group, now_s)
+        for piece in pieces:
+            if piece.start < 0 or len(piece.tokens) % TOKEN_BYTES:
+                continue
+            known = log.known.get(piece.key, 0)
+            if piece.start > known:
+                log.gaps.add(piece.key)
+                continue
+            log.gaps.discard(piece.key)
+            if fresh := piece.tokens[(known - piece.start) * TOKEN_BYTES :]:
+                log.pieces.append(Piece(piece.key, known, fresh))
+                log.known[piece.key] = known + len(fresh) // TOKEN_BYTES
+                log.num_bytes += len(fresh) + PIECE_BYTES
+                self.num_bytes += len(fresh) + PIECE_BYTES
+        self._evict(group)
+
+    def fetch(self, wants: Iterable[Want], now_s: float) -> tuple[GroupNews, ...]:
+        """What each log holds beyond `since`, at most MAX_TEXT_BYTES together.
+
+        Groups without news are left out; a log that the worker does not know is news even when it is empty.
+        """
+        news = []
+        room = MAX_TEXT_BYTES
+        for want in wants:
+            if room <= 0:
+                break
+            log = self._touch(want.group, now_s)
+            since = max(want.since, 0) if want.log == log.name else 0
+            until = since
+            while until < len(log.pieces) and room > 0:
+                room -= len(log.pieces[until].tokens) + PIECE_BYTES
+                until += 1
+            if until > since or want.log != log.name or log.gaps:
+                behind = tuple((key, log.known.get(key, 0)) for key in log.gaps)
+                news.append(GroupNews(want.group, log.name, until, tuple(log.pieces[since:until]), behind))
+        return tuple(news)
+
+    def expire(self, now_s: float) -> None:
+        """Drop what nobody used for `ttl_s`."""
+        while self._logs:
+            group, log = next(iter(self._logs.items()))
+            if now_s - log.touched_s <= self._ttl_s:
+                return
+            self._drop(group)
+
+    def _touch(self, group: int, now_s: float) -> _Log:
+        log = self._logs.get(group)
+        if log is None:
+            log = self._logs[group] = _Log(next(self._names), now_s)
+        log.touched_s = now_s
+        self._logs.move_to_end(group)
+        return log
+
+    def _evict(self, newest: int) -> None:
+        while self.num_bytes > self._max_bytes and len(self._logs) > 1:
+            self._drop(next(iter(self._logs)))
+        if self.num_bytes > self._max_bytes:  # one group alone is too large
+            self._drop(newest)
+
+    def _drop(self, group: int) -> None:
+        self.num_bytes -= self._logs.pop(group).num_bytes
+
+
+class DraftServer:
+    """Serves a `DraftLog` on a ZeroMQ socket. One thread."""
+
+    def __init__(
+        self, address: str, *, secret: bytes | None, max_bytes: int = 1 << 30, ttl_s: float = 3600.0
+    ) -> None:
+        """address: where to listen, `tcp://127.0.0.1:5757` or `ipc://...`; port 0 or `*` takes a free one.
+
+        Raises ConfigError for an address that cannot be bound, or one beyond this machine without a secret.
+        """
+        import zmq
+
+        if secret is None and not is_local(address):
+            raise ConfigError(
+                f"a draft server at {address} can be reached from other machines: give it a secret, or listen on "
+                "tcp://127.0.0.1:PORT"
+            )
+        self._seal, self._log = Seal(secret), DraftLog(max_bytes, ttl_s)
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        try:
+            self._socket.bind(address)
+        except zmq.ZMQError as error:
+            self._context.destroy()
+            raise ConfigError(
+                f"the draft server cannot listen on {address}: {error}; choose another"
+            ) from error
+        self.address: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self.num_refused = 0
+        """Messages that were damaged or not signed with the secret."""
+
+    def serve(self, forever: bool = True) -> None:
+        """Answer until the process ends; with `forever` false, until nothing has come for POLL_MS."""
+        import zmq
+
+        while True:
+            if self._socket.poll(POLL_MS, zmq.POLLIN):
+                self._answer(*self._socket.recv_multipart())
+            elif not forever:
+                return
+            self._log.expire(time.monotonic())
+
+    def _answer(self, *frames: Any) -> None:
+        sender, frame = frames[0], frames[-1]
+        request = self._seal.open_request(bytes(frame)) if len(frames) == 2 else None
+        if isinstance(request, Append):
+            self._log.append(request.group, request.pieces, time.monotonic())
+        elif isinstance(request, Fetch):
+            groups = self._log.fetch(request.wants, time.monotonic())
+            self._socket.send_multipart([sender, self._seal.pack(News(request.number, groups))])
+        else:
+            self.num_refused += 1
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._socket.close()
+        self._context.term()
+
+
+def is_local(address: str) -> bool:
+    """Whether only processes of this machine can reach the address."""
+    if address.startswith(("ipc://", "inproc://")):
+        return True
+    host = address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+    return host in {"localhost", "::1"} or host.startswith("127.")

@@ -1,0 +1,261 @@
+"""Draft clients and a server in a process of its own: sharing, loss, a killed server, garbage, signatures."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import zmq
+
+from paceline.config import EngineSettings
+from paceline.drafting.client import DraftClient
+from paceline.drafting.wire import MAX_TEXT_BYTES
+from paceline.engine.fast_loop import FastLoop
+from paceline.types import DraftQuery
+
+PATIENCE_S = 20.0
+GROUP, HERE, THERE = 7, 11, 12
+
+
+class Server:
+    """`paceline draft-server` in a process of its own, which can be killed and started again at its address."""
+
+    def __init__(self, *options: str) -> None:
+        self.options, self.address = options, "tcp://127.0.0.1:0"
+        self.start()
+
+    def start(self) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "paceline.cli", "draft-server", self.address, *self.options],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self.process.stdout is not None
+        found = re.search(r"tcp://\S+", self.process.stdout.readline())
+        assert found is not None
+        self.address = found.group()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    running = Server()
+    yield running
+    running.kill()
+
+
+@pytest.fixture
+def join(server: Server) -> Iterator[Callable[..., DraftClient]]:
+    """Makes clients of the server, closed in the end."""
+    made: list[DraftClient] = []
+
+    def make(**options: object) -> DraftClient:
+        made.append(DraftClient([server.address], interval_ms=2.0, **options))  # type: ignore[arg-type]
+        return made[-1]
+
+    yield make
+    for client in made:
+        client.close()
+
+
+def hear(client: DraftClient, wanted: dict[int, list[int]]) -> None:
+    """Wait until the client has heard exactly these tokens, by key, each once and in order."""
+    found: dict[int, list[int]] = {}
+    deadline_s = time.monotonic() + PATIENCE_S
+    while found != wanted:
+        assert time.monotonic() < deadline_s, f"heard {found}, wanted {wanted}"
+        for growth in client.take(1000):
+            found.setdefault(growth.key, []).extend(growth.tokens.tolist())
+        time.sleep(0.002)
+
+
+def test_workers_hear_of_each_others_responses_and_not_of_their_own(join: Callable[..., DraftClient]) -> None:
+    one, other = join(), join()
+    one.watch(GROUP, HERE)
+    other.watch(GROUP, THERE)
+    for start in range(0, 30, 3):
+        one.report(GROUP, HERE, range(start, start + 3))
+        other.report(GROUP, THERE, range(100 + start, 103 + start))
+        time.sleep(0.003)
+    hear(one, {THERE: list(range(100, 130))})
+    hear(other, {HERE: list(range(30))})
+
+
+def test_other_groups_are_not_heard_of(join: Callable[..., DraftClient]) -> None:
+    one, other = join(), join()
+    one.watch(GROUP, HERE)
+    one.watch(GROUP + 1, THERE)
+    other.watch(GROUP, 99)
+    one.report(GROUP + 1, THERE, [1, 2, 3])
+    one.report(GROUP, HERE, [4])
+    hear(other, {HERE: [4]})
+    time.sleep(0.05)
+    assert other.take(10) == []
+
+
+def test_who_comes_late_hears_all(join: Callable[..., DraftClient]) -> None:
+    one = join()
+    one.watch(GROUP, HERE)
+    one.report(GROUP, HERE, range(50))
+    time.sleep(0.05)
+    one.unwatch(GROUP)
+    late = join()
+    late.watch(GROUP, THERE)
+    hear(late, {HERE: list(range(50))})
+
+
+def test_what_was_reported_last_is_still_sent(join: Callable[..., DraftClient]) -> None:
+    one, other = join(), join()
+    other.watch(GROUP, THERE)
+    one.watch(GROUP, HERE)
+    one.report(GROUP, HERE, [1, 2, 3])
+    one.unwatch(GROUP)
+    hear(other, {HERE: [1, 2, 3]})
+
+
+def test_a_killed_server_is_told_everything_again(server: Server, join: Callable[..., DraftClient]) -> None:
+    one, other = join(), join()
+    one.watch(GROUP, HERE)
+    other.watch(GROUP, THERE)
+    one.report(GROUP, HERE, range(10))
+    hear(other, {HERE: list(range(10))})
+    server.kill()
+    one.report(GROUP, HERE, range(10, 20))
+    time.sleep(0.05)
+    server.start()
+    hear(other, {HERE: list(range(10, 20))})
+    late = join()
+    late.watch(GROUP, 99)
+    hear(late, {HERE: list(range(20))})
+
+
+def test_long_responses_come_in_parts(join: Callable[..., DraftClient]) -> None:
+    count = MAX_TEXT_BYTES // 2  # twice what one message carries
+    one, other = join(), join()
+    one.watch(GROUP, HERE)
+    other.watch(GROUP, THERE)
+    one.report(GROUP, HERE, range(count))
+    hear(other, {HERE: list(range(count))})
+
+
+def test_garbage_does_not_harm_the_server(server: Server, join: Callable[..., DraftClient]) -> None:
+    socket = zmq.Context.instance().socket(zmq.DEALER)
+    socket.connect(server.address)
+    for frames in (
+        [b""],
+        [b"x" * 100],
+        [b"a", b"b", b"c"],
+        [bytes(16) + b"\x93\xa6append"],
+        [bytes(1 << 20)],
+    ):
+        socket.send_multipart(frames)
+    one, other = join(), join()
+    one.watch(GROUP, HERE)
+    other.watch(GROUP, THERE)
+    one.report(GROUP, HERE, [1, 2])
+    hear(other, {HERE: [1, 2]})
+    socket.close(linger=0)
+
+
+def test_without_the_secret_nothing_is_shared(tmp_path: Path) -> None:
+    path = tmp_path / "secret"
+    path.write_bytes(b"sixteen bytes...!")
+    server = Server("--secret-file", str(path))
+    clients = [
+        DraftClient([server.address], secret=secret, interval_ms=2.0)
+        for secret in (b"sixteen bytes...!", b"sixteen bytes...!", b"another secret..", None)
+    ]
+    try:
+        for key, client in enumerate(clients):
+            client.watch(GROUP, key)
+            client.report(GROUP, key, [key])
+        hear(clients[0], {1: [1]})
+        hear(clients[1], {0: [0]})
+        time.sleep(0.05)
+        assert [client.take(10) for client in clients] == [[], [], [], []]
+    finally:
+        for client in clients:
+            client.close()
+        server.kill()
+
+
+def test_without_a_server_nothing_waits() -> None:
+    client = DraftClient(["tcp://127.0.0.1:1"], interval_ms=2.0)
+    client.watch(GROUP, HERE)
+    started_s = time.monotonic()
+    for token in range(10_000):
+        client.report(GROUP, HERE, [token])
+    assert client.take(10) == []
+    assert time.monotonic() - started_s < 5.0
+    client.close()
+
+
+def test_groups_are_spread_over_servers(server: Server) -> None:
+    second = Server()
+    addresses = [server.address, second.address]
+    one, other = (DraftClient(addresses, interval_ms=2.0) for _ in range(2))
+    try:
+        for group in (4, 5):
+            one.watch(group, HERE + group)
+            other.watch(group, THERE + 10 * group)
+            one.report(group, HERE + group, [group])
+        hear(other, {HERE + 4: [4], HERE + 5: [5]})
+        second.kill()
+        one.report(4, HERE + 4, [44])
+        hear(other, {HERE + 4: [44]})
+    finally:
+        one.close()
+        other.close()
+        second.kill()
+
+
+def test_two_fast_loops_draft_from_each_other(server: Server) -> None:
+    settings = EngineSettings(
+        draft_servers=(server.address,),
+        draft_floor=0.0,
+        budget={"policy": "fixed", "fixed_tokens": 4},  # type: ignore[arg-type]
+    )
+    one, other = FastLoop(settings), FastLoop(settings)
+    query = DraftQuery(
+        groups=np.array([GROUP]),
+        responses=np.array([0]),
+        keys=np.array([THERE], np.uint64),
+        positions=np.array([5]),
+        temperatures=np.zeros(1, np.float32),
+        max_tokens=np.full(1, 4, np.int32),
+    )
+    try:
+        one.open(GROUP, 0, [1, 2, 3], [], HERE)
+        other.open(GROUP, 0, [1, 2, 3], [], THERE)
+        other.append([(GROUP, 0, [5, 6])])
+        one.append([(GROUP, 0, [5, 6, 7, 8, 9])])
+        deadline_s = time.monotonic() + PATIENCE_S
+        while (made := other.propose(query, 0).batch).tokens[0, :3].tolist() != [7, 8, 9]:
+            assert time.monotonic() < deadline_s, made
+            time.sleep(0.01)
+        one.forget_tokens()
+        other.forget_tokens()
+        assert other.propose(query, 0).lengths.tolist() == [0]
+    finally:
+        one.shut_down()
+        other.shut_down()
+
+
+def test_the_server_ends_by_itself_when_asked(server: Server) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        running = Server()
+        os.kill(running.process.pid, number)
+        out, _ = running.process.communicate(timeout=PATIENCE_S)
+        assert "ended" in out
+        assert running.process.returncode == 0
