@@ -1,8 +1,8 @@
 """What does the draft server give back of what is lost when a group is spread over workers?
 
-Replays recorded responses as drafting.py does, the responses of each group dealt to `--workers` workers with suffix trees
-of their own: alone, and with a `paceline draft-server` process between them. A step lasts `--step-ms` (a real engine's
-takes 10 to 100), during which the server passes on what the step before gave. `length_ratio` compares the acceptance
+Replays recorded responses as drafting.py does, the responses of each group dealt to `--workers` workers with suffix
+trees of their own: alone, and with a `paceline draft-server` process between them. A step lasts `--step-ms` (10 to 100
+in a real engine), during which the server passes on what the step before gave. `length_ratio` compares the acceptance
 length with that of one worker that sees everything.
 """
 

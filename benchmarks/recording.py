@@ -191,5 +191,4 @@ def make_query(
         positions=np.array(positions, np.int64),
         temperatures=np.ones(len(rows), np.float32),
         max_tokens=np.clip(left, 1, DEPTH + 1).astype(np.int32) - 1,
-        tokens_left=np.array(left, np.int32),
     )

@@ -28,8 +28,6 @@ class DraftQuery:
     positions: Int64Array  # [num_requests] absolute position of the first token to be drafted
     temperatures: Float32Array  # [num_requests] 0 = greedy
     max_tokens: Int32Array  # [num_requests] longest draft that the request can still take
-    tokens_left: Int32Array | None = None
-    """[num_requests] Tokens that each response may still grow by; None: nobody asks."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,20 +18,16 @@ from paceline.planning.budget import (
     decide,
     expected_accepted,
     update,
-    urgency,
 )
 from paceline.planning.latency import StepTimeModel, update_measured_time
 from paceline.types import StepObservation
 
 
-def snapshot(
-    rows: list[list[float]], room: int = 1000, other: int = 0, weights: list[float] | None = None
-) -> BudgetSnapshot:
+def snapshot(rows: list[list[float]], room: int = 1000, other: int = 0) -> BudgetSnapshot:
     return BudgetSnapshot(
         num_requests=len(rows),
         num_other_tokens=other,
         path_probability=np.array(rows, dtype=np.float32),
-        weights=None if weights is None else np.array(weights, dtype=np.float32),
         max_total_draft_tokens=room,
     )
 
@@ -91,12 +87,6 @@ def test_marginal_sees_past_a_dear_token_to_a_cheap_plateau() -> None:
 def test_marginal_breaks_ties_by_request_then_position() -> None:
     rows = [[0.8, 0.8, 0.0], [0.8, 0.8, 0.8]]
     assert lengths(rows, LEVEL, MARGINAL, room=3) == [2, 1]
-
-
-def test_marginal_weighs_requests_by_what_their_tokens_are_worth() -> None:
-    rows = [[0.6, 0.4], [0.7, 0.5]]
-    assert lengths(rows, LEVEL, MARGINAL, room=2) == [1, 1]
-    assert lengths(rows, LEVEL, MARGINAL, room=2, weights=[10.0, 0.1]) == [2, 0]
 
 
 def test_marginal_leaves_gains_below_the_floor() -> None:
@@ -222,8 +212,6 @@ def test_an_empty_batch_is_an_empty_decision() -> None:
 def test_arrays_must_fit_the_batch() -> None:
     with pytest.raises(EngineError, match="one row per decoding request"):
         decide(replace(snapshot([[0.5]]), num_requests=2), AFFINE, MARGINAL)
-    with pytest.raises(EngineError, match="2 weights for 1 requests"):
-        decide(snapshot([[0.5]], weights=[1.0, 2.0]), AFFINE, MARGINAL)
 
 
 @pytest.mark.parametrize(
@@ -329,16 +317,3 @@ def test_confidence_falls_with_broken_promises_and_comes_back() -> None:
 def test_expected_accepted_sums_what_is_verified() -> None:
     offer = snapshot([[0.5, 0.25], [0.75, 0.5]])
     assert expected_accepted(offer, np.array([2, 1], dtype=np.int32)) == pytest.approx(1.5)
-
-
-def test_urgency_is_one_on_average_and_grows_with_what_is_left() -> None:
-    weights = urgency(np.array([1, 100, 400], np.int32))
-    assert weights.mean() == pytest.approx(1.0)
-    assert weights[2] == pytest.approx(2 * weights[1], rel=1e-6)
-    assert (urgency(np.zeros(2, np.int32)) == 1.0).all()
-
-
-def test_of_equal_drafts_the_urgent_one_is_verified() -> None:
-    rows = [[0.8, 0.6], [0.8, 0.6]]
-    weights = urgency(np.array([10, 1000], np.int32)).tolist()
-    assert lengths(rows, LEVEL, MARGINAL, room=2, weights=weights) == [0, 2]

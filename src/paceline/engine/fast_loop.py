@@ -76,7 +76,6 @@ class FastLoop:
         self._pending: tuple[StepObservation, float] | None = None
         self._batch_size = 0
         self._num_drafted = 0
-        self._weights: Float32Array | None = None
         self._expected = 0.0
         self._paths = AlternativePaths(settings)
         self._sharing = _connect(settings)
@@ -180,7 +179,6 @@ class FastLoop:
         free = self._draft_free(query)
         model = self._match_model(query)
         batch, from_model = self._choose(free, model, len(query.groups))
-        self._weights = None if query.tokens_left is None else budget.urgency(query.tokens_left)
         snapshot = self._snapshot(batch, num_other_tokens)
         lengths = budget.decide(snapshot, self._now, self._settings.budget)
         self._expected = budget.expected_accepted(snapshot, lengths)
@@ -207,7 +205,6 @@ class FastLoop:
             num_requests=num_requests,
             num_other_tokens=num_other_tokens,
             path_probability=batch.path_probability,
-            weights=self._weights,
             max_total_draft_tokens=num_requests * self._settings.max_draft_tokens,
         )
 

@@ -214,7 +214,6 @@ class PacelineScheduler(Scheduler):  # type: ignore[misc]
             positions=np.fromiter((r.num_tokens for r in ready), np.int64, count),
             temperatures=np.fromiter((x.temperature for x in lives), np.float32, count),
             max_tokens=np.fromiter((self._room(r) for r in ready), np.int32, count),
-            tokens_left=np.fromiter((self._left(r) for r in ready), np.int32, count),
         )
         self._positions = query.positions
         others = len(self.running) - count + self._num_admissible()
@@ -233,16 +232,13 @@ class PacelineScheduler(Scheduler):  # type: ignore[misc]
         fits = self._blocks_for(self.waiting.peek_request().num_tokens) <= free
         return min(seats, len(self.waiting)) if fits else 0
 
-    def _left(self, request: Request) -> int:
-        """Tokens that the response may still grow by."""
-        left: int = min(
-            self.max_model_len - request.num_tokens, request.max_tokens - request.num_output_tokens
-        )
-        return left
-
     def _room(self, request: Request) -> int:
         """Longest draft whose tokens can all still become part of the response."""
-        room: int = min(self.num_spec_tokens, self._left(request) - 1)
+        room: int = min(
+            self.num_spec_tokens,
+            self.max_model_len - request.num_tokens - 1,
+            request.max_tokens - request.num_output_tokens - 1,
+        )
         return max(room, 0)
 
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:

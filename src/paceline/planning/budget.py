@@ -10,8 +10,7 @@ nothing here changes which tokens are sampled.
 yields B + sum of P_i tokens, P_i the path probability, in T(B + |S|) seconds. P falls along every draft, so
 the best set of n tokens is the n likeliest, whatever T is, and is closed under prefixes. T need not be convex
 (tiles, kernels), so the ratio is computed for every n and its maximum taken: O(N log N) for N proposed
-tokens, vectorised. With weights w (how much a request's progress is worth under a long tail) tokens count w_r
-each.
+tokens, vectorised.
 
 T is learned from the very steps the policy chooses, so it explores, at a bounded cost:
     E1 baseline   while no step of about B tokens (B/2 .. 3B/2) was measured twice, nothing is verified, and
@@ -64,8 +63,6 @@ class BudgetSnapshot:
     path_probability: (
         Float32Array  # [num_requests, max_draft_tokens] non-increasing along a row, 0 beyond the draft
     )
-    weights: Float32Array | None
-    """[num_requests] worth of one token of each request, positive; None: all the same."""
     max_total_draft_tokens: int
     """Draft tokens the step has room for (the engine's token budget)."""
 
@@ -141,17 +138,6 @@ def decide(snapshot: BudgetSnapshot, state: BudgetState, settings: BudgetSetting
     return _even_lengths((probability > 0).sum(axis=1), settings.fixed_tokens, room)
 
 
-def urgency(tokens_left: Int32Array) -> Float32Array:
-    """Weights for `BudgetSnapshot`: sqrt(left), 1 on average. [num_requests] positive integers -> float32
-
-    A rollout ends with its last response. Drafts let some run ahead; those that may still have furthest to go get more
-    of the draft tokens, at hardly any cost to the others (docs/decisions/0002-draft-budget.md).
-    """
-    root = np.sqrt(np.maximum(tokens_left, 1), dtype=np.float32)
-    weights: Float32Array = root / root.mean()
-    return weights
-
-
 def expected_accepted(snapshot: BudgetSnapshot, lengths: Int32Array) -> float:
     """Accepted tokens that the path probabilities promise if `lengths` [num_requests] are verified."""
     taken = np.arange(snapshot.path_probability.shape[1]) < lengths[:, None]
@@ -208,16 +194,14 @@ def _decide_marginal(
     )
     known = base if probe else max(base, largest_known_tokens(model))
     room = min(room, max(int(known * settings.max_growth) - base, 1))
-    score = probability if snapshot.weights is None else probability * snapshot.weights[:, None]
-    values = np.sort(score, axis=None)[: -room - 1 : -1]
+    values = np.sort(probability, axis=None)[: -room - 1 : -1]
     seconds = (
         _probe_s(model, base, len(values))
         if probe
         else predict_s(model, np.arange(base, base + len(values) + 1))
     )
-    sure_tokens = _total_weight(snapshot)
-    count = _best_count(sure_tokens, values * state.confidence, seconds, settings.min_gain)
-    return _take_best(score, values[count - 1], count) if count else nothing
+    count = _best_count(snapshot.num_requests, values * state.confidence, seconds, settings.min_gain)
+    return _take_best(probability, values[count - 1], count) if count else nothing
 
 
 def _is_known(model: StepTimeModel, base: int) -> bool:
@@ -228,12 +212,6 @@ def _is_known(model: StepTimeModel, base: int) -> bool:
 def _probe_s(model: StepTimeModel, base: int, count: int) -> Float64Array:
     """E4: the time of 0..count draft tokens if everything above the baseline were unknown."""
     return predict_s(model, base) * (1.0 + UNKNOWN_SLOPE / base * np.arange(count + 1))
-
-
-def _total_weight(snapshot: BudgetSnapshot) -> float:
-    return float(
-        snapshot.num_requests if snapshot.weights is None else snapshot.weights.sum(dtype=np.float64)
-    )
 
 
 def _best_count(
@@ -308,8 +286,4 @@ def _check(snapshot: BudgetSnapshot) -> None:
         raise EngineError(
             f"path probabilities of shape {snapshot.path_probability.shape} for {snapshot.num_requests} "
             "requests: pass one row per decoding request"
-        )
-    if snapshot.weights is not None and len(snapshot.weights) != rows:
-        raise EngineError(
-            f"{len(snapshot.weights)} weights for {rows} requests: pass one per request, or None"
         )
