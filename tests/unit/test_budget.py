@@ -203,7 +203,7 @@ def test_no_policy_exceeds_a_limit(policy: str) -> None:
 
 
 def test_an_empty_batch_is_an_empty_decision() -> None:
-    empty = BudgetSnapshot(0, 0, np.zeros((0, 16), dtype=np.float32), None, 100)
+    empty = BudgetSnapshot(0, 0, np.zeros((0, 16), dtype=np.float32), 100)
     for policy in ("marginal", "bandit", "thresholds", "fixed", "off"):
         settings = BudgetSettings(policy=policy)  # type: ignore[arg-type]
         assert decide(empty, BudgetState.initial(settings), settings).shape == (0,)
@@ -252,7 +252,7 @@ class Engine:
             kinds = drafts.integers(0, len(truth), size=batch).astype(np.int32)
             rated = np.minimum(estimate(table)[kinds] + self.overrating, 0.99)
             path = np.cumprod(np.repeat(rated[:, None], 16, axis=1), axis=1, dtype=np.float32)
-            offer = BudgetSnapshot(batch, 0, path, None, 4096)
+            offer = BudgetSnapshot(batch, 0, path, 4096)
             verified = decide(offer, state, self.settings)
             hits = np.cumprod(drafts.random((batch, 16)) < truth[kinds, None], axis=1).sum(axis=1)
             accepted = np.minimum(hits, verified)

@@ -255,7 +255,10 @@ def test_two_fast_loops_draft_from_each_other(server: Server) -> None:
 def test_the_server_ends_by_itself_when_asked(server: Server) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         running = Server()
-        os.kill(running.process.pid, number)
-        out, _ = running.process.communicate(timeout=PATIENCE_S)
+        try:
+            os.kill(running.process.pid, number)
+            out, _ = running.process.communicate(timeout=PATIENCE_S)
+        finally:
+            running.kill()
         assert "ended" in out
         assert running.process.returncode == 0

@@ -42,17 +42,18 @@ def draft_server(
     if memory_mib < 1 or not ttl_s > 0:
         raise ConfigError(f"--memory-mib {memory_mib}, --ttl-s {ttl_s}: both must be above 0")
     try:
-        from paceline.drafting.server import DraftServer
+        import zmq  # noqa: F401
     except ImportError as error:
         raise InstallError(
             f"the draft server needs pyzmq ({error}): pip install 'paceline[fleet]'"
         ) from error
+    from paceline.drafting.server import DraftServer
     from paceline.drafting.wire import read_secret
 
-    server = DraftServer(address, secret=read_secret(secret_file), max_bytes=memory_mib * MIB, ttl_s=ttl_s)
-    typer.echo(f"draft server: {server.address}")
     signal.signal(signal.SIGTERM, _stop)
+    server = DraftServer(address, secret=read_secret(secret_file), max_bytes=memory_mib * MIB, ttl_s=ttl_s)
     try:
+        typer.echo(f"draft server: {server.address}")
         server.serve()
     except KeyboardInterrupt:
         typer.echo(f"draft server: ended, {server.num_refused} messages refused")

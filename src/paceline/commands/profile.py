@@ -155,10 +155,10 @@ def load_fits(
 
 def check_writable(option: str, path: Path) -> None:
     """Raise ConfigError when the file could not be written in the end, before the long work."""
+    if path.is_dir():
+        raise ConfigError(f"{option} {path} is a folder: give a file in it")
     draft = path.with_name(path.name + ".part")
     try:
-        if path.is_dir():
-            raise IsADirectoryError(0, "is a folder")
         path.parent.mkdir(parents=True, exist_ok=True)
         draft.touch()
         draft.unlink()
@@ -168,6 +168,7 @@ def check_writable(option: str, path: Path) -> None:
 
 def _check_out(out: Path) -> Path:
     """Where the picture goes."""
+    check_writable("--out", out)
     page = out.with_suffix(".html")
     if page == out:
         raise ConfigError(

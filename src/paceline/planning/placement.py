@@ -207,7 +207,7 @@ def _allowed_by_paper(pairs: _Pairs, windows: Int64Array) -> NDArray[np.bool_]:
     """
     verify, request_s = pairs.verify, 0.0
     if isinstance(verify, RequestLatency):
-        verify, request_s = verify.by_tokens, verify.request_s
+        request_s, verify = verify.request_s, verify.by_tokens
     affine = [draft for draft in pairs.draft if isinstance(draft, AffineLatency)]
     if len(affine) < len(pairs.draft) or not isinstance(verify, AffineLatency):
         raise ConfigError(
