@@ -217,18 +217,13 @@ def _decoupled(job: Job, name: str, alternatives: int) -> Iterator[Option]:
 def _show_plans(options: Sequence[Option], job: Job) -> None:
     ranked = sorted(options, key=lambda option: -option.tokens_per_s)
     plain = max(option.tokens_per_s for option in options if option.plan == "plain")
-    table = Table(title=f"{job.requests} responses on {job.devices} devices")
+    table = Table(
+        title=f"{job.requests} responses on {job.devices} devices",
+        caption="devices of one drafter and one engine; requests of one engine; tokens per second of one request",
+    )
     texts = ("plan", "drafter")
-    for column in (
-        *texts,
-        "draft devices",
-        "verify devices",
-        "window",
-        "batch",
-        "tokens/s of one",
-        "x plain",
-    ):
-        table.add_column(column, justify="left" if column in texts else "right")
+    for column in (*texts, "drafts on", "verifies on", "window", "batch", "tokens/s", "x plain"):
+        table.add_column(column, justify="left" if column in texts else "right", no_wrap=column in texts)
     for at, option in enumerate(ranked):
         table.add_row(
             option.plan,
