@@ -219,10 +219,10 @@ def _show_plans(options: Sequence[Option], job: Job) -> None:
     plain = max(option.tokens_per_s for option in options if option.plan == "plain")
     table = Table(
         title=f"{job.requests} responses on {job.devices} devices",
-        caption="devices of one drafter and one engine; requests of one engine; tokens per second of one request",
+        caption="on: devices of one drafter; engine: devices of one engine; tok/s: of one request",
     )
     texts = ("plan", "drafter")
-    for column in (*texts, "drafts on", "verifies on", "window", "batch", "tokens/s", "x plain"):
+    for column in (*texts, "on", "engine", "window", "batch", "tok/s", "x plain"):
         table.add_column(column, justify="left" if column in texts else "right", no_wrap=column in texts)
     for at, option in enumerate(ranked):
         table.add_row(
