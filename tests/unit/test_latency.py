@@ -181,3 +181,11 @@ def test_a_batch_that_shrinks_tenfold_keeps_its_slope() -> None:
                 model, tokens, affine_s(tokens) + 3e-6 * (context + 100 * step), context + 100 * step
             )
     assert model.context.seconds == pytest.approx(3e-6, rel=0.1)
+
+
+def test_a_large_step_that_was_slow_once_is_tried_again() -> None:
+    small = [(n, affine_s(n)) for n in (8, 12, 16)] * (STALE_STEPS // 3 + 1)
+    slow = [(256, 5 * affine_s(256))]
+    assert float(predict_s(learned(slow + small[:30]), 256)) > 4 * affine_s(256)
+    assert float(predict_s(learned(slow + small), 256)) == pytest.approx(affine_s(256), rel=0.1)
+    assert float(predict_s(learned(slow * 4 + small), 256)) > 4 * affine_s(256), "measured often enough"

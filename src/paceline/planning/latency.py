@@ -34,6 +34,9 @@ WINDOW = 16
 """Observations kept per knot."""
 STALE_STEPS = 128
 """A knot not visited for so many observations keeps its median alone: the next visits outvote it at once."""
+TRUSTED_VISITS = 4
+"""A knot above all fresh ones that has fewer observations and is stale counts as unmeasured: what a machine did in its
+first large steps would otherwise keep it from ever trying them again."""
 UNKNOWN_SLOPE = 0.25
 """Slope assumed while a single knot is known, as a share of the mean cost per token T(n)/n. The share is 1
 for a compute-bound step and about 0 for a memory-bound one; a low guess lets speculation be tried, and one
@@ -226,6 +229,8 @@ def _fit_curve(
     """Curve points of f: 0, every visited knot (smoothed, then monotone), knees between them, MAX_TOKENS."""
     visited = np.flatnonzero(counts)
     fresh = now - last_seen[visited] <= STALE_STEPS
+    kept = (counts[visited] >= TRUSTED_VISITS) | (visited <= visited[fresh].max())
+    visited, fresh = visited[kept], fresh[kept]
     weights = np.where(fresh, np.minimum(counts[visited], WINDOW), 1).tolist()
     tokens, measured_s, contexts = points[visited].T
     seconds = np.maximum(measured_s - context_s * contexts, _SMALLEST_SHARE * measured_s).tolist()
