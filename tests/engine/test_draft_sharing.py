@@ -34,7 +34,7 @@ def test_tokens_are_the_same_and_more_are_accepted(model_dir: Path) -> None:
     garbage = np.random.default_rng(0).integers(3, 60, 200).tolist()
     for key, tokens in enumerate([*(response.tokens for response in alone), garbage]):
         other.watch(group, key)
-        other.report(group, key, tokens)
+        other.report(group, key, 0, tokens)
     settings = EngineSettings(draft_servers=(server.address,))
     with RolloutEngine(model_dir, settings, **options) as engine:
         warm = RolloutRequest(PROMPT, 40, key=1)

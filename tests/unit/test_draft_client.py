@@ -85,8 +85,8 @@ def test_workers_hear_of_each_others_responses_and_not_of_their_own(join: Callab
     one.watch(GROUP, HERE)
     other.watch(GROUP, THERE)
     for start in range(0, 30, 3):
-        one.report(GROUP, HERE, range(start, start + 3))
-        other.report(GROUP, THERE, range(100 + start, 103 + start))
+        one.report(GROUP, HERE, start, range(start, start + 3))
+        other.report(GROUP, THERE, start, range(100 + start, 103 + start))
         time.sleep(0.003)
     hear(one, {THERE: list(range(100, 130))})
     hear(other, {HERE: list(range(30))})
@@ -97,8 +97,8 @@ def test_other_groups_are_not_heard_of(join: Callable[..., DraftClient]) -> None
     one.watch(GROUP, HERE)
     one.watch(GROUP + 1, THERE)
     other.watch(GROUP, 99)
-    one.report(GROUP + 1, THERE, [1, 2, 3])
-    one.report(GROUP, HERE, [4])
+    one.report(GROUP + 1, THERE, 0, [1, 2, 3])
+    one.report(GROUP, HERE, 0, [4])
     hear(other, {HERE: [4]})
     time.sleep(0.05)
     assert other.take(10) == []
@@ -107,7 +107,7 @@ def test_other_groups_are_not_heard_of(join: Callable[..., DraftClient]) -> None
 def test_who_comes_late_hears_all(join: Callable[..., DraftClient]) -> None:
     one = join()
     one.watch(GROUP, HERE)
-    one.report(GROUP, HERE, range(50))
+    one.report(GROUP, HERE, 0, range(50))
     time.sleep(0.05)
     one.unwatch(GROUP)
     late = join()
@@ -119,7 +119,7 @@ def test_what_was_reported_last_is_still_sent(join: Callable[..., DraftClient]) 
     one, other = join(), join()
     other.watch(GROUP, THERE)
     one.watch(GROUP, HERE)
-    one.report(GROUP, HERE, [1, 2, 3])
+    one.report(GROUP, HERE, 0, [1, 2, 3])
     one.unwatch(GROUP)
     hear(other, {HERE: [1, 2, 3]})
 
@@ -128,10 +128,10 @@ def test_a_killed_server_is_told_everything_again(server: Server, join: Callable
     one, other = join(), join()
     one.watch(GROUP, HERE)
     other.watch(GROUP, THERE)
-    one.report(GROUP, HERE, range(10))
+    one.report(GROUP, HERE, 0, range(10))
     hear(other, {HERE: list(range(10))})
     server.kill()
-    one.report(GROUP, HERE, range(10, 20))
+    one.report(GROUP, HERE, 10, range(10, 20))
     time.sleep(0.05)
     server.start()
     hear(other, {HERE: list(range(10, 20))})
@@ -145,7 +145,7 @@ def test_long_responses_come_in_parts(join: Callable[..., DraftClient]) -> None:
     one, other = join(), join()
     one.watch(GROUP, HERE)
     other.watch(GROUP, THERE)
-    one.report(GROUP, HERE, range(count))
+    one.report(GROUP, HERE, 0, range(count))
     hear(other, {HERE: list(range(count))})
 
 
@@ -157,13 +157,14 @@ def test_garbage_does_not_harm_the_server(server: Server, join: Callable[..., Dr
         [b"x" * 100],
         [b"a", b"b", b"c"],
         [bytes(16) + b"\x93\xa6append"],
+        [bytes(16) + b"\x93\xa2\xff\xff\x01\x90"],
         [bytes(1 << 20)],
     ):
         socket.send_multipart(frames)
     one, other = join(), join()
     one.watch(GROUP, HERE)
     other.watch(GROUP, THERE)
-    one.report(GROUP, HERE, [1, 2])
+    one.report(GROUP, HERE, 0, [1, 2])
     hear(other, {HERE: [1, 2]})
     socket.close(linger=0)
 
@@ -179,7 +180,7 @@ def test_without_the_secret_nothing_is_shared(tmp_path: Path) -> None:
     try:
         for key, client in enumerate(clients):
             client.watch(GROUP, key)
-            client.report(GROUP, key, [key])
+            client.report(GROUP, key, 0, [key])
         hear(clients[0], {1: [1]})
         hear(clients[1], {0: [0]})
         time.sleep(0.05)
@@ -195,7 +196,7 @@ def test_without_a_server_nothing_waits() -> None:
     client.watch(GROUP, HERE)
     started_s = time.monotonic()
     for token in range(10_000):
-        client.report(GROUP, HERE, [token])
+        client.report(GROUP, HERE, token, [token])
     assert client.take(10) == []
     assert time.monotonic() - started_s < 5.0
     client.close()
@@ -209,10 +210,10 @@ def test_groups_are_spread_over_servers(server: Server) -> None:
         for group in (4, 5):
             one.watch(group, HERE + group)
             other.watch(group, THERE + 10 * group)
-            one.report(group, HERE + group, [group])
+            one.report(group, HERE + group, 0, [group])
         hear(other, {HERE + 4: [4], HERE + 5: [5]})
         second.kill()
-        one.report(4, HERE + 4, [44])
+        one.report(4, HERE + 4, 1, [44])
         hear(other, {HERE + 4: [44]})
     finally:
         one.close()
@@ -262,3 +263,38 @@ def test_the_server_ends_by_itself_when_asked(server: Server) -> None:
             running.kill()
         assert "ended" in out
         assert running.process.returncode == 0
+
+
+def test_a_resumed_response_is_told_once(join: Callable[..., DraftClient]) -> None:
+    one, other = join(), join()
+    other.watch(GROUP, THERE)
+    one.watch(GROUP, HERE)
+    one.report(GROUP, HERE, 0, [1, 2])
+    one.unwatch(GROUP)
+    hear(other, {HERE: [1, 2]})
+    one.watch(GROUP, HERE, [1, 2])
+    one.report(GROUP, HERE, 2, [3])
+    hear(other, {HERE: [3]})
+
+
+def test_a_group_that_comes_back_is_heard_of_once(join: Callable[..., DraftClient]) -> None:
+    one, other = join(), join()
+    one.watch(GROUP, HERE)
+    one.report(GROUP, HERE, 0, [1, 2])
+    other.watch(GROUP, THERE)
+    hear(other, {HERE: [1, 2]})
+    other.unwatch(GROUP)
+    other.watch(GROUP, THERE + 1)
+    one.report(GROUP, HERE, 2, [3])
+    hear(other, {HERE: [3]})
+
+
+def test_tokens_that_the_target_lacks_are_dropped(join: Callable[..., DraftClient]) -> None:
+    one, other = join(), join(vocab_size=100)
+    other.watch(GROUP, THERE)
+    for key, token in ((1, 100), (2, -1), (3, 99)):
+        one.watch(GROUP, key)
+        one.report(GROUP, key, 0, [token])
+    hear(other, {3: [99]})
+    time.sleep(0.05)
+    assert other.take(10) == []

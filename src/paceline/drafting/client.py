@@ -18,6 +18,7 @@ import numpy as np
 
 from paceline.drafting.wire import (
     MAX_MESSAGE_BYTES,
+    MAX_QUEUED,
     MAX_TEXT_BYTES,
     TOKEN_BYTES,
     Append,
@@ -31,6 +32,15 @@ from paceline.errors import ConfigError
 from paceline.types import Int32Array
 
 LOGGER = logging.getLogger(__name__)
+
+MOST_DORMANT = 1024
+"""Groups without a response here whose place in the log is remembered, in case one comes back."""
+
+MOST_WAITING = 1 << 14
+"""Pieces that wait to be taken; while there are more, nothing is fetched."""
+
+MOST_TOKENS = 256
+"""Longer pieces are handed over in parts."""
 
 ANSWER_MS = 1000.0
 """A fetch without an answer for so long is given up, and the next one sent."""
@@ -51,6 +61,12 @@ class _Own:
     tokens: bytearray = field(default_factory=bytearray)
     num_sent: int = 0  # bytes
 
+    def put(self, start: int, tokens: Sequence[int]) -> None:
+        """Add what is new of the tokens from the `start`-th on; beyond a gap nothing."""
+        known = len(self.tokens) // TOKEN_BYTES
+        if start <= known < start + len(tokens):
+            self.tokens += np.asarray(tokens[known - start :], dtype="<i4").tobytes()
+
 
 @dataclass(slots=True)
 class _Group:
@@ -68,9 +84,16 @@ class DraftClient:
     """Shares the tokens of the groups that it watches. Close it."""
 
     def __init__(
-        self, addresses: Sequence[str], *, secret: bytes | None = None, interval_ms: float = 20.0
+        self,
+        addresses: Sequence[str],
+        *,
+        secret: bytes | None = None,
+        interval_ms: float = 20.0,
+        vocab_size: int = 1 << 31,
     ) -> None:
         """addresses: of all servers, in the same order for every client; a group's number chooses one of them.
+
+        vocab_size: what is told of other token ids is dropped.
 
         Raises ConfigError for addresses that cannot be connected to, or a secret of the wrong length.
         """
@@ -79,6 +102,7 @@ class DraftClient:
         import zmq
 
         self._seal, self._interval_s = Seal(secret), interval_ms / 1e3
+        self._vocab_size, self._epoch = vocab_size, 0
         self._lock = threading.Lock()  # held for moments: around the groups' small tables
         self._groups: dict[int, _Group] = {}
         self._arrived: deque[Growth] = deque()
@@ -90,19 +114,22 @@ class DraftClient:
 
     # -- the scheduler's side
 
-    def watch(self, group: int, key: int) -> None:
-        """A response of the group is generated here."""
+    def watch(self, group: int, key: int, generated: Sequence[int] = ()) -> None:
+        """A response of the group is generated here, with these tokens so far."""
         with self._lock:
-            known = self._groups.setdefault(group, _Group())
+            known = self._groups.pop(group, None) or _Group()
+            self._groups[group] = known  # the last one: dormant ones at the front are the oldest
             known.is_ending = False
-            known.own.setdefault(key, _Own())
+            own = known.own.setdefault(key, _Own())
+            own.put(0, generated)
+            known.heard.pop(key, None)
 
-    def report(self, group: int, key: int, tokens: Sequence[int]) -> None:
-        """A watched response has grown."""
+    def report(self, group: int, key: int, start: int, tokens: Sequence[int]) -> None:
+        """A watched response has grown by `tokens`, from its `start`-th on; what is known already is passed over."""
         with self._lock:
             known = self._groups.get(group)
             if known is not None and (own := known.own.get(key)) is not None:
-                own.tokens += np.asarray(tokens, dtype="<i4").tobytes()
+                own.put(start, tokens)
 
     def unwatch(self, group: int) -> None:
         """The last response of the group here has ended. What was reported is still sent."""
@@ -115,6 +142,7 @@ class DraftClient:
         with self._lock:
             self._groups.clear()
             self._arrived.clear()
+            self._epoch += 1
 
     def take(self, most: int) -> list[Growth]:
         """What has arrived since the last call, in order, at most so many pieces."""
@@ -148,22 +176,27 @@ class DraftClient:
                 (number, group) for number, group in self._groups.items() if number % len(self._links) == at
             ]
             appends = _unsent(mine)
-            for number, group in mine:
-                if group.is_ending and all(own.num_sent == len(own.tokens) for own in group.own.values()):
-                    del self._groups[number]
+            dormant = [number for number, group in self._groups.items() if group.is_ending]
+            for number in dormant[: max(len(dormant) - MOST_DORMANT, 0)]:
+                del self._groups[number]
+            is_full = len(self._arrived) > MOST_WAITING
             wants = tuple(
                 Want(number, group.log, group.since) for number, group in mine if not group.is_ending
             )
         for append in appends:
             link.send(self._seal.pack(append))
         link.waited_ms += 1e3 * self._interval_s
-        if wants and (link.answered or link.waited_ms > ANSWER_MS):
-            link.number, link.answered, link.waited_ms = link.number + 1, False, 0.0
+        if wants and not is_full and (link.answered or link.waited_ms > ANSWER_MS):
+            link.number, link.answered, link.waited_ms, link.epoch = link.number + 1, False, 0.0, self._epoch
             link.send(self._seal.pack(Fetch(link.number, wants)))
 
     def _hear(self, news: News, link: _Link) -> None:
-        link.answered |= news.number == link.number
+        if news.number != link.number:  # a late answer: another question has been asked since
+            return
+        link.answered = True
         with self._lock:
+            if link.epoch != self._epoch:
+                return
             for one in news.groups:
                 group = self._groups.get(one.group)
                 if group is None:
@@ -175,19 +208,23 @@ class DraftClient:
                 group.since = one.until
                 for key, known in one.behind:
                     if key in group.own:
-                        group.own[key].num_sent = known * TOKEN_BYTES
+                        own = group.own[key]
+                        own.num_sent = min(known * TOKEN_BYTES, len(own.tokens))
                 for piece in one.pieces:
                     self._pass_on(one.group, group, piece)
 
     def _pass_on(self, number: int, group: _Group, piece: Piece) -> None:
         """Hand over what is new of a foreign response."""
         heard = group.heard.get(piece.key, 0)
-        count = len(piece.tokens) // TOKEN_BYTES
-        if piece.key in group.own or not piece.start <= heard < piece.start + count:
+        count, odd = divmod(len(piece.tokens), TOKEN_BYTES)
+        if odd or piece.key in group.own or not piece.start <= heard < piece.start + count:
             return
         tokens = np.frombuffer(piece.tokens, dtype="<i4")[heard - piece.start :].astype(np.int32)
+        if tokens.min() < 0 or tokens.max() >= self._vocab_size:
+            return
         group.heard[piece.key] = heard + len(tokens)
-        self._arrived.append(Growth(number, piece.key, tokens))
+        for first in range(0, len(tokens), MOST_TOKENS):
+            self._arrived.append(Growth(number, piece.key, tokens[first : first + MOST_TOKENS]))
 
 
 class _Link:
@@ -199,6 +236,8 @@ class _Link:
         self.socket = context.socket(zmq.DEALER)
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        self.socket.setsockopt(zmq.SNDHWM, MAX_QUEUED)
+        self.epoch = 0
         self.number, self.answered, self.waited_ms = 0, True, 0.0
         try:
             self.socket.connect(address)

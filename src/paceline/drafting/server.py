@@ -21,6 +21,7 @@ from typing import Any
 
 from paceline.drafting.wire import (
     MAX_MESSAGE_BYTES,
+    MAX_QUEUED,
     MAX_TEXT_BYTES,
     TOKEN_BYTES,
     Append,
@@ -155,6 +156,8 @@ class DraftServer:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        self._socket.setsockopt(zmq.RCVHWM, MAX_QUEUED)
+        self._socket.setsockopt(zmq.SNDHWM, MAX_QUEUED)
         self._socket.setsockopt(zmq.LINGER, 0)
         try:
             self._socket.bind(address)

@@ -19,6 +19,9 @@ from paceline.errors import ConfigError
 MAX_MESSAGE_BYTES = 16 << 20
 """Longer messages are refused by the socket."""
 
+MAX_QUEUED = 16
+"""Messages that wait on each side of a connection; more are dropped, and sent again where that is noticed."""
+
 MAX_TEXT_BYTES = 4 << 20
 """Token bytes of one message that a sender packs; the rest follows in the next."""
 
@@ -128,7 +131,7 @@ class Seal:
             return None
         try:
             return decoder.decode(payload)
-        except msgspec.MsgspecError:
+        except (msgspec.MsgspecError, ValueError, RecursionError):  # not UTF-8, nested too deep
             return None
 
     def _tag(self, payload: bytes) -> bytes:

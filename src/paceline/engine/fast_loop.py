@@ -64,7 +64,8 @@ class PolicyState(NamedTuple):
 class FastLoop:
     """One per engine. Not thread-safe: the scheduler's thread alone uses it."""
 
-    def __init__(self, settings: EngineSettings) -> None:
+    def __init__(self, settings: EngineSettings, vocab_size: int = 1 << 31) -> None:
+        """vocab_size: the target's; what other workers tell of other ids is dropped."""
         self._settings = settings
         self.drafter, prior = _make_drafter(settings)
         self.free = Learned(prior, settings.sharpness)
@@ -78,7 +79,7 @@ class FastLoop:
         self._num_drafted = 0
         self._expected = 0.0
         self._paths = AlternativePaths(settings)
-        self._sharing = _connect(settings)
+        self._sharing = _connect(settings, vocab_size)
         self.drafting = True
         self._resting: Drafter | None = None
 
@@ -358,14 +359,15 @@ def _make_drafter(settings: EngineSettings) -> tuple[Drafter | None, Float32Arra
     return None, np.zeros(1, dtype=np.float32)
 
 
-def _connect(settings: EngineSettings) -> SharedDrafts | None:
+def _connect(settings: EngineSettings, vocab_size: int) -> SharedDrafts | None:
     """The end of the draft servers, if there are any. Raises ConfigError for addresses or a secret that cannot be."""
     if not settings.draft_servers:
         return None
     from paceline.drafting.client import DraftClient
     from paceline.drafting.wire import read_secret
 
-    return SharedDrafts(DraftClient(settings.draft_servers, secret=read_secret(settings.draft_secret_file)))
+    secret = read_secret(settings.draft_secret_file)
+    return SharedDrafts(DraftClient(settings.draft_servers, secret=secret, vocab_size=vocab_size))
 
 
 def _model_prior(settings: EngineSettings) -> Float32Array:

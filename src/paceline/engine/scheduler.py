@@ -61,7 +61,7 @@ class PacelineScheduler(Scheduler):  # type: ignore[misc]
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(vllm_config, *args, **kwargs)
         self.settings = read_settings(vllm_config)
-        self.loop = FastLoop(self.settings)
+        self.loop = FastLoop(self.settings, vllm_config.model_config.get_vocab_size())
         self.keys = KeyBook(engine_seed(self.settings.run_seed, vllm_config))
         self.live: dict[str, LiveResponse] = {}
         self.finished: dict[str, LiveResponse] = {}

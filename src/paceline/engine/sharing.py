@@ -16,8 +16,11 @@ from paceline.drafting.drafter import Drafter
 FIRST_FOREIGN = 1 << 62
 """Numbers of foreign responses begin here; the engine's own are counted from 0."""
 
-MOST_GROWTHS = 4096
-"""Pieces of foreign responses that one step takes over; the others wait for the next."""
+MOST_GROWTHS = 256
+"""Pieces (of at most client.MOST_TOKENS) that one step takes over; the others wait for the next."""
+
+_EPOCH_STRIDE = 0x9E3779B97F4A7C15
+_GROUP_MASK = (1 << 63) - 1
 
 
 class SharedDrafts:
@@ -25,32 +28,35 @@ class SharedDrafts:
 
     def __init__(self, client: DraftClient) -> None:
         self._client = client
-        self._keys: dict[int, int] = {}  # by own response
+        self._own: dict[int, tuple[int, int]] = {}  # key and number of tokens, by own response
         self._num_open: Counter[int] = Counter()  # own responses of each group
-        self._foreign: dict[tuple[int, int], int] = {}  # by group and key
+        self._foreign: dict[tuple[int, int], int] = {}  # by shared group and key
+        self._local: dict[int, int] = {}  # the engine's number of a shared group
         self._numbers = itertools.count(FIRST_FOREIGN)
+        self._epoch = 0
 
     def open(self, group: int, response: int, key: int, generated: Sequence[int]) -> None:
         """A response begins here, or resumes with `generated` tokens."""
-        self._keys[response] = key
+        self._own[response] = key, len(generated)
         self._num_open[group] += 1
-        self._client.watch(group, key)
-        if generated:
-            self._client.report(group, key, generated)
+        self._local[self._shared(group)] = group
+        self._client.watch(self._shared(group), key, generated)
 
     def grow(self, group: int, response: int, tokens: Sequence[int]) -> None:
         """A response has new tokens."""
-        if (key := self._keys.get(response)) is not None:
-            self._client.report(group, key, tokens)
+        if response in self._own:
+            key, start = self._own[response]
+            self._own[response] = key, start + len(tokens)
+            self._client.report(self._shared(group), key, start, tokens)
 
     def close(self, group: int, response: int) -> None:
         """A response has ended."""
-        if self._keys.pop(response, None) is None:
+        if self._own.pop(response, None) is None:
             return
         self._num_open[group] -= 1
         if not self._num_open[group]:
             del self._num_open[group]
-            self._client.unwatch(group)
+            self._client.unwatch(self._shared(group))
 
     def take_over(self, drafter: Drafter) -> None:
         """Give the drafter what has arrived."""
@@ -58,14 +64,20 @@ class SharedDrafts:
             place = growth.group, growth.key
             if place not in self._foreign:
                 self._foreign[place] = next(self._numbers)
-            drafter.append(growth.group, self._foreign[place], growth.tokens)
+            drafter.append(self._local[growth.group], self._foreign[place], growth.tokens)
 
     def forget(self) -> None:
-        """The policy has changed: all tokens are of the old one."""
+        """The policy has changed: all tokens are of the old one, and groups are others from now on."""
         self._client.forget()
-        self._keys.clear()
+        self._own.clear()
         self._num_open.clear()
         self._foreign.clear()
+        self._local.clear()
+        self._epoch += 1
+
+    def _shared(self, group: int) -> int:
+        """The number by which workers speak of the group under the present policy."""
+        return (group + self._epoch * _EPOCH_STRIDE) & _GROUP_MASK
 
     def close_client(self) -> None:
         """Disconnect."""
