@@ -33,6 +33,7 @@ from paceline.commands.options import (
     TopK,
     TopP,
     check_seed,
+    check_writable,
 )
 from paceline.commands.prompts import Prompt, read_prompts
 from paceline.commands.sampling import Sampling
@@ -101,7 +102,7 @@ def bench(
     _check_counts(samples, limit, repetitions)
     check_seed(seed)
     if json_file is not None:
-        _check_writable(json_file)
+        check_writable("--json", json_file)
     checkpoint = read_checkpoint(model)
     check_model_drafter(model_drafter, checkpoint)
     if sampling.stop:
@@ -162,15 +163,6 @@ def _check_counts(samples: int, limit: int | None, repetitions: int) -> None:
     for option, value in (("--samples", samples), ("--limit", limit), ("--repetitions", repetitions)):
         if value is not None and value < 1:
             raise ConfigError(f"{option} {value}: must be at least 1")
-
-
-def _check_writable(path: Path) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a"):
-            pass
-    except OSError as error:
-        raise RecordError(f"cannot write {path}: {error.strerror}; choose another --json") from error
 
 
 def _launch(base: Launch, name: str, seed: int, model_drafter: Path | None) -> Launch:

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, RecordError
 
 ModelArgument = Annotated[
     Path, typer.Argument(metavar="MODEL", help="Folder of the model, in Hugging Face format.")
@@ -68,3 +68,16 @@ def check_seed(seed: int) -> None:
     """Raise ConfigError for a seed that does not fit in a key."""
     if not 0 <= seed < 1 << 63:
         raise ConfigError(f"--seed {seed}: must be at least 0 and less than 2^63")
+
+
+def check_writable(option: str, path: Path) -> None:
+    """Raise RecordError, before the long work, when the file could not be written in the end; ConfigError for a folder."""
+    if path.is_dir():
+        raise ConfigError(f"{option} {path} is a folder: give a file in it")
+    draft = path.with_name(path.name + ".part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft.touch()
+        draft.unlink()
+    except OSError as error:
+        raise RecordError(f"cannot write {path}: {error.strerror}; choose another {option}") from error

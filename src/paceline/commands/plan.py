@@ -12,7 +12,8 @@ from rich.console import Console
 from rich.table import Table
 
 from paceline.commands.lists import read_rates
-from paceline.commands.profile import check_writable, load_fits
+from paceline.commands.options import check_writable
+from paceline.commands.profile import load_fits
 from paceline.errors import ConfigError
 from paceline.planning.ladder import LadderSettings, build_ladder, choose_first, rank_drafters
 from paceline.planning.latency_profile import LatencyModel, RequestLatency, verify_s

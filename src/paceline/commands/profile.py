@@ -15,7 +15,7 @@ from rich.table import Table
 from paceline.commands.checkpoint import Checkpoint, check_drafter, read_checkpoint
 from paceline.commands.launch import GIB, Launch, check_batch, describe_failure, hush, is_cpu_build
 from paceline.commands.lists import read_counts
-from paceline.commands.options import Dtype, ModelArgument
+from paceline.commands.options import Dtype, ModelArgument, check_writable
 from paceline.errors import ConfigError, EngineError, PacelineError
 from paceline.planning.latency_profile import AffineLatency, LatencyFit, StepLatency, fit_affine, fit_step
 from paceline.record import describe_machine, describe_versions
@@ -151,19 +151,6 @@ def load_fits(
     """A profile file and its models. Raises RecordError as `read_profile`, ConfigError for too few points."""
     made = read_profile(path)
     return made, *fit_profile(made, num_segments)
-
-
-def check_writable(option: str, path: Path) -> None:
-    """Raise ConfigError when the file could not be written in the end, before the long work."""
-    if path.is_dir():
-        raise ConfigError(f"{option} {path} is a folder: give a file in it")
-    draft = path.with_name(path.name + ".part")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        draft.touch()
-        draft.unlink()
-    except OSError as error:
-        raise ConfigError(f"{option} {path}: {error.strerror}; choose another file") from error
 
 
 def _check_out(out: Path) -> Path:

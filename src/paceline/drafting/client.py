@@ -7,6 +7,7 @@ fails, drafting goes on from what is here. `watch` to `take` are for one thread,
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections import deque
@@ -257,8 +258,6 @@ class _Link:
 
     def send(self, frame: bytes) -> None:
         """Send, or drop it where the server takes no more: it will name the gap, and hear it again."""
-        import contextlib
-
         import zmq
 
         with contextlib.suppress(zmq.Again):
