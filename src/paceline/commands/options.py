@@ -71,7 +71,7 @@ def check_seed(seed: int) -> None:
 
 
 def check_writable(option: str, path: Path) -> None:
-    """Raise RecordError, before the long work, when the file could not be written in the end; ConfigError for a folder."""
+    """Raise before the long work: RecordError for what cannot be written, ConfigError for a folder."""
     if path.is_dir():
         raise ConfigError(f"{option} {path} is a folder: give a file in it")
     draft = path.with_name(path.name + ".part")
