@@ -22,6 +22,7 @@ from paceline.commands.plan import ladder, plan
 from paceline.commands.profile import profile
 from paceline.commands.report import report
 from paceline.commands.rollout import rollout
+from paceline.commands.simulate import simulate
 from paceline.commands.train import train
 from paceline.errors import PacelineError
 
@@ -48,6 +49,7 @@ app.command()(report)
 app.command()(profile)
 app.command()(ladder)
 app.command()(plan)
+app.command()(simulate)
 app.command()(draft_server)
 app.command()(doctor)
 

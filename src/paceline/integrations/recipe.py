@@ -1,38 +1,25 @@
 """The recipe: everything that a training run depends on, as one YAML file.
 
-Owns the schema, the reading of files and of `--set key.path=value`, and the error messages. Imports nothing heavy:
-a bad recipe is refused in a second. Called by the `train` command; arguments.py makes TRL's arguments of a recipe.
+Owns the schema; `config_file.py` reads it. Imports nothing heavy: a bad recipe is refused in a second. Called by the
+`train` command; arguments.py makes TRL's arguments of a recipe.
 """
 
 from __future__ import annotations
 
-import difflib
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
-from pydantic import BaseModel, Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
 from paceline.config import EngineSettings, RecordConfig, Section
+from paceline.config_file import apply_override, read_yaml, validate
 from paceline.errors import ConfigError
 
 Algorithm = Literal["grpo", "dapo", "dr_grpo", "gspo", "rloo"]
 
 FREE_ON_RESUME = frozenset({"steps", "evaluation", "compare", "output", "record"})
 """Sections that a resumed run may change: none of them has a say in the tokens or the gradients."""
-
-
-class _Loader(yaml.SafeLoader):
-    """Safe YAML in which 1e-6 is a number, as in YAML 1.2; PyYAML takes it for text."""
-
-
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"),
-    list("-+0123456789"),
-)
 
 
 class TaskSection(Section):
@@ -216,14 +203,11 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     Raises ConfigError that names the file, the key, the value and the remedy.
     """
     source = Path(path)
-    fields = _read_yaml(source)
+    fields = read_yaml(source, "recipe", "recipes/countdown.yaml")
     _resolve_paths(fields, source.resolve().parent)
     for override in overrides:
-        _apply(fields, override)
-    try:
-        return Recipe.model_validate(fields)
-    except ValidationError as error:
-        raise ConfigError(f"recipe {source}: {_explain(error)}") from error
+        apply_override(fields, override)
+    return validate(Recipe, fields, f"recipe {source}")
 
 
 def check_resumable(recipe: Recipe, recorded: Mapping[str, Any]) -> None:
@@ -245,19 +229,6 @@ def check_resumable(recipe: Recipe, recorded: Mapping[str, Any]) -> None:
         )
 
 
-def _read_yaml(path: Path) -> dict[str, Any]:
-    try:
-        fields = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise ConfigError(f"cannot read the recipe {path}: {reason}; recipes/ holds examples") from error
-    except yaml.YAMLError as error:
-        raise ConfigError(f"recipe {path} is not YAML: {' '.join(str(error).split())}") from error
-    if not isinstance(fields, dict):
-        raise ConfigError(f"recipe {path} must be a mapping of keys to values, see recipes/countdown.yaml")
-    return fields
-
-
 def _resolve_paths(fields: dict[str, Any], folder: Path) -> None:
     for keys in (("model",), ("engine", "model_drafter"), ("task", "options", "prompts")):
         holder: Any = fields
@@ -265,62 +236,6 @@ def _resolve_paths(fields: dict[str, Any], folder: Path) -> None:
             holder = holder.get(key) if isinstance(holder, dict) else None
         if isinstance(holder, dict) and isinstance(value := holder.get(keys[-1]), str):
             holder[keys[-1]] = str((folder / Path(value).expanduser()).resolve())
-
-
-def _apply(fields: dict[str, Any], override: str) -> None:
-    name, equals, text = override.partition("=")
-    keys = name.strip().split(".")
-    if not equals or not all(keys):
-        raise ConfigError(f"--set {override}: write it as key.path=value, such as batch.prompts=4")
-    try:
-        value = yaml.load(text, Loader=_Loader)
-    except yaml.YAMLError as error:
-        raise ConfigError(
-            f"--set {override}: the value is not YAML: {' '.join(str(error).split())}"
-        ) from error
-    holder = fields
-    for key in keys[:-1]:
-        inner = holder.setdefault(key, {})
-        if not isinstance(inner, dict):
-            raise ConfigError(f"--set {override}: {key} is the value {inner!r}, not a section")
-        holder = inner
-    holder[keys[-1]] = value
-
-
-def _explain(error: ValidationError) -> str:
-    return "; ".join(_explain_one(item) for item in error.errors())
-
-
-def _explain_one(item: Any) -> str:
-    where = ".".join(map(str, item["loc"])) or "the recipe"
-    if item["type"] == "extra_forbidden":
-        return f"unknown key {where} = {item['input']!r}{_nearest(item['loc'])}"
-    if item["type"] == "missing":
-        return f"{where} is missing: add it"
-    return f"{where} = {item['input']!r}: {item['msg'].removeprefix('Value error, ')}"
-
-
-def _nearest(location: tuple[int | str, ...]) -> str:
-    """`; did you mean X?`, from all keys of the recipe that end alike, or the keys that the section has."""
-    known = _known_keys(Recipe)
-    siblings = [key for key in known if key.split(".")[:-1] == [str(part) for part in location[:-1]]]
-    name = str(location[-1])
-    near = difflib.get_close_matches(name, [key.split(".")[-1] for key in siblings], n=1)
-    if near:
-        return f"; did you mean {'.'.join([*map(str, location[:-1]), near[0]])}?"
-    elsewhere = [key for key in known if key.split(".")[-1] == name]
-    if elsewhere:
-        return f"; it belongs to {elsewhere[0]}"
-    return f"; there are: {', '.join(key.split('.')[-1] for key in siblings)}"
-
-
-def _known_keys(section: type[BaseModel], prefix: str = "") -> list[str]:
-    keys: list[str] = []
-    for name, field in section.model_fields.items():
-        keys.append(prefix + name)
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            keys += _known_keys(field.annotation, f"{prefix}{name}.")
-    return keys
 
 
 def _flatten(fields: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

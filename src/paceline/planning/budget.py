@@ -138,6 +138,22 @@ def decide(snapshot: BudgetSnapshot, state: BudgetState, settings: BudgetSetting
     return _even_lengths((probability > 0).sum(axis=1), settings.fixed_tokens, room)
 
 
+def best_lengths(
+    path_probability: NDArray[np.floating], sure_tokens: float, seconds: Float64Array, min_gain: float = 0.0
+) -> Int32Array:
+    """`marginal` where step times are known: the draft lengths [num_requests] with the best expected rate.
+
+    path_probability: [num_requests, max_draft_tokens], non-increasing along a row. sure_tokens: what the step yields
+    without drafts. seconds: [num_tokens + 1] time of the step that verifies the 0, 1, .. likeliest draft tokens.
+    """
+    room = min(len(seconds) - 1, path_probability.size)
+    values = np.sort(path_probability, axis=None)[: -room - 1 : -1]
+    count = _best_count(sure_tokens, values, seconds[: len(values) + 1], min_gain) if len(values) else 0
+    if not count:
+        return np.zeros(len(path_probability), dtype=np.int32)
+    return _take_best(path_probability, values[count - 1], count)
+
+
 def expected_accepted(snapshot: BudgetSnapshot, lengths: Int32Array) -> float:
     """Accepted tokens that the path probabilities promise if `lengths` [num_requests] are verified."""
     taken = np.arange(snapshot.path_probability.shape[1]) < lengths[:, None]
@@ -194,14 +210,8 @@ def _decide_marginal(
     )
     known = base if probe else max(base, largest_known_tokens(model))
     room = min(room, max(int(known * settings.max_growth) - base, 1))
-    values = np.sort(probability, axis=None)[: -room - 1 : -1]
-    seconds = (
-        _probe_s(model, base, len(values))
-        if probe
-        else predict_s(model, np.arange(base, base + len(values) + 1))
-    )
-    count = _best_count(snapshot.num_requests, values * state.confidence, seconds, settings.min_gain)
-    return _take_best(probability, values[count - 1], count) if count else nothing
+    seconds = _probe_s(model, base, room) if probe else predict_s(model, np.arange(base, base + room + 1))
+    return best_lengths(probability * state.confidence, snapshot.num_requests, seconds, settings.min_gain)
 
 
 def _is_known(model: StepTimeModel, base: int) -> bool:

@@ -1,0 +1,250 @@
+"""`paceline simulate`: rollouts of a cluster that need not exist, in several systems, beside what papers claim."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from paceline.commands.options import check_writable
+from paceline.errors import ConfigError
+from paceline.sim.comparison import ClaimResult, SystemResult, judge_claims, run_systems
+from paceline.sim.scenario import SYSTEMS, Scenario, as_row, find_scenario, load_scenario, preset_names
+
+RESULT_VERSION = 1
+
+
+def simulate(
+    scenario: Annotated[
+        str | None,
+        typer.Argument(metavar="PRESET|FILE", help="A shipped preset, or a YAML file like one."),
+    ] = None,
+    system: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Simulate these only, the baseline first; may be repeated."),
+    ] = None,
+    override: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", metavar="KEY.PATH=VALUE", help="Change a value of the scenario; may be repeated."
+        ),
+    ] = None,
+    what_if: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--what-if",
+            metavar="KEY.PATH=V1,V2,...",
+            help="Simulate every value (all combinations if repeated), and compare.",
+        ),
+    ] = None,
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the comparison here.")] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the results here.")
+    ] = None,
+    show: Annotated[
+        bool, typer.Option("--show", help="Print the scenario file and do nothing else.")
+    ] = False,
+) -> None:
+    """Simulate a rollout on a cluster that need not exist, and compare systems.
+
+    Without an argument, lists the presets. Example: paceline simulate specactor-dapo-32b --html dapo.html
+    """
+    if scenario is None:
+        _list_presets()
+        return
+    if show:
+        typer.echo(find_scenario(scenario).read_text(encoding="utf-8"))
+        return
+    for option, path in (("--html", html), ("--json", json_file)):
+        if path is not None:
+            check_writable(option, path)
+    changes = list(override or ())
+    loaded, folder = load_scenario(scenario, changes)
+    names = _names(loaded, system)
+    if what_if:
+        if html is not None:
+            raise ConfigError("--html draws one scenario: leave out --what-if, or use --json")
+        _sweep(scenario, changes, names, what_if, json_file)
+        return
+    results, claims = _run(scenario, loaded, folder, changes, names)
+    _show_results(loaded.title, results)
+    if claims:
+        _show_claims(claims)
+    if json_file is not None:
+        _write_json(json_file, loaded, results, claims)
+    if html is not None:
+        from paceline.report.simulation_page import build_simulation_page
+
+        build_simulation_page(html, loaded.title, results, claims, _facts(loaded))
+        typer.echo(f"picture: {html}")
+
+
+def _run(
+    source: str, scenario: Scenario, folder: Path, changes: Sequence[str], names: Sequence[str]
+) -> tuple[dict[str, SystemResult], list[ClaimResult]]:
+    """The scenario's systems, and where claims are about a changed one, their systems there."""
+    console = Console(stderr=True)
+    with console.status("simulating") as status:
+        results = run_systems(scenario, folder, names, lambda name: status.update(f"simulating {name}"))
+        variants: dict[tuple[str, ...], Mapping[str, SystemResult]] = {}
+        for where in sorted({claim.where for claim in scenario.claims if claim.where}):
+            wanted = {n for c in scenario.claims if c.where == where for n in (c.of, c.over)} & set(names)
+            if not wanted:
+                continue
+            changed, _ = load_scenario(source, [*changes, *where])
+            ordered = [name for name in names if name in {names[0], *wanted}]
+            variants[where] = run_systems(
+                changed,
+                folder,
+                ordered,
+                lambda name, at=where: status.update(f"{name}, {at[0]}"),  # type: ignore[misc]
+            )
+    return results, judge_claims(scenario, results, variants)
+
+
+def _names(scenario: Scenario, chosen: Sequence[str] | None) -> list[str]:
+    for name in chosen or ():
+        if name not in SYSTEMS:
+            raise ConfigError(f"--system {name!r}: there are {', '.join(SYSTEMS)}")
+    names = list(dict.fromkeys(chosen or scenario.systems))
+    for name in names:
+        lacking = [field for field in SYSTEMS[name][1] if not getattr(scenario, field)]
+        if lacking:
+            raise ConfigError(f"--system {name!r} needs {' and '.join(lacking)} in the scenario")
+    return names
+
+
+def _list_presets() -> None:
+    table = Table(title="presets: paceline simulate PRESET")
+    for column in ("preset", "responses", "GPUs", "what"):
+        table.add_column(column, justify="right" if column in ("responses", "GPUs") else "left")
+    for name in preset_names():
+        loaded, _ = load_scenario(name)
+        table.add_row(name, str(loaded.groups * loaded.group_size), str(loaded.gpus), loaded.title)
+    Console().print(table)
+
+
+def _show_results(title: str, results: Mapping[str, SystemResult]) -> None:
+    table = Table(
+        title=title,
+        caption="x: over the first system; tail: from 90 % of the responses finished; e2e: the whole training step",
+    )
+    columns = (
+        "system",
+        "rollout s",
+        "x",
+        "x e2e",
+        "tail s",
+        "idle",
+        "tok/step",
+        "drafts wasted",
+        "preempted",
+    )
+    for column in columns:
+        table.add_column(column, justify="left" if column == "system" else "right")
+    baseline = next(iter(results.values()))
+    for one in results.values():
+        wasted = f"{one.wasted_tokens / one.drafted_tokens:.0%}" if one.drafted_tokens else ""
+        table.add_row(
+            one.name,
+            f"{one.rollout_s:.0f}",
+            f"{baseline.rollout_s / one.rollout_s:.2f}",
+            f"{baseline.step_s / one.step_s:.2f}",
+            f"{one.tail_s:.0f}",
+            f"{one.idle_share:.0%}",
+            f"{one.acceptance_length:.2f}",
+            wasted,
+            f"{one.preemptions:.0f}" if one.preemptions else "",
+        )
+    Console().print(table)
+
+
+def _show_claims(claims: Sequence[ClaimResult]) -> None:
+    table = Table(title="published numbers and ours")
+    for column in ("claim", "of", "published", "ours", "diff.", "", "source"):
+        table.add_column(column, justify="right" if column in ("published", "ours", "diff.") else "left")
+    for one in claims:
+        claim = one.claim
+        high = f"-{claim.paper_to:g}" if claim.paper_to is not None else ""
+        of = f"{claim.of} / {claim.over}" if claim.over else claim.of
+        role = "calibrated" if claim.calibrated else "predicted"
+        difference = f"{100 * one.difference:+.0f} %"
+        table.add_row(
+            claim.text, of, f"{claim.paper:g}{high}", f"{one.ours:.3g}", difference, role, claim.source
+        )
+    Console().print(table)
+
+
+def _sweep(
+    source: str, changes: Sequence[str], names: Sequence[str], what_if: Sequence[str], target: Path | None
+) -> None:
+    axes = [_read_axis(text) for text in what_if]
+    table = Table(title="what if", caption="rollout seconds; in brackets: speed-up over the first system")
+    for key, _ in axes:
+        table.add_column(key)
+    for name in names:
+        table.add_column(name, justify="right")
+    rows: list[dict[str, Any]] = []
+    for values in itertools.product(*(values for _, values in axes)):
+        chosen = [f"{key}={value}" for (key, _), value in zip(axes, values, strict=True)]
+        scenario, folder = load_scenario(source, [*changes, *chosen])
+        results = run_systems(scenario, folder, names)
+        base = results[names[0]].rollout_s
+        cells = [f"{results[name].rollout_s:.0f} ({base / results[name].rollout_s:.2f})" for name in names]
+        table.add_row(*values, *cells)
+        rows += [{"what_if": chosen, **_row(one)} for one in results.values()]
+    Console().print(table)
+    if target is not None:
+        target.write_text(json.dumps({"version": RESULT_VERSION, "rows": rows}, indent=1) + "\n")
+
+
+def _read_axis(text: str) -> tuple[str, list[str]]:
+    key, equals, values = text.partition("=")
+    found = [value.strip() for value in values.split(",") if value.strip()]
+    if not equals or not key.strip() or not found:
+        raise ConfigError(f"--what-if {text}: write it as key.path=value,value, such as gpus=64,128,256")
+    return key.strip(), found
+
+
+def _row(one: SystemResult) -> dict[str, Any]:
+    """A system's result as plain values."""
+    row = {field.name: getattr(one, field.name) for field in fields(one) if field.name != "last"}
+    workers = [
+        {"busy_s": c.busy_s, "generated_tokens": c.generated_tokens, "intervals": c.intervals}
+        for c in one.last.counters
+    ]
+    ends = sorted(one.last.end_s.tolist())
+    return {**row, "end_s": [round(value, 3) for value in ends], "workers": workers}
+
+
+def _write_json(
+    target: Path, scenario: Scenario, results: Mapping[str, SystemResult], claims: Sequence[ClaimResult]
+) -> None:
+    found = {
+        "version": RESULT_VERSION,
+        "scenario": as_row(scenario),
+        "systems": [_row(one) for one in results.values()],
+        "claims": [
+            {**one.claim.model_dump(mode="json"), "ours": one.ours, "difference": one.difference}
+            for one in claims
+        ],
+    }
+    target.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def _facts(scenario: Scenario) -> dict[str, Any]:
+    return {
+        "GPUs": scenario.gpus,
+        "responses": scenario.groups * scenario.group_size,
+        "group size": scenario.group_size,
+        "longest response": scenario.max_tokens,
+        "steps": scenario.steps,
+        "seed": scenario.seed,
+    }

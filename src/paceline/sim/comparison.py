@@ -1,0 +1,127 @@
+"""Systems side by side: what a scenario's systems take, and what was claimed about them elsewhere.
+
+Called by `paceline simulate` and the tests. Invariant: all systems get the same responses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+
+from paceline.sim.fleet import RolloutResult
+from paceline.sim.scenario import Claim, Scenario, build_system
+from paceline.sim.step import Phases, StepResult, simulate_steps
+
+
+@dataclass(frozen=True, slots=True)
+class SystemResult:
+    """Means over the steps of one system."""
+
+    name: str
+    rollout_s: float
+    step_s: float
+    tail_s: float
+    idle_share: float
+    wasted_tokens: float
+    drafted_tokens: float
+    acceptance_length: float
+    """Tokens per verification and request; 1 without drafts."""
+    preemptions: float
+    training_s: float
+    last: RolloutResult
+    """The rollout of the last step."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClaimResult:
+    """A published number and ours."""
+
+    claim: Claim
+    ours: float
+
+    @property
+    def difference(self) -> float:
+        """Ours relative to the published number, or to the nearest end of the range; 0 within it."""
+        low = min(self.claim.paper, self.claim.paper_to or self.claim.paper)
+        high = max(self.claim.paper, self.claim.paper_to or self.claim.paper)
+        return self.ours / min(max(self.ours, low), high) - 1.0
+
+
+def run_systems(
+    scenario: Scenario, folder: Path, names: Sequence[str], told: Callable[[str], None] = lambda name: None
+) -> dict[str, SystemResult]:
+    """Simulate the systems of these names, the first being the one that prepare and learn are measured by.
+
+    told: called with each name before its turn.
+    """
+    distribution = scenario.lengths_from(folder)
+    found: dict[str, SystemResult] = {}
+    phases = Phases()
+    for name in names:
+        told(name)
+        system = build_system(name, scenario)
+        steps = simulate_steps(
+            system,
+            lambda step: scenario.draw(distribution, step),
+            phases,
+            scenario.steps,
+            scenario.seed,
+        )
+        if not found:
+            phases = scenario.phases_of(fmean(step.rollout.rollout_s for step in steps))
+            rest_s = phases.prepare_s + phases.learn_s
+            steps = [StepResult(step.rollout, step.rollout.rollout_s + rest_s) for step in steps]
+        found[name] = _summary(name, steps)
+    return found
+
+
+def judge_claims(
+    scenario: Scenario,
+    results: Mapping[str, SystemResult],
+    variants: Mapping[tuple[str, ...], Mapping[str, SystemResult]],
+) -> list[ClaimResult]:
+    """Our number beside every claim whose systems were simulated.
+
+    results: of the scenario as it is; variants: by `Claim.where`, of the scenario changed so.
+    """
+    found = []
+    for claim in scenario.claims:
+        at = variants.get(claim.where, {}) if claim.where else results
+        if claim.of in at and (claim.over is None or claim.over in at):
+            found.append(ClaimResult(claim, _measure(claim, at)))
+    return found
+
+
+def _measure(claim: Claim, results: Mapping[str, SystemResult]) -> float:
+    of, over = results[claim.of], results[claim.over or claim.of]
+    if claim.quantity == "rollout":
+        return over.rollout_s / of.rollout_s
+    if claim.quantity == "step":
+        return over.step_s / of.step_s
+    if claim.quantity == "tail":
+        return over.tail_s / of.tail_s
+    if claim.quantity == "tail_cut":
+        return 1.0 - of.tail_s / over.tail_s
+    return float(getattr(of, claim.quantity))
+
+
+def _summary(name: str, steps: Sequence[StepResult]) -> SystemResult:
+    rollouts = [step.rollout for step in steps]
+    drafted = fmean(sum(c.drafted_tokens for c in r.counters) for r in rollouts)
+    rounds = fmean(sum(c.rounds for c in r.counters) for r in rollouts)
+    generated = fmean(sum(c.generated_tokens for c in r.counters) for r in rollouts)
+    return SystemResult(
+        name=name,
+        rollout_s=fmean(r.rollout_s for r in rollouts),
+        step_s=fmean(step.step_s for step in steps),
+        tail_s=fmean(r.tail_s for r in rollouts),
+        idle_share=fmean(r.idle_share for r in rollouts),
+        wasted_tokens=fmean(r.wasted_tokens for r in rollouts),
+        drafted_tokens=drafted,
+        acceptance_length=generated / rounds,
+        preemptions=fmean(r.preemptions for r in rollouts),
+        training_s=fmean(r.training_s for r in rollouts),
+        last=rollouts[-1],
+    )

@@ -1,0 +1,51 @@
+"""What a simulated engine and its drafters cost: step times, prefill, KV room and moves.
+
+Plain records, made by presets from published measurements or from `paceline profile`; called by the simulated workers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from paceline.errors import ConfigError
+from paceline.planning.latency_profile import LatencyModel, StepLatency
+from paceline.sim.acceptance import AcceptanceProcess
+
+
+@dataclass(frozen=True, slots=True)
+class EngineCosts:
+    """One engine (worker) of the target. Raises ConfigError for a value out of range."""
+
+    num_gpus: int
+    step: StepLatency
+    """T(n, C) of a step over n tokens of requests with C tokens of context in all."""
+    prefill_token_s: float
+    """Seconds per token of a prefill, the engine doing nothing else."""
+    kv_tokens: int
+    """Tokens of context that fit into the engine's KV memory."""
+    max_requests: int = 1 << 30
+    """Requests the engine runs at once."""
+    kv_load_token_s: float = 0.0
+    """Seconds per token of KV that is loaded from a pool instead of computed."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_gpus", "kv_tokens", "max_requests"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"engine {name} is {getattr(self, name)}: must be at least 1")
+        if min(self.prefill_token_s, self.kv_load_token_s) < 0.0:
+            raise ConfigError("an engine's seconds per token must not be negative")
+
+
+@dataclass(frozen=True, slots=True)
+class Drafter:
+    """Something that drafts."""
+
+    name: str
+    token: LatencyModel
+    """D(b): seconds to draft one token for each of b requests."""
+    acceptance: AcceptanceProcess
+    kind: Literal["model", "free"] = "model"
+    """free: no model, so it drafts inside the engine and never needs devices of its own."""
+    deploy_s: float = 0.0
+    """Seconds until it runs on a worker that falls free (SpecActor's model scale)."""

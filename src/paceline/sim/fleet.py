@@ -1,0 +1,226 @@
+"""A simulated rollout: workers, and the decisions that steer them, on one clock.
+
+The loop takes the next event of any worker, advances that worker, tells the dispatcher (`planning.dispatch`) what
+ended and carries out what it decides; workers that fall free may join a race (`planning.racing`) or train the drafter
+(`planning.harvest`). Invariants: every response ends exactly once; time never goes back; the same arguments give the
+same result. Called by `step.py` and the benchmarks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from heapq import heappop, heappush
+
+import numpy as np
+
+from paceline.planning.dispatch import Assignment, Dispatcher, DispatchSettings
+from paceline.planning.harvest import HarvestSettings
+from paceline.sim.acceptance import AcceptanceModel
+from paceline.sim.costs import Drafter, EngineCosts
+from paceline.sim.harvest import Training
+from paceline.sim.race import Race, Racing
+from paceline.sim.speculation import Speculation
+from paceline.sim.worker import Counters, Job, SimulatedWorker
+from paceline.sim.workload import Workload
+from paceline.types import Float64Array, Int64Array
+
+TAIL_SHARE = 0.9
+"""The tail begins when this share of the responses has ended."""
+_ENDLESS = 1 << 40  # KV blocks and concurrency of a worker that queues for itself
+
+
+@dataclass(frozen=True, slots=True)
+class FleetPlan:
+    """One way to run a rollout."""
+
+    engine: EngineCosts
+    num_workers: int
+    dispatch: DispatchSettings
+    speculate: Callable[[], Speculation]
+    drafters: tuple[Drafter, ...] = ()
+    racing: Racing | None = None
+    harvest: HarvestSettings | None = None
+    refresh_rounds: float = 512.0
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutResult:
+    """What a rollout took."""
+
+    rollout_s: float
+    end_s: Float64Array  # [num_responses] when each ended
+    tail_s: float
+    """From 90 % of the responses ended to the end."""
+    counters: tuple[Counters, ...]  # of each worker
+    racing_s: tuple[float, ...]  # of each worker: from when it ran racers, inf: never
+    training_s: float
+    """Worker seconds spent on training the drafter."""
+    num_racers: int
+
+    @property
+    def idle_share(self) -> float:
+        """Share of the workers' time in which nothing ran."""
+        busy_s = sum(one.busy_s for one in self.counters)
+        return 1.0 - busy_s / (self.rollout_s * len(self.counters))
+
+    @property
+    def wasted_tokens(self) -> float:
+        """Draft tokens that were not accepted."""
+        return sum(one.drafted_tokens - one.accepted_tokens for one in self.counters)
+
+    @property
+    def preemptions(self) -> int:
+        """Requests that lost their KV while they ran."""
+        return sum(one.preemptions for one in self.counters)
+
+
+def simulate_rollout(plan: FleetPlan, workload: Workload, seed: int = 0) -> RolloutResult:
+    """Run one rollout. Raises RequestError if a response fits on no worker."""
+    return _Fleet(plan, workload, seed).run()
+
+
+class _Fleet:
+    def __init__(self, plan: FleetPlan, workload: Workload, seed: int) -> None:
+        self.plan, self.work = plan, workload
+        processes = tuple(drafter.acceptance for drafter in plan.drafters)
+        self.acceptance = AcceptanceModel(processes, workload.group_size, workload.num_responses, seed)
+        self.group_tokens = np.zeros(workload.num_groups)
+        self.reported = np.zeros(workload.num_responses)
+        self.workers = [
+            SimulatedWorker(at, plan.engine, plan.speculate(), self.rates, plan.refresh_rounds)
+            for at in range(plan.num_workers)
+        ]
+        self.events: list[tuple[float, int, int]] = []  # time, worker, version
+        self.versions = [0] * plan.num_workers
+        self.ends: deque[tuple[SimulatedWorker, int, float]] = (
+            deque()
+        )  # chunks that ended and were not told yet
+        self.dispatcher = self._dispatcher()
+        self.running: dict[int, Assignment] = {}  # by response
+        self.end_s = np.zeros(workload.num_responses)
+        self.num_left = workload.num_responses
+        self.race = Race(plan.racing, self) if plan.racing else None
+        self.training = Training(plan.harvest, plan.num_workers) if plan.harvest else None
+
+    def run(self) -> RolloutResult:
+        now_s = 0.0
+        self._assign(now_s)
+        while self.num_left:
+            now_s, number, version = heappop(self.events)
+            if version == self.versions[number]:
+                self._turn(self.workers[number], now_s)
+        for worker in self.workers:
+            worker.close(now_s)
+        ends = np.sort(self.end_s)
+        return RolloutResult(
+            rollout_s=now_s,
+            end_s=self.end_s,
+            tail_s=now_s - float(ends[int(TAIL_SHARE * (len(ends) - 1))]),
+            counters=tuple(worker.counters for worker in self.workers),
+            racing_s=tuple(self.race.since_s) if self.race else (math.inf,) * len(self.workers),
+            training_s=self.training.end(now_s) if self.training else 0.0,
+            num_racers=self.race.num_racers if self.race else 0,
+        )
+
+    def advance(self, worker: SimulatedWorker, now_s: float) -> None:
+        """Bring a worker to the present; what ends on it is told by the loop."""
+        self.ends.extend((worker, *ended) for ended in worker.advance(now_s))
+
+    def rates(self, responses: Int64Array, tokens: Float64Array) -> Float64Array:
+        """Acceptance now, [num_drafters, num_requests]; suffix trees know what was reported."""
+        others = self.group_tokens[responses // self.work.group_size] - self.reported[responses]
+        siblings = np.maximum(others, 0.0) / np.maximum(tokens, 64.0)
+        rows = [
+            self.acceptance.rates(at, responses, tokens, siblings) for at in range(len(self.plan.drafters))
+        ]
+        return np.array(rows) if rows else np.empty((0, len(responses)))
+
+    def schedule(self, worker: SimulatedWorker) -> None:
+        """Enter the worker's next event."""
+        self.versions[worker.number] += 1
+        next_s = worker.next_event_s()
+        if next_s < math.inf:
+            heappush(self.events, (next_s, worker.number, self.versions[worker.number]))
+
+    def report(self, worker: SimulatedWorker) -> None:
+        """What the worker has generated reaches the suffix trees of all."""
+        gained = worker.tokens - self.reported[worker.responses]
+        np.add.at(self.group_tokens, worker.responses // self.work.group_size, gained)
+        self.reported[worker.responses] = worker.tokens
+
+    def _turn(self, worker: SimulatedWorker, now_s: float) -> None:
+        look = worker.num_looks
+        self.advance(worker, now_s)
+        if worker.num_looks != look:
+            self.report(worker)
+            if self.race:
+                self.race.share_progress(worker, now_s)
+        touched = {worker.number: worker}
+        while self.ends:
+            where, response, tokens = self.ends.popleft()
+            touched[where.number] = where
+            if response in self.running:
+                self._ended(where, response, tokens, now_s)
+        self._assign(now_s)
+        for one in touched.values():
+            self.schedule(one)
+            if one.is_free:
+                self._freed(one, now_s)
+
+    def _ended(self, worker: SimulatedWorker, response: int, tokens: float, now_s: float) -> None:
+        group = response // self.work.group_size
+        self.group_tokens[group] += tokens - self.reported[response]
+        self.reported[response] = tokens
+        is_finished = tokens >= self.work.length_tokens[response]
+        if is_finished:
+            self.end_s[response] = now_s
+            self.num_left -= 1
+        assignment = self.running.pop(response)
+        if is_finished and self.race:
+            self.race.won(response, {int(assignment.worker)} - {worker.number}, now_s)
+        self.dispatcher.chunk_finished(assignment, int(tokens), is_finished)
+
+    def _assign(self, now_s: float) -> None:
+        """Carry out all that the dispatcher decides now."""
+        jobs: dict[int, list[Job]] = {}
+        while (assignment := self.dispatcher.next_assignment()) is not None:
+            number = int(assignment.worker)
+            jobs.setdefault(number, []).append(self._job(assignment))
+        for number, found in jobs.items():
+            worker = self.workers[number]
+            if self.training and worker.is_free:
+                self.training.needed(number, now_s)
+            self.advance(worker, now_s)
+            if self.race:
+                self.race.comes_home(worker, [job.response for job in found])
+            worker.add(found, now_s)
+            self.schedule(worker)
+
+    def _job(self, assignment: Assignment) -> Job:
+        response = assignment.group * self.work.group_size + assignment.sample
+        self.running[response] = assignment
+        so_far = float(self.reported[response])
+        left = float(self.work.length_tokens[response]) - so_far
+        prompt = int(self.work.prompt_tokens[assignment.group])
+        return Job(response, so_far, min(left, float(assignment.chunk_tokens)), prompt, so_far > 0.0)
+
+    def _freed(self, worker: SimulatedWorker, now_s: float) -> None:
+        if self.race and not self.dispatcher.num_waiting and self.num_left:
+            self.race.freed(worker, now_s)
+        if self.training and worker.is_free:
+            self.training.idle(worker.number, now_s)
+
+    def _dispatcher(self) -> Dispatcher:
+        lengths, size = self.work.length_tokens.tolist(), self.work.group_size
+        truth = {g: lengths[g * size : (g + 1) * size] for g in range(self.work.num_groups)}
+        made = Dispatcher(self.plan.dispatch, truth if self.plan.dispatch.variant == "oracle" else None)
+        engine, queues = self.plan.engine, self.plan.dispatch.variant == "group"
+        blocks = _ENDLESS if queues else engine.kv_tokens // self.plan.dispatch.block_tokens
+        for worker in self.workers:
+            made.worker_up(str(worker.number), blocks, _ENDLESS if queues else engine.max_requests)
+        for group in range(self.work.num_groups):
+            made.submit(group, size, int(self.work.prompt_tokens[group]), self.work.max_tokens)
+        return made

@@ -1,0 +1,295 @@
+"""The systems that are compared, as compositions of the decisions in `planning/`.
+
+Each function takes what all systems share (`Setup`) and gives one `System`; a preset picks and names them. What a
+technique costs or yields is never written here, only which decisions are taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from paceline.config import BudgetSettings
+from paceline.planning import bandit
+from paceline.planning.dispatch import DispatchSettings
+from paceline.planning.harvest import HarvestSettings
+from paceline.planning.placement import Cluster, place
+from paceline.sim.acceptance import moved_logit
+from paceline.sim.costs import Drafter, EngineCosts
+from paceline.sim.fleet import FleetPlan
+from paceline.sim.race import Racing
+from paceline.sim.speculation import (
+    Bandit,
+    Budgeted,
+    Decoupled,
+    DraftRange,
+    FixedWindow,
+    Plain,
+    Speculation,
+)
+from paceline.sim.step import Ageing, System
+
+GROUP_BOUND = DispatchSettings(variant="group")
+_EPSILON, _REWARDS = 0.1, 1000  # of TLT's bandit, as in the SGLang change that its release builds on
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What the systems of a comparison share."""
+
+    num_gpus: int
+    engine: EngineCosts
+    """One worker of the baseline."""
+    num_responses: int
+    models: tuple[Drafter, ...] = ()
+    """Small-model drafters in the order of the draft ladder."""
+    group_drafter: Drafter | None = None
+    """Suffix trees, or an n-gram look-up, shared by a group."""
+    lookup: Drafter | None = None
+    """n-gram look-up in the response alone."""
+    mean_context_tokens: int = 2048
+    """At which plans are made."""
+
+    @property
+    def num_workers(self) -> int:
+        """Workers of the baseline."""
+        return self.num_gpus // self.engine.num_gpus
+
+    @property
+    def drafters(self) -> tuple[Drafter, ...]:
+        """All of them: the rows of the acceptance rates."""
+        return (*self.models, *(one for one in (self.group_drafter, self.lookup) if one is not None))
+
+    def row(self, drafter: Drafter) -> int:
+        """Its row of the acceptance rates."""
+        return self.drafters.index(drafter)
+
+
+def verl(setup: Setup, name: str = "veRL") -> System:
+    """Whole groups bound to workers, no speculation."""
+    return System(name, _bound(setup, Plain))
+
+
+def verl_twice(setup: Setup) -> System:
+    """veRL on twice the GPUs."""
+    plan = replace(_bound(setup, Plain), num_workers=2 * setup.num_workers)
+    return System("veRL (2x)", plan, learn_factor=0.5)
+
+
+def rlhfuse(setup: Setup) -> System:
+    """veRL that prepares finished responses on workers that fell free."""
+    return System("RLHFuse", _bound(setup, Plain), overlaps_prepare=True)
+
+
+def vanilla(setup: Setup, window: int) -> System:
+    """Group-bound, with the first small model drafting `window` tokens in the same engine."""
+    drafter = setup.models[0]
+    return System(
+        "vanilla speculation", _bound(setup, lambda: FixedWindow(drafter, setup.row(drafter), window))
+    )
+
+
+def ngram(setup: Setup, window: int) -> System:
+    """Group-bound, with n-gram look-up."""
+    drafter = setup.lookup
+    assert drafter is not None
+    return System("n-gram", _bound(setup, lambda: FixedWindow(drafter, setup.row(drafter), window)))
+
+
+@dataclass(frozen=True, slots=True)
+class SpecActorOptions:
+    """SpecActor's parameters."""
+
+    acceptance: float
+    """Historical acceptance of the first drafter, which the plan is made for."""
+    first_window: int = 3
+    """w of the stages before algorithm 1 plans it."""
+    first_draft_gpus: int = 1
+    max_window: int = 16
+    max_batch: int = 16
+    """b_max of racing."""
+    reconfigure_rounds: float = 1000.0
+    deploy_s: float = 1.0
+
+
+Stage = Literal["naive", "decoupled", "reconfigured", "full"]
+
+
+def specactor(setup: Setup, options: SpecActorOptions, stage: Stage = "full") -> System:
+    """SpecActor, or it without its later techniques, in the order of its ablation.
+
+    naive: drafter on devices of its own, waiting for the verifier. decoupled: drafting ahead, with a first plan.
+    reconfigured: algorithms 1 and 2. full: fastest-of-N too.
+    """
+    drafter = setup.models[0]
+    row = setup.row(drafter)
+    if stage in ("naive", "decoupled"):
+        groups = setup.num_gpus // (setup.engine.num_gpus + options.first_draft_gpus)
+        made = lambda: Decoupled(drafter, row, options.first_window, synchronous=stage == "naive")  # noqa: E731
+        return System(f"SpecActor, {stage}", replace(_bound(setup, made), num_workers=groups))
+    window, groups = _placed(setup, drafter, options)
+    made = lambda: Decoupled(drafter, row, window, options.max_window)  # noqa: E731
+    plan = replace(_bound(setup, made), num_workers=groups, refresh_rounds=options.reconfigure_rounds)
+    if stage == "reconfigured":
+        return System("SpecActor, reconfigured", plan)
+    racers = (*setup.models, *([setup.lookup] if setup.lookup else []))
+    racing = Racing(
+        speculate=tuple(_racer(setup, one, window, options) for one in racers),
+        drafter_rows=tuple(setup.row(one) for one in racers),
+        max_batch=options.max_batch,
+        deploy_s=options.deploy_s,
+    )
+    return System("SpecActor", replace(plan, racing=racing))
+
+
+@dataclass(frozen=True, slots=True)
+class SeerOptions:
+    """Seer's parameters."""
+
+    chunk_tokens: int = 8192
+    request_tokens: int = 8
+    """Longest draft."""
+    batch_tokens: int = 256
+    """Draft tokens of a batch, which the concurrency shares."""
+    min_probability: float = 0.15
+    fixed_window: int = 3
+    """Draft length without adaptation."""
+
+
+SeerStage = Literal["divided", "context", "oracle", "no-adaptation", "no-group-context", "full"]
+
+
+def seer(setup: Setup, options: SeerOptions, stage: SeerStage = "full") -> System:
+    """Seer, or it without its later techniques, in the order of its ablation.
+
+    divided: chunks and the KV pool. context: scheduling by length context. oracle: by true lengths. no-adaptation: all
+    drafts of one length. no-group-context: every response drafts from its own tokens. full: grouped speculation.
+    """
+    variant = {"divided": "no-context", "oracle": "oracle"}.get(stage, "context")
+    dispatch = DispatchSettings(variant=variant, chunk_tokens=options.chunk_tokens)  # type: ignore[arg-type]
+    name = "Seer" if stage == "full" else f"Seer, {stage}"
+    if stage in ("divided", "context", "oracle"):
+        return System(name, _divided(setup, dispatch, Plain))
+    drafter = setup.lookup if stage == "no-group-context" else setup.group_drafter
+    assert drafter is not None
+    row = setup.row(drafter)
+    if stage == "no-adaptation":
+        return System(
+            name, _divided(setup, dispatch, lambda: FixedWindow(drafter, row, options.fixed_window))
+        )
+    budget = BudgetSettings(
+        policy="thresholds",
+        max_draft_tokens=options.request_tokens,
+        threshold_request_tokens=options.request_tokens,
+        threshold_batch_tokens=options.batch_tokens,
+        threshold_min_probability=options.min_probability,
+    )
+    return System(name, _divided(setup, dispatch, lambda: DraftRange(drafter, row, budget)))
+
+
+@dataclass(frozen=True, slots=True)
+class TltOptions:
+    """TLT's parameters."""
+
+    max_batch: int = 32
+    """Requests of a worker below which it speculates."""
+    strategies: tuple[tuple[int, int], ...] = ((10, 64), (10, 48), (10, 32), (10, 16))
+    """(draft depth, tokens to verify), one group for each number of tokens to verify."""
+    batch_sizes: tuple[int, ...] = (1, 2, 4, 8)
+    session_s: float = 60.0
+    lost: float = 0.05
+
+
+def tlt(setup: Setup, options: TltOptions, is_adaptive: bool = True) -> System:
+    """TLT: elastic speculation with the bandit, its drafter trained on idle workers (not: TLT with a static one)."""
+    drafter = setup.models[0]
+    row = setup.row(drafter)
+    strategies = tuple(bandit.Strategy(*pair) for pair in options.strategies)
+    start = bandit.initialize(strategies, options.batch_sizes, _EPSILON, _REWARDS, seed=0)
+    plan = replace(
+        _bound(setup, lambda: Bandit(drafter, row, options.max_batch, start)), harvest=HarvestSettings()
+    )
+    ageing = Ageing(options.lost, options.session_s if is_adaptive else None)
+    return System("TLT" if is_adaptive else "TLT, static drafter", plan, ageing=ageing)
+
+
+@dataclass(frozen=True, slots=True)
+class PacelineOptions:
+    """Paceline's parameters."""
+
+    chunk_tokens: int = 8192
+    max_draft_tokens: int = 16
+    max_batch: int = 16
+    """b_max of racing."""
+    dice_logit: float = 0.07
+    """What throwing the target's dice adds to the logit of a model drafter's acceptance."""
+    deploy_s: float = 1.0
+
+
+PacelineStage = Literal["divided", "budget", "full"]
+
+
+def paceline(setup: Setup, options: PacelineOptions, stage: PacelineStage = "full") -> System:
+    """Paceline, or it without its later techniques.
+
+    divided: Seer's context-aware scheduling. budget: grouped and model drafts with the shared dice, cut by the draft
+    budget. full: workers that fall free race for the slowest, and take the leader's tokens.
+    """
+    setup = replace(setup, models=tuple(_with_dice(one, options.dice_logit) for one in setup.models))
+    dispatch = DispatchSettings(variant="context", chunk_tokens=options.chunk_tokens)
+    if stage == "divided":
+        return System("Paceline, divided", _divided(setup, dispatch, Plain))
+    plan = replace(_divided(setup, dispatch, _budgeted(setup, setup.models, options)), refresh_rounds=256.0)
+    if stage == "budget":
+        return System("Paceline, budget", plan)
+    racers = setup.models or ((setup.group_drafter,) if setup.group_drafter else ())
+    racing = Racing(
+        speculate=tuple(_budgeted(setup, (one,) if one.kind == "model" else (), options) for one in racers),
+        drafter_rows=tuple(setup.row(one) for one in racers),
+        max_batch=options.max_batch,
+        deploy_s=options.deploy_s,
+        shares_progress=True,
+    )
+    return System("Paceline", replace(plan, racing=racing))
+
+
+def _bound(setup: Setup, made: Callable[[], Speculation]) -> FleetPlan:
+    return FleetPlan(setup.engine, setup.num_workers, GROUP_BOUND, made, setup.drafters)
+
+
+def _divided(setup: Setup, dispatch: DispatchSettings, made: Callable[[], Speculation]) -> FleetPlan:
+    return FleetPlan(setup.engine, setup.num_workers, dispatch, made, setup.drafters)
+
+
+def _placed(setup: Setup, drafter: Drafter, options: SpecActorOptions) -> tuple[int, int]:
+    """Algorithm 1: (window, groups). One profile per size: drafters on one device, verifiers as the baseline's."""
+    cluster = Cluster(
+        setup.num_gpus,
+        setup.num_responses,
+        {1: drafter.token},
+        {setup.engine.num_gpus: setup.engine.step.for_requests_of(setup.mean_context_tokens)},
+    )
+    best = place(cluster, options.acceptance, options.max_window).best
+    return best.window, best.num_groups
+
+
+def _racer(
+    setup: Setup, drafter: Drafter, window: int, options: SpecActorOptions
+) -> Callable[[], Speculation]:
+    return lambda: Decoupled(drafter, setup.row(drafter), window, options.max_window)
+
+
+def _with_dice(drafter: Drafter, logit: float) -> Drafter:
+    level = moved_logit(drafter.acceptance.level, logit)
+    return replace(drafter, acceptance=replace(drafter.acceptance, level=level))
+
+
+def _budgeted(
+    setup: Setup, models: tuple[Drafter, ...], options: PacelineOptions
+) -> Callable[[], Speculation]:
+    free = (setup.row(setup.group_drafter),) if setup.group_drafter else ()
+    budget = BudgetSettings(max_draft_tokens=options.max_draft_tokens)
+    model = models[0] if models else None
+    row = setup.row(model) if model else 0
+    return lambda: Budgeted(free, model, row, budget)
