@@ -498,3 +498,15 @@ def test_wrong_workers_groups_and_settings_are_named() -> None:
         DispatchSettings(chunk_tokens=0)
     with pytest.raises(ConfigError, match="'oracle' got no true lengths"):
         Dispatcher(DispatchSettings("oracle"))
+
+
+def test_a_racer_may_finish_beyond_the_chunk() -> None:
+    dispatcher = Dispatcher(DispatchSettings(chunk_tokens=10))
+    dispatcher.worker_up("a", 100, 10)
+    dispatcher.submit(0, 1, 5, 100)
+    chunk = dispatcher.next_assignment()
+    assert chunk is not None
+    with pytest.raises(EngineError, match="10"):
+        dispatcher.chunk_finished(chunk, 42, False)
+    assert dispatcher.chunk_finished(chunk, 42, True)
+    assert dispatcher.num_unfinished == 0

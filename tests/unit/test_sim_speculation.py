@@ -153,3 +153,9 @@ def test_budget_never_loses_to_plain_decoding() -> None:
         rates = rng.uniform(0.02, 0.98, size).tolist()
         plan = Budgeted((0,), SMALL, 0, BudgetSettings()).plan(batch(rates), COSTS)
         assert rate(plan) >= rate(Plain().plan(batch(rates), COSTS)) * (1 - 1e-9)
+
+
+@pytest.mark.parametrize(("free", "model"), [((), SMALL), ((0,), None), ((), None)])
+def test_budget_works_with_whatever_drafters_there_are(free: tuple[int, ...], model: Drafter | None) -> None:
+    plan = Budgeted(free, model, 0, BudgetSettings()).plan(batch([0.8] * 2), COSTS)
+    assert (plan.drafted_tokens > 0.0) == bool(free or model)

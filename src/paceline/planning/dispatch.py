@@ -160,12 +160,13 @@ class Dispatcher:
 
         num_tokens: response tokens so far, all chunks together; at the limit the response is finished, whatever
         `finished` says. Returns False, and changes nothing, if the assignment is not running (any more): the late
-        report of a lost worker. Raises EngineError if there are fewer tokens than before, or more than were ordered.
+        report of a lost worker. Raises EngineError if there are fewer tokens than before, or more than were ordered; a
+        finished response may have more, as a racer elsewhere may have finished it.
         """
         if assignment.number not in self._running:
             return False
         response = self._running[assignment.number][1]
-        most = response.num_tokens + assignment.chunk_tokens
+        most = response.group.max_tokens if finished else response.num_tokens + assignment.chunk_tokens
         if not response.num_tokens <= num_tokens <= most:
             raise EngineError(
                 f"sample {response.sample} of group {response.group.number} ended a chunk with {num_tokens} tokens, "

@@ -128,6 +128,8 @@ class SpecActorSection(Section):
     """w before algorithm 1 plans it."""
     first_draft_gpus: int = Field(default=1, ge=1)
     """GPUs of a drafter before algorithm 1 plans them."""
+    naive_draft_gpus: int = Field(default=4, ge=1)
+    """GPUs of a drafter in naive disaggregation."""
     max_window: int = Field(default=16, ge=1)
     max_batch: int = Field(default=16, ge=1)
     """b_max, responses a racing worker takes."""
@@ -226,6 +228,10 @@ class Scenario(Section):
     mean_context_tokens: int = Field(default=2048, ge=0)
     """At which plans are made."""
     vanilla_window: int = Field(default=4, ge=1)
+    """Draft tokens of vanilla speculation."""
+    vanilla_draft_ms: float | None = Field(default=None, gt=0.0)
+    """Milliseconds of a draft token where the first small model runs inside the target's engine, on its devices and in
+    its steps; unset: as on devices of its own."""
     ngram_window: int = Field(default=4, ge=1)
     specactor: SpecActorSection = SpecActorSection()
     seer: SeerSection = SeerSection()
@@ -376,6 +382,8 @@ def _specactor(stage: systems.Stage) -> Callable[[Scenario], System]:
             acceptance=scenario.models[0].acceptance.level,
             first_window=s.first_window,
             first_draft_gpus=s.first_draft_gpus,
+            naive_draft_gpus=s.naive_draft_gpus,
+            naive_draft_ms=scenario.vanilla_draft_ms,
             max_window=s.max_window,
             max_batch=s.max_batch,
             reconfigure_rounds=s.reconfigure_rounds,
@@ -408,7 +416,10 @@ SYSTEMS: dict[str, tuple[Callable[[Scenario], System], tuple[str, ...]]] = {
     "veRL": (lambda s: systems.verl(s.setup()), ()),
     "veRL (2x)": (lambda s: systems.verl_twice(s.setup()), ()),
     "RLHFuse": (lambda s: systems.rlhfuse(s.setup()), ()),
-    "vanilla speculation": (lambda s: systems.vanilla(s.setup(), s.vanilla_window), ("models",)),
+    "vanilla speculation": (
+        lambda s: systems.vanilla(s.setup(), s.vanilla_window, s.vanilla_draft_ms),
+        ("models",),
+    ),
     "n-gram": (lambda s: systems.ngram(s.setup(), s.ngram_window), ("lookup",)),
     "SpecActor, naive": (_specactor("naive"), ("models",)),
     "SpecActor, decoupled": (_specactor("decoupled"), ("models",)),

@@ -228,10 +228,11 @@ class Budgeted:
         if bucket not in self._cuts:
             self._cuts[bucket] = self._search(batch, costs)
         with_model, cut = self._cuts[bucket]
-        rates = self._rates(batch, with_model)
-        if cut >= 1.0:
+        if math.isinf(cut):
             return Plain().plan(batch, costs)
-        windows = np.minimum(np.floor(math.log(cut) / np.log(rates)), self.settings.max_draft_tokens)
+        rates = self._rates(batch, with_model)
+        depths = np.floor(math.log(cut) / np.log(rates))
+        windows = np.clip(depths, 0, self.settings.max_draft_tokens)
         return coupled_plan(rates, windows, self._token(with_model), costs)
 
     def _rates(self, batch: Batch, with_model: bool) -> Float64Array:
@@ -243,9 +244,12 @@ class Budgeted:
 
     def _search(self, batch: Batch, costs: EngineCosts) -> tuple[bool, float]:
         """(whether the model drafts, the lowest path probability that is verified)"""
-        options = [self._cut(batch, costs, flag) for flag in ((False, True) if self.model else (False,))]
-        best = max(range(len(options)), key=lambda at: options[at][0])
-        return bool(best), options[best][1]
+        flags = [flag for flag in (False, True) if (self.model if flag else self.free)]
+        options = [(*self._cut(batch, costs, flag), flag) for flag in flags]
+        if not options:
+            return False, math.inf
+        _, cut, with_model = max(options, key=lambda option: option[0])
+        return with_model, cut
 
     def _cut(self, batch: Batch, costs: EngineCosts, with_model: bool) -> tuple[float, float]:
         """(tokens per second, cut) of the best set."""
@@ -263,7 +267,7 @@ class Budgeted:
         lengths = best_lengths(paths, len(rates), seconds, self.settings.min_gain)
         taken = int(lengths.sum())
         rate = (len(rates) + float(paths.ravel()[order[:taken]].sum())) / float(seconds[taken])
-        return rate, float(paths.ravel()[order[taken - 1]]) if taken else 1.0
+        return rate, float(paths.ravel()[order[taken - 1]]) if taken else math.inf
 
 
 def coupled_plan(

@@ -14,6 +14,7 @@ from paceline.config import BudgetSettings
 from paceline.planning import bandit
 from paceline.planning.dispatch import DispatchSettings
 from paceline.planning.harvest import HarvestSettings
+from paceline.planning.latency_profile import AffineLatency
 from paceline.planning.placement import Cluster, place
 from paceline.sim.acceptance import moved_logit
 from paceline.sim.costs import Drafter, EngineCosts
@@ -82,12 +83,14 @@ def rlhfuse(setup: Setup) -> System:
     return System("RLHFuse", _bound(setup, Plain), overlaps_prepare=True)
 
 
-def vanilla(setup: Setup, window: int) -> System:
-    """Group-bound, with the first small model drafting `window` tokens in the same engine."""
+def vanilla(setup: Setup, window: int, draft_ms: float | None = None) -> System:
+    """Group-bound, with the first small model drafting `window` tokens in the same engine.
+
+    draft_ms: its milliseconds per token there, if not those of its profile.
+    """
     drafter = setup.models[0]
-    return System(
-        "vanilla speculation", _bound(setup, lambda: FixedWindow(drafter, setup.row(drafter), window))
-    )
+    row, slowed = setup.row(drafter), _slowed(drafter, draft_ms)
+    return System("vanilla speculation", _bound(setup, lambda: FixedWindow(slowed, row, window)))
 
 
 def ngram(setup: Setup, window: int) -> System:
@@ -106,6 +109,9 @@ class SpecActorOptions:
     first_window: int = 3
     """w of the stages before algorithm 1 plans it."""
     first_draft_gpus: int = 1
+    naive_draft_gpus: int = 4
+    naive_draft_ms: float | None = None
+    """Milliseconds of a draft token before drafters are engineered for it; None: as profiled."""
     max_window: int = 16
     max_batch: int = 16
     """b_max of racing."""
@@ -119,14 +125,17 @@ Stage = Literal["naive", "decoupled", "reconfigured", "full"]
 def specactor(setup: Setup, options: SpecActorOptions, stage: Stage = "full") -> System:
     """SpecActor, or it without its later techniques, in the order of its ablation.
 
-    naive: drafter on devices of its own, waiting for the verifier. decoupled: drafting ahead, with a first plan.
+    naive: vanilla speculation with the drafter on devices of its own. decoupled: drafting ahead, with a first plan.
     reconfigured: algorithms 1 and 2. full: fastest-of-N too.
     """
     drafter = setup.models[0]
     row = setup.row(drafter)
     if stage in ("naive", "decoupled"):
-        groups = setup.num_gpus // (setup.engine.num_gpus + options.first_draft_gpus)
-        made = lambda: Decoupled(drafter, row, options.first_window, synchronous=stage == "naive")  # noqa: E731
+        is_naive = stage == "naive"
+        draft_gpus = options.naive_draft_gpus if is_naive else options.first_draft_gpus
+        groups = setup.num_gpus // (setup.engine.num_gpus + draft_gpus)
+        drafter = _slowed(drafter, options.naive_draft_ms) if is_naive else drafter
+        made = lambda: Decoupled(drafter, row, options.first_window, synchronous=is_naive)  # noqa: E731
         return System(f"SpecActor, {stage}", replace(_bound(setup, made), num_workers=groups))
     window, groups = _placed(setup, drafter, options)
     made = lambda: Decoupled(drafter, row, window, options.max_window)  # noqa: E731
@@ -278,6 +287,14 @@ def _racer(
     setup: Setup, drafter: Drafter, window: int, options: SpecActorOptions
 ) -> Callable[[], Speculation]:
     return lambda: Decoupled(drafter, setup.row(drafter), window, options.max_window)
+
+
+def _slowed(drafter: Drafter, draft_ms: float | None) -> Drafter:
+    """The drafter with so many milliseconds per token, whatever it takes for a request more."""
+    if draft_ms is None:
+        return drafter
+    slope_s = float(drafter.token.seconds(1)) - float(drafter.token.seconds(0))
+    return replace(drafter, token=AffineLatency(1e-3 * draft_ms, slope_s))
 
 
 def _with_dice(drafter: Drafter, logit: float) -> Drafter:
