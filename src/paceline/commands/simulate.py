@@ -73,7 +73,7 @@ def simulate(
             raise ConfigError("--html draws one scenario: leave out --what-if, or use --json")
         _sweep(scenario, changes, names, what_if, json_file)
         return
-    results, claims = _run(scenario, loaded, folder, changes, names)
+    results, claims = run_scenario(scenario, loaded, folder, changes, names)
     _show_results(loaded.title, results)
     if claims:
         _show_claims(claims)
@@ -86,10 +86,11 @@ def simulate(
         typer.echo(f"picture: {html}")
 
 
-def _run(
+def run_scenario(
     source: str, scenario: Scenario, folder: Path, changes: Sequence[str], names: Sequence[str]
 ) -> tuple[dict[str, SystemResult], list[ClaimResult]]:
-    """The scenario's systems, and where claims are about a changed one, their systems there."""
+    """The scenario's systems, and where claims are about a changed one, their systems there. source: what it was
+    loaded from; changes: the overrides."""
     console = Console(stderr=True)
     with console.status("simulating") as status:
         results = run_systems(scenario, folder, names, lambda name: status.update(f"simulating {name}"))
@@ -134,7 +135,8 @@ def _list_presets() -> None:
 def _show_results(title: str, results: Mapping[str, SystemResult]) -> None:
     table = Table(
         title=title,
-        caption="x: over the first system; tail: from 90 % of the responses finished; e2e: the whole training step",
+        caption="s: the rollout; x: over the first system; e2e: the training step; tail: from 90 % finished; "
+        "AL: tokens per step and request; wasted: draft tokens",
     )
     columns = (
         "system",
@@ -167,18 +169,14 @@ def _show_results(title: str, results: Mapping[str, SystemResult]) -> None:
 
 
 def _show_claims(claims: Sequence[ClaimResult]) -> None:
-    table = Table(title="published numbers and ours")
-    for column in ("claim", "of", "published", "ours", "diff.", "", "source"):
-        table.add_column(column, justify="right" if column in ("published", "ours", "diff.") else "left")
+    table = Table(title="published numbers and ours", caption="*: constants were chosen to meet this number")
+    for column in ("claim", "published", "ours", "diff."):
+        table.add_column(column, justify="left" if column == "claim" else "right")
     for one in claims:
         claim = one.claim
         high = f"-{claim.paper_to:g}" if claim.paper_to is not None else ""
-        of = f"{claim.of} / {claim.over}" if claim.over else claim.of
-        role = "calibrated" if claim.calibrated else "predicted"
-        difference = f"{100 * one.difference:+.0f} %"
-        table.add_row(
-            claim.text, of, f"{claim.paper:g}{high}", f"{one.ours:.3g}", difference, role, claim.source
-        )
+        text = claim.text + (" *" if claim.calibrated else "")
+        table.add_row(text, f"{claim.paper:g}{high}", f"{one.ours:.3g}", f"{100 * one.difference:+.0f} %")
     Console().print(table)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,8 @@ def build_simulation_page(
     timelines = "".join(
         f'<section class="wide"><h2>Workers: {escape(one.name)}</h2>{_timeline(one.last)}'
         f'<p class="summary">One lane per worker, those that are busy longest first; '
-        f"{percent(one.idle_share)} of their time is idle. Shaded: from 90 % of the responses finished.</p></section>"
+        f"{percent(one.idle_share)} of their time is idle.{_race_note(one.last)} Shaded: from 90 % of the responses "
+        "finished.</p></section>"
         for one in shown
     )
     body = (
@@ -96,14 +97,17 @@ def _claims_table(claims: Sequence[ClaimResult]) -> str:
                 one.claim.source,
             )
         )
-    return _table(("", "of", "published", "ours", "difference", "", "source"), rows)
+    head = ("", "published", "ours", "difference", "", "of", "source")
+    return _table(head, [(r[0], *r[2:6], r[1], r[6]) for r in rows], {4, 5, 6})
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    top = "".join(f"<th>{escape(text)}</th>" for text in head)
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]], texts: Container[int] = frozenset()) -> str:
+    """texts: columns that are not numbers."""
+    looks = [' class="text"' if at in texts else "" for at in range(len(head))]
+    top = "".join(f"<th{look}>{escape(text)}</th>" for look, text in zip(looks, head, strict=True))
     lines = "".join(
         f'<tr><th scope="row">{escape(row[0])}</th>'
-        + "".join(f"<td>{escape(text)}</td>" for text in row[1:])
+        + "".join(f"<td{looks[at]}>{escape(text)}</td>" for at, text in enumerate(row[1:], start=1))
         + "</tr>"
         for row in rows
     )
@@ -128,6 +132,10 @@ def _running_figure(results: Mapping[str, SystemResult]) -> Figure:
         series=series,
         summary="The long flat end is what the techniques fight.",
     )
+
+
+def _race_note(rollout: RolloutResult) -> str:
+    return " Second colour: racing for responses that others run." if rollout.num_racers else ""
 
 
 def _timeline(rollout: RolloutResult) -> str:

@@ -16,6 +16,7 @@ from heapq import heappop, heappush
 
 import numpy as np
 
+from paceline.errors import ConfigError
 from paceline.planning.dispatch import Assignment, Dispatcher, DispatchSettings
 from paceline.planning.harvest import HarvestSettings
 from paceline.sim.acceptance import AcceptanceModel
@@ -34,7 +35,7 @@ _ENDLESS = 1 << 40  # KV blocks and concurrency of a worker that queues for itse
 
 @dataclass(frozen=True, slots=True)
 class FleetPlan:
-    """One way to run a rollout."""
+    """One way to run a rollout. Raises ConfigError without workers."""
 
     engine: EngineCosts
     num_workers: int
@@ -44,6 +45,12 @@ class FleetPlan:
     racing: Racing | None = None
     harvest: HarvestSettings | None = None
     refresh_rounds: float = 512.0
+
+    def __post_init__(self) -> None:
+        if self.num_workers < 1:
+            raise ConfigError(
+                f"no worker fits: an engine takes {self.engine.num_gpus} GPUs, beside those of its drafter: give more"
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,95 @@
+"""`paceline simulate`: tables, files, sweeps, and bad input."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from command_line import Run
+from test_scenario import write
+
+from paceline.report.timeline import Stretch, draw_timeline
+
+CLAIM = {
+    "text": "Seer is faster",
+    "of": "Seer",
+    "over": "veRL",
+    "paper": 1.5,
+    "source": "x",
+    "where": ["gpus=8"],
+}
+
+
+def test_presets_are_listed(run: Run) -> None:
+    outcome = run("simulate")
+    assert outcome.code == 0
+    assert "specactor-dapo-32b" in outcome.out
+
+
+def test_a_scenario_is_shown_as_it_is_written(run: Run) -> None:
+    outcome = run("simulate", "tlt-qwen2.5-7b", "--show")
+    assert outcome.code == 0
+    assert "step_ms" in outcome.out
+
+
+def test_systems_and_claims_are_compared(run: Run, tmp_path: Path) -> None:
+    source, page, rows = write(tmp_path, claims=[CLAIM]), tmp_path / "page.html", tmp_path / "rows.json"
+    outcome = run("simulate", source, "--html", str(page), "--json", str(rows))
+    assert outcome.code == 0, outcome.error
+    assert "Seer is faster" in outcome.out
+    found = json.loads(rows.read_text())
+    assert [one["name"] for one in found["systems"]] == ["veRL", "Seer"]
+    assert len(found["systems"][0]["end_s"]) == 24
+    (claim,) = found["claims"]
+    assert claim["difference"] == pytest.approx(claim["ours"] / 1.5 - 1)
+    text = page.read_text()
+    assert text.count('class="timeline"') == 2
+    assert "Seer is faster" in text
+
+
+def test_chosen_systems_only(run: Run, tmp_path: Path) -> None:
+    outcome = run("simulate", write(tmp_path), "--system", "veRL", "--system", "Paceline")
+    assert outcome.code == 0
+    assert "Paceline" in outcome.out
+    assert "Seer" not in outcome.out
+
+
+def test_sweeps_cover_all_combinations(run: Run, tmp_path: Path) -> None:
+    rows = tmp_path / "rows.json"
+    outcome = run(
+        "simulate", write(tmp_path), "--what-if", "gpus=4,8", "--what-if", "groups=4,6,8", "--json", str(rows)
+    )
+    assert outcome.code == 0, outcome.error
+    found = json.loads(rows.read_text())["rows"]
+    assert len(found) == 2 * 3 * 2
+    by_gpus = {tuple(row["what_if"]): row["rollout_s"] for row in found if row["name"] == "veRL"}
+    assert by_gpus["gpus=8", "groups=8"] <= by_gpus["gpus=4", "groups=8"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere"], "neither a scenario file nor a preset"),
+        (["tlt-qwen2.5-7b", "--system", "Seerr"], "'Seerr'"),
+        (["tlt-qwen2.5-7b", "--system", "n-gram"], "needs lookup"),
+        (["tlt-qwen2.5-7b", "--set", "gpu=3"], "did you mean gpus"),
+        (["tlt-qwen2.5-7b", "--what-if", "gpus"], "key.path=value,value"),
+        (["tlt-qwen2.5-7b", "--what-if", "gpus=8", "--html", "page.html"], "--html draws one scenario"),
+        (["tlt-qwen2.5-7b", "--html", "/"], "is a folder"),
+    ],
+)
+def test_bad_input_is_refused_before_work(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    outcome = run("simulate", *arguments)
+    assert outcome.code != 0
+    assert message in outcome.error
+
+
+def test_timelines_draw_every_stretch() -> None:
+    drawn = draw_timeline([[Stretch(0.0, 5.0, 1), Stretch(5.0, 10.0, 3)], []], 10.0, "a <label>", 9.0)
+    assert drawn.count('class="bar') == 2
+    assert 'width="500.0"' in drawn
+    assert "a &lt;label&gt;" in drawn
