@@ -25,8 +25,8 @@ def measure(presets: Sequence[str]) -> tuple[list[dict[str, Any]], list[dict[str
     systems: list[dict[str, Any]] = []
     for preset in presets:
         start = time.perf_counter()
-        scenario, folder = load_scenario(preset)
-        results, judged = run_scenario(preset, scenario, folder, (), scenario.systems)
+        scenario = load_scenario(preset)
+        results, judged = run_scenario(preset, scenario, (), scenario.systems)
         first = next(iter(results.values()))
         systems += [
             {

@@ -27,10 +27,8 @@ def main() -> None:
     options = made.parse_args()
     rows: list[dict[str, Any]] = []
     for responses in options.responses:
-        scenario, folder = load_scenario(
-            "specactor-dapo-32b", [f"gpus={options.gpus}", f"groups={responses // 16}"]
-        )
-        work = scenario.draw(scenario.lengths_from(folder), 0)
+        scenario = load_scenario("specactor-dapo-32b", [f"gpus={options.gpus}", f"groups={responses // 16}"])
+        work = scenario.draw(scenario.length_distribution(), 0)
         for name in options.systems:
             system = build_system(name, scenario)
             cpu, wall = time.process_time(), time.perf_counter()

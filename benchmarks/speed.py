@@ -157,6 +157,7 @@ def run_case(
         "avoidable_s": avoidable_s(engine),
         "decode_steps": decoded,
         "prompt_tokens": [len(request.prompt) for request in requests],
+        "response_lengths": [len(response.tokens) / max(response.num_steps, 1) for response in responses],
         "ids": [response.tokens for response in responses],
     }
 

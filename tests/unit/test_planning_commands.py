@@ -11,9 +11,9 @@ import pytest
 from command_line import CONFIG, Run, make_model
 
 from paceline.commands.lists import read_counts, read_rates
-from paceline.commands.profile import fit_profile
 from paceline.errors import ConfigError, RecordError
 from paceline.planning.placement import Cluster, place
+from paceline.planning.profile_fit import fit_profile
 from paceline.record import describe_machine
 from paceline.record.profile import (
     PROFILE_VERSION,

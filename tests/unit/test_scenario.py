@@ -40,10 +40,10 @@ def test_every_preset_loads_and_builds() -> None:
     names = preset_names()
     assert len(names) >= 9
     for name in names:
-        scenario, folder = load_scenario(name)
+        scenario = load_scenario(name)
         for system in scenario.systems:
             assert build_system(system, scenario).name == system
-        work = scenario.draw(scenario.lengths_from(folder), 0)
+        work = scenario.draw(scenario.length_distribution(), 0)
         assert work.num_responses == scenario.groups * scenario.group_size
         for claim in scenario.claims:
             assert claim.of in scenario.systems
@@ -53,15 +53,15 @@ def test_every_preset_loads_and_builds() -> None:
 
 def test_presets_have_the_mean_lengths_of_seer() -> None:
     for name, mean in (("seer-qwen2-vl-72b", 7615), ("seer-moonlight", 22386), ("seer-kimi-k2", 38959)):
-        scenario, folder = load_scenario(name)
-        drawn = scenario.draw(scenario.lengths_from(folder), 0).length_tokens
+        scenario = load_scenario(name)
+        drawn = scenario.draw(scenario.length_distribution(), 0).length_tokens
         assert drawn.mean() == pytest.approx(mean, rel=0.02)
 
 
 def test_every_system_runs(tmp_path: Path) -> None:
     changes = {"tlt": {"batch_sizes": [1, 2, 4, 8]}, "specactor": {"naive_draft_gpus": 2}}
-    scenario, folder = load_scenario(write(tmp_path, **changes))
-    results = run_systems(scenario, folder, list(SYSTEMS))
+    scenario = load_scenario(write(tmp_path, **changes))
+    results = run_systems(scenario, list(SYSTEMS))
     assert list(results) == list(SYSTEMS)
     base = results["veRL"]
     assert base.step_s == pytest.approx(base.rollout_s / 0.7)
@@ -73,7 +73,7 @@ def test_every_system_runs(tmp_path: Path) -> None:
 def test_a_scenario_extends_another(tmp_path: Path) -> None:
     write(tmp_path)
     (tmp_path / "child.yaml").write_text("extends: small.yaml\nengine: {gpus: 1}\nsystems: [veRL]\n")
-    child, _ = load_scenario(str(tmp_path / "child.yaml"))
+    child = load_scenario(str(tmp_path / "child.yaml"))
     assert child.engine.gpus == 1
     assert child.engine.kv_tokens == 20000
     assert child.systems == ("veRL",)
@@ -82,8 +82,8 @@ def test_a_scenario_extends_another(tmp_path: Path) -> None:
 def test_histograms_count_from_the_file(tmp_path: Path) -> None:
     (tmp_path / "lengths.json").write_text("[[100, 0.5], [200, 0.5]]")
     source = write(tmp_path, lengths={"histogram": "lengths.json", "scale": 3.0})
-    scenario, folder = load_scenario(source)
-    drawn = scenario.draw(scenario.lengths_from(folder), 0).length_tokens
+    scenario = load_scenario(source)
+    drawn = scenario.draw(scenario.length_distribution(), 0).length_tokens
     assert set(np.unique(drawn).tolist()) == {300, 600}
 
 
@@ -107,7 +107,7 @@ def test_wrong_scenarios_are_refused(tmp_path: Path, changes: dict[str, Any], me
 
 
 def test_a_system_without_room_says_so(tmp_path: Path) -> None:
-    scenario, _ = load_scenario(write(tmp_path, specactor={"naive_draft_gpus": 3}))
+    scenario = load_scenario(write(tmp_path, specactor={"naive_draft_gpus": 3}))
     with pytest.raises(ConfigError, match="no worker fits: an engine takes 2 GPUs"):
         build_system("SpecActor, naive", scenario)
 
@@ -135,8 +135,8 @@ def test_claims_are_judged_by_their_quantity(tmp_path: Path) -> None:
     quantities = ["rollout", "step", "tail", "tail_cut", "idle_share", "rollout_s"]
     claims = [claim(quantity=one).model_dump() for one in quantities]
     source = write(tmp_path, claims=[*claims, claim(where=("gpus=8",)).model_dump()])
-    scenario, folder = load_scenario(source)
-    results = run_systems(scenario, folder, scenario.systems)
+    scenario = load_scenario(source)
+    results = run_systems(scenario, scenario.systems)
     judged = judge_claims(scenario, results, {})
     seer, verl = results["Seer"], results["veRL"]
     assert [one.ours for one in judged] == pytest.approx(
@@ -152,10 +152,10 @@ def test_claims_are_judged_by_their_quantity(tmp_path: Path) -> None:
 
 
 def test_seeds_change_the_responses_and_nothing_else(tmp_path: Path) -> None:
-    first, folder = load_scenario(write(tmp_path))
-    second, _ = load_scenario(write(tmp_path), ["seed=1"])
+    first = load_scenario(write(tmp_path))
+    second = load_scenario(write(tmp_path), ["seed=1"])
     assert isinstance(first, Scenario)
-    distribution = first.lengths_from(folder)
+    distribution = first.length_distribution()
     one, other = first.draw(distribution, 0), second.draw(distribution, 0)
     assert one.length_tokens.tolist() != other.length_tokens.tolist()
     assert first.draw(distribution, 0).length_tokens.tolist() == one.length_tokens.tolist()

@@ -13,11 +13,11 @@ from rich.table import Table
 
 from paceline.commands.lists import read_rates
 from paceline.commands.options import check_writable
-from paceline.commands.profile import load_fits
 from paceline.errors import ConfigError
 from paceline.planning.ladder import LadderSettings, build_ladder, choose_first, rank_drafters
 from paceline.planning.latency_profile import LatencyModel, RequestLatency, verify_s
 from paceline.planning.placement import Cluster, place
+from paceline.planning.profile_fit import load_fits
 from paceline.planning.window import Mode, Rules, best_window, profiled_times
 
 SEGMENTS = 8

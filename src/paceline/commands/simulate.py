@@ -66,14 +66,14 @@ def simulate(
         if path is not None:
             check_writable(option, path)
     changes = list(override or ())
-    loaded, folder = load_scenario(scenario, changes)
+    loaded = load_scenario(scenario, changes)
     names = _names(loaded, system)
     if what_if:
         if html is not None:
             raise ConfigError("--html draws one scenario: leave out --what-if, or use --json")
         _sweep(scenario, changes, names, what_if, json_file)
         return
-    results, claims = run_scenario(scenario, loaded, folder, changes, names)
+    results, claims = run_scenario(scenario, loaded, changes, names)
     _show_results(loaded.title, results)
     if claims:
         _show_claims(claims)
@@ -87,23 +87,22 @@ def simulate(
 
 
 def run_scenario(
-    source: str, scenario: Scenario, folder: Path, changes: Sequence[str], names: Sequence[str]
+    source: str, scenario: Scenario, changes: Sequence[str], names: Sequence[str]
 ) -> tuple[dict[str, SystemResult], list[ClaimResult]]:
     """The scenario's systems, and where claims are about a changed one, their systems there. source: what it was
     loaded from; changes: the overrides."""
     console = Console(stderr=True)
     with console.status("simulating") as status:
-        results = run_systems(scenario, folder, names, lambda name: status.update(f"simulating {name}"))
+        results = run_systems(scenario, names, lambda name: status.update(f"simulating {name}"))
         variants: dict[tuple[str, ...], Mapping[str, SystemResult]] = {}
         for where in sorted({claim.where for claim in scenario.claims if claim.where}):
             wanted = {n for c in scenario.claims if c.where == where for n in (c.of, c.over)} & set(names)
             if not wanted:
                 continue
-            changed, _ = load_scenario(source, [*changes, *where])
+            changed = load_scenario(source, [*changes, *where])
             ordered = [name for name in names if name in {names[0], *wanted}]
             variants[where] = run_systems(
                 changed,
-                folder,
                 ordered,
                 lambda name, at=where: status.update(f"{name}, {at[0]}"),  # type: ignore[misc]
             )
@@ -127,7 +126,7 @@ def _list_presets() -> None:
     for column in ("preset", "responses", "GPUs", "what"):
         table.add_column(column, justify="right" if column in ("responses", "GPUs") else "left")
     for name in preset_names():
-        loaded, _ = load_scenario(name)
+        loaded = load_scenario(name)
         table.add_row(name, str(loaded.groups * loaded.group_size), str(loaded.gpus), loaded.title)
     Console().print(table)
 
@@ -192,8 +191,8 @@ def _sweep(
     rows: list[dict[str, Any]] = []
     for values in itertools.product(*(values for _, values in axes)):
         chosen = [f"{key}={value}" for (key, _), value in zip(axes, values, strict=True)]
-        scenario, folder = load_scenario(source, [*changes, *chosen])
-        results = run_systems(scenario, folder, names)
+        scenario = load_scenario(source, [*changes, *chosen])
+        results = run_systems(scenario, names)
         base = results[names[0]].rollout_s
         cells = [f"{results[name].rollout_s:.0f} ({base / results[name].rollout_s:.2f})" for name in names]
         table.add_row(*values, *cells)

@@ -16,6 +16,7 @@ Decisions of the fast loop (every engine step, tens of microseconds each):
 Decisions of speculation across workers (SpecActor), once per rollout or every thousand steps:
 
     latency_profile.py how long do drafting and verifying take, by profile?
+    profile_fit.py  the same, from a profile file
     window.py       what does a draft window yield, coupled or decoupled, and which is best?
     placement.py    on how many GPUs do drafters and verifiers run?
     reconfigure.py  which window and mode does a request that drafts badly go on with?

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import fmean
 
 from paceline.sim.fleet import RolloutResult
@@ -50,13 +49,13 @@ class ClaimResult:
 
 
 def run_systems(
-    scenario: Scenario, folder: Path, names: Sequence[str], told: Callable[[str], None] = lambda name: None
+    scenario: Scenario, names: Sequence[str], told: Callable[[str], None] = lambda name: None
 ) -> dict[str, SystemResult]:
     """Simulate the systems of these names, the first being the one that prepare and learn are measured by.
 
     told: called with each name before its turn.
     """
-    distribution = scenario.lengths_from(folder)
+    distribution = scenario.length_distribution()
     found: dict[str, SystemResult] = {}
     phases = Phases()
     for name in names:

@@ -18,6 +18,7 @@ from paceline.config import Section
 from paceline.config_file import apply_override, read_yaml, validate
 from paceline.errors import ConfigError
 from paceline.planning.latency_profile import AffineLatency, PiecewiseLatency, StepLatency
+from paceline.planning.profile_fit import load_fits
 from paceline.sim import systems
 from paceline.sim.acceptance import AcceptanceProcess
 from paceline.sim.costs import Drafter, EngineCosts
@@ -59,10 +60,12 @@ class Engine(Section):
     """One worker of the baseline."""
 
     gpus: int = Field(default=1, ge=1)
-    step_ms: tuple[tuple[float, float], ...] = Field(min_length=1)
+    step_ms: tuple[tuple[float, float], ...] = ()
     """Pairs (tokens of a step, milliseconds) without attention; straight between them."""
     context_ns_per_token: float = Field(default=0.0, ge=0.0)
     """Nanoseconds of a step per token of context, all requests together."""
+    profile: str | None = None
+    """File of `paceline profile` in place of both; counts from the scenario's folder."""
     prefill_us_per_token: float = Field(default=0.0, ge=0.0)
     """Microseconds per token of a prompt, or of a context that is computed again."""
     kv_tokens: int = Field(default=1 << 40, ge=1)
@@ -74,6 +77,10 @@ class Engine(Section):
 
     @model_validator(mode="after")
     def _steps_ascend(self) -> Engine:
+        if bool(self.step_ms) == (self.profile is not None):
+            raise ValueError("give either step_ms or profile")
+        if not self.step_ms:
+            return self
         tokens, ms = zip(*self.step_ms, strict=True)
         if list(tokens) != sorted(set(tokens)) or list(ms) != sorted(ms) or tokens[0] < 0 or ms[0] <= 0.0:
             raise ValueError("step_ms: tokens must ascend, and milliseconds be positive and never fall")
@@ -257,12 +264,12 @@ class Scenario(Section):
                     raise ValueError(f"claim {claim.text!r} is about {one!r}: there are {', '.join(SYSTEMS)}")
         return self
 
-    def lengths_from(self, folder: Path) -> LengthDistribution:
-        """Where its lengths come from; file names count from `folder`."""
+    def length_distribution(self) -> LengthDistribution:
+        """Where its lengths come from. Raises ConfigError for a file that is no histogram."""
         if self.lengths.median_tokens is not None:
             return LogNormalLengths(self.lengths.median_tokens, self.lengths.sigma)
         assert self.lengths.histogram is not None
-        return read_histogram(folder / Path(self.lengths.histogram).expanduser()).scaled(self.lengths.scale)
+        return read_histogram(Path(self.lengths.histogram)).scaled(self.lengths.scale)
 
     def draw(self, distribution: LengthDistribution, step: int) -> Workload:
         """The workload of a training step."""
@@ -281,7 +288,7 @@ class Scenario(Section):
         engine = self.engine
         costs = EngineCosts(
             num_gpus=engine.gpus,
-            step=StepLatency(_curve(engine.step_ms), 1e-9 * engine.context_ns_per_token),
+            step=_step_latency(engine),
             prefill_token_s=1e-6 * engine.prefill_us_per_token,
             kv_tokens=engine.kv_tokens,
             max_requests=engine.max_requests,
@@ -304,13 +311,12 @@ class Scenario(Section):
         return Phases(step_s * self.phases.prepare_share, step_s * self.phases.learn_share)
 
 
-def load_scenario(source: str, overrides: Sequence[str] = ()) -> tuple[Scenario, Path]:
-    """A preset by name, or a file; with the folder that its file names count from. Raises ConfigError."""
-    path = find_scenario(source)
-    fields = _read(path)
+def load_scenario(source: str, overrides: Sequence[str] = ()) -> Scenario:
+    """A preset by name, or a file; files that overrides name count from the current folder. Raises ConfigError."""
+    fields = _read(find_scenario(source))
     for override in overrides:
         apply_override(fields, override)
-    return validate(Scenario, fields, f"scenario {source}"), path.resolve().parent
+    return validate(Scenario, fields, f"scenario {source}")
 
 
 def find_scenario(source: str, folder: Path = Path()) -> Path:
@@ -327,6 +333,10 @@ def find_scenario(source: str, folder: Path = Path()) -> Path:
 
 def _read(path: Path) -> dict[str, Any]:
     fields = read_yaml(path, "scenario", f"{PRESETS}")
+    for section, key in (("lengths", "histogram"), ("engine", "profile")):
+        holder = fields.get(section)
+        if isinstance(holder, dict) and isinstance(name := holder.get(key), str):
+            holder[key] = str(path.resolve().parent / Path(name).expanduser())
     if not isinstance(base := fields.get("extends"), str):
         return fields
     return _merged(_read(find_scenario(base, path.parent)), fields)
@@ -349,6 +359,12 @@ def preset_names() -> list[str]:
 def build_system(name: str, scenario: Scenario) -> System:
     """The system of this name."""
     return SYSTEMS[name][0](scenario)
+
+
+def _step_latency(engine: Engine) -> StepLatency:
+    if engine.profile is not None:
+        return load_fits(Path(engine.profile))[1].model
+    return StepLatency(_curve(engine.step_ms), 1e-9 * engine.context_ns_per_token)
 
 
 def _curve(pairs: tuple[tuple[float, float], ...]) -> AffineLatency | PiecewiseLatency:

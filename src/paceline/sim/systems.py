@@ -31,6 +31,7 @@ from paceline.sim.speculation import (
 )
 from paceline.sim.step import Ageing, System
 
+_RACING_WINDOW = 8
 GROUP_BOUND = DispatchSettings(variant="group")
 _EPSILON, _REWARDS = 0.1, 1000  # of TLT's bandit, as in the SGLang change that its release builds on
 
@@ -243,7 +244,8 @@ def paceline(setup: Setup, options: PacelineOptions, stage: PacelineStage = "ful
     """Paceline, or it without its later techniques.
 
     divided: Seer's context-aware scheduling. budget: grouped and model drafts with the shared dice, cut by the draft
-    budget. full: workers that fall free race for the slowest, and take the leader's tokens.
+    budget. full: workers that fall free race for the slowest, each with a drafter that drafts ahead, and take the
+    leader's tokens.
     """
     setup = replace(setup, models=tuple(_with_dice(one, options.dice_logit) for one in setup.models))
     dispatch = DispatchSettings(variant="context", chunk_tokens=options.chunk_tokens)
@@ -252,9 +254,9 @@ def paceline(setup: Setup, options: PacelineOptions, stage: PacelineStage = "ful
     plan = replace(_divided(setup, dispatch, _budgeted(setup, setup.models, options)), refresh_rounds=256.0)
     if stage == "budget":
         return System("Paceline, budget", plan)
-    racers = setup.models or ((setup.group_drafter,) if setup.group_drafter else ())
+    racers = setup.drafters
     racing = Racing(
-        speculate=tuple(_budgeted(setup, (one,) if one.kind == "model" else (), options) for one in racers),
+        speculate=tuple(_ahead(setup, one, options) for one in racers),
         drafter_rows=tuple(setup.row(one) for one in racers),
         max_batch=options.max_batch,
         deploy_s=options.deploy_s,
@@ -300,6 +302,11 @@ def _slowed(drafter: Drafter, draft_ms: float | None) -> Drafter:
 def _with_dice(drafter: Drafter, logit: float) -> Drafter:
     level = moved_logit(drafter.acceptance.level, logit)
     return replace(drafter, acceptance=replace(drafter.acceptance, level=level))
+
+
+def _ahead(setup: Setup, drafter: Drafter, options: PacelineOptions) -> Callable[[], Speculation]:
+    """A worker for racers: its drafter drafts ahead, each response at its own best window (SpecActor, algorithm 2)."""
+    return lambda: Decoupled(drafter, setup.row(drafter), _RACING_WINDOW, options.max_draft_tokens)
 
 
 def _budgeted(
