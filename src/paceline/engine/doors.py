@@ -252,13 +252,18 @@ DOORS: tuple[Door, ...] = (
     ),
     Door("vllm.v1.kv_cache_interface:FullAttentionSpec", members=("block_size",)),
     # the KV pool: the connector that vLLM builds, and when it calls it
-    Door("vllm.config.kv_transfer:KVTransferConfig", members=("kv_connector", "kv_role", "kv_connector_module_path")),
+    Door(
+        "vllm.config.kv_transfer:KVTransferConfig",
+        members=("kv_connector", "kv_role", "kv_connector_module_path"),
+    ),
     Door(CONNECTOR, members=CONNECTOR_METHODS),
     Door(f"{CONNECTOR}.__init__", parameters=("vllm_config", "role", "kv_cache_config")),
     Door(f"{CONNECTOR}.get_num_new_matched_tokens", parameters=("request", "num_computed_tokens")),
     Door(f"{CONNECTOR}.update_state_after_alloc", parameters=("request", "blocks", "num_external_tokens")),
     Door("vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorMetadata"),
-    Door("vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorRole", members=("SCHEDULER", "WORKER")),
+    Door(
+        "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorRole", members=("SCHEDULER", "WORKER")
+    ),
     Door(
         "vllm.distributed.kv_transfer.kv_connector.v1.base:SupportsHMA.request_finished_all_groups",
         parameters=("request", "block_ids"),
@@ -308,7 +313,15 @@ DOORS: tuple[Door, ...] = (
         ),
     ),
     Door("vllm.config.vllm:VllmConfig", members=("use_v2_model_runner", "additional_config")),
-    Door("vllm.config.parallel:ParallelConfig", members=("data_parallel_index", "pipeline_parallel_size", "world_size", "decode_context_parallel_size")),
+    Door(
+        "vllm.config.parallel:ParallelConfig",
+        members=(
+            "data_parallel_index",
+            "pipeline_parallel_size",
+            "world_size",
+            "decode_context_parallel_size",
+        ),
+    ),
     Door("vllm.config.model:ModelConfig", members=("seed", "enable_prompt_embeds")),
     Door(
         ENGINE,

@@ -115,7 +115,9 @@ class KeyBook:
                 f"paceline_generated={carried} must be at least 0 and less than the {len(tokens)} prompt tokens"
             )
         if not 0 <= (_integer(extra, "paceline_policy_version") or 0) <= MASK >> 1:
-            raise RequestError(f"paceline_policy_version={extra['paceline_policy_version']} must be at least 0")
+            raise RequestError(
+                f"paceline_policy_version={extra['paceline_policy_version']} must be at least 0"
+            )
         prompt = tokens[: len(tokens) - carried]
         group = _integer(extra, "paceline_group")
         if group is None:

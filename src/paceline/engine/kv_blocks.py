@@ -1,9 +1,9 @@
 """An engine's KV cache as bytes: whole blocks, all layers together, as they lie in memory.
 
 How a block is laid out inside is the attention kernel's own business (on the CPU backend keys are transposed,
-[head_dim, block_tokens]), so blocks go whole, a partly filled one too; `describe` names what must be equal in the engine
-that takes them over. What lies behind the last token of a partly filled block is never read: attention ends there, and
-the next token is written over it. Used by kv_pool.py, in the worker.
+[head_dim, block_tokens]), so blocks go whole, a partly filled one too; `describe` names what must be equal in the
+engine that takes them over. What lies behind the last token of a partly filled block is never read: attention ends
+there, and the next token is written over it. Used by kv_pool.py, in the worker.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ class KvBlocks:
     def __init__(self, kv_caches: dict[str, torch.Tensor], num_blocks: int) -> None:
         """Raises UnsupportedError for a cache whose dimension 0 is not its blocks."""
         layers = sorted(kv_caches.items())
-        shared = {cache.data_ptr(): (name, cache) for name, cache in reversed(layers)}  # by layers that share one
+        shared = {
+            cache.data_ptr(): (name, cache) for name, cache in reversed(layers)
+        }  # by layers that share one
         self._layers = sorted(shared.values(), key=lambda layer: layer[0])
         for name, cache in self._layers:
             if cache.shape[0] != num_blocks:

@@ -9,8 +9,8 @@ response was cut, and has been checked before vLLM counts on it. What happens, i
                          start_load_kv (worker): fill them, before the step's forward pass
     a response is cut    request_finished_all_groups: save it if max_tokens or an abort ended it, else drop its entry
 
-A request takes part if its extra_args name `paceline_policy_version` (keys.py); RolloutEngine sets it. The last token of
-a request is always computed here, for its logits, so a moved response costs one token of prefill.
+A request takes part if its extra_args name `paceline_policy_version` (keys.py); RolloutEngine sets it. The last token
+of a request is always computed here, for its logits, so a moved response costs one token of prefill.
 Invariant: tokens do not depend on the pool. A missing or damaged entry is found before blocks are allotted for it, and
 its tokens are computed. Keys and values of other weights never match: they are saved under the policy version.
 """
@@ -107,8 +107,8 @@ class PoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         if self.blocks is not None:
             raise UnsupportedError(
-                "a process has one KV connector, and this one's belongs to an engine with a KV pool: close that engine, "
-                "or start the second one in a process of its own"
+                "a process has one KV connector, and this one's belongs to an engine with a KV pool: close that "
+                "engine, or start the second one in a process of its own"
             )
         self.blocks = KvBlocks(kv_caches, self._num_blocks)
 
@@ -197,9 +197,10 @@ class PoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if count < request.num_prompt_tokens:
             return
         blocks = self._worker.blocks
+        assert blocks is not None
 
         def read(index: int) -> list[memoryview]:
-            return blocks.read(block_ids[index])  # type: ignore[no-any-return]
+            return blocks.read(block_ids[index])
 
         tokens = _tokens(request, count)
         self._pool.save(guest.address, tokens, self._block_tokens, blocks.block_bytes, read)

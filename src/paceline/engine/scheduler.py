@@ -131,7 +131,7 @@ class PacelineScheduler(Scheduler):  # type: ignore[misc]
         self.loop.open(group, live.response, prompt, tokens[len(tokens) - carried :], key)
 
     def _check_salt(self, request: Request) -> None:
-        """Other backends of the KV pool know entries by tokens and salt: without one they serve those of old weights."""
+        """Other backends of the KV pool know entries by tokens and salt; without it they serve those of old weights."""
         pool = self.settings.kv_pool
         if pool is not None and pool.backend != "paceline" and not request.cache_salt:
             raise RequestError(

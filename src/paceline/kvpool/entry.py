@@ -7,8 +7,8 @@
     blocks                [num_blocks][block_bytes]
 
 Invariant: every byte is covered by a checksum, by the file's length or by a comparison, so a file that was cut, mixed
-up or changed in any bit is told from a whole one. The checksums are CRC-32: they find damage, not malice. Pure functions
-of bytes; pool.py owns the files.
+up or changed in any bit is told from a whole one. The checksums are CRC-32: they find damage, not malice. Pure
+functions of bytes; pool.py owns the files.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ controller drops what has ended and prefetches what is next. One thread at a tim
   it gets the keys and values of the leading tokens that are its own.
 * Whatever goes wrong with an entry (missing, damaged, of another version, no room, disk full, lock not to be had) makes
   it a miss, or one that is not saved, and is counted. Nothing but `open` raises.
-* When memory is full, the least urgent entries move to disk; when the disk is full, they are dropped. Urgency is a time:
-  of the save, or of the prefetch; an entry that was loaded is the least urgent, since its response is running.
+* When memory is full, the least urgent entries move to disk; when the disk is full, they are dropped. Urgency is a
+  time: of the save, or of the prefetch; an entry that was loaded is the least urgent, since its response is running.
 
 Differs from Seer: entries are pulled by the worker that needs them; `prefetch` brings them from disk to memory, not to
 a worker.
@@ -146,7 +146,8 @@ class KvPool:
             return None
         header = read_header(data)
         if header is None:
-            return self._remove_damaged(address.response)
+            self._remove_damaged(address.response)
+            return None
         shared = count_shared(header.tokens, tokens)
         if header.address != address or not shared:
             self._count(misses=1)
@@ -158,10 +159,9 @@ class KvPool:
         end = count_blocks(shared, header.block_tokens)
         blocks = check_blocks(header, data, first, end)
         if blocks is None:
-            return self._remove_damaged(response)
-        for tier in self._tiers:
-            with contextlib.suppress(OSError):
-                tier.mark(response, LEAST_URGENT)
+            self._remove_damaged(response)
+            return None
+        self._mark(response, LEAST_URGENT)
         if shared <= skip_tokens:
             return None
         self._count(hits=1, loaded_bytes=len(blocks) * header.block_bytes)
@@ -184,7 +184,10 @@ class KvPool:
 
     def drop(self, *responses: str) -> None:
         """Remove the entries of responses that have ended."""
-        with contextlib.suppress(OSError), self._memory.exclusive():  # nothing moves between the tiers meanwhile
+        with (
+            contextlib.suppress(OSError),
+            self._memory.exclusive(),
+        ):  # nothing moves between the tiers meanwhile
             for response in responses:
                 for tier in self._tiers:
                     with contextlib.suppress(OSError):
@@ -202,7 +205,7 @@ class KvPool:
         The first ones whose entries fit into memory together become the most urgent, the very first one most of all;
         others make room for them. Returns the number of entries that were moved.
         """
-        wanted: list[tuple[str, int]] = []
+        wanted: dict[str, int] = {}
         room = self._memory.limit_bytes
         for response in responses:
             size = self._measure(response)
@@ -211,12 +214,17 @@ class KvPool:
             if size > room:
                 break
             room -= size
-            wanted.append((response, size))
-        now_ns, names = self._now_ns(), frozenset(response for response, _ in wanted)
-        moved = 0
-        for place, (response, size) in enumerate(wanted):
-            moved += self._lift(response, size, now_ns + len(wanted) - place, names)
-        return moved
+            wanted[response] = size
+        now_ns = self._now_ns()
+        urgencies = {response: now_ns + len(wanted) - place for place, response in enumerate(wanted)}
+        for response, urgency in urgencies.items():  # all of them before room is made for the first
+            self._mark(response, urgency)
+        return sum(self._lift(name, wanted[name], urgencies[name], frozenset(wanted)) for name in wanted)
+
+    def _mark(self, response: str, urgency: int) -> None:
+        for tier in self._tiers:
+            with contextlib.suppress(OSError):
+                tier.mark(response, urgency)
 
     def _measure(self, response: str) -> int | None:
         for tier in self._tiers:
@@ -229,7 +237,6 @@ class KvPool:
     def _lift(self, response: str, size: int, urgency: int, keep: frozenset[str]) -> bool:
         """Move an entry from disk to memory, unless it is there; returns whether it was moved."""
         try:
-            self._memory.mark(response, urgency)
             if self._memory.measure(response) is not None:
                 return False
             disk = self._tiers[-1]
