@@ -80,3 +80,13 @@ def own_methods() -> set[str]:
 def test_every_method_of_vllm_called_on_super_is_a_door(path: Path) -> None:
     called = super_calls(ast.parse(path.read_text()))
     assert called - own_methods() - {"__init__"} <= MEMBERS
+
+
+def test_connectors_for_clusters_tell_entries_apart_by_salt() -> None:
+    """Read, not imported: LMCache and Mooncake are not installed here."""
+    import vllm
+
+    folder = Path(str(vllm.__file__)).parent / "distributed/kv_transfer/kv_connector/v1"
+    lmcache = (folder / "lmcache_mp_connector.py").read_text()
+    assert lmcache.count("cache_salt=tracker.cache_salt") >= 3
+    assert "request.block_hashes" in (folder / "mooncake/store/scheduler.py").read_text()

@@ -269,6 +269,31 @@ def test_a_process_has_one_pool(pair: Pair) -> None:
         worker_connector().register_kv_caches({})
 
 
+def test_a_worker_elsewhere_is_refused(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    from paceline.engine import kv_pool
+
+    monkeypatch.setattr(kv_pool, "worker_connector", lambda: None)
+    with pytest.raises(UnsupportedError, match="distributed_executor_backend='uni'"):
+        kv_pool.find_worker()
+
+
+@pytest.mark.parametrize(
+    ("workers", "groups", "window", "named"),
+    [(2, 1, None, "2 workers"), (1, 2, None, "2 KV cache groups"), (1, 1, 64, r"limits \[64, None\]")],
+)
+def test_engines_whose_blocks_cannot_be_moved_are_refused(
+    pair: Pair, workers: int, groups: int, window: int | None, named: str
+) -> None:
+    from paceline.engine.kv_pool import check_kv_pool
+
+    [group] = pair.here.scheduler.kv_cache_config.kv_cache_groups
+    spec = replace(group.kv_cache_spec, sliding_window=window)
+    config = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)] * groups)
+    parallel = SimpleNamespace(world_size=workers, decode_context_parallel_size=1)
+    with pytest.raises(UnsupportedError, match=named):
+        check_kv_pool(SimpleNamespace(parallel_config=parallel), config)
+
+
 def test_other_backends_get_a_salt_and_insist_on_it(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm import SamplingParams
 

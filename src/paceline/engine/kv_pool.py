@@ -29,6 +29,7 @@ import torch
 
 from paceline.engine.arguments import read_settings
 from paceline.engine.compat import (
+    FullAttentionSpec,
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
@@ -249,9 +250,12 @@ def _tokens(request: Request, count: int) -> Int32Array:
 def check_kv_pool(vllm_config: Any, kv_cache_config: Any) -> None:
     """Raise UnsupportedError for an engine whose keys and values cannot be moved as whole blocks of one worker."""
     groups, parallel = kv_cache_config.kv_cache_groups, vllm_config.parallel_config
+    spec = groups[0].kv_cache_spec
+    limits = [getattr(spec, name, None) for name in ("sliding_window", "attention_chunk_size")]
     obstacles = {
         f"{parallel.world_size} workers": parallel.world_size > 1,
         f"{len(groups)} KV cache groups": len(groups) != 1,
+        f"{type(spec).__name__} with limits {limits}": type(spec) is not FullAttentionSpec or any(limits),
         "context parallelism": parallel.decode_context_parallel_size > 1,
     }
     for name, found in obstacles.items():

@@ -86,7 +86,7 @@ class Tier:
         self.directory, self.limit_bytes = directory, limit_bytes
         self._is_memory = is_memory
         try:
-            directory.mkdir(parents=True, exist_ok=True)
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._lock = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             self._users = os.open(directory / "users", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             self._empty_if_alone()
