@@ -22,6 +22,7 @@ from paceline.types import Response, RolloutRequest
 
 MAX_TOKENS = 260
 CHUNK_TOKENS = 70
+MAX_MODEL_LEN = 512
 
 
 def requests() -> list[RolloutRequest]:
@@ -79,7 +80,7 @@ def pair(request: pytest.FixtureRequest, model_dir: Path) -> Iterator[Pair]:
     if request.param == "float32":
         changes["model_drafter"] = str(model_dir)
     settings = SETTINGS[request.param].model_copy(update=changes)
-    options = {"dtype": request.param, "max_model_len": 512, "kv_cache_bytes": 1 << 27}
+    options = {"dtype": request.param, "max_model_len": MAX_MODEL_LEN, "kv_cache_bytes": 1 << 27}
     there = SecondEngine(model_dir, settings, **options)
     try:
         with RolloutEngine(model_dir, settings, **options) as here:
@@ -181,6 +182,14 @@ def test_what_will_not_go_on_is_not_kept(pair: Pair) -> None:
     assert not pair.files()
 
 
+def test_a_response_that_fills_the_model_leaves_nothing(pair: Pair) -> None:
+    request = replace(requests()[9], max_tokens=MAX_MODEL_LEN)
+    [response] = generate(pair.here, [request], ignore_eos=True).responses
+    assert response.finish_reason == "length"
+    assert len(response.tokens) == MAX_MODEL_LEN - len(request.prompt)
+    assert not pair.files()
+
+
 def test_a_response_that_ends_leaves_nothing(pair: Pair) -> None:
     """By EOS or a stop token, which the engine's core sees, and by a stop string, which it does not."""
     [todo] = pair.cut(requests()[1:2])
@@ -190,7 +199,7 @@ def test_a_response_that_ends_leaves_nothing(pair: Pair) -> None:
     [response] = generate(pair.here, [todo], stop_token_ids=[whole[end]], ignore_eos=True).responses
     assert (response.finish_reason, response.tokens) == ("stop", whole[: end + 1])
     assert not pair.files()
-    pair.cut([requests()[1]])
+    pair.cut(requests()[1:2])
     stop = chr(33 + whole[end] - 3)
     [response] = generate(pair.here, [todo], stop=[stop], ignore_eos=True).responses
     assert (response.finish_reason, response.tokens) == ("stop", whole[: end + 1])

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import multiprocessing
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import count
@@ -342,6 +344,21 @@ def test_the_first_to_open_and_the_last_to_close_empty_the_pool(memory: Path) ->
     KvPool(memory, ROOMY).close()
     assert not entry_file(memory, 1).exists()
     assert (memory / "somebody's.txt").exists()
+
+
+def test_a_process_that_ends_leaves_the_pool(memory: Path) -> None:
+    """Also without closing it; a forked child leaves it to its parent."""
+    program = (
+        "import os, sys; sys.path.insert(0, sys.argv[2])\n"
+        "from kv_entries import save; from paceline.kvpool import KvPool\n"
+        "pool = KvPool(sys.argv[1], 1 << 20); save(pool, 1, 10)\n"
+        "if os.fork() == 0: sys.exit()\n"
+        "os.wait(); print(len(list(os.scandir(sys.argv[1]))))"
+    )
+    builders = str(Path(__file__).parents[1] / "builders")
+    command = [sys.executable, "-c", program, str(memory), builders]
+    assert subprocess.check_output(command, text=True).strip() == "3"
+    assert not list(memory.glob("*.kv"))
 
 
 def die_while_writing(memory: Path) -> None:

@@ -93,6 +93,7 @@ class PoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         assert settings is not None
         self._worker = find_worker()
         self._block_tokens: int = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
+        self._max_model_len: int = vllm_config.model_config.max_model_len
         self._layout = name_layout(vllm_config, self._worker.blocks)
         self._pool = KvPool.open(settings)
         self._guests: dict[str, Guest] = {}
@@ -185,7 +186,8 @@ class PoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     ) -> tuple[bool, dict[str, Any] | None]:
         guest = self._guests.pop(request.request_id, None)
         if guest is not None:
-            if request.status not in CUT:
+            is_full = request.num_tokens >= self._max_model_len
+            if request.status not in CUT or is_full:
                 self._pool.drop(guest.address.response)
             elif guest.keep:
                 self._save(request, guest, block_ids[0])
@@ -272,7 +274,8 @@ def find_worker() -> PoolConnector:
     if not isinstance(found, PoolConnector) or found.blocks is None:
         raise UnsupportedError(
             "kv_pool.backend='paceline' needs the worker in the engine's own process: start the engine with "
-            "distributed_executor_backend='uni'"
+            "distributed_executor_backend='uni' and, on the CPU, VLLM_ENABLE_V1_MULTIPROCESSING=0 in the environment; "
+            "RolloutEngine does both on the CPU"
         )
     return found
 

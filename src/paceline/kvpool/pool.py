@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import time
+import weakref
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -67,6 +68,7 @@ class KvPool:
             self._tiers.append(Tier(Path(disk_directory), disk_bytes, is_memory=False))
         self._now_ns = now_ns
         self._counters = KvPoolCounters()
+        self._leave = weakref.finalize(self, _close_all, self._tiers)  # at the latest when the process ends
 
     @classmethod
     def open(cls, settings: KvPoolSettings) -> KvPool:
@@ -79,8 +81,7 @@ class KvPool:
 
     def close(self) -> None:
         """Leave the pool; the last one to leave empties it."""
-        for tier in self._tiers:
-            tier.close()
+        self._leave()
 
     def counters(self) -> KvPoolCounters:
         """What this process has done with the pool."""
@@ -313,6 +314,11 @@ class KvPool:
             except OSError:
                 self._count(failed_writes=1)
         self._count(evicted=1)
+
+
+def _close_all(tiers: Sequence[Tier]) -> None:
+    for tier in tiers:
+        tier.close()
 
 
 def _chain_checksum(pieces: Sequence[memoryview]) -> int:

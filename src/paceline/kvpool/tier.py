@@ -85,6 +85,7 @@ class Tier:
     def __init__(self, directory: Path, limit_bytes: int, *, is_memory: bool) -> None:
         self.directory, self.limit_bytes = directory, limit_bytes
         self._is_memory = is_memory
+        self._owner = os.getpid()
         try:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._lock = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -103,14 +104,13 @@ class Tier:
             self.clear()
 
     def close(self) -> None:
-        """Leave the directory, emptying it if nobody else has it open. May be called twice."""
-        if self._lock < 0:
+        """Leave the directory, emptying it if nobody else has it open. A forked child leaves nothing: its lock is shared."""
+        if os.getpid() != self._owner:
             return
         with contextlib.suppress(OSError):
             self._empty_if_alone()
         os.close(self._users)
         os.close(self._lock)
-        self._lock = -1
 
     @contextlib.contextmanager
     def exclusive(self) -> Iterator[None]:
