@@ -104,7 +104,7 @@ class Tier:
             self.clear()
 
     def close(self) -> None:
-        """Leave the directory, emptying it if nobody else has it open. A forked child leaves nothing: its lock is shared."""
+        """Leave the directory, emptying it if nobody else has it open; nothing in a forked child."""
         if os.getpid() != self._owner:
             return
         with contextlib.suppress(OSError):
