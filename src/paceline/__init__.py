@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from paceline.config import BudgetSettings, EngineSettings
+    from paceline.config import BudgetSettings, EngineSettings, KvPoolSettings
     from paceline.engine.arguments import engine_arguments
     from paceline.engine.rollout import RolloutEngine, TokenEvent
     from paceline.errors import PacelineError
@@ -16,6 +16,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "BudgetSettings": "paceline.config",
     "EngineSettings": "paceline.config",
+    "KvPoolSettings": "paceline.config",
     "PacelineError": "paceline.errors",
     "Response": "paceline.types",
     "RolloutEngine": "paceline.engine.rollout",
@@ -27,6 +28,7 @@ _HOMES = {
 __all__ = [
     "BudgetSettings",
     "EngineSettings",
+    "KvPoolSettings",
     "PacelineError",
     "Response",
     "RolloutEngine",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -80,6 +80,10 @@ class EngineSettings(Section):
     budget: BudgetSettings = Field(default_factory=lambda: BudgetSettings())
     """How many drafted tokens are verified in each step."""
 
+    kv_pool: KvPoolSettings | None = None
+    """Where responses that go on later, perhaps on another worker, leave their keys and values. Unset: nowhere; a
+    response that goes on elsewhere is prefilled again."""
+
     @model_validator(mode="after")
     def _sharing_fits(self) -> EngineSettings:
         if self.draft_servers and self.drafter != "suffix":
@@ -153,4 +157,59 @@ class BudgetSettings(Section):
                 f"bandit_batch_sizes {sizes}: name ascending sizes from 1, one for each of the {groups} "
                 "numbers of tokens to verify"
             )
+        return self
+
+
+class KvPoolSettings(Section):
+    """The KV pool, the same for every worker of a run (docs/kv-pool.md)."""
+
+    backend: Literal["paceline", "LMCacheMPConnector", "MooncakeStoreConnector"] = "paceline"
+    """paceline: this project's own, for the workers of one machine. Or a KV connector of vLLM's for a cluster; only
+    those that tell entries apart by the request's cache salt, which carries the policy version."""
+
+    directory: str | None = None
+    """paceline: directory of the entries in memory, for example /dev/shm/my-run. For this run alone: the first worker
+    to open it and the last to close it empty it."""
+
+    memory_bytes: int = Field(default=4 << 30, ge=1 << 20)
+    """paceline: most bytes in `directory`; the least urgent entries move to disk, or are dropped."""
+
+    disk_directory: str | None = None
+    """paceline: directory of the entries that do not fit into memory, on a local disk; unset: they are dropped."""
+
+    disk_bytes: int = Field(default=0, ge=0)
+    """paceline: most bytes in `disk_directory`; the least urgent entries are dropped."""
+
+    namespace: str | None = None
+    """Other backends: name of the run, the same for all its workers; runs of one store must differ in it."""
+
+    kv_transfer_config: dict[str, Any] = Field(default_factory=dict)
+    """Other backends: fields of vLLM's KVTransferConfig, passed through (kv_connector_extra_config, kv_port, ..)."""
+
+    @model_validator(mode="after")
+    def _backend_fits(self) -> KvPoolSettings:
+        if self.backend == "paceline":
+            return self._check_own()
+        if self.directory is not None or self.disk_directory is not None:
+            raise ValueError(f"directory and disk_directory are for backend='paceline', not {self.backend!r}")
+        if not self.namespace:
+            raise ValueError(
+                f"backend={self.backend!r} needs a namespace, the run's name: another run's policy version 3 has other "
+                "weights"
+            )
+        named = self.kv_transfer_config.get("kv_connector", self.backend)
+        if named != self.backend:
+            raise ValueError(f"kv_transfer_config names kv_connector={named!r}, backend is {self.backend!r}")
+        return self
+
+    def _check_own(self) -> KvPoolSettings:
+        if not self.directory:
+            raise ValueError("backend='paceline' needs a directory, for example /dev/shm/my-run")
+        if (self.disk_directory is None) != (self.disk_bytes == 0):
+            raise ValueError(
+                f"disk_directory={self.disk_directory!r} and disk_bytes={self.disk_bytes} belong together: set both or "
+                "none"
+            )
+        if self.namespace is not None or self.kv_transfer_config:
+            raise ValueError("namespace and kv_transfer_config are for other backends than 'paceline'")
         return self

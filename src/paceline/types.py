@@ -132,6 +132,9 @@ class RolloutRequest:
     """Index of the response within its group."""
     generated: tuple[int, ...] = ()
     """Response tokens that already exist (a resumed chunk); they count against max_tokens."""
+    keep_kv: bool = True
+    """With a KV pool: whether keys and values are kept when the response is cut by max_tokens or aborted. Give False
+    where max_tokens is the response's own end: nothing will go on from there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,3 +156,26 @@ class Response:
     num_steps: int
     """Engine steps in which the response decoded; acceptance length = new tokens / num_steps."""
     extra: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class KvPoolCounters:
+    """What one process has done with the KV pool since it opened it."""
+
+    hits: int = 0
+    """Entries that gave something."""
+    misses: int = 0
+    """Responses that were looked for in vain; damaged entries count here too."""
+    corrupt: int = 0
+    """Damaged entries, which were removed."""
+    saves: int = 0
+    saved_bytes: int = 0
+    loaded_bytes: int = 0
+    demoted: int = 0
+    """Entries moved from memory to disk to make room."""
+    promoted: int = 0
+    """Entries moved from disk to memory by a prefetch."""
+    evicted: int = 0
+    """Entries dropped for want of room; their responses will be prefilled."""
+    failed_writes: int = 0
+    """Entries that could not be saved or moved: no room, disk full, or the directory's lock was not to be had."""

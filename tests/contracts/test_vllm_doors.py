@@ -80,3 +80,29 @@ def own_methods() -> set[str]:
 def test_every_method_of_vllm_called_on_super_is_a_door(path: Path) -> None:
     called = super_calls(ast.parse(path.read_text()))
     assert called - own_methods() - {"__init__"} <= MEMBERS
+
+
+def test_connectors_for_clusters_tell_entries_apart_by_salt() -> None:
+    """Read, not imported: LMCache and Mooncake are not installed here."""
+    import vllm
+
+    folder = Path(str(vllm.__file__)).parent / "distributed/kv_transfer/kv_connector/v1"
+    lmcache = (folder / "lmcache_mp_connector.py").read_text()
+    assert lmcache.count("cache_salt=tracker.cache_salt") >= 3
+    assert "request.block_hashes" in (folder / "mooncake/store/scheduler.py").read_text()
+
+
+def test_other_kv_connectors_are_handed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    from paceline.config import KvPoolSettings
+    from paceline.engine import kv_backend
+    from paceline.errors import ConfigError
+
+    monkeypatch.setattr(kv_backend, "find_spec", lambda name: object())
+    fields = {"kv_connector_extra_config": {"lmcache.mp.port": 7}, "kv_role": "kv_consumer"}
+    pool = KvPoolSettings(backend="LMCacheMPConnector", namespace="run", kv_transfer_config=fields)
+    made = kv_backend.transfer_config(pool)
+    assert (made.kv_connector, made.kv_role) == ("LMCacheMPConnector", "kv_consumer")
+    assert made.kv_connector_extra_config == {"lmcache.mp.port": 7}
+    assert made.kv_connector_module_path is None
+    with pytest.raises(ConfigError, match="colour"):
+        kv_backend.transfer_config(pool.model_copy(update={"kv_transfer_config": {"colour": 1}}))

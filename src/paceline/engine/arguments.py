@@ -24,7 +24,8 @@ def engine_arguments(settings: EngineSettings | None = None, **fields: Any) -> d
     Args:
         settings: the settings; or give single fields of EngineSettings as keywords.
 
-    Raises ConfigError for an unknown field or a value out of range.
+    Raises ConfigError for an unknown field or a value out of range, InstallError for a KV pool's backend that is not
+    installed.
     """
     if settings is None:
         settings = parse_settings(fields)
@@ -54,6 +55,10 @@ def engine_arguments(settings: EngineSettings | None = None, **fields: Any) -> d
     }
     if is_cpu():
         arguments["enforce_eager"] = True
+    if settings.kv_pool is not None:
+        from paceline.engine.kv_backend import transfer_config
+
+        arguments["kv_transfer_config"] = transfer_config(settings.kv_pool)
     return arguments
 
 

@@ -44,6 +44,13 @@ def require_vllm() -> str:
 
 require_vllm()
 
+from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group  # noqa: E402
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (  # noqa: E402
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    SupportsHMA,
+)
 from vllm.platforms import current_platform  # noqa: E402
 from vllm.sampling_params import SamplingParams  # noqa: E402
 from vllm.utils.torch_utils import PIN_MEMORY  # noqa: E402
@@ -52,7 +59,7 @@ from vllm.v1.core.sched.scheduler import Scheduler  # noqa: E402
 from vllm.v1.engine import EngineCoreOutputs  # noqa: E402
 from vllm.v1.kv_cache_interface import FullAttentionSpec  # noqa: E402
 from vllm.v1.outputs import DraftTokenIds, LogprobsTensors, ModelRunnerOutput, SamplerOutput  # noqa: E402
-from vllm.v1.request import Request  # noqa: E402
+from vllm.v1.request import Request, RequestStatus  # noqa: E402
 from vllm.v1.sample.logits_processor import BUILTIN_LOGITS_PROCESSORS, LogitsProcessors  # noqa: E402
 from vllm.v1.sample.logits_processor.builtin import (  # noqa: E402
     LogitBiasLogitsProcessor,
@@ -70,6 +77,9 @@ __all__ = [
     "DraftTokenIds",
     "EngineCoreOutputs",
     "FullAttentionSpec",
+    "KVConnectorBase_V1",
+    "KVConnectorMetadata",
+    "KVConnectorRole",
     "LogitBiasLogitsProcessor",
     "LogitsProcessors",
     "LogprobsTensors",
@@ -77,12 +87,14 @@ __all__ = [
     "MinTokensLogitsProcessor",
     "ModelRunnerOutput",
     "Request",
+    "RequestStatus",
     "SamplerOutput",
     "SamplingMetadata",
     "SamplingParams",
     "Scheduler",
     "SchedulerOutput",
     "SpecDecodeMetadata",
+    "SupportsHMA",
     "apply_all_penalties",
     "apply_bad_words",
     "apply_top_k_top_p_pytorch",
@@ -93,6 +105,7 @@ __all__ = [
     "platform_worker",
     "require_vllm",
     "vllm_version",
+    "worker_connector",
 ]
 
 
@@ -117,6 +130,11 @@ def cpu_attention_builder() -> type[Any]:
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadataBuilder
 
     return cast(type[Any], CPUAttentionMetadataBuilder)
+
+
+def worker_connector() -> Any:
+    """The KV connector of the worker that lives in this process; None if there is none."""
+    return get_kv_transfer_group() if has_kv_transfer_group() else None
 
 
 def repack_tied_head(model: Any) -> bool:

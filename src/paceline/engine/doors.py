@@ -22,6 +22,25 @@ GPU_WORKER = "vllm.v1.worker.gpu_worker:Worker"
 BUILTIN = "vllm.v1.sample.logits_processor.builtin"
 ENGINE = "vllm.v1.engine.llm_engine:LLMEngine"
 ARGUMENTS = "vllm.engine.arg_utils:EngineArgs"
+CONNECTOR = "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1"
+
+CONNECTOR_METHODS = (
+    "role",
+    "requires_kv_delivery",
+    "register_kv_caches",
+    "start_load_kv",
+    "wait_for_layer_load",
+    "save_kv_layer",
+    "wait_for_save",
+    "on_new_request",
+    "get_num_new_matched_tokens",
+    "update_state_after_alloc",
+    "build_connector_meta",
+    "reset_cache",
+    "shutdown",
+    "_get_connector_metadata",
+)
+"""Methods of vLLM's KV connector that ours overrides or calls."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +79,7 @@ DOORS: tuple[Door, ...] = (
             "block_size",
             "requests",
             "grammar_compile_error_reqs",
+            "connector",
         ),
     ),
     Door(f"{CORE}._update_request_with_output", parameters=("request", "new_token_ids")),
@@ -79,6 +99,14 @@ DOORS: tuple[Door, ...] = (
             "is_prefill_chunk",
             "max_tokens",
             "use_structured_output",
+            "status",
+            "all_token_ids",
+            "num_prompt_tokens",
+            "num_in_flight_tokens",
+            "resumable",
+            "lora_request",
+            "mm_features",
+            "cache_salt",
         ),
     ),
     Door(
@@ -223,6 +251,46 @@ DOORS: tuple[Door, ...] = (
         parameters=("num_tokens_unpadded", "num_tokens_padded"),
     ),
     Door("vllm.v1.kv_cache_interface:FullAttentionSpec", members=("block_size",)),
+    # the KV pool: the connector that vLLM builds, and when it calls it
+    Door(
+        "vllm.config.kv_transfer:KVTransferConfig",
+        members=("kv_connector", "kv_role", "kv_connector_module_path"),
+    ),
+    Door(CONNECTOR, members=CONNECTOR_METHODS),
+    Door(f"{CONNECTOR}.__init__", parameters=("vllm_config", "role", "kv_cache_config")),
+    Door(f"{CONNECTOR}.get_num_new_matched_tokens", parameters=("request", "num_computed_tokens")),
+    Door(f"{CONNECTOR}.update_state_after_alloc", parameters=("request", "blocks", "num_external_tokens")),
+    Door("vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorMetadata"),
+    Door(
+        "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorRole", members=("SCHEDULER", "WORKER")
+    ),
+    Door(
+        "vllm.distributed.kv_transfer.kv_connector.v1.base:SupportsHMA.request_finished_all_groups",
+        parameters=("request", "block_ids"),
+    ),
+    Door("vllm.distributed.kv_transfer.kv_connector.v1.base:SupportsHMA"),
+    Door("vllm.distributed.kv_transfer:get_kv_transfer_group"),
+    Door("vllm.distributed.kv_transfer:has_kv_transfer_group"),
+    Door(
+        "vllm.distributed.kv_transfer.kv_transfer_state:ensure_kv_transfer_initialized",
+        mentions=("_KV_CONNECTOR_AGENT", "KVConnectorRole.WORKER"),
+    ),
+    Door(
+        "vllm.distributed.kv_transfer.kv_connector.factory",
+        mentions=("LMCacheMPConnector", "MooncakeStoreConnector"),
+    ),
+    Door("vllm.v1.request:RequestStatus", members=("FINISHED_LENGTH_CAPPED", "FINISHED_ABORTED")),
+    Door("vllm.v1.core.kv_cache_manager:KVCacheBlocks", members=("get_block_ids",)),
+    Door(
+        f"{CORE}._connector_finished",
+        mentions=("request_finished_all_groups", "get_block_ids_for_computed_tokens"),
+    ),
+    Door(f"{RUNNER}.initialize_kv_cache", mentions=("register_kv_caches",)),
+    Door(
+        "vllm.v1.worker.kv_connector_model_runner_mixin:KVConnectorModelRunnerMixin._get_kv_connector_output",
+        mentions=("has_sync_kv_loads", "start_load_kv"),
+    ),
+    Door("vllm.v1.core.kv_cache_utils:generate_block_hash_extra_keys", mentions=("cache_salt",)),
     Door("vllm.envs", mentions=("VLLM_CPU_ATTN_SPLIT_KV",)),
     Door(
         "vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm",
@@ -241,10 +309,19 @@ DOORS: tuple[Door, ...] = (
             "async_scheduling",
             "logprobs_mode",
             "kv_cache_memory_bytes",
+            "kv_transfer_config",
         ),
     ),
     Door("vllm.config.vllm:VllmConfig", members=("use_v2_model_runner", "additional_config")),
-    Door("vllm.config.parallel:ParallelConfig", members=("data_parallel_index", "pipeline_parallel_size")),
+    Door(
+        "vllm.config.parallel:ParallelConfig",
+        members=(
+            "data_parallel_index",
+            "pipeline_parallel_size",
+            "world_size",
+            "decode_context_parallel_size",
+        ),
+    ),
     Door("vllm.config.model:ModelConfig", members=("seed", "enable_prompt_embeds")),
     Door(
         ENGINE,

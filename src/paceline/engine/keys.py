@@ -5,7 +5,10 @@ Users may set, in `extra_args` (over HTTP: `vllm_xargs`):
 * `paceline_key`: the dice key, an integer of 64 bits (a negative number stands for its two's complement);
 * `paceline_group`: the rollout group whose responses share drafts; default: requests with equal prompts;
 * `paceline_sample`: index of the response within its group, from which a missing key is derived;
-* `paceline_generated`: how many tokens at the end of the prompt were generated earlier (a resumed response).
+* `paceline_generated`: how many tokens at the end of the prompt were generated earlier (a resumed response);
+* `paceline_policy_version`: version of the weights; a request that names it takes part in the KV pool, if there is one;
+* `paceline_keep_kv`: 0 if the response will not go on when max_tokens or an abort ends the request: the pool then keeps
+  nothing of it.
 
 A request without a key gets its `seed`, or else a key derived from (run seed, prompt, sample), where a missing sample
 counts the requests with the same prompt that the engine has seen before. Engines that differ in vLLM's own `seed` or in
@@ -28,7 +31,8 @@ MASK = (1 << 64) - 1
 MAX_PROMPTS = 1 << 16
 """Prompts whose samples are counted; beyond this the longest unused is forgotten."""
 
-OPTIONS = ("paceline_key", "paceline_group", "paceline_sample", "paceline_generated")
+POOL_OPTIONS = ("paceline_policy_version", "paceline_keep_kv")
+OPTIONS = ("paceline_key", "paceline_group", "paceline_sample", "paceline_generated", *POOL_OPTIONS)
 
 
 def engine_seed(run_seed: int, vllm_config: Any) -> int:
@@ -49,7 +53,7 @@ def check_options(params: Any) -> None:
     """
     extra = params.extra_args or {}
     values = {name: _integer(extra, name) for name in OPTIONS}
-    for name in ("paceline_sample", "paceline_generated"):
+    for name in ("paceline_sample", "paceline_generated", "paceline_policy_version"):
         if not 0 <= (values[name] or 0) <= MASK >> 1:
             raise RequestError(f"{name}={values[name]} must be at least 0 and fit in 63 bits")
     for name in ("paceline_key", "paceline_sample"):
@@ -66,6 +70,12 @@ def key_of(params: Any) -> int:
     """The dice key that `KeyBook.assign` gave a request. Never fails on a request that went through the scheduler."""
     extra = params.extra_args
     return int(extra["paceline_key"]) & MASK if extra else 0
+
+
+def policy_version_of(params: Any) -> int | None:
+    """The policy version that a request names; None if it does not take part in the KV pool."""
+    version = (params.extra_args or {}).get("paceline_policy_version")
+    return None if version is None else int(version)
 
 
 def prompt_group(prompt: Sequence[int]) -> int:
@@ -103,6 +113,10 @@ class KeyBook:
         if not 0 <= carried < len(tokens):
             raise RequestError(
                 f"paceline_generated={carried} must be at least 0 and less than the {len(tokens)} prompt tokens"
+            )
+        if not 0 <= (_integer(extra, "paceline_policy_version") or 0) <= MASK >> 1:
+            raise RequestError(
+                f"paceline_policy_version={extra['paceline_policy_version']} must be at least 0"
             )
         prompt = tokens[: len(tokens) - carried]
         group = _integer(extra, "paceline_group")

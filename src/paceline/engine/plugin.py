@@ -100,6 +100,11 @@ def switch_on(engine_args: Any) -> None:
             f"remove it, or unset {SWITCH}"
         )
     arguments = engine_arguments(settings_from_environment())
+    if "kv_transfer_config" in arguments and engine_args.kv_transfer_config is not None:
+        raise UnsupportedError(
+            f"{SETTINGS} sets kv_pool, but the engine already has kv_transfer_config="
+            f"{engine_args.kv_transfer_config!r}: remove one of the two"
+        )
     arguments["additional_config"] = {
         **(engine_args.additional_config or {}),
         **arguments["additional_config"],

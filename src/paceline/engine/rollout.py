@@ -2,6 +2,12 @@
 
 Owns the engine's life, the policy version and the translation between Paceline's requests and vLLM's. Callers: the
 command line, the trainers' seams and the benchmarks. One thread at a time; not safe for more.
+
+With `EngineSettings.kv_pool` a response that max_tokens or `abort` cuts leaves its keys and values in the pool before
+`stream` yields it or `abort` returns. A request for the same key and prompt that carries the tokens in `generated`, on
+any engine of the run with the same `policy_version`, finds them there. `RolloutRequest.keep_kv` and
+`abort(.., keep_kv=False)` say where nothing will go on; a response that stops leaves nothing. What was cut and will not
+go on is dropped by whoever knows: `KvPool.open(settings.kv_pool).drop(response_identity(key, prompt))`.
 """
 
 from __future__ import annotations
@@ -15,7 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.config import EngineSettings
 from paceline.errors import CheckpointError, EngineError, RequestError, UnsupportedError
-from paceline.types import Response, RolloutRequest, StepObservation
+from paceline.kvpool import response_identity
+from paceline.types import KvPoolCounters, Response, RolloutRequest, StepObservation
 
 if TYPE_CHECKING:
     import torch
@@ -179,16 +186,22 @@ class RolloutEngine:
                     if output.request_id in self._pending:
                         yield self._take(output)
         finally:
-            left = [name for name in started if name in self._pending]
-            if left:
-                self._engine.abort_request(left)
-                for name in left:
-                    del self._pending[name]
+            self._abort([name for name in started if name in self._pending], keep_kv=False)
 
-    def abort(self, indices: Iterable[int]) -> None:
-        """Stop the running requests at these positions of the list given to `stream`; what they have is dropped."""
+    def abort(self, indices: Iterable[int], *, keep_kv: bool = True) -> None:
+        """Stop the running requests at these positions of the list given to `stream`; what they have is dropped.
+
+        keep_kv: with a KV pool, keep keys and values for whoever goes on with the responses.
+        """
         wanted = set(indices)
         names = [name for name, pending in self._pending.items() if pending.index in wanted]
+        self._abort(names, keep_kv)
+
+    def _abort(self, names: list[str], keep_kv: bool) -> None:
+        if not names:
+            return
+        if self._kv_pool is not None and not keep_kv:
+            self._kv_pool.let_go(self._pending[name].internal_id for name in names)
         self._engine.abort_request(names)
         for name in names:
             del self._pending[name]
@@ -248,9 +261,10 @@ class RolloutEngine:
         if self.settings is not None:
             own.extra_args = {**(own.extra_args or {}), **self._keys(request)}
         name = str(next(self._tickets))
-        internal = self._engine.add_request(
-            name, {"prompt_token_ids": [*request.prompt, *request.generated]}, own
-        )
+        prompt: dict[str, Any] = {"prompt_token_ids": [*request.prompt, *request.generated]}
+        if (salt := self._cache_salt()) is not None:
+            prompt["cache_salt"] = salt
+        internal = self._engine.add_request(name, prompt, own)
         self._pending[name] = _Pending(index, request, internal)
         return name
 
@@ -263,7 +277,15 @@ class RolloutEngine:
         if key is None:
             key = derive_key(self.settings.run_seed, request.prompt, request.sample)
         group = request.group if request.group is not None else prompt_group(request.prompt)
-        return {"paceline_key": key, "paceline_group": group, "paceline_generated": len(request.generated)}
+        made = {"paceline_key": key, "paceline_group": group, "paceline_generated": len(request.generated)}
+        if self._kv_pool is not None:
+            made |= {"paceline_policy_version": self.policy_version, "paceline_keep_kv": int(request.keep_kv)}
+        return made
+
+    def _cache_salt(self) -> str | None:
+        from paceline.engine.kv_backend import cache_salt
+
+        return cache_salt(self.settings.kv_pool, self.policy_version) if self.settings is not None else None
 
     def _take(self, output: Any) -> TokenEvent:
         pending = self._pending[output.request_id]
@@ -287,6 +309,9 @@ class RolloutEngine:
             )
         request = pending.request
         live = self.scheduler.finished.pop(pending.internal_id, None) if self.settings is not None else None
+        if live is not None and reason == "stop" and self._kv_pool is not None:
+            # To the engine's core a stop string is an abort, after which the response might have gone on.
+            self._kv_pool.drop(response_identity(live.key, request.prompt))
         return Response(
             request=request,
             tokens=(*request.generated, *pending.tokens),
@@ -302,11 +327,13 @@ class RolloutEngine:
 
     # -- weights and memory
 
-    def push_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> int:
+    def push_weights(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int | None = None) -> int:
         """Load new weights of the policy into the running engine and forget what the old ones left behind.
 
         Args:
             weights: (name, tensor) in the checkpoint's names, every parameter of the model.
+            version: the trainer's number for them; None counts on. Workers that share a KV pool need the same number
+                for the same weights, one that joined late too.
 
         Returns the new policy version. Raises EngineError while responses are running: their key-value cache belongs
         to the old weights.
@@ -317,7 +344,7 @@ class RolloutEngine:
             )
         self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
         self.reset_prefix_cache()
-        self.policy_version += 1
+        self.policy_version = self.policy_version + 1 if version is None else version
         return self.policy_version
 
     def reset_prefix_cache(self) -> None:
@@ -335,7 +362,19 @@ class RolloutEngine:
             raise UnsupportedError("this engine was started without Paceline's settings: it never drafts")
         self.scheduler.loop.set_drafting(wanted)
 
+    def kv_pool_counters(self) -> KvPoolCounters:
+        """What this engine has done with the KV pool; zeros without one, or with another backend than our own."""
+        if self._kv_pool is None:
+            return KvPoolCounters()
+        counters: KvPoolCounters = self._kv_pool.counters()
+        return counters
+
     # -- inside
+
+    @property
+    def _kv_pool(self) -> Any:
+        """The scheduler's end of the KV connector; None without a KV pool of our own."""
+        return self.scheduler.kv_pool if self.settings is not None else None
 
     @property
     def scheduler(self) -> Any:

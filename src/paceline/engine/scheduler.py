@@ -76,6 +76,8 @@ class PacelineScheduler(Scheduler):  # type: ignore[misc]
         self._new_tokens: list[tuple[LiveResponse, list[int]]] = []
         self._started_s = 0.0
         self.spare_blocks = self._lend_blocks() if self.settings.num_paths > 1 else None
+        pool = self.settings.kv_pool
+        self.kv_pool = self.connector if pool is not None and pool.backend == "paceline" else None
 
     def _lend_blocks(self) -> SpareBlocks:
         pool, wanted = self.kv_cache_manager.block_pool, self.settings.max_alternatives
@@ -109,6 +111,7 @@ class PacelineScheduler(Scheduler):  # type: ignore[misc]
         # The samples of one request with n > 1 share their parameters; each needs a key of its own.
         params = request.sampling_params = copy.copy(request.sampling_params)
         try:
+            self._check_salt(request)
             key, group, carried = self.keys.assign(params, tokens, self._next_response)
         except RequestError as error:  # let out, it would end the engine: this request alone is to fail
             LOGGER.error("request %s is refused: %s", request.request_id, error)
@@ -127,6 +130,15 @@ class PacelineScheduler(Scheduler):  # type: ignore[misc]
         prompt = tokens[: len(tokens) - carried]
         self.loop.open(group, live.response, prompt, tokens[len(tokens) - carried :], key)
 
+    def _check_salt(self, request: Request) -> None:
+        """Other backends of the KV pool know entries by tokens and salt; without it they serve those of old weights."""
+        pool = self.settings.kv_pool
+        if pool is not None and pool.backend != "paceline" and not request.cache_salt:
+            raise RequestError(
+                f"kv_pool.backend={pool.backend!r} needs a cache_salt in every request that changes with the weights: "
+                "generate with RolloutEngine, which sets it, or set it yourself"
+            )
+
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         live = self.live.pop(request.request_id, None)
         if live is not None:
@@ -140,6 +152,8 @@ class PacelineScheduler(Scheduler):  # type: ignore[misc]
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> Any:
         """Weights have changed or are about to: what was learned about tokens of the old policy goes too."""
         self.loop.forget_tokens()
+        if self.kv_pool is not None:
+            self.kv_pool.forget_running()
         if self.spare_blocks is not None:
             self.spare_blocks.release()
         return super().reset_prefix_cache(*args, **kwargs)
@@ -249,6 +263,8 @@ class PacelineScheduler(Scheduler):  # type: ignore[misc]
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
         step_s = time.perf_counter() - self._started_s
+        if self.kv_pool is not None:
+            step_s -= self.kv_pool.take_spent_s()
         self._observe(scheduler_output, model_runner_output, step_s)
         result: dict[int, EngineCoreOutputs] = super().update_from_output(
             scheduler_output, model_runner_output

@@ -1,0 +1,320 @@
+"""Responses that move between engines through the KV pool: plain decoding's tokens, and next to no prefill."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from conftest import VOCAB
+from second_engine import Outcome, SecondEngine, generate
+
+from paceline.config import BudgetSettings, EngineSettings, KvPoolSettings
+from paceline.engine.rollout import RolloutEngine
+from paceline.errors import RequestError, UnsupportedError
+from paceline.kvpool import response_identity
+from paceline.types import Response, RolloutRequest
+
+MAX_TOKENS = 260
+CHUNK_TOKENS = 70
+MAX_MODEL_LEN = 512
+
+
+def requests() -> list[RolloutRequest]:
+    """Prompts and chunks end at every kind of place in the blocks of 128 tokens."""
+    rng = np.random.default_rng(3)
+    lengths = (3, 40, 57, 58, 59, 120, 127, 128, 129, 200)
+    return [
+        RolloutRequest((1, *rng.integers(3, VOCAB, length - 1).tolist()), MAX_TOKENS, key=100 + index)
+        for index, length in enumerate(lengths)
+    ]
+
+
+@dataclass
+class Pair:
+    here: RolloutEngine
+    there: SecondEngine
+    folder: Path
+    plain: list[Response]
+    """Of `requests`, without drafts, in one piece."""
+
+    def files(self) -> list[Path]:
+        return sorted(self.folder.rglob("*.kv"))
+
+    def cut(self, wanted: list[RolloutRequest], length: int = CHUNK_TOKENS) -> list[RolloutRequest]:
+        """Generate so many tokens of each response here and return what is left to do."""
+        limited = [replace(request, max_tokens=length) for request in wanted]
+        done = generate(self.here, limited, ignore_eos=True).responses
+        return [replace(r, generated=response.tokens) for r, response in zip(wanted, done, strict=True)]
+
+
+SETTINGS = {
+    "float32": EngineSettings(budget=BudgetSettings(policy="fixed", fixed_tokens=6), max_draft_tokens=6),
+    "bfloat16": EngineSettings(
+        budget=BudgetSettings(policy="fixed", fixed_tokens=6),
+        max_draft_tokens=6,
+        num_paths=2,
+    ),
+}
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def pair(request: pytest.FixtureRequest, model_dir: Path) -> Iterator[Pair]:
+    """Two engines on one pool, whose memory holds two or three entries; the others are on disk.
+
+    The float32 pair also drafts with a small model, the other one verifies two paths per request.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="paceline-kv-", dir="/dev/shm"))
+    pool = KvPoolSettings(
+        directory=str(folder / "memory"),
+        memory_bytes=1 << 20,
+        disk_directory=str(folder / "disk"),
+        disk_bytes=1 << 27,
+    )
+    changes: dict[str, object] = {"kv_pool": pool}
+    if request.param == "float32":
+        changes["model_drafter"] = str(model_dir)
+    settings = SETTINGS[request.param].model_copy(update=changes)
+    options = {"dtype": request.param, "max_model_len": MAX_MODEL_LEN, "kv_cache_bytes": 1 << 27}
+    there = SecondEngine(model_dir, settings, **options)
+    try:
+        with RolloutEngine(model_dir, settings, **options) as here:
+            here.set_drafting(False)
+            plain = generate(here, [replace(r, keep_kv=False) for r in requests()], ignore_eos=True).responses
+            here.set_drafting(True)
+            there.ready()
+            yield Pair(here, there, folder, plain)
+    finally:
+        there.close()
+        shutil.rmtree(folder)
+
+
+@pytest.fixture(autouse=True)
+def empty_pool(pair: Pair) -> Iterator[None]:
+    yield
+    for file in pair.files():
+        file.unlink()
+
+
+def assert_ends_as(plain: list[Response], moved: list[Response]) -> None:
+    assert [r.tokens for r in moved] == [r.tokens for r in plain]
+    for whole, rest in zip(plain, moved, strict=True):
+        tail = np.float32(whole.logprobs)[len(whole.logprobs) - len(rest.logprobs) :]
+        assert np.array_equal(tail, np.float32(rest.logprobs)), "logprobs differ bitwise"
+
+
+def head(response: Response, length: int) -> Response:
+    return replace(response, tokens=response.tokens[:length], logprobs=response.logprobs[:length])
+
+
+def test_responses_that_move_with_every_chunk_are_plain_decoding(pair: Pair) -> None:
+    todo, engines = requests(), (pair.here, pair.there)
+    before = pair.there.generate([], ignore_eos=True).counters
+    drafted = 0
+    for turn, end in enumerate(range(CHUNK_TOKENS, MAX_TOKENS + CHUNK_TOKENS, CHUNK_TOKENS)):
+        chunk = [replace(request, max_tokens=min(end, MAX_TOKENS)) for request in todo]
+        engine = engines[turn % 2]
+        outcome: Outcome
+        if isinstance(engine, RolloutEngine):
+            outcome = generate(engine, chunk, ignore_eos=True)
+        else:
+            outcome = engine.generate(chunk, ignore_eos=True)
+        if turn:
+            assert outcome.prefilled == len(todo), "one token of each moved response"
+        drafted += sum(response.num_accepted_tokens for response in outcome.responses)
+        todo = [replace(r, generated=made.tokens) for r, made in zip(todo, outcome.responses, strict=True)]
+        assert_ends_as([head(response, end) for response in pair.plain], outcome.responses)
+    assert drafted > 0
+    there = pair.there.generate([], ignore_eos=True).counters
+    assert there.hits - before.hits == 2 * len(todo)
+    assert there.misses == before.misses
+    assert pair.here.kv_pool_counters().demoted > 0
+
+
+def test_the_control_wrong_keys_and_values_would_show(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    from paceline.engine.kv_blocks import KvBlocks
+
+    read = KvBlocks.read
+    monkeypatch.setattr(KvBlocks, "read", lambda self, block: [bytes(len(p)) for p in read(self, block)])
+    todo = pair.cut(requests())
+    moved = pair.there.generate(todo, ignore_eos=True).responses
+    assert all(one.tokens != other.tokens for one, other in zip(moved, pair.plain, strict=True))
+
+
+def test_aborted_responses_go_on_elsewhere(pair: Pair) -> None:
+    from vllm import SamplingParams
+
+    pair.here.reset_prefix_cache()
+    free = pair.here.scheduler.kv_cache_manager.block_pool.get_num_free_blocks
+    before, wanted = free(), requests()
+    stream = pair.here.stream(wanted, SamplingParams(temperature=1.0, ignore_eos=True))
+    for _ in range(25 * len(wanted)):
+        next(stream)
+    halves = {index: tokens for index, (tokens, _) in pair.here.partial().items()}
+    pair.here.abort(range(len(wanted)))
+    assert not list(stream)
+    if pair.here.scheduler.spare_blocks is not None:
+        pair.here.scheduler.spare_blocks.release()
+    assert free() == before
+    assert not pair.here.scheduler.requests
+    assert len(pair.files()) == len(wanted)
+    moved = [replace(wanted[index], generated=tokens) for index, tokens in sorted(halves.items())]
+    outcome = pair.there.generate(moved, ignore_eos=True)
+    assert outcome.prefilled == len(moved)
+    assert_ends_as(pair.plain, outcome.responses)
+
+
+def test_what_will_not_go_on_is_not_kept(pair: Pair) -> None:
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=1.0, ignore_eos=True)
+    wanted = requests()[:3]
+    generate(pair.here, [replace(r, max_tokens=20, keep_kv=False) for r in wanted], ignore_eos=True)
+    for event in pair.here.stream(wanted, params):
+        if event.index == 0:
+            pair.here.abort([0, 1], keep_kv=False)
+            break
+    assert not pair.files()
+
+
+def test_a_response_that_fills_the_model_leaves_nothing(pair: Pair) -> None:
+    request = replace(requests()[9], max_tokens=MAX_MODEL_LEN)
+    [response] = generate(pair.here, [request], ignore_eos=True).responses
+    assert response.finish_reason == "length"
+    assert len(response.tokens) == MAX_MODEL_LEN - len(request.prompt)
+    assert not pair.files()
+
+
+def test_a_response_that_ends_leaves_nothing(pair: Pair) -> None:
+    """By EOS or a stop token, which the engine's core sees, and by a stop string, which it does not."""
+    [todo] = pair.cut(requests()[1:2])
+    whole = pair.plain[1].tokens
+    assert len(pair.files()) == 1
+    end = next(p for p in range(CHUNK_TOKENS + 5, MAX_TOKENS) if 2 < whole[p] not in whole[CHUNK_TOKENS:p])
+    [response] = generate(pair.here, [todo], stop_token_ids=[whole[end]], ignore_eos=True).responses
+    assert (response.finish_reason, response.tokens) == ("stop", whole[: end + 1])
+    assert not pair.files()
+    pair.cut(requests()[1:2])
+    stop = chr(33 + whole[end] - 3)
+    [response] = generate(pair.here, [todo], stop=[stop], ignore_eos=True).responses
+    assert (response.finish_reason, response.tokens) == ("stop", whole[: end + 1])
+    assert not pair.files()
+
+
+@pytest.mark.parametrize("damage", ["flip", "truncate", "remove"])
+def test_without_its_entry_a_response_is_prefilled(pair: Pair, damage: str) -> None:
+    todo = pair.cut(requests())
+    victim = response_identity(todo[3].key or 0, todo[3].prompt)
+    [file] = [file for file in pair.files() if file.stem == victim]
+    data = bytearray(file.read_bytes())
+    data[-100] ^= 4
+    if damage == "remove":
+        file.unlink()
+    else:
+        file.write_bytes(data if damage == "flip" else data[:-1])
+    before = pair.there.generate([], ignore_eos=True).counters
+    outcome = pair.there.generate(todo, ignore_eos=True)
+    assert outcome.prefilled == len(todo) - 1 + len(todo[3].prompt) + CHUNK_TOKENS
+    assert outcome.counters.misses - before.misses == 1
+    assert outcome.counters.corrupt - before.corrupt == (damage != "remove")
+    assert_ends_as(pair.plain, outcome.responses)
+
+
+def test_entries_of_another_policy_version_do_not_match(pair: Pair) -> None:
+    todo = pair.cut(requests()[:3])
+    outcome = pair.there.generate(todo, policy_version=1, ignore_eos=True)
+    assert outcome.prefilled == sum(len(r.prompt) + CHUNK_TOKENS for r in todo)
+    assert_ends_as(pair.plain[:3], outcome.responses)
+
+
+def test_a_response_that_stays_needs_the_pool_for_its_last_block_only(pair: Pair) -> None:
+    from vllm import SamplingParams
+
+    todo = pair.cut(requests())
+    before = pair.here.kv_pool_counters()
+    pair.here.take_observations()
+    responses = pair.here.generate(todo, SamplingParams(temperature=1.0, ignore_eos=True))
+    prefilled = sum(step.num_prefill_tokens for step in pair.here.take_observations())
+    assert prefilled == len(todo)
+    loaded = pair.here.kv_pool_counters().loaded_bytes - before.loaded_bytes
+    assert loaded <= len(todo) * pair.here.scheduler.kv_pool._worker.blocks.block_bytes
+    assert_ends_as(pair.plain, responses)
+
+
+def test_a_failing_pool_costs_time_alone(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    from paceline.kvpool import tier
+
+    def full(*args: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    before = pair.here.kv_pool_counters().failed_writes
+    monkeypatch.setattr(tier.Part, "write", full)
+    todo = pair.cut(requests()[:2])
+    assert pair.here.kv_pool_counters().failed_writes == before + 2
+    assert not list(pair.folder.rglob("*.part"))
+    assert_ends_as(pair.plain[:2], pair.there.generate(todo, ignore_eos=True).responses)
+
+
+def test_new_weights_end_the_part_of_what_runs(pair: Pair) -> None:
+    from vllm import SamplingParams
+
+    stream = pair.here.stream(requests()[:1], SamplingParams(temperature=1.0, ignore_eos=True))
+    next(stream)
+    pair.here.scheduler.reset_prefix_cache(reset_running_requests=True)
+    next(stream)
+    pair.here.abort([0])
+    assert not pair.files()
+
+
+def test_a_process_has_one_pool(pair: Pair) -> None:
+    from paceline.engine.compat import worker_connector
+
+    with pytest.raises(UnsupportedError, match="a process of its own"):
+        worker_connector().register_kv_caches({})
+
+
+def test_a_worker_elsewhere_is_refused(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    from paceline.engine import kv_pool
+
+    monkeypatch.setattr(kv_pool, "worker_connector", lambda: None)
+    with pytest.raises(UnsupportedError, match="distributed_executor_backend='uni'"):
+        kv_pool.find_worker()
+
+
+@pytest.mark.parametrize(
+    ("workers", "groups", "window", "named"),
+    [(2, 1, None, "2 workers"), (1, 2, None, "2 KV cache groups"), (1, 1, 64, r"limits \[64, None\]")],
+)
+def test_engines_whose_blocks_cannot_be_moved_are_refused(
+    pair: Pair, workers: int, groups: int, window: int | None, named: str
+) -> None:
+    from paceline.engine.kv_pool import check_kv_pool
+
+    [group] = pair.here.scheduler.kv_cache_config.kv_cache_groups
+    spec = replace(group.kv_cache_spec, sliding_window=window)
+    config = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)] * groups)
+    parallel = SimpleNamespace(world_size=workers, decode_context_parallel_size=1)
+    with pytest.raises(UnsupportedError, match=named):
+        check_kv_pool(SimpleNamespace(parallel_config=parallel), config)
+
+
+def test_other_backends_get_a_salt_and_insist_on_it(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm import SamplingParams
+
+    monkeypatch.setattr(RolloutEngine, "_cache_salt", lambda self: "paceline:run:3")
+    stream = pair.here.stream(requests()[:1], SamplingParams(temperature=1.0))
+    next(stream)
+    [running] = pair.here.scheduler.requests.values()
+    assert running.cache_salt == "paceline:run:3"
+    stream.close()
+    pool = KvPoolSettings(backend="LMCacheMPConnector", namespace="run")
+    scheduler = SimpleNamespace(settings=EngineSettings(kv_pool=pool))
+    check = type(pair.here.scheduler)._check_salt
+    check(scheduler, running)
+    with pytest.raises(RequestError, match="cache_salt"):
+        check(scheduler, SimpleNamespace(cache_salt=None))
