@@ -79,6 +79,27 @@ def test_a_scenario_extends_another(tmp_path: Path) -> None:
     assert child.systems == ("veRL",)
 
 
+def test_a_source_replaces_the_other_one(tmp_path: Path) -> None:
+    write(tmp_path)
+    (tmp_path / "lengths.json").write_text("[[100, 1.0]]")
+    (tmp_path / "child.yaml").write_text("extends: small.yaml\nlengths: {histogram: lengths.json}\n")
+    child = load_scenario(str(tmp_path / "child.yaml"))
+    assert set(child.draw(child.length_distribution(), 0).length_tokens.tolist()) == {100}
+
+
+def test_a_scenario_cannot_extend_itself(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("extends: b.yaml\n")
+    (tmp_path / "b.yaml").write_text("extends: a.yaml\n")
+    with pytest.raises(ConfigError, match="extends itself"):
+        load_scenario(str(tmp_path / "a.yaml"))
+
+
+def test_the_first_system_keeps_its_own_phases(tmp_path: Path) -> None:
+    scenario = load_scenario(write(tmp_path, systems=["RLHFuse", "veRL"]))
+    results = run_systems(scenario, scenario.systems)
+    assert results["RLHFuse"].step_s <= results["veRL"].step_s
+
+
 def test_histograms_count_from_the_file(tmp_path: Path) -> None:
     (tmp_path / "lengths.json").write_text("[[100, 0.5], [200, 0.5]]")
     source = write(tmp_path, lengths={"histogram": "lengths.json", "scale": 3.0})

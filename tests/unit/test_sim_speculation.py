@@ -58,12 +58,6 @@ def test_fixed_window_is_the_closed_form() -> None:
     assert plan.drafted_tokens == 6.0
 
 
-def test_fixed_window_ends_at_its_batch() -> None:
-    made = FixedWindow(SMALL, 0, 3, max_batch=4)
-    assert made.plan(batch([0.5] * 5), COSTS).drafted_tokens == 0.0
-    assert made.plan(batch([0.5] * 4), COSTS).drafted_tokens == 12.0
-
-
 def test_decoupled_drafts_while_it_verifies() -> None:
     rates = np.array([0.5, 0.8, 0.9])
     plan = Decoupled(SMALL, 0, 4).plan(batch(rates.tolist()), COSTS)
@@ -131,6 +125,23 @@ def test_budget_finds_the_best_windows() -> None:
     settings = BudgetSettings(max_draft_tokens=5, min_gain=0.0)
     plan = Budgeted((0,), None, 0, settings).plan(batch(rates), costs)
     assert rate(plan) == pytest.approx(exhaustive(rates, costs, 5))
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3, 5, 12])
+def test_a_lone_response_gets_its_whole_draft(depth: int) -> None:
+    """The cut is the path probability of the last token: it must not be lost to rounding."""
+    flat = EngineCosts(1, StepLatency(AffineLatency(1.0, 1e-9), 0.0), 0.0, 10**6)
+    for p in np.linspace(0.3, 0.98, 69):
+        plan = Budgeted((0,), None, 0, BudgetSettings(max_draft_tokens=depth, min_gain=0.0)).plan(
+            batch([p]), flat
+        )
+        assert plan.drafted_tokens == depth
+
+
+def test_racers_draft_what_suits_each() -> None:
+    plan = Decoupled(SMALL, 0, 8, 12, chooses_all=True).plan(batch([0.3, 0.97]), COSTS)
+    fixed = Decoupled(SMALL, 0, 8).plan(batch([0.3, 0.97]), COSTS)
+    assert rate(plan) > rate(fixed)
 
 
 def test_budget_drafts_nothing_where_nothing_pays() -> None:

@@ -140,6 +140,26 @@ def test_catching_up_saves_the_difference() -> None:
     )
 
 
+def test_catching_up_in_full_memory_preempts() -> None:
+    made = worker(costs(kv_tokens=100))
+    made.add(jobs([80, 80], prompt=5), 0.0)
+    made.catch_up(0, 75.0)
+    made.catch_up(1, 75.0)
+    assert made.counters.preemptions == 1
+    assert sorted(run(made)) == [0, 1]
+
+
+def test_catching_up_never_takes_tokens_away() -> None:
+    made = worker(costs())
+    made.add(jobs([10]), 0.0)
+    made.advance(made.next_event_s() - 0.5 * (BASE_S + TOKEN_S))
+    before = made.tokens_of(0)
+    made.catch_up(0, 1000.0)
+    assert before is not None
+    assert made.tokens_of(0) == pytest.approx(before)
+    assert made.tokens_of(1) is None
+
+
 def test_speculation_yields_what_the_window_promises() -> None:
     process = AcceptanceProcess(0.7, between=0.0, within=0.0)
     drafter = Drafter("small", AffineLatency(0.002, 0.0), process)

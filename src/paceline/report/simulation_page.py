@@ -142,13 +142,11 @@ def _timeline(rollout: RolloutResult) -> str:
     order = np.argsort([-one.busy_s for one in rollout.counters])
     lanes = []
     for at in order.tolist():
-        racing_s = rollout.racing_s[at]
-        lane = []
-        for start, end in rollout.counters[at].intervals:
-            if start < racing_s:
-                lane.append(Stretch(start, min(end, racing_s), 1))
-            if end > racing_s:
-                lane.append(Stretch(max(start, racing_s), end, 3))
+        busy = rollout.counters[at].intervals
+        lane = [Stretch(start, end, 1) for start, end in busy]
+        for since, until in rollout.racing[at]:
+            overlaps = ((max(start, since), min(end, until)) for start, end in busy)
+            lane += [Stretch(start, end, 3) for start, end in overlaps if start < end]
         lanes.append(lane)
     tail_from_s = rollout.rollout_s - rollout.tail_s
     return draw_timeline(lanes, rollout.rollout_s, "When each worker was busy", tail_from_s)

@@ -11,7 +11,7 @@ from statistics import fmean
 
 from paceline.sim.fleet import RolloutResult
 from paceline.sim.scenario import Claim, Scenario, build_system
-from paceline.sim.step import Phases, StepResult, simulate_steps
+from paceline.sim.step import Phases, StepResult, rest_s, simulate_steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +70,10 @@ def run_systems(
         )
         if not found:
             phases = scenario.phases_of(fmean(step.rollout.rollout_s for step in steps))
-            rest_s = phases.prepare_s + phases.learn_s
-            steps = [StepResult(step.rollout, step.rollout.rollout_s + rest_s) for step in steps]
+            steps = [
+                StepResult(step.rollout, step.rollout.rollout_s + rest_s(system, step.rollout, phases))
+                for step in steps
+            ]
         found[name] = _summary(name, steps)
     return found
 

@@ -26,14 +26,14 @@ class EngineCosts:
     """Tokens of context that fit into the engine's KV memory."""
     max_requests: int = 1 << 30
     """Requests the engine runs at once."""
-    kv_load_token_s: float = 0.0
-    """Seconds per token of KV that is loaded from a pool instead of computed."""
+    kv_load_token_s: float | None = None
+    """Seconds per token of KV that moves between workers instead of being computed again; None: it does not move."""
 
     def __post_init__(self) -> None:
         for name in ("num_gpus", "kv_tokens", "max_requests"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"engine {name} is {getattr(self, name)}: must be at least 1")
-        if min(self.prefill_token_s, self.kv_load_token_s) < 0.0:
+        if min(self.prefill_token_s, self.kv_load_token_s or 0.0) < 0.0:
             raise ConfigError("an engine's seconds per token must not be negative")
 
 
@@ -47,5 +47,7 @@ class Drafter:
     acceptance: AcceptanceProcess
     kind: Literal["model", "free"] = "model"
     """free: no model, so it drafts inside the engine and never needs devices of its own."""
-    deploy_s: float = 0.0
-    """Seconds until it runs on a worker that falls free (SpecActor's model scale)."""
+    engine_token: LatencyModel | None = None
+    """D(b) where it runs inside the target's engine, on its devices and in its steps; None: the same."""
+    is_attached: bool = False
+    """Whether it needs the target's hidden states, and so never drafts on devices of its own."""

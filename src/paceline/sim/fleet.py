@@ -1,9 +1,10 @@
 """A simulated rollout: workers, and the decisions that steer them, on one clock.
 
 The loop takes the next event of any worker, advances that worker, tells the dispatcher (`planning.dispatch`) what
-ended and carries out what it decides; workers that fall free may join a race (`planning.racing`) or train the drafter
-(`planning.harvest`). Invariants: every response ends exactly once; time never goes back; the same arguments give the
-same result. Called by `step.py` and the benchmarks.
+ended and carries out what it decides; workers that are free may join a race (`planning.racing`) or train the drafter
+(`planning.harvest`). Invariants: every response ends exactly once; whatever is brought to the present may end
+something, so a turn is over only when nothing more has ended; time never goes back; the same arguments give the same
+result. Called by `step.py` and the benchmarks.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from paceline.types import Float64Array, Int64Array
 
 TAIL_SHARE = 0.9
 """The tail begins when this share of the responses has ended."""
+_TIMER = -1
 _ENDLESS = 1 << 40  # KV blocks and concurrency of a worker that queues for itself
 
 
@@ -62,7 +64,9 @@ class RolloutResult:
     tail_s: float
     """From 90 % of the responses ended to the end."""
     counters: tuple[Counters, ...]  # of each worker
-    racing_s: tuple[float, ...]  # of each worker: from when it ran racers, inf: never
+    racing: tuple[
+        tuple[tuple[float, float], ...], ...
+    ]  # of each worker: (from, to) of the times it was there for racers
     training_s: float
     """Worker seconds spent on training the drafter."""
     num_racers: int
@@ -95,16 +99,18 @@ class _Fleet:
         processes = tuple(drafter.acceptance for drafter in plan.drafters)
         self.acceptance = AcceptanceModel(processes, workload.group_size, workload.num_responses, seed)
         self.group_tokens = np.zeros(workload.num_groups)
-        self.reported = np.zeros(workload.num_responses)
+        self.reported = np.zeros(workload.num_responses)  # tokens that suffix trees know of
+        self.told = np.zeros(workload.num_responses)  # tokens that the dispatcher knows of
         self.workers = [
             SimulatedWorker(at, plan.engine, plan.speculate(), self.rates, plan.refresh_rounds)
             for at in range(plan.num_workers)
         ]
-        self.events: list[tuple[float, int, int]] = []  # time, worker, version
+        self.events: list[tuple[float, int, int]] = []  # time, worker or _TIMER, version
         self.versions = [0] * plan.num_workers
         self.ends: deque[tuple[SimulatedWorker, int, float]] = (
             deque()
         )  # chunks that ended and were not told yet
+        self.free: set[int] = set()  # workers that have fallen free since anyone looked
         self.dispatcher = self._dispatcher()
         self.running: dict[int, Assignment] = {}  # by response
         self.end_s = np.zeros(workload.num_responses)
@@ -114,10 +120,13 @@ class _Fleet:
 
     def run(self) -> RolloutResult:
         now_s = 0.0
-        self._assign(now_s)
+        self.free.update(range(len(self.workers)))
+        self._settle(now_s)
         while self.num_left:
             now_s, number, version = heappop(self.events)
-            if version == self.versions[number]:
+            if number == _TIMER:
+                self._settle(now_s)
+            elif version == self.versions[number]:
                 self._turn(self.workers[number], now_s)
         for worker in self.workers:
             worker.close(now_s)
@@ -127,13 +136,13 @@ class _Fleet:
             end_s=self.end_s,
             tail_s=now_s - float(ends[int(TAIL_SHARE * (len(ends) - 1))]),
             counters=tuple(worker.counters for worker in self.workers),
-            racing_s=tuple(self.race.since_s) if self.race else (math.inf,) * len(self.workers),
+            racing=self.race.close(now_s) if self.race else ((),) * len(self.workers),
             training_s=self.training.end(now_s) if self.training else 0.0,
             num_racers=self.race.num_racers if self.race else 0,
         )
 
     def advance(self, worker: SimulatedWorker, now_s: float) -> None:
-        """Bring a worker to the present; what ends on it is told by the loop."""
+        """Bring a worker to the present; what ends on it is told before the turn is over."""
         self.ends.extend((worker, *ended) for ended in worker.advance(now_s))
 
     def rates(self, responses: Int64Array, tokens: Float64Array) -> Float64Array:
@@ -146,79 +155,109 @@ class _Fleet:
         return np.array(rows) if rows else np.empty((0, len(responses)))
 
     def schedule(self, worker: SimulatedWorker) -> None:
-        """Enter the worker's next event."""
+        """Enter the worker's next event; to be called after every change to it."""
         self.versions[worker.number] += 1
         next_s = worker.next_event_s()
         if next_s < math.inf:
             heappush(self.events, (next_s, worker.number, self.versions[worker.number]))
+        if worker.is_free:
+            self.free.add(worker.number)
 
-    def report(self, worker: SimulatedWorker) -> None:
-        """What the worker has generated reaches the suffix trees of all."""
-        gained = worker.tokens - self.reported[worker.responses]
-        np.add.at(self.group_tokens, worker.responses // self.work.group_size, gained)
-        self.reported[worker.responses] = worker.tokens
+    def call_again(self, at_s: float) -> None:
+        """Enter a turn at this time even if no worker has one."""
+        heappush(self.events, (at_s, _TIMER, 0))
 
     def _turn(self, worker: SimulatedWorker, now_s: float) -> None:
         look = worker.num_looks
         self.advance(worker, now_s)
         if worker.num_looks != look:
-            self.report(worker)
+            self._report(worker)
             if self.race:
                 self.race.share_progress(worker, now_s)
-        touched = {worker.number: worker}
-        while self.ends:
-            where, response, tokens = self.ends.popleft()
-            touched[where.number] = where
-            if response in self.running:
-                self._ended(where, response, tokens, now_s)
-        self._assign(now_s)
-        for one in touched.values():
-            self.schedule(one)
-            if one.is_free:
-                self._freed(one, now_s)
+        self.schedule(worker)
+        self._settle(now_s)
+
+    def _settle(self, now_s: float) -> None:
+        """Tell what ended, hand out work, and look after free workers, until nothing more ends."""
+        while True:
+            while self.ends:
+                worker, response, tokens = self.ends.popleft()
+                if not self.end_s[response]:
+                    self._ended(worker, response, tokens, now_s)
+                self.schedule(worker)
+            self._assign(now_s)
+            if not self.ends:
+                self._look_after_free(now_s)
+            if not self.ends:
+                return
+
+    def _report(self, worker: SimulatedWorker) -> None:
+        """What the worker has generated reaches the suffix trees of all."""
+        gained = np.maximum(worker.tokens - self.reported[worker.responses], 0.0)
+        np.add.at(self.group_tokens, worker.responses // self.work.group_size, gained)
+        self.reported[worker.responses] += gained
 
     def _ended(self, worker: SimulatedWorker, response: int, tokens: float, now_s: float) -> None:
+        """A chunk, or the response, has ended on a worker."""
         group = response // self.work.group_size
-        self.group_tokens[group] += tokens - self.reported[response]
-        self.reported[response] = tokens
+        self.group_tokens[group] += max(tokens - self.reported[response], 0.0)
+        self.reported[response] = max(tokens, self.reported[response])
         is_finished = tokens >= self.work.length_tokens[response]
+        assignment = self.running.get(response)
         if is_finished:
             self.end_s[response] = now_s
             self.num_left -= 1
-        assignment = self.running.pop(response)
-        if is_finished and self.race:
-            self.race.won(response, {int(assignment.worker)} - {worker.number}, now_s)
-        self.dispatcher.chunk_finished(assignment, int(tokens), is_finished)
+            if self.race:
+                home = {int(assignment.worker)} if assignment else set()
+                self.race.won(response, home - {worker.number}, now_s)
+        if assignment is not None:  # None: a racer finished what waits for its next chunk, see _assign
+            del self.running[response]
+            self.told[response] = tokens
+            self.dispatcher.chunk_finished(assignment, int(tokens), is_finished)
 
     def _assign(self, now_s: float) -> None:
         """Carry out all that the dispatcher decides now."""
         jobs: dict[int, list[Job]] = {}
         while (assignment := self.dispatcher.next_assignment()) is not None:
-            number = int(assignment.worker)
-            jobs.setdefault(number, []).append(self._job(assignment))
+            response = assignment.group * self.work.group_size + assignment.sample
+            if self.end_s[response]:
+                length = int(self.work.length_tokens[response])
+                self.dispatcher.chunk_finished(assignment, length, True)
+                continue
+            worker = self.workers[int(assignment.worker)]
+            if worker.number not in jobs:
+                self.advance(worker, now_s)
+            so_far = float(self.reported[response])
+            if self.race:
+                so_far = max(so_far, self.race.comes_home(worker, response, now_s))
+            self.running[response] = assignment
+            jobs.setdefault(worker.number, []).append(self._job(assignment, response, so_far))
         for number, found in jobs.items():
             worker = self.workers[number]
             if self.training and worker.is_free:
                 self.training.needed(number, now_s)
-            self.advance(worker, now_s)
-            if self.race:
-                self.race.comes_home(worker, [job.response for job in found])
+            self.free.discard(number)
             worker.add(found, now_s)
             self.schedule(worker)
 
-    def _job(self, assignment: Assignment) -> Job:
-        response = assignment.group * self.work.group_size + assignment.sample
-        self.running[response] = assignment
-        so_far = float(self.reported[response])
-        left = float(self.work.length_tokens[response]) - so_far
+    def _job(self, assignment: Assignment, response: int, so_far: float) -> Job:
+        """The chunk, as far as the dispatcher ordered it; what racers have generated of it need not be again."""
+        end = min(float(self.work.length_tokens[response]), self.told[response] + assignment.chunk_tokens)
+        so_far = min(so_far, end - 1.0)
         prompt = int(self.work.prompt_tokens[assignment.group])
-        return Job(response, so_far, min(left, float(assignment.chunk_tokens)), prompt, so_far > 0.0)
+        return Job(response, so_far, end - so_far, prompt, so_far > 0.0)
 
-    def _freed(self, worker: SimulatedWorker, now_s: float) -> None:
-        if self.race and not self.dispatcher.num_waiting and self.num_left:
-            self.race.freed(worker, now_s)
-        if self.training and worker.is_free:
-            self.training.idle(worker.number, now_s)
+    def _look_after_free(self, now_s: float) -> None:
+        """Workers that have fallen free race, or train."""
+        free = sorted(self.free)
+        self.free.clear()
+        if self.training:
+            for number in free:
+                self.training.idle(number, now_s)
+        if self.race and self.num_left and not self.dispatcher.num_waiting:
+            self.race.run(free, now_s)
+        elif self.race:
+            self.free.update(free)
 
     def _dispatcher(self) -> Dispatcher:
         lengths, size = self.work.length_tokens.tolist(), self.work.group_size

@@ -22,7 +22,7 @@ from paceline.planning.profile_fit import load_fits
 from paceline.sim import systems
 from paceline.sim.acceptance import AcceptanceProcess
 from paceline.sim.costs import Drafter, EngineCosts
-from paceline.sim.step import Phases, System
+from paceline.sim.step import Ageing, Phases, System
 from paceline.sim.systems import Setup
 from paceline.sim.workload import (
     LengthDistribution,
@@ -72,8 +72,8 @@ class Engine(Section):
     """Tokens of context that fit into KV memory."""
     max_requests: int = Field(default=1 << 30, ge=1)
     """Requests at once at most."""
-    kv_load_us_per_token: float = Field(default=0.001, ge=0.0)
-    """Microseconds per token of KV that moves between workers (divided rollout, racers)."""
+    kv_load_us_per_token: float | None = Field(default=None, ge=0.0)
+    """Microseconds per token of KV that moves between workers (chunks, racers); unset: it is computed again."""
 
     @model_validator(mode="after")
     def _steps_ascend(self) -> Engine:
@@ -112,6 +112,10 @@ class DrafterSection(Section):
     """Milliseconds to draft one token, however few requests."""
     per_request_us: float = Field(default=0.0, ge=0.0)
     """Microseconds each request adds to that."""
+    engine_ms: float | None = Field(default=None, gt=0.0)
+    """base_ms where the model runs inside the target's engine, on its devices and in its steps; unset: the same."""
+    attached: bool = False
+    """Whether it needs the target's hidden states, and so never drafts on devices of its own (EAGLE)."""
     acceptance: Acceptance
 
 
@@ -168,8 +172,15 @@ class TltSection(Section):
     """(draft depth, tokens to verify)."""
     batch_sizes: tuple[int, ...] = (1, 2, 3, 8)
     """Smallest batch of each number of tokens to verify, the largest number first."""
-    lost: float = Field(default=0.05, ge=0.0)
-    """What a policy update costs the drafter, of the logit of its acceptance."""
+    tree_level: float | None = Field(default=None, gt=0.0, lt=1.0)
+    """Acceptance level of the first small model in a draft tree; unset: as in a line."""
+
+
+class AgeingSection(Section):
+    """What a policy update costs small-model drafters, and what training on idle workers gives back."""
+
+    lost: float = Field(default=0.0, ge=0.0)
+    """Of the logit of their acceptance, per policy update."""
     session_s: float = Field(default=60.0, gt=0.0)
     """Worker seconds of training that win it back."""
 
@@ -236,10 +247,8 @@ class Scenario(Section):
     """At which plans are made."""
     vanilla_window: int = Field(default=4, ge=1)
     """Draft tokens of vanilla speculation."""
-    vanilla_draft_ms: float | None = Field(default=None, gt=0.0)
-    """Milliseconds of a draft token where the first small model runs inside the target's engine, on its devices and in
-    its steps; unset: as on devices of its own."""
     ngram_window: int = Field(default=4, ge=1)
+    ageing: AgeingSection = AgeingSection()
     specactor: SpecActorSection = SpecActorSection()
     seer: SeerSection = SeerSection()
     tlt: TltSection = TltSection()
@@ -292,7 +301,7 @@ class Scenario(Section):
             prefill_token_s=1e-6 * engine.prefill_us_per_token,
             kv_tokens=engine.kv_tokens,
             max_requests=engine.max_requests,
-            kv_load_token_s=1e-6 * engine.kv_load_us_per_token,
+            kv_load_token_s=_microseconds(engine.kv_load_us_per_token),
         )
         return Setup(
             num_gpus=self.gpus,
@@ -302,6 +311,7 @@ class Scenario(Section):
             group_drafter=_drafter(self.suffix, "free") if self.suffix else None,
             lookup=_drafter(self.lookup, "free") if self.lookup else None,
             mean_context_tokens=self.mean_context_tokens,
+            ageing=Ageing(self.ageing.lost, self.ageing.session_s),
         )
 
     def phases_of(self, baseline_rollout_s: float) -> Phases:
@@ -331,7 +341,11 @@ def find_scenario(source: str, folder: Path = Path()) -> Path:
     )
 
 
-def _read(path: Path) -> dict[str, Any]:
+_SOURCES = {"lengths": ("median_tokens", "histogram"), "engine": ("step_ms", "profile")}
+"""Keys of a section of which one holds: that of the file replaces the other of the one it extends."""
+
+
+def _read(path: Path, extending: tuple[Path, ...] = ()) -> dict[str, Any]:
     fields = read_yaml(path, "scenario", f"{PRESETS}")
     for section, key in (("lengths", "histogram"), ("engine", "profile")):
         holder = fields.get(section)
@@ -339,7 +353,15 @@ def _read(path: Path) -> dict[str, Any]:
             holder[key] = str(path.resolve().parent / Path(name).expanduser())
     if not isinstance(base := fields.get("extends"), str):
         return fields
-    return _merged(_read(find_scenario(base, path.parent)), fields)
+    found = find_scenario(base, path.parent)
+    if found.resolve() in (path.resolve(), *(one.resolve() for one in extending)):
+        raise ConfigError(f"scenario {path} extends itself through {base!r}: name another one")
+    inherited = _read(found, (path, *extending))
+    for section, keys in _SOURCES.items():
+        own = fields.get(section)
+        if isinstance(own, dict) and any(key in own for key in keys):
+            inherited[section] = {k: v for k, v in inherited.get(section, {}).items() if k not in keys}
+    return _merged(inherited, fields)
 
 
 def _merged(base: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
@@ -386,9 +408,19 @@ def _drafter(section: DrafterSection, kind: Literal["model", "free"]) -> Drafter
         within=a.within,
         shared=a.shared,
     )
+    slope_s = 1e-6 * section.per_request_us
     return Drafter(
-        section.name, AffineLatency(1e-3 * section.base_ms, 1e-6 * section.per_request_us), process, kind
+        name=section.name,
+        token=AffineLatency(1e-3 * section.base_ms, slope_s),
+        acceptance=process,
+        kind=kind,
+        engine_token=None if section.engine_ms is None else AffineLatency(1e-3 * section.engine_ms, slope_s),
+        is_attached=section.attached,
     )
+
+
+def _microseconds(value: float | None) -> float | None:
+    return None if value is None else 1e-6 * value
 
 
 def _specactor(stage: systems.Stage) -> Callable[[Scenario], System]:
@@ -399,7 +431,6 @@ def _specactor(stage: systems.Stage) -> Callable[[Scenario], System]:
             first_window=s.first_window,
             first_draft_gpus=s.first_draft_gpus,
             naive_draft_gpus=s.naive_draft_gpus,
-            naive_draft_ms=scenario.vanilla_draft_ms,
             max_window=s.max_window,
             max_batch=s.max_batch,
             reconfigure_rounds=s.reconfigure_rounds,
@@ -432,10 +463,7 @@ SYSTEMS: dict[str, tuple[Callable[[Scenario], System], tuple[str, ...]]] = {
     "veRL": (lambda s: systems.verl(s.setup()), ()),
     "veRL (2x)": (lambda s: systems.verl_twice(s.setup()), ()),
     "RLHFuse": (lambda s: systems.rlhfuse(s.setup()), ()),
-    "vanilla speculation": (
-        lambda s: systems.vanilla(s.setup(), s.vanilla_window, s.vanilla_draft_ms),
-        ("models",),
-    ),
+    "vanilla speculation": (lambda s: systems.vanilla(s.setup(), s.vanilla_window), ("models",)),
     "n-gram": (lambda s: systems.ngram(s.setup(), s.ngram_window), ("lookup",)),
     "SpecActor, naive": (_specactor("naive"), ("models",)),
     "SpecActor, decoupled": (_specactor("decoupled"), ("models",)),

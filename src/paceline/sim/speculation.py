@@ -19,8 +19,9 @@ from paceline.planning.budget import best_lengths
 from paceline.planning.latency_profile import LatencyModel
 from paceline.planning.reconfigure import reconfigure
 from paceline.planning.window import (
-    Rules,
+    Mode,
     StepTimes,
+    best_window,
     coupled_tokens,
     decoupled_tokens,
     profiled_times,
@@ -81,13 +82,9 @@ class FixedWindow:
     index: int
     """The drafter's row of the acceptance rates."""
     window: int
-    max_batch: int = 1 << 30
-    """No drafts for larger batches (TLT's elastic threshold)."""
 
     def plan(self, batch: Batch, costs: EngineCosts) -> RoundPlan:
         rates = batch.acceptance[self.index]
-        if len(rates) > self.max_batch:
-            return Plain().plan(batch, costs)
         return coupled_plan(rates, np.full(len(rates), self.window), self.drafter.token, costs)
 
 
@@ -96,8 +93,10 @@ class Decoupled:
     """Drafters on devices of their own, drafting ahead (SpecActor 4.1; `planning.window`).
 
     With `max_window` requests below the mean acceptance get a window and mode of their own, the rest keep theirs
-    (algorithm 2, `planning.reconfigure`), anew whenever the worker looks again. `synchronous`: the drafter waits for
-    the verifier, so nothing overlaps (the naive disaggregation of the paper's ablation).
+    (algorithm 2, `planning.reconfigure`), whenever the batch has changed or the worker looks again: more often than the
+    paper's 1000 iterations. With `chooses_all` everyone gets the best window at its own acceptance: a racing worker has
+    no placement to keep. `synchronous`: the drafter waits for the verifier, so nothing overlaps (the naive
+    disaggregation of the paper's ablation).
     """
 
     drafter: Drafter
@@ -105,8 +104,8 @@ class Decoupled:
     window: int
     max_window: int = 0
     """Longest window of a reconfigured request, 0: nobody is reconfigured."""
+    chooses_all: bool = False
     synchronous: bool = False
-    rules: Rules = Rules.PROTOCOL
 
     def plan(self, batch: Batch, costs: EngineCosts) -> RoundPlan:
         rates = batch.acceptance[self.index]
@@ -116,9 +115,12 @@ class Decoupled:
         is_coupled = np.zeros(len(rates), dtype=np.bool_)
         if self.max_window:
             times = self._times(batch, costs)
-            found = reconfigure(rates, times, self.rules)
-            windows[found.requests] = found.windows
-            is_coupled[found.requests] = found.is_coupled
+            if self.chooses_all:
+                windows = best_window(rates, times, Mode.DECOUPLED).window
+            else:
+                found = reconfigure(rates, times)
+                windows[found.requests] = found.windows
+                is_coupled[found.requests] = found.is_coupled
         return self._mixed_plan(rates, windows, is_coupled, batch, costs)
 
     def _times(self, batch: Batch, costs: EngineCosts) -> StepTimes:
@@ -171,7 +173,7 @@ class DraftRange:
         length = min(self.settings.threshold_request_tokens, share)
         if not length:
             return Plain().plan(batch, costs)
-        likely = np.floor(math.log(self.settings.threshold_min_probability) / np.log(rates))
+        likely = _depths(self.settings.threshold_min_probability, rates)
         return coupled_plan(rates, np.minimum(likely, length), self.drafter.token, costs)
 
 
@@ -231,8 +233,7 @@ class Budgeted:
         if math.isinf(cut):
             return Plain().plan(batch, costs)
         rates = self._rates(batch, with_model)
-        depths = np.floor(math.log(cut) / np.log(rates))
-        windows = np.clip(depths, 0, self.settings.max_draft_tokens)
+        windows = np.minimum(_depths(cut, rates), self.settings.max_draft_tokens)
         return coupled_plan(rates, windows, self._token(with_model), costs)
 
     def _rates(self, batch: Batch, with_model: bool) -> Float64Array:
@@ -268,6 +269,11 @@ class Budgeted:
         taken = int(lengths.sum())
         rate = (len(rates) + float(paths.ravel()[order[:taken]].sum())) / float(seconds[taken])
         return rate, float(paths.ravel()[order[taken - 1]]) if taken else math.inf
+
+
+def _depths(cut: float, rates: Float64Array) -> Float64Array:
+    """The longest draft of each whose path probability is at least `cut`; a cut that is such a probability is met."""
+    return np.asarray(np.floor(math.log(cut) / np.log(rates) + 1e-9))
 
 
 def coupled_plan(

@@ -31,12 +31,16 @@ class Phases:
 
 @dataclass(frozen=True, slots=True)
 class Ageing:
-    """What a policy update costs a drafter, and what training gives back."""
+    """What a policy update costs a small-model drafter, and what training on idle workers gives back."""
 
     lost: float = 0.0
     """Of the logit of its acceptance, per policy update."""
-    session_s: float | None = None
-    """Worker seconds of training that win a step's loss back; None: it is never trained."""
+    session_s: float = 60.0
+    """Worker seconds of training that win a step's loss back."""
+
+
+NEVER = Ageing()
+"""A drafter that stays as it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +61,7 @@ class System:
     """Whether workers that fell free prepare what is finished (RLHFuse)."""
     learn_factor: float = 1.0
     """Prepare and learn time as a multiple: 0.5 with twice the GPUs."""
-    ageing: Ageing = Ageing()
+    ageing: Ageing = NEVER
 
 
 def simulate_steps(
@@ -69,12 +73,13 @@ def simulate_steps(
     for step in range(num_steps):
         plan = _aged(system.plan, lost)
         rollout = simulate_rollout(plan, draw(step), seed + step)
-        results.append(StepResult(rollout, rollout.rollout_s + _rest_s(system, rollout, phases)))
+        results.append(StepResult(rollout, rollout.rollout_s + rest_s(system, rollout, phases)))
         lost = _after(system.ageing, lost, rollout)
     return results
 
 
-def _rest_s(system: System, rollout: RolloutResult, phases: Phases) -> float:
+def rest_s(system: System, rollout: RolloutResult, phases: Phases) -> float:
+    """Seconds of a step beside its rollout."""
     prepare_s, learn_s = (system.learn_factor * part for part in (phases.prepare_s, phases.learn_s))
     if system.overlaps_prepare:
         free_s = rollout.idle_share * rollout.rollout_s
@@ -85,9 +90,7 @@ def _rest_s(system: System, rollout: RolloutResult, phases: Phases) -> float:
 def _after(ageing: Ageing, lost: float, rollout: RolloutResult) -> float:
     """Loss of logit after a policy update; training wins back what has accumulated."""
     lost += ageing.lost
-    if ageing.session_s is None:
-        return lost
-    return max(lost - ageing.lost * rollout.training_s / max(ageing.session_s, 1e-9), 0.0)
+    return max(lost - ageing.lost * rollout.training_s / ageing.session_s, 0.0)
 
 
 def _aged(plan: FleetPlan, lost: float) -> FleetPlan:

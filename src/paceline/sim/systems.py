@@ -14,7 +14,6 @@ from paceline.config import BudgetSettings
 from paceline.planning import bandit
 from paceline.planning.dispatch import DispatchSettings
 from paceline.planning.harvest import HarvestSettings
-from paceline.planning.latency_profile import AffineLatency
 from paceline.planning.placement import Cluster, place
 from paceline.sim.acceptance import moved_logit
 from paceline.sim.costs import Drafter, EngineCosts
@@ -29,9 +28,9 @@ from paceline.sim.speculation import (
     Plain,
     Speculation,
 )
-from paceline.sim.step import Ageing, System
+from paceline.sim.step import NEVER, Ageing, System
 
-_RACING_WINDOW = 8
+_RACERS_PER_HOST = 5  # a racing worker's drafter takes one GPU: the four of a worker serve four others
 GROUP_BOUND = DispatchSettings(variant="group")
 _EPSILON, _REWARDS = 0.1, 1000  # of TLT's bandit, as in the SGLang change that its release builds on
 
@@ -52,6 +51,7 @@ class Setup:
     """n-gram look-up in the response alone."""
     mean_context_tokens: int = 2048
     """At which plans are made."""
+    ageing: Ageing = NEVER
 
     @property
     def num_workers(self) -> int:
@@ -68,9 +68,9 @@ class Setup:
         return self.drafters.index(drafter)
 
 
-def verl(setup: Setup, name: str = "veRL") -> System:
+def verl(setup: Setup) -> System:
     """Whole groups bound to workers, no speculation."""
-    return System(name, _bound(setup, Plain))
+    return System("veRL", _bound(setup, Plain))
 
 
 def verl_twice(setup: Setup) -> System:
@@ -84,14 +84,11 @@ def rlhfuse(setup: Setup) -> System:
     return System("RLHFuse", _bound(setup, Plain), overlaps_prepare=True)
 
 
-def vanilla(setup: Setup, window: int, draft_ms: float | None = None) -> System:
-    """Group-bound, with the first small model drafting `window` tokens in the same engine.
-
-    draft_ms: its milliseconds per token there, if not those of its profile.
-    """
-    drafter = setup.models[0]
-    row, slowed = setup.row(drafter), _slowed(drafter, draft_ms)
-    return System("vanilla speculation", _bound(setup, lambda: FixedWindow(slowed, row, window)))
+def vanilla(setup: Setup, window: int) -> System:
+    """Group-bound, with the first small model drafting `window` tokens in the same engine."""
+    drafter, row = _inside(setup.models[0]), setup.row(setup.models[0])
+    plan = _bound(setup, lambda: FixedWindow(drafter, row, window))
+    return System("vanilla speculation", plan, ageing=setup.ageing)
 
 
 def ngram(setup: Setup, window: int) -> System:
@@ -111,8 +108,6 @@ class SpecActorOptions:
     """w of the stages before algorithm 1 plans it."""
     first_draft_gpus: int = 1
     naive_draft_gpus: int = 4
-    naive_draft_ms: float | None = None
-    """Milliseconds of a draft token before drafters are engineered for it; None: as profiled."""
     max_window: int = 16
     max_batch: int = 16
     """b_max of racing."""
@@ -126,8 +121,8 @@ Stage = Literal["naive", "decoupled", "reconfigured", "full"]
 def specactor(setup: Setup, options: SpecActorOptions, stage: Stage = "full") -> System:
     """SpecActor, or it without its later techniques, in the order of its ablation.
 
-    naive: vanilla speculation with the drafter on devices of its own. decoupled: drafting ahead, with a first plan.
-    reconfigured: algorithms 1 and 2. full: fastest-of-N too.
+    naive: vanilla speculation, its slow drafting included, with the drafter on devices of its own. decoupled: drafting
+    ahead, with a first plan. reconfigured: algorithms 1 and 2. full: fastest-of-N too.
     """
     drafter = setup.models[0]
     row = setup.row(drafter)
@@ -135,22 +130,24 @@ def specactor(setup: Setup, options: SpecActorOptions, stage: Stage = "full") ->
         is_naive = stage == "naive"
         draft_gpus = options.naive_draft_gpus if is_naive else options.first_draft_gpus
         groups = setup.num_gpus // (setup.engine.num_gpus + draft_gpus)
-        drafter = _slowed(drafter, options.naive_draft_ms) if is_naive else drafter
+        drafter = _inside(drafter) if is_naive else drafter
         made = lambda: Decoupled(drafter, row, options.first_window, synchronous=is_naive)  # noqa: E731
-        return System(f"SpecActor, {stage}", replace(_bound(setup, made), num_workers=groups))
+        plan = replace(_bound(setup, made), num_workers=groups)
+        return System(f"SpecActor, {stage}", plan, ageing=setup.ageing)
     window, groups = _placed(setup, drafter, options)
     made = lambda: Decoupled(drafter, row, window, options.max_window)  # noqa: E731
     plan = replace(_bound(setup, made), num_workers=groups, refresh_rounds=options.reconfigure_rounds)
     if stage == "reconfigured":
-        return System("SpecActor, reconfigured", plan)
+        return System("SpecActor, reconfigured", plan, ageing=setup.ageing)
     racers = (*setup.models, *([setup.lookup] if setup.lookup else []))
     racing = Racing(
         speculate=tuple(_racer(setup, one, window, options) for one in racers),
         drafter_rows=tuple(setup.row(one) for one in racers),
+        home=made,
         max_batch=options.max_batch,
         deploy_s=options.deploy_s,
     )
-    return System("SpecActor", replace(plan, racing=racing))
+    return System("SpecActor", replace(plan, racing=racing), ageing=setup.ageing)
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,22 +203,26 @@ class TltOptions:
     """Requests of a worker below which it speculates."""
     strategies: tuple[tuple[int, int], ...] = ((10, 64), (10, 48), (10, 32), (10, 16))
     """(draft depth, tokens to verify), one group for each number of tokens to verify."""
-    batch_sizes: tuple[int, ...] = (1, 2, 4, 8)
-    session_s: float = 60.0
-    lost: float = 0.05
+    batch_sizes: tuple[int, ...] = (1, 2, 3, 8)
+    """Smallest batch of each number of tokens to verify, the largest number first."""
+    tree_level: float | None = None
+    """Acceptance level of the drafter in a tree, of which the tokens to verify are the best; None: as in a line."""
 
 
 def tlt(setup: Setup, options: TltOptions, is_adaptive: bool = True) -> System:
     """TLT: elastic speculation with the bandit, its drafter trained on idle workers (not: TLT with a static one)."""
-    drafter = setup.models[0]
-    row = setup.row(drafter)
+    row, drafter = setup.row(setup.models[0]), setup.models[0]
+    if options.tree_level is not None:
+        drafter = replace(drafter, acceptance=replace(drafter.acceptance, level=options.tree_level))
+        setup = replace(setup, models=(drafter, *setup.models[1:]))
+    drafter = _inside(drafter)
     strategies = tuple(bandit.Strategy(*pair) for pair in options.strategies)
     start = bandit.initialize(strategies, options.batch_sizes, _EPSILON, _REWARDS, seed=0)
     plan = replace(
-        _bound(setup, lambda: Bandit(drafter, row, options.max_batch, start)), harvest=HarvestSettings()
+        _bound(setup, lambda: Bandit(drafter, row, options.max_batch, start)),
+        harvest=HarvestSettings() if is_adaptive else None,
     )
-    ageing = Ageing(options.lost, options.session_s if is_adaptive else None)
-    return System("TLT" if is_adaptive else "TLT, static drafter", plan, ageing=ageing)
+    return System("TLT" if is_adaptive else "TLT, static drafter", plan, ageing=setup.ageing)
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,25 +245,29 @@ def paceline(setup: Setup, options: PacelineOptions, stage: PacelineStage = "ful
     """Paceline, or it without its later techniques.
 
     divided: Seer's context-aware scheduling. budget: grouped and model drafts with the shared dice, cut by the draft
-    budget. full: workers that fall free race for the slowest, each with a drafter that drafts ahead, and take the
-    leader's tokens.
+    budget. full: the drafter is trained on idle workers, and workers that fall free race for the slowest responses,
+    with drafters that draft ahead on one in five of them; racers take the leader's tokens.
     """
     setup = replace(setup, models=tuple(_with_dice(one, options.dice_logit) for one in setup.models))
     dispatch = DispatchSettings(variant="context", chunk_tokens=options.chunk_tokens)
     if stage == "divided":
         return System("Paceline, divided", _divided(setup, dispatch, Plain))
-    plan = replace(_divided(setup, dispatch, _budgeted(setup, setup.models, options)), refresh_rounds=256.0)
+    home = _budgeted(setup, setup.models, options)
+    plan = replace(_divided(setup, dispatch, home), refresh_rounds=256.0)
     if stage == "budget":
-        return System("Paceline, budget", plan)
+        return System("Paceline, budget", plan, ageing=setup.ageing)
     racers = setup.drafters
     racing = Racing(
-        speculate=tuple(_ahead(setup, one, options) for one in racers),
+        speculate=tuple(_racing(setup, one, options) for one in racers),
         drafter_rows=tuple(setup.row(one) for one in racers),
+        home=home,
         max_batch=options.max_batch,
         deploy_s=options.deploy_s,
         shares_progress=True,
+        hosts_every=_RACERS_PER_HOST if any(not one.is_attached for one in setup.models) else 0,
     )
-    return System("Paceline", replace(plan, racing=racing))
+    full = replace(plan, racing=racing if racers else None, harvest=HarvestSettings())
+    return System("Paceline", full, ageing=setup.ageing)
 
 
 def _bound(setup: Setup, made: Callable[[], Speculation]) -> FleetPlan:
@@ -291,12 +296,9 @@ def _racer(
     return lambda: Decoupled(drafter, setup.row(drafter), window, options.max_window)
 
 
-def _slowed(drafter: Drafter, draft_ms: float | None) -> Drafter:
-    """The drafter with so many milliseconds per token, whatever it takes for a request more."""
-    if draft_ms is None:
-        return drafter
-    slope_s = float(drafter.token.seconds(1)) - float(drafter.token.seconds(0))
-    return replace(drafter, token=AffineLatency(1e-3 * draft_ms, slope_s))
+def _inside(drafter: Drafter) -> Drafter:
+    """The drafter as it runs inside the target's engine."""
+    return drafter if drafter.engine_token is None else replace(drafter, token=drafter.engine_token)
 
 
 def _with_dice(drafter: Drafter, logit: float) -> Drafter:
@@ -304,9 +306,15 @@ def _with_dice(drafter: Drafter, logit: float) -> Drafter:
     return replace(drafter, acceptance=replace(drafter.acceptance, level=level))
 
 
-def _ahead(setup: Setup, drafter: Drafter, options: PacelineOptions) -> Callable[[], Speculation]:
-    """A worker for racers: its drafter drafts ahead, each response at its own best window (SpecActor, algorithm 2)."""
-    return lambda: Decoupled(drafter, setup.row(drafter), _RACING_WINDOW, options.max_draft_tokens)
+def _racing(setup: Setup, drafter: Drafter, options: PacelineOptions) -> Callable[[], Speculation]:
+    """A worker that races with this drafter: a model drafts ahead elsewhere, anything else in the engine."""
+    row, most = setup.row(drafter), options.max_draft_tokens
+    if drafter.kind == "model" and not drafter.is_attached:
+        return lambda: Decoupled(drafter, row, most, most, chooses_all=True)
+    budget = BudgetSettings(max_draft_tokens=most)
+    if drafter.kind == "model":
+        return lambda: Budgeted((), _inside(drafter), row, budget)
+    return lambda: Budgeted((row,), None, row, budget)
 
 
 def _budgeted(
@@ -314,6 +322,6 @@ def _budgeted(
 ) -> Callable[[], Speculation]:
     free = (setup.row(setup.group_drafter),) if setup.group_drafter else ()
     budget = BudgetSettings(max_draft_tokens=options.max_draft_tokens)
-    model = models[0] if models else None
-    row = setup.row(model) if model else 0
+    model = _inside(models[0]) if models else None
+    row = setup.row(models[0]) if models else 0
     return lambda: Budgeted(free, model, row, budget)

@@ -165,21 +165,23 @@ class SimulatedWorker:
             self.waiting = deque(job for job in self.waiting if job.response != response)
         self._rest()
 
-    def tokens_of(self, response: int) -> float:
-        """Tokens that a response has here, running or waiting. Raises KeyError if it is not here."""
+    def tokens_of(self, response: int) -> float | None:
+        """Tokens that a response has here, running or waiting; None: it is not here."""
         at = np.flatnonzero(self.responses == response)
         if len(at):
             return float(self._state[_TOKENS, at[0]])
-        return {job.response: job.tokens for job in self.waiting}[response]
+        return next((job.tokens for job in self.waiting if job.response == response), None)
 
     def catch_up(self, response: int, tokens: float) -> None:
         """A racer elsewhere has so many tokens of the response: go on from there."""
         at = np.flatnonzero(self.responses == response)
         if len(at) and tokens > self._state[_TOKENS, at[0]]:
-            gained = min(tokens - self._state[_TOKENS, at[0]], self._state[_LEFT, at[0]] - 1.0)
+            most = max(float(self._state[_LEFT, at[0]]) - 1.0, 0.0)
+            gained = min(tokens - float(self._state[_TOKENS, at[0]]), most)
             self._state[_LEFT, at[0]] -= gained
             self._state[_TOKENS, at[0]] += gained
             self._state[_CONTEXT, at[0]] += gained
+            self._make_room()
 
     def look_again(self) -> None:
         """Acceptance may have changed."""
@@ -278,9 +280,10 @@ class SimulatedWorker:
         tokens = np.array([job.tokens for job in jobs])
         context = tokens + np.array([job.prompt_tokens for job in jobs])
         left = np.array([job.chunk_tokens for job in jobs])
-        resumed = np.array([job.is_resumed for job in jobs]) & (self.costs.kv_load_token_s > 0.0)
+        moves = self.costs.kv_load_token_s is not None
+        resumed = np.array([job.is_resumed and moves for job in jobs])
         loaded, prefilled = float(context[resumed].sum()), float(context[~resumed].sum())
-        self.clock_s += loaded * self.costs.kv_load_token_s + prefilled * self.costs.prefill_token_s
+        self.clock_s += loaded * (self.costs.kv_load_token_s or 0.0) + prefilled * self.costs.prefill_token_s
         self.counters.loaded_tokens += loaded
         self.counters.prefilled_tokens += prefilled
         begun = np.array([job.response for job in jobs], dtype=np.int64)
