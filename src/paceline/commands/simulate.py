@@ -60,6 +60,8 @@ def simulate(
         _list_presets()
         return
     if show:
+        if override or what_if or system:
+            raise ConfigError("--show prints the file as it is: leave out --set, --what-if and --system")
         typer.echo(find_scenario(scenario).read_text(encoding="utf-8"))
         return
     for option, path in (("--html", html), ("--json", json_file)):
@@ -189,9 +191,11 @@ def _sweep(
     for name in names:
         table.add_column(name, justify="right")
     rows: list[dict[str, Any]] = []
+    points = []
     for values in itertools.product(*(values for _, values in axes)):
         chosen = [f"{key}={value}" for (key, _), value in zip(axes, values, strict=True)]
-        scenario = load_scenario(source, [*changes, *chosen])
+        points.append((values, chosen, load_scenario(source, [*changes, *chosen])))
+    for values, chosen, scenario in points:
         results = run_systems(scenario, names)
         base = results[names[0]].rollout_s
         cells = [f"{results[name].rollout_s:.0f} ({base / results[name].rollout_s:.2f})" for name in names]
