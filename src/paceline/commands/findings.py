@@ -15,7 +15,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
-from paceline.commands.launch import GIB, available_bytes, is_cpu_build
+from paceline.commands.launch import GIB, available_bytes
 from paceline.errors import PacelineError
 from paceline.record import describe_machine
 
