@@ -48,7 +48,9 @@ def make_score() -> RewardFunction:
 def ray() -> Iterator[Any]:
     """Ray on this machine, with more CPUs than there are."""
     module = import_ray()
-    module.init(address="local", num_cpus=16, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    module.init(
+        address="local", num_cpus=16, include_dashboard=False, log_to_driver=False, logging_level="ERROR"
+    )
     yield module
     module.shutdown()
 
@@ -89,9 +91,7 @@ def prompts() -> list[tuple[int, ...]]:
     return [tuple(tokenizer(row["prompt"])["input_ids"]) for row in rows]
 
 
-def make_requests(
-    prompts: Sequence[tuple[int, ...]], samples: int, max_tokens: int
-) -> list[RolloutRequest]:
+def make_requests(prompts: Sequence[tuple[int, ...]], samples: int, max_tokens: int) -> list[RolloutRequest]:
     """`samples` responses to each prompt; keys and groups are derived."""
     return [
         RolloutRequest(prompt, max_tokens, sample=sample) for prompt in prompts for sample in range(samples)

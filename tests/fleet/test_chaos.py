@@ -64,7 +64,9 @@ def test_nothing_is_lost_and_no_token_changes(
     requests = make_requests(prompts[:6], 4, 700)
     params = SamplingParams(temperature=1.0, ignore_eos=True)
     wanted = [response.tokens for response in plain(requests, params)]
-    rewards = [make_score()(index, response) for index, response in enumerate(fleet.generate(requests, params))]
+    rewards = [
+        make_score()(index, response) for index, response in enumerate(fleet.generate(requests, params))
+    ]
     chaos = Chaos(fleet, random.Random(7))
     losses = sum(status.num_losses for status in fleet.board.workers.values())
     num_rounds = 0

@@ -48,9 +48,13 @@ def test_a_fleet_that_cannot_be_is_refused(
     assert not out.exists()
 
 
-def test_an_address_where_nobody_listens_is_named(run: Run, model: Path, prompts: Path, tmp_path: Path) -> None:
+def test_an_address_where_nobody_listens_is_named(
+    run: Run, model: Path, prompts: Path, tmp_path: Path
+) -> None:
     address = f"127.0.0.1:{free_port()}"
-    done = run("rollout", model, prompts, "--out", tmp_path / "o.jsonl", "--workers", 2, "--ray-address", address)
+    done = run(
+        "rollout", model, prompts, "--out", tmp_path / "o.jsonl", "--workers", 2, "--ray-address", address
+    )
     assert done.code == 2
     assert f"no Ray at {address}" in done.error
 

@@ -1,4 +1,4 @@
-"""The controller's answers to single events; random orders of them are tests/property/test_fleet_controller.py."""
+"""The controller's answers to single events; random orders of them are tests/property/test_controller_events.py."""
 
 from __future__ import annotations
 
@@ -34,7 +34,9 @@ from paceline.types import RolloutRequest
 
 
 def request(key: int, max_tokens: int = 20, generated: tuple[int, ...] = ()) -> RolloutRequest:
-    return RolloutRequest((1, 2, 3), max_tokens, key=key, group=key // 10, sample=key % 10, generated=generated)
+    return RolloutRequest(
+        (1, 2, 3), max_tokens, key=key, group=key // 10, sample=key % 10, generated=generated
+    )
 
 
 def controller(workers: int = 1, **fields: object) -> Controller:
@@ -113,7 +115,9 @@ def test_new_weights_reach_a_worker_before_any_chunk() -> None:
     assert (run.worker, run.version) == ("w1", 1)
     fleet.decide(Reported("w1", 0, ended(0, 0, 4)))
     assert fleet.decide(WeightsChanged(2)) == [LoadWeights("w0", 0, 2), LoadWeights("w1", 0, 2)]
-    assert fleet.decide(WeightsLoaded("w0", 0, 1)) == [LoadWeights("w0", 0, 2)], "it loaded the version before"
+    assert fleet.decide(WeightsLoaded("w0", 0, 1)) == [LoadWeights("w0", 0, 2)], (
+        "it loaded the version before"
+    )
 
 
 def test_a_worker_that_refuses_a_chunk_gets_the_weights_it_missed() -> None:
@@ -166,7 +170,9 @@ def test_a_silent_worker_is_replaced() -> None:
     assert fleet.decide(Tick(126.0)) == [StopWorker("w0", 0), StartWorker("w0", 1)]
     fleet.decide(Tick(126.0))
     assert fleet.decide(Tick(170.0)) == []
-    assert fleet.decide(Tick(177.0)) == [StopWorker("w0", 1), StartWorker("w0", 2)], "it does not come up either"
+    assert fleet.decide(Tick(177.0)) == [StopWorker("w0", 1), StartWorker("w0", 2)], (
+        "it does not come up either"
+    )
 
 
 def test_a_worker_that_never_generates_is_given_up() -> None:
@@ -175,7 +181,7 @@ def test_a_worker_that_never_generates_is_given_up() -> None:
     assert fleet.decide(WorkerLost("w0", 1, "no memory")) == []
     assert fleet.state_of("w0") == "given up"
     fleet.decide(WorkerLost("w1", 0, "no memory"))
-    with pytest.raises(EngineError, match="lost 2 times in a row .* w1 last: no disk"):
+    with pytest.raises(EngineError, match=r"lost 2 times in a row .* w1 last: no disk"):
         fleet.decide(WorkerLost("w1", 1, "no disk"))
 
 

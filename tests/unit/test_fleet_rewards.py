@@ -24,7 +24,9 @@ from paceline.fleet.rewards import (
 
 
 def desk(**fields: object) -> RewardDesk:
-    made = RewardDesk(RewardSettings.model_validate({"workers": 1, "timeout_s": 10.0, "max_crashes": 1, **fields}))
+    made = RewardDesk(
+        RewardSettings.model_validate({"workers": 1, "timeout_s": 10.0, "max_crashes": 1, **fields})
+    )
     assert made.open(0.0) == [Replace(worker, 1) for worker in range(fields.get("workers", 1))]  # type: ignore[call-overload]
     return made
 
@@ -88,7 +90,7 @@ def test_a_function_that_cannot_be_loaded_ends_the_rollout() -> None:
     pool = desk()
     for life in range(1, MOST_FAILED_STARTS):
         assert pool.died(0, life, "ModuleNotFoundError", 0.0) == [Replace(0, life + 1)]
-    with pytest.raises(EngineError, match="5 reward workers in a row did not start.*ModuleNotFoundError"):
+    with pytest.raises(EngineError, match=r"5 reward workers in a row did not start.*ModuleNotFoundError"):
         pool.died(0, MOST_FAILED_STARTS, "ModuleNotFoundError", 0.0)
 
 

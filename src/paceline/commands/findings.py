@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Literal
 
 from paceline.commands.launch import GIB, available_bytes
+from paceline.engine.build import is_cpu_build
 from paceline.errors import PacelineError
 from paceline.record import describe_machine
 

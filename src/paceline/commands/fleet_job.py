@@ -36,7 +36,9 @@ def check_fleet_job(launch: Launch, sampling: Sampling, settings: FleetSettings)
     from paceline.fleet.cluster import check_fleet
 
     if launch.settings is None:
-        raise ConfigError("--plain runs vLLM without Paceline, and --workers needs its dice: drop one of them")
+        raise ConfigError(
+            "--plain runs vLLM without Paceline, and --workers needs its dice: drop one of them"
+        )
     if sampling.stop:
         raise ConfigError(
             "--stop with --workers: a stop text may lie across two chunks of a response; drop one of them"
@@ -82,9 +84,9 @@ def _run(job: Job, settings: FleetSettings, file: ResponseFile, journal: Journal
         fleet.submit(job.requests(), params, journal=journal)
         while fleet.num_unfinished and not interrupt.requested:
             finished = _advance(fleet, file)
-            for index, response, _ in finished:
-                file.append(encode_response(job, index, response, tokenizer))
-                reasons[response.finish_reason] += 1
+            for one in finished:
+                file.append(encode_response(job, one.index, one.response, tokenizer))
+                reasons[one.response.finish_reason] += 1
             progress.count(view.look(), len(finished), fleet.take_observations)
         progress.observe(fleet.take_observations())
     if journal.failure is not None:
@@ -168,4 +170,3 @@ class FleetView:
             return 0.0
         (then_s, before), (now_s, after) = self._seen[0], self._seen[-1]
         return (after[worker] - before[worker]) / (now_s - then_s) if now_s > then_s else 0.0
-

@@ -73,7 +73,8 @@ def rollout(
     workers: Annotated[
         int | None,
         typer.Option(
-            metavar="N", help="Roll out on N engines in Ray actors; unset: on one engine in this process.",
+            metavar="N",
+            help="Roll out on N engines in Ray actors; unset: on one engine in this process.",
             rich_help_panel="Fleet",
         ),
     ] = None,
@@ -92,7 +93,9 @@ def rollout(
     ray_address: Annotated[
         str | None,
         typer.Option(
-            metavar="HOST:PORT", help="Ray cluster to join; unset: this machine alone.", rich_help_panel="Fleet"
+            metavar="HOST:PORT",
+            help="Ray cluster to join; unset: this machine alone.",
+            rich_help_panel="Fleet",
         ),
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Make only what is missing in OUT.jsonl.")] = False,
@@ -119,7 +122,11 @@ def rollout(
     known_prompts = read_prompts(prompts, checkpoint, RESERVED)
     length = fit_length(checkpoint, known_prompts, max_tokens)
     kv_cache_bytes = check_batch(
-        checkpoint, dtype=dtype, max_model_len=length, max_num_seqs=max_num_seqs, kv_cache_gib=kv_cache_gib,
+        checkpoint,
+        dtype=dtype,
+        max_model_len=length,
+        max_num_seqs=max_num_seqs,
+        kv_cache_gib=kv_cache_gib,
         num_engines=1 if fleet is None or ray_address else fleet.workers,
     )
     launch = Launch(
@@ -142,9 +149,7 @@ def rollout(
             run_fleet_job(job, fleet, file, Console(stderr=True), resume=resume)
 
 
-def _fleet_settings(
-    workers: int, variant: str, chunk_tokens: int, address: str | None
-) -> FleetSettings:
+def _fleet_settings(workers: int, variant: str, chunk_tokens: int, address: str | None) -> FleetSettings:
     fields = {"workers": workers, "variant": variant, "chunk_tokens": chunk_tokens, "address": address}
     try:
         return FleetSettings.model_validate(fields)

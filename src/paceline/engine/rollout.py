@@ -322,9 +322,7 @@ class RolloutEngine:
 
     # -- weights and memory
 
-    def push_weights(
-        self, weights: Iterable[tuple[str, torch.Tensor]], version: int | None = None
-    ) -> int:
+    def push_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int | None = None) -> int:
         """Load new weights of the policy into the running engine and forget what the old ones left behind.
 
         Args:

@@ -103,7 +103,9 @@ class Actors:
 
     def close(self) -> None:
         """Shut all engines down."""
-        farewells = [actor.handle.stop.remote() for actor in self._actors.values() if actor.process is not None]
+        farewells = [
+            actor.handle.stop.remote() for actor in self._actors.values() if actor.process is not None
+        ]
         if farewells:
             with contextlib.suppress(ray.exceptions.RayError):
                 ray.wait(farewells, num_returns=len(farewells), timeout=FAREWELL_S)

@@ -49,8 +49,8 @@ def check_fleet(settings: FleetSettings, cores: int) -> None:
         _check_reachable(settings.address)
     elif is_cpu_build() and settings.workers > WORKERS_PER_CORE * cores:
         raise ConfigError(
-            f"{settings.workers} workers on {cores} cores: at most {WORKERS_PER_CORE * cores} here; lower --workers, or "
-            "join a Ray cluster by its address"
+            f"{settings.workers} workers on {cores} cores: at most {WORKERS_PER_CORE * cores} here; lower --workers, "
+            "or join a Ray cluster by its address"
         )
 
 
@@ -122,7 +122,9 @@ def _check_reachable(address: str) -> None:
         return
     host, colon, port = address.rpartition(":")
     if not colon or not port.isdigit():
-        raise ConfigError(f"Ray address {address!r}: write it as HOST:PORT, or 'auto' for the cluster of this node")
+        raise ConfigError(
+            f"Ray address {address!r}: write it as HOST:PORT, or 'auto' for the cluster of this node"
+        )
     try:
         with socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S):
             return

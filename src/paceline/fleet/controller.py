@@ -28,7 +28,6 @@ from paceline.fleet.events import (
     Event,
     Growth,
     Keep,
-    Kept,
     LoadWeights,
     Opened,
     Report,
@@ -171,7 +170,9 @@ class Controller:
 
     def _submit(self, event: Submitted) -> list[Action]:
         if self.num_unfinished:
-            raise RequestError(f"{self.num_unfinished} responses are still running: finish or abandon them first")
+            raise RequestError(
+                f"{self.num_unfinished} responses are still running: finish or abandon them first"
+            )
         self._dispatcher, self._rollout = None, _Rollout(event.true_lengths)
         actions: list[Action] = []
         for index, request in enumerate(event.requests):

@@ -63,9 +63,7 @@ class LiveResponse:
 
     def next_request(self, chunk_tokens: int) -> RolloutRequest:
         """The request of the next chunk."""
-        return replace(
-            self.request, generated=tuple(self.tokens), max_tokens=len(self.tokens) + chunk_tokens
-        )
+        return replace(self.request, generated=tuple(self.tokens), max_tokens=len(self.tokens) + chunk_tokens)
 
     def keep(self, num_new: int, finish_reason: str | None) -> Keep:
         """What a journal needs to know of the last `num_new` tokens."""

@@ -9,7 +9,7 @@ import os
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import ray
 
@@ -18,7 +18,8 @@ from paceline.fleet.rewards import Replace, Reward, RewardAction, RewardDesk, Re
 from paceline.types import Response
 
 
-class Scored(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Scored:
     """A response with its reward."""
 
     index: int

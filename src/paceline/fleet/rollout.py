@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Generator, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from paceline.config import EngineSettings, FleetSettings
 from paceline.dice import derive_key
@@ -57,7 +57,8 @@ if TYPE_CHECKING:
 TICK_S = 0.25
 
 
-class Finished(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Finished:
     """A response that is complete."""
 
     index: int
@@ -307,13 +308,13 @@ class Fleet:
             self._settle(self._rewards.add(index, response))
 
     def _settle(self, scored: Iterable[Scored]) -> None:
-        for index, response, reward in scored:
-            if reward.value is None:
+        for one in scored:
+            if one.reward.value is None:
                 raise EngineError(
-                    f"response {index} has no reward, {reward.failure}: mend the function, or set "
+                    f"response {one.index} has no reward, {one.reward.failure}: mend the function, or set "
                     "rewards.failure_reward to go on with a number"
                 )
-            self._finished.append(Finished(index, response, reward))
+            self._finished.append(Finished(one.index, one.response, one.reward))
 
     def _resolve(self, index: int, request: RolloutRequest) -> RolloutRequest:
         """The request with key and group, and no more tokens than the engines take."""
@@ -322,7 +323,9 @@ class Fleet:
         if not request.prompt:
             raise RequestError(f"request {index}: the prompt is empty; begin it with a BOS token")
         if not 0 <= min(tokens) <= max(tokens) < vocab_size:
-            raise RequestError(f"request {index}: it has a token id that is not one of the model's {vocab_size}")
+            raise RequestError(
+                f"request {index}: it has a token id that is not one of the model's {vocab_size}"
+            )
         room = self.max_model_len - len(request.prompt)
         if len(request.generated) >= room:
             raise RequestError(

@@ -34,9 +34,7 @@ def pack_weights(weights: Iterable[tuple[str, torch.Tensor]]) -> list[PackedTens
     for name, tensor in weights:
         flat = tensor.detach().cpu().contiguous().reshape(-1)
         data = flat.view(torch.uint8).numpy()
-        packed.append(
-            PackedTensor(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), data)
-        )
+        packed.append(PackedTensor(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), data))
     return packed
 
 
@@ -46,6 +44,7 @@ def unpack_weights(packed: Iterable[PackedTensor]) -> Iterator[tuple[str, torch.
 
     for name, dtype, shape, data in packed:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # the memory is read-only, and so is what we do with it
+            # The memory is read-only, and so is what is done with it.
+            warnings.simplefilter("ignore", UserWarning)
             flat = torch.from_numpy(data)
         yield name, flat.view(getattr(torch, dtype)).reshape(shape)

@@ -125,7 +125,7 @@ class RolloutWorker:
                 self._order(self._cancel, order)
 
     def load_weights(self, weights: Sequence[PackedTensor], version: int) -> int:
-        """Load weights of a policy version, once everything ordered before is done. Raises EngineError if chunks run."""
+        """Load weights of a version, once everything ordered before is done. Raises EngineError if chunks run."""
         done: Future[int] = Future()
         self._order(self._load, weights, version, done)
         return done.result()
@@ -263,9 +263,7 @@ class RolloutWorker:
             endings=tuple(self._endings),
             refused=tuple(self._refused),
             rejected=tuple(self._rejected),
-            telemetry=Telemetry(
-                read_kv_use(self._engine.scheduler), len(self._chunks), tuple(self._steps)
-            ),
+            telemetry=Telemetry(read_kv_use(self._engine.scheduler), len(self._chunks), tuple(self._steps)),
         )
         for news in (self._endings, self._refused, self._rejected, self._steps):
             news.clear()

@@ -43,7 +43,9 @@ def test_tokens_are_those_of_a_single_plain_engine(
     found = {finished.index: finished for finished in fleet.stream(requests, PARAMS)}
     wanted = plain(requests, PARAMS)
     assert [found[i].response.tokens for i in range(len(requests))] == [r.tokens for r in wanted]
-    assert [found[i].response.finish_reason for i in range(len(requests))] == [r.finish_reason for r in wanted]
+    assert [found[i].response.finish_reason for i in range(len(requests))] == [
+        r.finish_reason for r in wanted
+    ]
     for index, response in enumerate(wanted):
         mine = found[index].response
         assert mine.logprobs == pytest.approx(response.logprobs, abs=1e-4)
@@ -61,7 +63,9 @@ def test_tokens_are_those_of_a_single_plain_engine(
     assert fleet.board.num_preemptions == 0
 
 
-def test_requests_that_cannot_run_are_refused_before_any_work(fleet: Fleet, prompts: list[tuple[int, ...]]) -> None:
+def test_requests_that_cannot_run_are_refused_before_any_work(
+    fleet: Fleet, prompts: list[tuple[int, ...]]
+) -> None:
     good = make_requests(prompts[:1], 1, 5)[0]
     for bad, message in (
         (replace(good, prompt=()), "prompt is empty"),
@@ -72,13 +76,15 @@ def test_requests_that_cannot_run_are_refused_before_any_work(fleet: Fleet, prom
             fleet.submit([good, bad], PARAMS)
     with pytest.raises(UnsupportedError, match="stop text may lie across"):
         fleet.submit([good], SamplingParams(stop=["x"]))
-    with pytest.raises(RequestError, match="cannot run on worker .*allowed_token_ids"):
+    with pytest.raises(RequestError, match=r"cannot run on worker .*allowed_token_ids"):
         fleet.generate([good], SamplingParams(allowed_token_ids=[999]))
     assert fleet.num_unfinished == 0
     assert len(fleet.generate([good], PARAMS)) == 1
 
 
-def test_leaving_a_stream_abandons_the_rest(fleet: Fleet, plain: Generate, prompts: list[tuple[int, ...]]) -> None:
+def test_leaving_a_stream_abandons_the_rest(
+    fleet: Fleet, plain: Generate, prompts: list[tuple[int, ...]]
+) -> None:
     requests = make_requests(prompts[:4], 4, 300)
     stream = fleet.stream(requests, PARAMS)
     next(stream)
@@ -103,7 +109,7 @@ def test_a_restarted_driver_goes_on_from_the_journal(
     journal.close()
     chunks.clear()
     again = Journal.open(journal.path, "job", resume=True)
-    kept = again.find([chunk for chunk in map(fleet._resolve, range(len(requests)), requests)])
+    kept = again.find(map(fleet._resolve, range(len(requests)), requests))
     assert min(len(one.tokens) for one in kept.values()) > 64
     fleet.submit(requests, params, journal=again)
     found = {}

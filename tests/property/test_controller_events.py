@@ -256,7 +256,9 @@ def worlds(draw: st.DrawFn) -> World:
         max_failed_starts=10_000,
     )
     least = -(-(3 + LIMIT) // BLOCK)
-    rooms = {f"w{i}": (draw(st.integers(least, 3 * least)), draw(st.integers(1, 4))) for i in range(num_workers)}
+    rooms = {
+        f"w{i}": (draw(st.integers(least, 3 * least)), draw(st.integers(1, 4))) for i in range(num_workers)
+    }
     lengths = draw(st.lists(st.integers(1, LIMIT), min_size=1, max_size=12))
     return World(Controller(configured), lengths, random.Random(draw(seeds)), rooms)
 
@@ -323,7 +325,9 @@ def test_the_same_events_give_the_same_actions(world: World) -> None:
 def test_a_token_that_differs_is_an_error_that_names_it() -> None:
     from paceline.errors import EngineError
 
-    world = World(Controller(FleetSettings(workers=1, chunk_tokens=CHUNK)), [30], random.Random(0), {"w0": (99, 4)})
+    world = World(
+        Controller(FleetSettings(workers=1, chunk_tokens=CHUNK)), [30], random.Random(0), {"w0": (99, 4)}
+    )
     world.tell(Opened())
     world.requests = make_requests(world, 5)
     world.tell(Submitted(world.requests))

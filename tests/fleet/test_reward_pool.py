@@ -62,7 +62,12 @@ def test_every_way_to_fail_has_its_outcome(ray: Any) -> None:
         assert pool.add(index, response(index % 6)) == []
     found = collect(pool, ray, 12)
     assert pool.num_open == 0
-    reasons = {1: "it raised ValueError: no answer", 2: "died, 2 times", 3: "longer than 2 s", 4: "it returned nan"}
+    reasons = {
+        1: "it raised ValueError: no answer",
+        2: "died, 2 times",
+        3: "longer than 2 s",
+        4: "it returned nan",
+    }
     for index, scored in found.items():
         reason = reasons.get(index % 6)
         assert scored.response == response(index % 6)
