@@ -57,7 +57,7 @@ def test_tokens_are_those_of_a_single_plain_engine(
     for chunk in chunks:
         assert chunk.request.key is not None
         homes.setdefault(chunk.request.key, set()).add(chunk.worker)
-    assert sum(len(workers) > 1 for workers in homes.values()) > len(requests) // 4, "responses must move"
+    assert sum(len(workers) > 1 for workers in homes.values()) >= 8, "responses must move"
     assert max(Counter(chunk.request.key for chunk in chunks).values()) == -(-400 // 64)
     assert sum(finished.response.num_accepted_tokens for finished in found.values()) > 0
     assert fleet.board.num_preemptions == 0
