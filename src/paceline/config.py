@@ -185,7 +185,7 @@ class FleetSettings(Section):
     address: str | None = None
     """Ray cluster to join, `HOST:PORT` or `auto`; unset: Ray is started on this machine for the fleet alone."""
     cpus_per_worker: float = Field(default=1.0, ge=0.0)
-    """CPUs that Ray sets aside for an engine."""
+    """CPUs that Ray sets aside for an engine, which also has so many threads."""
     gpus_per_worker: float | None = Field(default=None, ge=0.0)
     """GPUs that Ray sets aside for an engine; unset: the tensor parallel size, 0 where vLLM is built for the CPU."""
     resources_per_worker: dict[str, float] = Field(default_factory=dict)

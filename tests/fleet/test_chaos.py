@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -39,7 +40,9 @@ class Chaos:
         self.next_s = now_s + self.rng.uniform(0.05, 1.5)
         kind = self.rng.choice(kinds)
         process = getattr(self, f"_{kind}")()
-        if process is not None:
+        if process is None:
+            return
+        with contextlib.suppress(ProcessLookupError):  # it has just been killed, and nobody knows yet
             os.kill(process, signal.SIGKILL)
             self.left[kind] -= 1
 

@@ -25,7 +25,10 @@ QUIET = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_DISABLE_IMPORT_WARNING": "1",
     "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_IGNORE_UNHANDLED_ERRORS": "1",
+    "RAY_DEDUP_LOGS_SKIP_REGEX": "A worker died or was killed",
 }
+"""Ray would print into the driver's output otherwise, lost workers among it; the fleet shows those itself."""
 
 ENGINE_ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -96,9 +99,8 @@ def connect(settings: FleetSettings) -> bool:
 def actor_options(settings: FleetSettings, vllm: Any) -> dict[str, Any]:
     """Ray's options for the actor of an engine. vllm: arguments of vLLM's EngineArgs."""
     gpus = _gpus(settings, vllm)
-    threads = str(max(int(settings.cpus_per_worker), 1))
-    defaults = {**ENGINE_ENVIRONMENT, "OMP_NUM_THREADS": threads}
-    environment = {name: os.environ.get(name, value) for name, value in defaults.items()}
+    environment = {name: os.environ.get(name, value) for name, value in ENGINE_ENVIRONMENT.items()}
+    environment["OMP_NUM_THREADS"] = str(max(int(settings.cpus_per_worker), 1))
     environment |= {name: os.environ[name] for name in HANDED_ON if name in os.environ}
     return {
         "num_cpus": settings.cpus_per_worker,
