@@ -23,7 +23,18 @@ from typing import Any
 from harness import parser, publish
 
 ROOT = Path(__file__).resolve().parent.parent
-COLUMNS = ("case", "kills", "rollouts", "responses", "tokens", "twice", "missing", "diverged", "rewards", "wall_s")
+COLUMNS = (
+    "case",
+    "kills",
+    "rollouts",
+    "responses",
+    "tokens",
+    "twice",
+    "missing",
+    "diverged",
+    "rewards",
+    "wall_s",
+)
 MOST_PAUSE_S = 1.0
 
 
@@ -91,7 +102,10 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         for sample in range(options.group_size)
     ]
     settings = FleetSettings(
-        workers=options.workers, chunk_tokens=64, max_failed_starts=20, rewards=RewardSettings(workers=2, max_crashes=100)
+        workers=options.workers,
+        chunk_tokens=64,
+        max_failed_starts=20,
+        rewards=RewardSettings(workers=2, max_crashes=100),
     )
     engines = min(options.engine_kills, options.kills)
     others = options.kills - engines

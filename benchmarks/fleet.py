@@ -72,7 +72,10 @@ def start(options: argparse.Namespace, target: str, variant: str, workers: int, 
 
     policy = "marginal" if options.drafts else "off"
     settings = FleetSettings(
-        workers=workers, variant=variant, chunk_tokens=options.chunk_tokens, draft_server=draft_server  # type: ignore[arg-type]
+        workers=workers,
+        variant=variant,
+        chunk_tokens=options.chunk_tokens,
+        draft_server=draft_server,  # type: ignore[arg-type]
     )
     blocks = options.kv_responses * -(-(options.max_tokens + 32) // BLOCK_TOKENS) + 1
     fleet = Fleet(
@@ -126,7 +129,11 @@ def measure(options: argparse.Namespace, target: str, case: str, fleet_options: 
         for repetition in range(-1, options.repetitions):
             requests = make_requests(options, repetition + 1)
             run = roll_out(fleet, requests, lengths.get(repetition, [options.max_tokens] * len(requests)))
-            print(f"{case} {repetition}: {run.wall_s:.1f} s, tail {run.tail_s:.1f} s", file=sys.stderr, flush=True)
+            print(
+                f"{case} {repetition}: {run.wall_s:.1f} s, tail {run.tail_s:.1f} s",
+                file=sys.stderr,
+                flush=True,
+            )
             lengths[repetition] = [len(tokens) for tokens in run.tokens]
             runs.append(run)
         return runs[1:], fleet.board.num_preemptions
@@ -158,7 +165,9 @@ def main() -> None:
     made.add_argument("--group-size", type=int, default=8)
     made.add_argument("--max-tokens", type=int, default=640)
     made.add_argument("--chunk-tokens", type=int, default=128)
-    made.add_argument("--kv-responses", type=int, default=8, help="responses at their limit that a worker can hold")
+    made.add_argument(
+        "--kv-responses", type=int, default=8, help="responses at their limit that a worker can hold"
+    )
     made.add_argument("--repetitions", type=int, default=3)
     made.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=VARIANTS)
     made.add_argument("--drafts", action="store_true", help="measure the draft server instead")

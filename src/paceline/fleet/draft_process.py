@@ -54,6 +54,7 @@ def main(address: str, parent: int) -> None:
     server = DraftServer(address, secret=None)
     while os.getppid() == parent:
         server.serve(forever=False)
+    shutil.rmtree(Path(address.removeprefix("ipc://")).parent, ignore_errors=True)
 
 
 if __name__ == "__main__":
