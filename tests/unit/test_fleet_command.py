@@ -14,7 +14,7 @@ from paceline.config import FleetSettings
 from paceline.engine.kv_use import KvUse
 from paceline.errors import ConfigError, InstallError
 from paceline.fleet import cluster
-from paceline.fleet.events import Report, Telemetry
+from paceline.fleet.events import Report, Telemetry, WorkerStep
 from paceline.fleet.status import StatusBoard, WorkerStatus
 from paceline.types import StepObservation
 
@@ -82,7 +82,7 @@ class Shown:
 
 
 def report(num_running: int, preemptions: int) -> Report:
-    step = StepObservation(4, 6, 3, 0, 0.01, num_waiting=2)
+    step = WorkerStep(StepObservation(4, 6, 3, 0, 0.01, num_waiting=2), 7)
     return Report(1, telemetry=Telemetry(KvUse(10, 16, 7, preemptions), num_running, (step, step)))
 
 

@@ -47,6 +47,7 @@ class Actors:
         self._class = ray.remote(**actor_options(settings, spec.vllm))(RolloutWorker)
         self._actors: dict[str, _Actor] = {}
         self._calls: dict[Any, _Call] = {}
+        self._drafting = True
         self.vocab_size = 0
         """The model's, once a worker has been up."""
 
@@ -80,6 +81,17 @@ class Actors:
         """Run and cancel chunks."""
         self._actors[worker].handle.take.remote(orders, params)
 
+    def tell_all(self, method: str, *arguments: Any) -> None:
+        """Call a method of every worker that is up, without waiting for it."""
+        for actor in self._actors.values():
+            if actor.process is not None:
+                getattr(actor.handle, method).remote(*arguments)
+
+    def set_drafting(self, wanted: bool) -> None:
+        """Switch drafting off or on everywhere, in workers that come up later too."""
+        self._drafting = wanted
+        self.tell_all("set_drafting", wanted)
+
     def take(self, ref: Any) -> WorkerEvent:
         """One of `calls` has been answered: what it tells."""
         call = self._calls.pop(ref)
@@ -99,6 +111,8 @@ class Actors:
             return Reported(worker, life, answer)
         if actor is not None and actor.life == life:
             actor.process, self.vocab_size = answer.process, answer.vocab_size
+            if not self._drafting:
+                actor.handle.set_drafting.remote(False)
         return _up(worker, life, answer)
 
     def close(self) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from paceline.engine.kv_use import KvUse
 from paceline.types import Response, RolloutRequest, StepObservation
@@ -45,6 +45,14 @@ class Ending:
     """"stop" ends the response, "length" the chunk."""
 
 
+class WorkerStep(NamedTuple):
+    """An engine step, and what it brought."""
+
+    seen: StepObservation
+    num_tokens: int
+    """Tokens of responses; drafts accepted behind the end of one do not count."""
+
+
 @dataclass(frozen=True, slots=True)
 class Telemetry:
     """How a worker is doing."""
@@ -52,7 +60,7 @@ class Telemetry:
     kv: KvUse
     num_running: int
     """Chunks that it has."""
-    steps: tuple[StepObservation, ...]
+    steps: tuple[WorkerStep, ...]
     """Engine steps since the last report."""
 
 

@@ -241,7 +241,7 @@ class Fleet:
 
     def take_observations(self) -> list[StepObservation]:
         """Engine steps that workers have told of since the last call (at most the latest 16384)."""
-        return [step for _, step in self.board.take_steps()]
+        return [step.seen for _, step in self.board.take_steps()]
 
     # -- weights
 
@@ -267,6 +267,23 @@ class Fleet:
         self._wait_while(lambda: "loading" in self._states(), "loading weights")
         del before
         return self.policy_version
+
+    def reset_prefix_cache(self) -> None:
+        """Let every engine forget cached key-value blocks and the suffix trees of all groups."""
+        self._actors.tell_all("reset_prefix_cache")
+
+    def set_drafting(self, wanted: bool) -> None:
+        """Switch drafting off in every engine, for plain decoding, or on again. Raises EngineError during a rollout."""
+        if self.num_unfinished:
+            raise EngineError(f"{self.num_unfinished} responses are running: finish or abandon them first")
+        self._actors.set_drafting(wanted)
+
+    @property
+    def vllm_engine(self) -> Any:
+        """Where a RolloutEngine has its vLLM engine. Raises UnsupportedError: these are in other processes."""
+        raise UnsupportedError(
+            "a fleet's engines live in processes of their own: use a single engine for tools"
+        )
 
     # -- inside
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from paceline.fleet.events import Report, Telemetry
-from paceline.types import StepObservation
+from paceline.fleet.events import Report, Telemetry, WorkerStep
 
 MOST_STEPS = 1 << 14
 """Engine steps that are kept for a reader; older ones are dropped."""
@@ -46,7 +45,7 @@ class StatusBoard:
     """Kept by Fleet, read by its users."""
 
     workers: dict[str, WorkerStatus] = field(default_factory=dict)
-    _steps: deque[tuple[str, StepObservation]] = field(default_factory=lambda: deque(maxlen=MOST_STEPS))
+    _steps: deque[tuple[str, WorkerStep]] = field(default_factory=lambda: deque(maxlen=MOST_STEPS))
     _preempted: dict[str, int] = field(default_factory=dict)  # by the present engine, already counted
 
     def hear(self, worker: str, report: Report) -> None:
@@ -62,9 +61,9 @@ class StatusBoard:
 
     def _count(self, status: WorkerStatus, seen: Telemetry) -> None:
         for step in seen.steps:
-            status.num_waiting = step.num_waiting
-            status.num_decoded += step.num_requests
-            status.num_tokens += step.num_requests + step.num_accepted_tokens
+            status.num_waiting = step.seen.num_waiting
+            status.num_decoded += step.seen.num_requests
+            status.num_tokens += step.num_tokens
             self._steps.append((status.name, step))
 
     def lose(self, worker: str) -> None:
@@ -74,7 +73,7 @@ class StatusBoard:
         status.num_running = status.num_waiting = status.num_kv_used = 0
         self._preempted.pop(worker, None)
 
-    def take_steps(self) -> list[tuple[str, StepObservation]]:
+    def take_steps(self) -> list[tuple[str, WorkerStep]]:
         """Engine steps since the last call, with their workers."""
         steps = list(self._steps)
         self._steps.clear()

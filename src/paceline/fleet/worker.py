@@ -21,9 +21,8 @@ from typing import TYPE_CHECKING, Any
 from paceline.config import EngineSettings
 from paceline.engine.kv_use import read_kv_use
 from paceline.errors import EngineError, PacelineError
-from paceline.fleet.events import CancelChunk, Ending, Growth, Order, Report, RunChunk, Telemetry
+from paceline.fleet.events import CancelChunk, Ending, Growth, Order, Report, RunChunk, Telemetry, WorkerStep
 from paceline.fleet.weights import PackedTensor, unpack_weights
-from paceline.types import StepObservation
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
@@ -93,7 +92,7 @@ class RolloutWorker:
         self._endings: list[Ending] = []
         self._refused: list[int] = []
         self._rejected: list[tuple[int, str]] = []
-        self._steps: list[StepObservation] = []
+        self._steps: list[WorkerStep] = []
         self._num_steps = 0
         self._told_s = 0.0
         self._has_news = False
@@ -129,6 +128,14 @@ class RolloutWorker:
         done: Future[int] = Future()
         self._order(self._load, weights, version, done)
         return done.result()
+
+    def set_drafting(self, wanted: bool) -> None:
+        """Switch drafting off or on, once everything ordered before is done. Returns at once."""
+        self._order(lambda: self._engine.set_drafting(wanted))
+
+    def reset_prefix_cache(self) -> None:
+        """Forget cached blocks and suffix trees, once everything ordered before is done. Returns at once."""
+        self._order(lambda: self._engine.reset_prefix_cache())
 
     def report(self, wait_s: float) -> Report:
         """What happened since the last report; waits for something to tell, at most `wait_s`.
@@ -221,7 +228,8 @@ class RolloutWorker:
         steps = self._engine.take_observations()
         with self._changed:
             self._num_steps += 1
-            self._steps += steps
+            if steps:  # one, unless nothing was scheduled
+                self._steps.append(WorkerStep(steps[-1], sum(len(event.tokens) for event in events)))
             for event in events:
                 self._book(event)
             self._has_news = True

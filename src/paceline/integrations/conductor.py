@@ -18,7 +18,7 @@ from paceline.integrations.interruption import Interrupted, Interruption
 from paceline.integrations.progress import Progress
 from paceline.integrations.randomness import read_randomness, unchanged_randomness, write_randomness
 from paceline.integrations.recipe import Recipe
-from paceline.integrations.rollouts import Rollout, WatchedRollouts
+from paceline.integrations.rollouts import Rollout, Rollouts
 from paceline.integrations.run_folder import Past
 from paceline.record import Comparison, Evaluation, Phases, ResponseDone, TrainStep
 from paceline.tasks import Row, Task
@@ -80,7 +80,7 @@ class Conductor:
         task: Task,
         tokenizer: Any,
         held_out: Sequence[Row],
-        rollouts: WatchedRollouts,
+        rollouts: Rollouts,
         progress: Progress,
         interruption: Interruption,
         past: Past,

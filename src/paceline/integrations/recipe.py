@@ -10,17 +10,17 @@ import difflib
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import yaml
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
-from paceline.config import EngineSettings, RecordConfig, Section
+from paceline.config import EngineSettings, FleetSettings, RecordConfig, Section
 from paceline.errors import ConfigError
 
 Algorithm = Literal["grpo", "dapo", "dr_grpo", "gspo", "rloo"]
 
-FREE_ON_RESUME = frozenset({"steps", "evaluation", "compare", "output", "record"})
+FREE_ON_RESUME = frozenset({"steps", "evaluation", "compare", "output", "record", "fleet"})
 """Sections that a resumed run may change: none of them has a say in the tokens or the gradients."""
 
 
@@ -197,6 +197,9 @@ class Recipe(Section):
     optimizer: OptimizerSection = OptimizerSection()
     engine: EngineSettings = EngineSettings()
     capacity: CapacitySection = CapacitySection()
+    """Of each engine."""
+    fleet: FleetSettings | None = None
+    """Roll out on several engines; unset: on one, in the trainer's process."""
     evaluation: EvaluationSection = EvaluationSection()
     compare: CompareSection = CompareSection()
     output: OutputSection = OutputSection()
@@ -318,8 +321,9 @@ def _known_keys(section: type[BaseModel], prefix: str = "") -> list[str]:
     keys: list[str] = []
     for name, field in section.model_fields.items():
         keys.append(prefix + name)
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            keys += _known_keys(field.annotation, f"{prefix}{name}.")
+        for kind in (field.annotation, *get_args(field.annotation)):
+            if isinstance(kind, type) and issubclass(kind, BaseModel):
+                keys += _known_keys(kind, f"{prefix}{name}.")
     return keys
 
 
