@@ -17,9 +17,6 @@ os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-pytest.importorskip("vllm", reason="vLLM is not installed")
-pytest.importorskip("ray", reason="Ray is not installed")
-
 from paceline.config import BudgetSettings, EngineSettings, FleetSettings, RewardSettings
 from paceline.fleet.cluster import import_ray
 from paceline.fleet.rewards import RewardFunction

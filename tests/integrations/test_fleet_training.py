@@ -67,8 +67,8 @@ def test_a_fleet_trains_the_same_policy(policy_dir: Path, tmp_path: Path) -> Non
         assert (one.tokens, one.reward_mean) == (other.tokens, other.reward_mean)
         assert one.metrics["sampling/sampling_logp_difference/max"] < 1e-4
     keyed = [
-        sorted((r.step, r.group, r.sample, r.response_tokens) for r in read(f, ResponseDone))
-        for f in (alone, many)
+        sorted((r.step, r.group, r.sample, r.response_tokens) for r in read(folder, ResponseDone))
+        for folder in (alone, many)
     ]
     assert keyed[0] == keyed[1]
     assert summary.diverged_tokens == 0
