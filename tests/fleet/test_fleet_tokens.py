@@ -78,8 +78,11 @@ def test_requests_that_cannot_run_are_refused_before_any_work(
         fleet.submit([good], SamplingParams(stop=["x"]))
     with pytest.raises(RequestError, match=r"cannot run on worker .*allowed_token_ids"):
         fleet.generate([good], SamplingParams(allowed_token_ids=[999]))
+    with pytest.raises(RequestError, match="max_tokens=1 is already reached"):
+        fleet.submit([replace(good, max_tokens=1, generated=(5,))], PARAMS)
     assert fleet.num_unfinished == 0
     assert len(fleet.generate([good], PARAMS)) == 1
+    assert fleet.generate([], PARAMS) == []
 
 
 def test_leaving_a_stream_abandons_the_rest(

@@ -82,6 +82,7 @@ class World:
     kept: dict[int, Kept] = field(default_factory=dict)
     told: list[Event] = field(default_factory=list)
     now_s: float = 0.0
+    num_lives: Counter[str] = field(default_factory=Counter)
     num_given: Counter[int] = field(default_factory=Counter)  # tokens that a response's chunks began with
 
     def truth(self, index: int) -> tuple[int, ...]:
@@ -93,6 +94,9 @@ class World:
         for action in self.controller.decide(event):
             match action:
                 case StartWorker(name, life):
+                    assert name not in self.workers
+                    assert life == self.num_lives[name], "each life has a number of its own"
+                    self.num_lives[name] += 1
                     self.workers[name] = Worker(life)
                 case StopWorker(name, life):
                     assert self.workers.pop(name).life == life

@@ -104,6 +104,16 @@ def test_a_lost_worker_costs_what_was_not_told() -> None:
     assert fleet.decide(WorkerLost("w0", 0, "killed")) == []
 
 
+def test_only_the_worker_of_a_chunk_may_tell_of_it() -> None:
+    fleet = controller(2)
+    fleet.decide(up("w0"))
+    fleet.decide(up("w1"))
+    [run] = run_of(fleet.decide(Submitted((request(1),))))
+    other = "w1" if run.worker == "w0" else "w0"
+    assert fleet.decide(Reported(other, 0, ended(run.chunk, 0, 4))) == []
+    assert fleet.num_unfinished == 1
+
+
 def test_new_weights_reach_a_worker_before_any_chunk() -> None:
     fleet = controller(2)
     fleet.decide(up("w0"))

@@ -11,7 +11,7 @@ fleet/controller.py for what is promised. Callers: the command line, the trainer
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     import torch
     from vllm import SamplingParams
 
-    from paceline.fleet.reward_pool import Scored
+    from paceline.fleet.reward_pool import RewardPool, Scored
 
 TICK_S = 0.25
 
@@ -100,16 +100,21 @@ class Fleet:
     ) -> None:
         self.settings = settings or FleetSettings()
         self.engine_settings = engine or EngineSettings()
+        self.max_model_len = max_model_len
+        self.policy_version = 0
         folder = check_checkpoint(model).resolve()
+        self._controller = Controller(self.settings)
+        self.board = StatusBoard({name: WorkerStatus(name) for name in self._controller.workers})
+        self._weights: Any = None
+        self._requests: tuple[RolloutRequest, ...] = ()
+        self._params: SamplingParams | None = None
+        self._journal: Journal | None = None
+        self._finished: list[Finished] = []
+        self._rewards: RewardPool | None = None
         self._owns_ray = cluster.connect(self.settings)
         self._draft_server = self._start_draft_server()
-        if self._draft_server is not None:
-            servers = (self._draft_server.address,)
-            self.engine_settings = self.engine_settings.model_copy(update={"draft_servers": servers})
         from paceline.fleet.actors import Actors
-        from paceline.fleet.reward_pool import RewardPool
 
-        self.max_model_len = max_model_len
         spec = EngineSpec(
             str(folder),
             self.engine_settings,
@@ -120,28 +125,30 @@ class Fleet:
             vllm_arguments,
         )
         self._actors = Actors(spec, self.settings)
-        self._rewards = None if reward is None else RewardPool(reward, self.settings.rewards)
-        self._controller = Controller(self.settings)
-        self.board = StatusBoard({name: WorkerStatus(name) for name in self._controller.workers})
-        self.policy_version = 0
-        self._weights: Any = None
-        self._requests: tuple[RolloutRequest, ...] = ()
-        self._params: SamplingParams | None = None
-        self._journal: Journal | None = None
-        self._finished: list[Finished] = []
         try:
-            self._tell(Opened())
-            self._wait_while(lambda: "up" not in self._states(), "starting")
+            self._start(reward)
         except BaseException:
             self.close()
             raise
 
+    def _start(self, reward: RewardFunction | None) -> None:
+        """Start everything and wait for the first engine."""
+        if reward is not None:
+            from paceline.fleet.reward_pool import RewardPool
+
+            self._rewards = RewardPool(reward, self.settings.rewards)
+        self._tell(Opened())
+        self._wait_while(lambda: "up" not in self._states())
+
     def _start_draft_server(self) -> DraftProcess | None:
+        """Start a draft server and point the engines at it, if there is to be one."""
         settings, engine = self.settings, self.engine_settings
         wanted = settings.draft_server and settings.address is None and settings.workers > 1
         if not wanted or engine.drafter != "suffix" or engine.draft_servers:
             return None
-        return DraftProcess()
+        server = DraftProcess()
+        self.engine_settings = engine.model_copy(update={"draft_servers": (server.address,)})
+        return server
 
     # -- generation
 
@@ -184,11 +191,19 @@ class Fleet:
 
         Raises RequestError or UnsupportedError before any work.
         """
+        if self.num_unfinished:
+            raise RequestError(
+                f"{self.num_unfinished} responses are still running: finish or abandon them first"
+            )
         _check_params(params)
         resolved = tuple(self._resolve(index, request) for index, request in enumerate(requests))
         kept = {} if journal is None else journal.find(resolved)
         self._requests, self._params, self._journal = resolved, params, journal
-        self._tell(Submitted(resolved, kept, tuple(true_lengths)))
+        try:
+            self._tell(Submitted(resolved, kept, tuple(true_lengths)))
+        except RequestError:
+            self.abandon()
+            raise
 
     def advance(self, wait_s: float = TICK_S) -> list[Finished]:
         """Wait for something to happen, at most `wait_s`, and react; what has finished since the last call.
@@ -264,7 +279,7 @@ class Fleet:
         before, self._weights = self._weights, ray.put(pack_weights(weights))
         self.policy_version += 1
         self._tell(WeightsChanged(self.policy_version))
-        self._wait_while(lambda: "loading" in self._states(), "loading weights")
+        self._wait_while(lambda: "loading" in self._states())
         del before
         return self.policy_version
 
@@ -359,7 +374,7 @@ class Fleet:
     def _states(self) -> set[str]:
         return {self._controller.state_of(name) for name in self._controller.workers}
 
-    def _wait_while(self, condition: Any, what: str) -> None:
+    def _wait_while(self, condition: Callable[[], bool]) -> None:
         while condition():
             self.advance()
 
