@@ -340,7 +340,7 @@ class RolloutEngine:
         self.reset_prefix_cache()
         self.policy_version = self.policy_version + 1 if version is None else version
         if self.settings is not None and version is not None:
-            self.scheduler.loop.use_epoch(version)
+            self.scheduler.loop.use_epoch(version << 20)  # cache resets count on from there
         return self.policy_version
 
     def reset_prefix_cache(self) -> None:
