@@ -28,6 +28,7 @@ class WorkerStatus:
     """Tokens that it has generated."""
     num_decoded: int = 0
     """(request, step) pairs in which a request decoded."""
+    num_accepted: int = 0
 
     @property
     def kv_share(self) -> float:
@@ -37,7 +38,7 @@ class WorkerStatus:
     @property
     def acceptance_length(self) -> float:
         """Tokens per request and step; 1 before the first."""
-        return self.num_tokens / self.num_decoded if self.num_decoded else 1.0
+        return 1.0 + self.num_accepted / self.num_decoded if self.num_decoded else 1.0
 
 
 @dataclass(slots=True)
@@ -63,6 +64,7 @@ class StatusBoard:
         for step in seen.steps:
             status.num_waiting = step.seen.num_waiting
             status.num_decoded += step.seen.num_requests
+            status.num_accepted += step.seen.num_accepted_tokens
             status.num_tokens += step.num_tokens
             self._steps.append((status.name, step))
 
