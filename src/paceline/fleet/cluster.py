@@ -76,6 +76,7 @@ def connect(settings: FleetSettings) -> bool:
     """
     ray = import_ray()
     if ray.is_initialized():
+        _check_size(settings, ray.cluster_resources())
         return False
     options: dict[str, Any] = {"address": settings.address}
     if settings.address is None:

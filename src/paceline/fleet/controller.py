@@ -43,9 +43,8 @@ from paceline.fleet.events import (
     WorkerLost,
     WorkerUp,
 )
-from paceline.fleet.ledger import LiveResponse
+from paceline.fleet.ledger import LiveResponse, RunningChunk
 from paceline.planning.dispatch import Assignment, Dispatcher, DispatchSettings
-from paceline.types import RolloutRequest
 
 WorkerState = Literal["starting", "loading", "up", "given up"]
 
@@ -66,24 +65,6 @@ class _Worker:
     """Lives in a row that came to nothing."""
     waiting_since_s: float | None = None
     """When a tick first found that something is expected of it; None: nothing is, or it has just done something."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Chunk:
-    """A chunk that runs."""
-
-    assignment: Assignment
-    response: LiveResponse
-    worker: str
-    start: int
-    """Tokens of the response when it began."""
-    num_steps: int
-    """Of the response when it began."""
-
-    @property
-    def end(self) -> int:
-        """Tokens of the response at its limit."""
-        return self.start + self.assignment.chunk_tokens
 
 
 @dataclass(slots=True)
@@ -109,7 +90,7 @@ class Controller:
         self._version = 0
         self._rollout: _Rollout | None = None
         self._dispatcher: Dispatcher | None = None
-        self._chunks: dict[int, _Chunk] = {}
+        self._chunks: dict[int, RunningChunk] = {}
         self._numbers = itertools.count()
         self.num_unfinished = 0
         """Responses of the rollout that are not delivered."""
@@ -181,7 +162,7 @@ class Controller:
             if kept is not None and (reason := kept.finish_reason) is not None:
                 actions.append(Deliver(index, response.finish(reason, self._version)))
                 continue
-            _check_room(response)
+            response.check_room()
             self._rollout.add(response)
             self.num_unfinished += 1
         self._begin_dispatch()
@@ -229,7 +210,7 @@ class Controller:
         worker = self._workers[assignment.worker]
         worker.has_run = True
         number = response.chunk = next(self._numbers)
-        self._chunks[number] = _Chunk(
+        self._chunks[number] = RunningChunk(
             assignment, response, worker.name, len(response.tokens), response.num_steps
         )
         request = response.next_request(assignment.chunk_tokens)
@@ -263,7 +244,7 @@ class Controller:
             actions += self._renew(worker)
         return actions
 
-    def _find(self, worker: _Worker, number: int) -> _Chunk | None:
+    def _find(self, worker: _Worker, number: int) -> RunningChunk | None:
         """The chunk if it runs on this worker: one that was taken away or ended is told of too late."""
         chunk = self._chunks.get(number)
         return chunk if chunk is not None and chunk.worker == worker.name else None
@@ -272,7 +253,7 @@ class Controller:
         chunk = self._find(worker, growth.chunk)
         if chunk is None:
             return []
-        _check_extent(chunk, growth.start, growth.start + len(growth.tokens) + 1)
+        chunk.check_extent(growth.start, growth.start + len(growth.tokens) + 1)
         response = chunk.response
         num_new = response.absorb(growth.start, growth.tokens, growth.logprobs)
         if not num_new:
@@ -285,11 +266,11 @@ class Controller:
         chunk = self._find(worker, ending.chunk)
         if chunk is None:
             return []
-        _check_extent(chunk, ending.start, ending.start + len(ending.tokens))
+        chunk.check_extent(ending.start, ending.start + len(ending.tokens))
         response = chunk.response
         num_new = response.absorb(ending.start, ending.tokens, ending.logprobs)
         num_tokens = len(response.tokens)
-        _check_end(chunk, ending, num_tokens)
+        chunk.check_end(ending)
         worker.has_generated = True
         response.num_steps = chunk.num_steps + ending.num_steps
         response.num_draft_tokens += ending.num_draft_tokens
@@ -304,7 +285,7 @@ class Controller:
             return [kept]
         return [kept, self._deliver(chunk, reason)]
 
-    def _deliver(self, chunk: _Chunk, reason: str) -> Deliver:
+    def _deliver(self, chunk: RunningChunk, reason: str) -> Deliver:
         assert self._rollout is not None
         del self._rollout.places[chunk.assignment.group, chunk.assignment.sample]
         self.num_unfinished -= 1
@@ -412,29 +393,3 @@ def _true_lengths(
     if not lengths:
         return None
     return {number: [lengths[r.index] for r in responses] for number, responses in enumerate(groups)}
-
-
-def _check_room(response: LiveResponse) -> None:
-    request: RolloutRequest = response.request
-    if len(response.tokens) >= request.max_tokens:
-        raise RequestError(
-            f"request {response.index}: max_tokens={request.max_tokens} is already reached by {len(response.tokens)} "
-            "generated tokens"
-        )
-
-
-def _check_extent(chunk: _Chunk, start: int, end: int) -> None:
-    if not chunk.start <= start <= end <= chunk.end:
-        raise EngineError(
-            f"worker {chunk.worker} told tokens {start} to {end} of response {chunk.response.index}, whose chunk has "
-            f"tokens {chunk.start} to {chunk.end}: the worker is of another version than the fleet"
-        )
-
-
-def _check_end(chunk: _Chunk, ending: Ending, num_tokens: int) -> None:
-    whole = ending.start == chunk.start and num_tokens == chunk.start + len(ending.tokens)
-    if not whole or (ending.finish_reason != "stop" and num_tokens != chunk.end):
-        raise EngineError(
-            f"worker {chunk.worker} ended a chunk of response {chunk.response.index} ({ending.finish_reason}) with "
-            f"{num_tokens} tokens, not {chunk.end}: give the workers the same max_model_len as the fleet"
-        )

@@ -1,4 +1,4 @@
-"""The ledger entry of a response: the only copy of what it has so far. Used by the controller.
+"""The ledger entries of a response and of its running chunk: the only copy of what it has. Used by the controller.
 
 Invariant: the tokens only grow, and every token that is told again is compared with the one that is known. Keys make
 tokens a pure function of the weights, so a difference means that two engines are not the same, and is an error.
@@ -7,10 +7,11 @@ tokens a pure function of the weights, so a difference means that two engines ar
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from paceline.errors import EngineError
-from paceline.fleet.events import Keep, Kept
+from paceline.errors import EngineError, RequestError
+from paceline.fleet.events import Ending, Keep, Kept
+from paceline.planning.dispatch import Assignment
 from paceline.types import Response, RolloutRequest
 
 
@@ -61,6 +62,15 @@ class LiveResponse:
         self.logprobs += logprobs[known - start :]
         return len(self.tokens) - known
 
+    def check_room(self) -> None:
+        """Raise RequestError if there is nothing left to generate."""
+        request = self.request
+        if len(self.tokens) >= request.max_tokens:
+            raise RequestError(
+                f"request {self.index}: max_tokens={request.max_tokens} is already reached by {len(self.tokens)} "
+                "generated tokens"
+            )
+
     def next_request(self, chunk_tokens: int) -> RolloutRequest:
         """The request of the next chunk."""
         return replace(self.request, generated=tuple(self.tokens), max_tokens=len(self.tokens) + chunk_tokens)
@@ -95,3 +105,39 @@ class LiveResponse:
             num_accepted_tokens=max(len(self.logprobs) - self.num_steps, 0),
             num_steps=self.num_steps,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class RunningChunk:
+    """A chunk that runs on a worker."""
+
+    assignment: Assignment
+    response: LiveResponse
+    worker: str
+    start: int
+    """Tokens of the response when it began."""
+    num_steps: int
+    """Of the response when it began."""
+
+    @property
+    def end(self) -> int:
+        """Tokens of the response at the chunk's limit."""
+        return self.start + self.assignment.chunk_tokens
+
+    def check_extent(self, start: int, end: int) -> None:
+        """Raise EngineError unless tokens `start` to `end` of the response lie in the chunk."""
+        if not self.start <= start <= end <= self.end:
+            raise EngineError(
+                f"worker {self.worker} told tokens {start} to {end} of response {self.response.index}, whose chunk has "
+                f"tokens {self.start} to {self.end}: the worker is of another version than the fleet"
+            )
+
+    def check_end(self, ending: Ending) -> None:
+        """Raise EngineError unless the response, with the ending's tokens, has the length that the ending tells."""
+        num_tokens = len(self.response.tokens)
+        whole = ending.start == self.start and num_tokens == self.start + len(ending.tokens)
+        if not whole or (ending.finish_reason != "stop" and num_tokens != self.end):
+            raise EngineError(
+                f"worker {self.worker} ended a chunk of response {self.response.index} ({ending.finish_reason}) with "
+                f"{num_tokens} tokens, not {self.end}: give the workers the same max_model_len as the fleet"
+            )
