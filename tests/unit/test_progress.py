@@ -42,7 +42,7 @@ def test_an_interrupt_is_a_request_first() -> None:
 def test_a_table_stands_below_the_bar_in_a_terminal() -> None:
     screen = io.StringIO()
     console = Console(file=screen, force_terminal=True, width=80, _environ={"TERM": "xterm"})
-    with Progress(4, console, below=lambda: "worker 0 is up") as progress:
+    with Progress(4, console, below=lambda: "all workers are up") as progress:
         progress.count(10, 1, list)
-    assert "1/4" in screen.getvalue()
-    assert "worker 0 is up" in screen.getvalue()
+    assert "1/4 responses" in screen.getvalue()
+    assert "all workers are up" in screen.getvalue()
