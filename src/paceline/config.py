@@ -201,5 +201,6 @@ class FleetSettings(Section):
     """An engine that takes longer to start, or to load weights, counts as lost."""
     max_failed_starts: int = Field(default=3, ge=1)
     """A worker that is lost so many times in a row without generating anything is given up."""
-    rewards: RewardSettings = Field(default_factory=RewardSettings)
-    """The pool of reward workers, where a reward function is given."""
+    rewards: RewardSettings | None = None
+    """The pool of reward workers. Unset, `Fleet` uses one with the defaults where it is given a reward function, and
+    `train` computes rewards in the trainer's process after the rollout."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,9 @@ from conftest import DigitTask
 from rich.console import Console
 
 import paceline.integrations.training_run as training_run
+from paceline.fleet.cluster import import_ray
 from paceline.integrations.conductor import Summary
+from paceline.integrations.fleet_rollouts import FleetRollouts
 from paceline.integrations.recipe import Recipe
 from paceline.integrations.training_run import TrainingRun
 from paceline.record import Comparison, EngineStepSample, RecordReader, ResponseDone, TrainStep
@@ -54,12 +57,23 @@ def weights(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_a_fleet_trains_the_same_policy(policy_dir: Path, tmp_path: Path) -> None:
+def test_a_fleet_trains_the_same_policy(
+    policy_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import torch
 
     alone, many = tmp_path / "alone", tmp_path / "many"
     run(make_recipe(policy_dir), alone)
-    fleet = {"workers": 2, "chunk_tokens": 16, "progress_ms": 5.0}
+    fleet = {"workers": 2, "chunk_tokens": 16, "progress_ms": 5.0, "rewards": {}}
+    scored: list[tuple[float | None, ...]] = []
+    take = FleetRollouts._take_rewards
+
+    def watch(self: FleetRollouts, finished: Any) -> tuple[float | None, ...]:
+        scored.append(take(self, finished))
+        return scored[-1]
+
+    monkeypatch.setattr(FleetRollouts, "_take_rewards", watch)
+    import_ray().cloudpickle.register_pickle_by_value(sys.modules[DigitTask.__module__])
     summary = run(make_recipe(policy_dir, fleet=fleet, compare={"every": 2}), many)
     ours, theirs = weights(many), weights(alone)
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
@@ -72,6 +86,8 @@ def test_a_fleet_trains_the_same_policy(policy_dir: Path, tmp_path: Path) -> Non
     ]
     assert keyed[0] == keyed[1]
     assert summary.diverged_tokens == 0
+    assert scored, "rewards must come while others still run"
+    assert all(None not in rewards and max(rewards) > 0 for rewards in scored)
     assert len(read(many, Comparison)) == 2
     samples = read(many, EngineStepSample)
     assert {sample.worker for sample in samples} == {"w0", "w1"}

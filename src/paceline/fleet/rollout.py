@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.config import EngineSettings, FleetSettings
+from paceline.config import EngineSettings, FleetSettings, RewardSettings
 from paceline.dice import derive_key
 from paceline.engine.keys import prompt_group
 from paceline.engine.rollout import check_checkpoint
@@ -136,7 +136,7 @@ class Fleet:
         if reward is not None:
             from paceline.fleet.reward_pool import RewardPool
 
-            self._rewards = RewardPool(reward, self.settings.rewards)
+            self._rewards = RewardPool(reward, self.settings.rewards or RewardSettings())
         self._tell(Opened())
         self._wait_while(lambda: "up" not in self._states())
 

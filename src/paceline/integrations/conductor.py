@@ -139,10 +139,19 @@ class Conductor:
             names = [name for name, values in columns.items() if isinstance(values, list)]
             rewards = [
                 self._task.reward(text, {name: columns[name][i] for name in names})
-                for i, text in enumerate(completions)
+                if known is None
+                else known
+                for i, (text, known) in enumerate(
+                    zip(completions, self._known_rewards(len(completions)), strict=True)
+                )
             ]
         self._step.rewards = rewards
         return rewards
+
+    def _known_rewards(self, count: int) -> Sequence[float | None]:
+        """Rewards of the step's rollout that came while it ran."""
+        rollout = self._step.rollout
+        return rollout.rewards if rollout is not None and len(rollout.rewards) == count else [None] * count
 
     def begin(self) -> None:
         """Training begins or goes on: evaluate what the past has not."""

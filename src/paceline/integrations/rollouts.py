@@ -29,6 +29,8 @@ class Rollout:
     responses: tuple[Response, ...]
     begin_s: float
     ends_s: tuple[float, ...]  # [num_responses]
+    rewards: tuple[float | None, ...] = ()
+    """By response, where they were scored while others still ran; None: this one was not."""
 
     @property
     def wall_s(self) -> float:

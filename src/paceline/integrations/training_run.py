@@ -44,6 +44,7 @@ from paceline.tasks import Row, load_task
 
 if TYPE_CHECKING:
     from paceline.fleet.rollout import Fleet
+    from paceline.integrations.fleet_rollouts import TaskReward
 
 
 class TrainingRun:
@@ -80,6 +81,7 @@ class TrainingRun:
         self._held_out = self._choose_held_out()
         self._check_prompts()
         self._arguments = self._build_arguments()
+        self._fleet_reward: TaskReward | None = None
 
     def _choose_held_out(self) -> list[Row]:
         evaluation = self.recipe.evaluation
@@ -133,7 +135,7 @@ class TrainingRun:
                 else:
                     from paceline.integrations.fleet_rollouts import FleetRollouts
 
-                    rollouts = FleetRollouts(engine, record, progress, interruption)
+                    rollouts = FleetRollouts(engine, record, progress, interruption, self._fleet_reward)
                 conductor = Conductor(
                     self.recipe,
                     self._task,
@@ -182,9 +184,12 @@ class TrainingRun:
             self._console.print("starting the engine")
             return RolloutEngine(recipe.model, recipe.engine, **options)
         from paceline.fleet.rollout import Fleet
+        from paceline.integrations.fleet_rollouts import TaskReward
 
         self._console.print(f"starting {recipe.fleet.workers} engines")
-        return Fleet(recipe.model, recipe.fleet, recipe.engine, **options)
+        if recipe.fleet.rewards is not None:
+            self._fleet_reward = TaskReward(self._task, self._tokenizer, [*self._train_rows, *self._held_out])
+        return Fleet(recipe.model, recipe.fleet, recipe.engine, reward=self._fleet_reward, **options)
 
     def _build_trainer(self, conductor: Conductor) -> Any:
         from datasets import Dataset
