@@ -1,24 +1,30 @@
 """Milliseconds of the decisions across workers at cluster size: they are taken while GPUs wait.
 
 Processor time, the fastest of five, one core: a busy machine does not make a decision slower, only later. Cases:
-placement on 512 GPUs, reconfiguration of 1000 requests, racers for 10^4 requests, 10^4 dispatch decisions.
+placement on 512 GPUs, reconfiguration of 1000 requests, racers for 10^4 requests, 10^4 dispatch decisions, and what the
+fleet's controller takes to hear of 10^4 ended chunks and give out the next ones, of 10^4 and 10^5 responses.
 """
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 
 import numpy as np
 from harness import parser, publish
 
+from paceline.config import FleetSettings
+from paceline.fleet.controller import Controller
+from paceline.fleet.events import Ending, Opened, Report, Reported, RunChunk, Submitted, WorkerUp
 from paceline.planning.dispatch import Dispatcher, DispatchSettings
 from paceline.planning.latency_profile import AffineLatency
 from paceline.planning.placement import Cluster, place
 from paceline.planning.racing import RacingSnapshot, assign_best_of_n, assign_fastest_of_n
 from paceline.planning.reconfigure import reconfigure
 from paceline.planning.window import Rules, profiled_times
+from paceline.types import RolloutRequest
 
 COLUMNS = ("case", "ms", "limit_ms")
 DRAFT, VERIFY = AffineLatency(0.001, 0.00001), AffineLatency(0.012, 0.00002)
@@ -76,6 +82,33 @@ def dispatch(variant: str) -> Callable[[], object]:
     return decide
 
 
+def control(num_workers: int) -> Callable[[], object]:
+    """10^4 chunks end, one after another; 100 responses of 8 tokens a chunk for each worker."""
+    controller = Controller(FleetSettings(workers=num_workers, chunk_tokens=8))
+    controller.decide(Opened())
+    for name in controller.workers:
+        controller.decide(WorkerUp(name, 0, 0, 10**6, 16, 64))
+    requests = tuple(
+        RolloutRequest((1, 2, 3, i // 16), 64, key=i, group=i // 16, sample=i % 16)
+        for i in range(100 * num_workers)
+    )
+    running = deque(controller.decide(Submitted(requests)))
+    tokens, logprobs = tuple(range(8)), (-1.0,) * 8
+
+    def decide() -> None:
+        for number in range(10_000):
+            chunk = running.popleft()
+            assert isinstance(chunk, RunChunk)
+            start = len(chunk.request.generated)
+            reason = "stop" if start == 24 else "length"
+            ending = Ending(chunk.chunk, start, tokens, logprobs, 8, 0, reason)
+            report = Report(number + 1, endings=(ending,))
+            actions = controller.decide(Reported(chunk.worker, 0, report))
+            running.extend(action for action in actions if isinstance(action, RunChunk))
+
+    return decide
+
+
 def main() -> None:
     options = parser(__doc__).parse_args()
     cases: list[tuple[str, Callable[[], Callable[[], object]], float]] = [
@@ -87,6 +120,9 @@ def main() -> None:
     ]
     variants = ("context", "no-context", "oracle", "group")
     cases += [(f"dispatch, {name}", partial(dispatch, name), 50.0) for name in variants]
+    cases += [
+        (f"controller, {100 * count} responses", partial(control, count), 500.0) for count in (100, 1000)
+    ]
     rows = [{"case": name, "ms": fastest_ms(prepare), "limit_ms": limit} for name, prepare, limit in cases]
     publish("decisions", rows, COLUMNS, options.json)
 

@@ -213,3 +213,53 @@ class KvPoolSettings(Section):
         if self.namespace is not None or self.kv_transfer_config:
             raise ValueError("namespace and kv_transfer_config are for other backends than 'paceline'")
         return self
+
+
+class RewardSettings(Section):
+    """Rewards while rolling out: a pool of reward workers (fleet/rewards.py)."""
+
+    workers: int = Field(default=1, ge=1, le=1024)
+    """Reward workers; each is a process that scores one response at a time."""
+    timeout_s: float = Field(default=60.0, gt=0.0)
+    """A call that takes longer is given up, and its worker killed and replaced."""
+    max_crashes: int = Field(default=2, ge=0)
+    """How many times a response whose reward worker died is scored again: the worker may have been killed from
+    outside. A call that raised or took too long is not repeated."""
+    failure_reward: float | None = Field(default=0.0, allow_inf_nan=False)
+    """Reward of a response that could not be scored; null: the rollout stops with an error."""
+
+
+class FleetSettings(Section):
+    """Divided rollout over several engines (fleet/). Nothing here changes a token."""
+
+    workers: int = Field(default=2, ge=1, le=4096)
+    """Engines, each in a Ray actor."""
+    variant: Literal["context", "no-context", "oracle", "group"] = "context"
+    """Order of responses, planning/dispatch.py. context: Seer's; no-context: divided, in order of submission; oracle:
+    by true lengths, which must be given; group: a group stays on one worker, undivided."""
+    chunk_tokens: int = Field(default=8192, ge=1)
+    """Longest chunk; after it a response may go on elsewhere."""
+    guard_interval: int = Field(default=16, ge=0)
+    """context: every how many responses one comes from the group that ran least, 0: never."""
+    address: str | None = None
+    """Ray cluster to join, `HOST:PORT` or `auto`; unset: Ray is started on this machine for the fleet alone."""
+    cpus_per_worker: float = Field(default=1.0, ge=0.0)
+    """CPUs that Ray sets aside for an engine, which also has so many threads."""
+    gpus_per_worker: float | None = Field(default=None, ge=0.0)
+    """GPUs that Ray sets aside for an engine; unset: the tensor parallel size, 0 where vLLM is built for the CPU."""
+    resources_per_worker: dict[str, float] = Field(default_factory=dict)
+    """Further Ray resources that a node must have to get an engine."""
+    draft_server: bool = True
+    """Start a draft server for the fleet unless `EngineSettings.draft_servers` names some. Needs the suffix drafter;
+    on a cluster that was joined by address none is started."""
+    progress_ms: float = Field(default=100.0, gt=0.0, le=60_000.0)
+    """How often a worker tells what it has generated; a lost worker costs at most so much of its work."""
+    silence_s: float = Field(default=300.0, gt=0.0)
+    """A worker whose engine finished no step for so long, with chunks to run, counts as lost."""
+    start_timeout_s: float = Field(default=900.0, gt=0.0)
+    """An engine that takes longer to start, or to load weights, counts as lost."""
+    max_failed_starts: int = Field(default=3, ge=1)
+    """A worker that is lost so many times in a row without generating anything is given up."""
+    rewards: RewardSettings | None = None
+    """The pool of reward workers. Unset, `Fleet` uses one with the defaults where it is given a reward function, and
+    `train` computes rewards in the trainer's process after the rollout."""

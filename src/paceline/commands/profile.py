@@ -13,9 +13,10 @@ from rich.console import Console
 from rich.table import Table
 
 from paceline.commands.checkpoint import Checkpoint, check_drafter, read_checkpoint
-from paceline.commands.launch import GIB, Launch, check_batch, describe_failure, hush, is_cpu_build
+from paceline.commands.launch import GIB, Launch, check_batch, describe_failure, hush
 from paceline.commands.lists import read_counts
 from paceline.commands.options import Dtype, ModelArgument, check_writable
+from paceline.engine.build import is_cpu_build
 from paceline.errors import ConfigError, EngineError, PacelineError
 from paceline.planning.latency_profile import AffineLatency, LatencyFit, StepLatency
 from paceline.planning.profile_fit import fit_profile

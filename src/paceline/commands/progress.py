@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Self
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import BarColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 
@@ -19,12 +19,28 @@ WINDOW_S = 5.0
 """Tokens per second are those of the last so many seconds."""
 
 
+class _Bar(Bar):
+    """A bar with something below it."""
+
+    below: Callable[[], RenderableType] | None = None
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        yield from super().get_renderables()
+        if self.below is not None:
+            yield self.below()
+
+
 class Progress:
     """Counts responses, tokens and engine steps and shows them. Refreshed by `count`; owns no thread."""
 
     def __init__(
-        self, num_responses: int, console: Console, clock: Callable[[], float] = time.monotonic
+        self,
+        num_responses: int,
+        console: Console,
+        clock: Callable[[], float] = time.monotonic,
+        below: Callable[[], RenderableType] | None = None,
     ) -> None:
+        """below: shown below the bar, in a terminal."""
         self.num_tokens = 0
         self.num_finished = 0
         self.num_decoded = 0
@@ -36,18 +52,20 @@ class Progress:
         self._clock = clock
         self._began_s = self._shown_s = clock()
         self._recent: deque[tuple[float, int]] = deque([(self._began_s, 0)])
-        self._bar: Bar | None = None
+        self._bar: _Bar | None = None
+        self._below = below
         self._task = TaskID(0)
 
     def __enter__(self) -> Self:
         if self._console.is_terminal and not self._console.is_dumb_terminal:
-            self._bar = Bar(
+            self._bar = _Bar(
                 BarColumn(bar_width=10),
                 TextColumn("{task.completed}/{task.total} responses, {task.fields[figures]}"),
                 TimeElapsedColumn(),
                 console=self._console,
                 auto_refresh=False,
             )
+            self._bar.below = self._below
             self._task = self._bar.add_task("responses", total=self._num_responses, figures="")
             self._bar.start()
         return self

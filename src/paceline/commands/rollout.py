@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
+from pydantic import ValidationError
 from rich.console import Console
 
 from paceline.commands.checkpoint import load_tokenizer, read_checkpoint
+from paceline.commands.fleet_job import check_fleet_job, run_fleet_job
 from paceline.commands.job import plan_job, run_job
 from paceline.commands.launch import Launch, build_settings, check_batch, check_model_drafter, fit_length
 from paceline.commands.options import (
@@ -30,6 +32,7 @@ from paceline.commands.options import (
 from paceline.commands.prompts import read_prompts
 from paceline.commands.responses import RESERVED, ResponseFile, refuse_existing
 from paceline.commands.sampling import Sampling
+from paceline.config import FleetSettings, describe
 from paceline.errors import ConfigError
 
 
@@ -67,6 +70,34 @@ def rollout(
             rich_help_panel="Engine",
         ),
     ] = False,
+    workers: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="Roll out on N engines in Ray actors; unset: on one engine in this process.",
+            rich_help_panel="Fleet",
+        ),
+    ] = None,
+    variant: Annotated[
+        Literal["context", "no-context", "group"],
+        typer.Option(
+            help="Which responses run first and where: context (Seer), no-context (in order), group (a group stays on "
+            "one worker).",
+            rich_help_panel="Fleet",
+        ),
+    ] = "context",
+    chunk_tokens: Annotated[
+        int,
+        typer.Option(help="Tokens after which a response may go on elsewhere.", rich_help_panel="Fleet"),
+    ] = 8192,
+    ray_address: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="Ray cluster to join; unset: this machine alone.",
+            rich_help_panel="Fleet",
+        ),
+    ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Make only what is missing in OUT.jsonl.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT.jsonl.")] = False,
 ) -> None:
@@ -76,8 +107,9 @@ def rollout(
     what was drafted. Stop with Ctrl-C at any time and go on with --resume: the result is the same, order aside, as
     that of a run that was never stopped.
 
-    Example: paceline rollout models/policy prompts.jsonl --out responses.jsonl --samples 8
+    Example: paceline rollout models/policy prompts.jsonl --out responses.jsonl --samples 8 --workers 4
     """
+    fleet = None if workers is None else _fleet_settings(workers, variant, chunk_tokens, ray_address)
     sampling = Sampling(max_tokens, temperature, top_p, top_k, min_p, tuple(stop or ()))
     _check_switches(samples, resume, overwrite, plain, model_drafter)
     check_seed(seed)
@@ -90,7 +122,12 @@ def rollout(
     known_prompts = read_prompts(prompts, checkpoint, RESERVED)
     length = fit_length(checkpoint, known_prompts, max_tokens)
     kv_cache_bytes = check_batch(
-        checkpoint, dtype=dtype, max_model_len=length, max_num_seqs=max_num_seqs, kv_cache_gib=kv_cache_gib
+        checkpoint,
+        dtype=dtype,
+        max_model_len=length,
+        max_num_seqs=max_num_seqs,
+        kv_cache_gib=kv_cache_gib,
+        num_engines=1 if fleet is None or ray_address else fleet.workers,
     )
     launch = Launch(
         model=model,
@@ -101,10 +138,23 @@ def rollout(
         kv_cache_bytes=kv_cache_bytes,
         skip_tokenizer=not checkpoint.has_tokenizer,
     )
+    if fleet is not None:
+        check_fleet_job(launch, sampling, fleet)
     file, done = ResponseFile.resume(out) if resume else (ResponseFile.create(out, overwrite=overwrite), {})
     with file:
         job = plan_job(checkpoint, launch, sampling, seed, known_prompts, samples, out, done)
-        run_job(job, file, Console(stderr=True))
+        if fleet is None:
+            run_job(job, file, Console(stderr=True))
+        else:
+            run_fleet_job(job, fleet, file, Console(stderr=True), resume=resume)
+
+
+def _fleet_settings(workers: int, variant: str, chunk_tokens: int, address: str | None) -> FleetSettings:
+    fields = {"workers": workers, "variant": variant, "chunk_tokens": chunk_tokens, "address": address}
+    try:
+        return FleetSettings.model_validate(fields)
+    except ValidationError as error:
+        raise ConfigError(f"fleet: {describe(error)}") from error
 
 
 def _check_switches(

@@ -13,6 +13,7 @@ from rich.table import Table
 from paceline.commands.checkpoint import read_checkpoint
 from paceline.commands.launch import check_model_drafter, hush
 from paceline.errors import PacelineError, TrainingError
+from paceline.fleet.cluster import check_fleet
 from paceline.integrations.recipe import Recipe, load_recipe
 from paceline.integrations.run_folder import LOG, check_folder
 
@@ -36,6 +37,10 @@ def train(
     ] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the run in DIR.")] = False,
     steps: Annotated[int | None, typer.Option(help="Training steps, in place of the recipe's.")] = None,
+    workers: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Roll out on N engines in Ray actors; unset: what the recipe says."),
+    ] = None,
     overrides: Annotated[
         list[str] | None,
         typer.Option(
@@ -51,8 +56,11 @@ def train(
     Example: paceline train recipes/countdown.yaml --out runs/countdown --set batch.prompts=4
     """
     check_folder(out, resume=resume, overwrite=overwrite)
-    changes = [*(overrides or []), *([] if steps is None else [f"steps={steps}"])]
-    wanted = load_recipe(recipe, changes)
+    given = {"steps": steps, "fleet.workers": workers}
+    changes = [f"{key}={value}" for key, value in given.items() if value is not None]
+    wanted = load_recipe(recipe, [*(overrides or []), *changes])
+    if wanted.fleet is not None:
+        check_fleet(wanted.fleet, len(os.sched_getaffinity(0)))
     if (drafter := wanted.engine.model_drafter) is not None:
         check_model_drafter(Path(drafter), read_checkpoint(Path(wanted.model)))
     summary = _run(wanted, out, resume=resume, overwrite=overwrite)

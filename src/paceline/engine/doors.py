@@ -65,6 +65,7 @@ DOORS: tuple[Door, ...] = (
             "schedule",
             "add_request",
             "_free_request",
+            "_preempt_request",
             "reset_prefix_cache",
             "update_draft_token_ids",
             "update_from_output",

@@ -137,6 +137,11 @@ class FastLoop:
             self._sharing.forget()
         self._arrived = None
 
+    def use_epoch(self, epoch: int) -> None:
+        """Share drafts with the workers of this epoch; by default each `forget_tokens` begins the next."""
+        if self._sharing is not None:
+            self._sharing.epoch = epoch
+
     def set_drafting(self, wanted: bool) -> None:
         """Switch all drafting off (plain decoding) or on again; only between responses. What was learned stays."""
         if wanted != self.drafting:

@@ -188,6 +188,19 @@ class RolloutEngine:
         finally:
             self._abort([name for name in started if name in self._pending], keep_kv=False)
 
+    def submit(self, index: int, request: RolloutRequest, params: SamplingParams) -> None:
+        """Add one request to those that run; `step` reports it under `index`, which no other one may have.
+
+        With `step` the open form of `stream`, for who gets requests while others run. Raises as `generate` does.
+        """
+        self._check_params(params)
+        self._check_request(index, request)
+        self._submit(index, request, params)
+
+    def step(self) -> list[TokenEvent]:
+        """Run one engine step and return the tokens that it brought. Raises EngineError when the engine fails."""
+        return [self._take(output) for output in self._engine.step() if output.request_id in self._pending]
+
     def abort(self, indices: Iterable[int], *, keep_kv: bool = True) -> None:
         """Stop the running requests at these positions of the list given to `stream`; what they have is dropped.
 
@@ -215,6 +228,12 @@ class RolloutEngine:
             raise RequestError(
                 f"{len(self._pending)} responses are still running: finish or abort them first"
             )
+        self._check_params(params)
+        for index, request in enumerate(requests):
+            self._check_request(index, request)
+
+    @staticmethod
+    def _check_params(params: SamplingParams) -> None:
         if params.n != 1:
             raise UnsupportedError(f"n={params.n}: give one RolloutRequest per sample, n must be 1")
         if params.prompt_logprobs is not None:
@@ -223,21 +242,22 @@ class RolloutEngine:
             raise UnsupportedError(
                 f"logprobs={params.logprobs}: log-probabilities of the whole vocabulary are not kept; ask for a number"
             )
-        for index, request in enumerate(requests):
-            self._check_tokens(index, request)
-            length = len(request.prompt) + len(request.generated)
-            if not request.prompt:
-                raise RequestError(f"request {index}: the prompt is empty; begin it with a BOS token")
-            if length >= self.max_model_len:
-                raise RequestError(
-                    f"request {index}: {length} tokens leave no room to generate in max_model_len="
-                    f"{self.max_model_len}; shorten the prompt or raise max_model_len"
-                )
-            if request.max_tokens <= len(request.generated):
-                raise RequestError(
-                    f"request {index}: max_tokens={request.max_tokens} is already reached by "
-                    f"{len(request.generated)} generated tokens"
-                )
+
+    def _check_request(self, index: int, request: RolloutRequest) -> None:
+        self._check_tokens(index, request)
+        length = len(request.prompt) + len(request.generated)
+        if not request.prompt:
+            raise RequestError(f"request {index}: the prompt is empty; begin it with a BOS token")
+        if length >= self.max_model_len:
+            raise RequestError(
+                f"request {index}: {length} tokens leave no room to generate in max_model_len="
+                f"{self.max_model_len}; shorten the prompt or raise max_model_len"
+            )
+        if request.max_tokens <= len(request.generated):
+            raise RequestError(
+                f"request {index}: max_tokens={request.max_tokens} is already reached by "
+                f"{len(request.generated)} generated tokens"
+            )
 
     def _check_tokens(self, index: int, request: RolloutRequest) -> None:
         tokens = (*request.prompt, *request.generated)
@@ -332,8 +352,8 @@ class RolloutEngine:
 
         Args:
             weights: (name, tensor) in the checkpoint's names, every parameter of the model.
-            version: the trainer's number for them; None counts on. Workers that share a KV pool need the same number
-                for the same weights, one that joined late too.
+            version: the trainer's number for them; None counts on. Workers that share drafts or a KV pool need the
+                same number for the same weights, one that joined late too.
 
         Returns the new policy version. Raises EngineError while responses are running: their key-value cache belongs
         to the old weights.
@@ -345,6 +365,8 @@ class RolloutEngine:
         self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
         self.reset_prefix_cache()
         self.policy_version = self.policy_version + 1 if version is None else version
+        if self.settings is not None and version is not None:
+            self.scheduler.loop.use_epoch(version << 20)  # cache resets count on from there
         return self.policy_version
 
     def reset_prefix_cache(self) -> None:

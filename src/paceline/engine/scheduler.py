@@ -66,6 +66,7 @@ class PacelineScheduler(Scheduler):  # type: ignore[misc]
         self.live: dict[str, LiveResponse] = {}
         self.finished: dict[str, LiveResponse] = {}
         self.observations: deque[StepObservation] = deque(maxlen=MAX_KEPT_STEPS)
+        self.num_preemptions = 0
         # A constant table switches off vLLM's padding of new requests with drafts of -1.
         self.dynamic_sd_lookup = [self.num_spec_tokens] * (self.scheduler_config.max_num_seqs + 1)
         self._next_response = 0
@@ -148,6 +149,10 @@ class PacelineScheduler(Scheduler):  # type: ignore[misc]
             self._hand_over_tokens()
             self.loop.close(live.group, live.response)
         return super()._free_request(request, *args, **kwargs)
+
+    def _preempt_request(self, *args: Any, **kwargs: Any) -> None:
+        self.num_preemptions += 1
+        super()._preempt_request(*args, **kwargs)
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> Any:
         """Weights have changed or are about to: what was learned about tokens of the old policy goes too."""

@@ -33,7 +33,8 @@ class SharedDrafts:
         self._foreign: dict[tuple[int, int], int] = {}  # by shared group and key
         self._local: dict[int, int] = {}  # the engine's number of a shared group
         self._numbers = itertools.count(FIRST_FOREIGN)
-        self._epoch = 0
+        self.epoch = 0
+        """Workers share the groups of an equal epoch; set it between responses only."""
 
     def open(self, group: int, response: int, key: int, generated: Sequence[int]) -> None:
         """A response begins here, or resumes with `generated` tokens."""
@@ -73,11 +74,11 @@ class SharedDrafts:
         self._num_open.clear()
         self._foreign.clear()
         self._local.clear()
-        self._epoch += 1
+        self.epoch += 1
 
     def _shared(self, group: int) -> int:
         """The number by which workers speak of the group under the present policy."""
-        return (group + self._epoch * _EPOCH_STRIDE) & _GROUP_MASK
+        return (group + self.epoch * _EPOCH_STRIDE) & _GROUP_MASK
 
     def close_client(self) -> None:
         """Disconnect."""

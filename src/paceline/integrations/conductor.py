@@ -18,7 +18,7 @@ from paceline.integrations.interruption import Interrupted, Interruption
 from paceline.integrations.progress import Progress
 from paceline.integrations.randomness import read_randomness, unchanged_randomness, write_randomness
 from paceline.integrations.recipe import Recipe
-from paceline.integrations.rollouts import Rollout, WatchedRollouts
+from paceline.integrations.rollouts import Rollout, Rollouts
 from paceline.integrations.run_folder import Past
 from paceline.record import Comparison, Evaluation, Phases, ResponseDone, TrainStep
 from paceline.tasks import Row, Task
@@ -80,7 +80,7 @@ class Conductor:
         task: Task,
         tokenizer: Any,
         held_out: Sequence[Row],
-        rollouts: WatchedRollouts,
+        rollouts: Rollouts,
         progress: Progress,
         interruption: Interruption,
         past: Past,
@@ -139,10 +139,19 @@ class Conductor:
             names = [name for name, values in columns.items() if isinstance(values, list)]
             rewards = [
                 self._task.reward(text, {name: columns[name][i] for name in names})
-                for i, text in enumerate(completions)
+                if known is None
+                else known
+                for i, (text, known) in enumerate(
+                    zip(completions, self._known_rewards(len(completions)), strict=True)
+                )
             ]
         self._step.rewards = rewards
         return rewards
+
+    def _known_rewards(self, count: int) -> Sequence[float | None]:
+        """Rewards of the step's rollout that came while it ran."""
+        rollout = self._step.rollout
+        return rollout.rewards if rollout is not None and len(rollout.rewards) == count else [None] * count
 
     def begin(self) -> None:
         """Training begins or goes on: evaluate what the past has not."""

@@ -12,13 +12,13 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from paceline.config import EngineSettings, RecordConfig, Section
+from paceline.config import EngineSettings, FleetSettings, RecordConfig, Section
 from paceline.config_file import apply_override, read_yaml, validate
 from paceline.errors import ConfigError
 
 Algorithm = Literal["grpo", "dapo", "dr_grpo", "gspo", "rloo"]
 
-FREE_ON_RESUME = frozenset({"steps", "evaluation", "compare", "output", "record"})
+FREE_ON_RESUME = frozenset({"steps", "evaluation", "compare", "output", "record", "fleet"})
 """Sections that a resumed run may change: none of them has a say in the tokens or the gradients."""
 
 
@@ -184,6 +184,9 @@ class Recipe(Section):
     optimizer: OptimizerSection = OptimizerSection()
     engine: EngineSettings = EngineSettings()
     capacity: CapacitySection = CapacitySection()
+    """Of each engine."""
+    fleet: FleetSettings | None = None
+    """Roll out on several engines; unset: on one, in the trainer's process."""
     evaluation: EvaluationSection = EvaluationSection()
     compare: CompareSection = CompareSection()
     output: OutputSection = OutputSection()

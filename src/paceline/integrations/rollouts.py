@@ -1,14 +1,16 @@
 """Rollouts that are watched: recorded step by step, shown while they run, interruptible, comparable.
 
-Called by training_run.py for training rollouts, evaluations and comparisons. Adds nothing to the tokens.
+Called by training_run.py for training rollouts, evaluations and comparisons; on one engine (`WatchedRollouts`) or on a
+fleet (fleet_rollouts.py). Adds nothing to the tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from paceline.engine.rollout import RolloutEngine
 from paceline.integrations.interruption import Interruption
@@ -27,6 +29,8 @@ class Rollout:
     responses: tuple[Response, ...]
     begin_s: float
     ends_s: tuple[float, ...]  # [num_responses]
+    rewards: tuple[float | None, ...] = ()
+    """By response, where they were scored while others still ran; None: this one was not."""
 
     @property
     def wall_s(self) -> float:
@@ -57,44 +61,44 @@ class Watcher(Protocol):
         ...
 
 
-class WatchedRollouts:
-    """Runs requests on an engine, one rollout at a time."""
+class Engines(Protocol):
+    """One engine or many, between rollouts."""
+
+    def push_weights(self, weights: Iterable[tuple[str, Any]]) -> int:
+        """Take new weights; returns the policy version."""
+        ...
+
+    def reset_prefix_cache(self) -> None:
+        """Forget cached key-value blocks and the suffix trees of all groups."""
+        ...
+
+    def set_drafting(self, wanted: bool) -> None:
+        """Switch drafting off, for plain decoding, or on again."""
+        ...
+
+    @property
+    def vllm_engine(self) -> Any:
+        """The vLLM engine behind it."""
+        ...
+
+
+class Rollouts(ABC):
+    """Runs requests, one rollout at a time."""
 
     def __init__(
-        self, engine: RolloutEngine, record: RecordWriter, watcher: Watcher, interruption: Interruption
+        self, engine: Engines, record: RecordWriter, watcher: Watcher, interruption: Interruption
     ) -> None:
         self.engine = engine
         self.record = record
         self._watcher = watcher
         self._interruption = interruption
 
+    @abstractmethod
     def run(self, requests: Sequence[RolloutRequest], params: SamplingParams, step: int | None) -> Rollout:
         """Generate all requests. Engine steps are recorded for train step `step`; None records none.
 
         Raises Interrupted between two engine steps.
         """
-        self.engine.take_observations()
-        begin_s = self.record.now_s()
-        responses: list[Response | None] = [None] * len(requests)
-        ends_s = [0.0] * len(requests)
-        course = _Course(self.record, step)
-        finished = num_tokens = 0
-        with unchanged_randomness(), closing(self.engine.stream(requests, params)) as events:
-            for event in events:
-                self._interruption.check()
-                now_s = self.record.now_s()
-                for observation in self.engine.take_observations():
-                    course.begin(observation, now_s)
-                    self._watcher.show_rollout(
-                        len(requests) - finished, len(requests), num_tokens, now_s - begin_s
-                    )
-                course.num_tokens += len(event.tokens)
-                num_tokens += len(event.tokens)
-                if event.response is not None:
-                    finished += 1
-                    responses[event.index], ends_s[event.index] = event.response, now_s
-        course.flush()
-        return Rollout(tuple(r for r in responses if r is not None), begin_s, tuple(ends_s))
 
     def compare(
         self, requests: Sequence[RolloutRequest], params: SamplingParams, step: int, plain_first: bool
@@ -129,6 +133,40 @@ class WatchedRollouts:
             yield
         finally:
             self.engine.set_drafting(True)
+
+
+class WatchedRollouts(Rollouts):
+    """Rollouts on one engine."""
+
+    def __init__(
+        self, engine: RolloutEngine, record: RecordWriter, watcher: Watcher, interruption: Interruption
+    ) -> None:
+        super().__init__(engine, record, watcher, interruption)
+        self._engine = engine
+
+    def run(self, requests: Sequence[RolloutRequest], params: SamplingParams, step: int | None) -> Rollout:
+        self._engine.take_observations()
+        begin_s = self.record.now_s()
+        responses: list[Response | None] = [None] * len(requests)
+        ends_s = [0.0] * len(requests)
+        course = _Course(self.record, step)
+        finished = num_tokens = 0
+        with unchanged_randomness(), closing(self._engine.stream(requests, params)) as events:
+            for event in events:
+                self._interruption.check()
+                now_s = self.record.now_s()
+                for observation in self._engine.take_observations():
+                    course.begin(observation, now_s)
+                    self._watcher.show_rollout(
+                        len(requests) - finished, len(requests), num_tokens, now_s - begin_s
+                    )
+                course.num_tokens += len(event.tokens)
+                num_tokens += len(event.tokens)
+                if event.response is not None:
+                    finished += 1
+                    responses[event.index], ends_s[event.index] = event.response, now_s
+        course.flush()
+        return Rollout(tuple(r for r in responses if r is not None), begin_s, tuple(ends_s))
 
 
 class _Course:

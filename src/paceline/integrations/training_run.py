@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
@@ -41,6 +41,10 @@ from paceline.record import (
     describe_versions,
 )
 from paceline.tasks import Row, load_task
+
+if TYPE_CHECKING:
+    from paceline.fleet.rollout import Fleet
+    from paceline.integrations.fleet_rollouts import TaskReward
 
 
 class TrainingRun:
@@ -77,6 +81,7 @@ class TrainingRun:
         self._held_out = self._choose_held_out()
         self._check_prompts()
         self._arguments = self._build_arguments()
+        self._fleet_reward: TaskReward | None = None
 
     def _choose_held_out(self) -> list[Row]:
         evaluation = self.recipe.evaluation
@@ -115,17 +120,22 @@ class TrainingRun:
 
     def run(self) -> Summary:
         """Train to the end, or until Ctrl-C or SIGTERM. Raises PacelineError when something fails on the way."""
-        from paceline.integrations.rollouts import WatchedRollouts
+        from paceline.integrations.rollouts import Rollouts, WatchedRollouts
 
         record = self._open_record()
-        self._console.print("starting the engine")
         try:
             with (
                 self._start_engine() as engine,
                 Progress(self._console, self.recipe.steps) as progress,
                 Interruption() as interruption,
             ):
-                rollouts = WatchedRollouts(engine, record, progress, interruption)
+                rollouts: Rollouts
+                if isinstance(engine, RolloutEngine):
+                    rollouts = WatchedRollouts(engine, record, progress, interruption)
+                else:
+                    from paceline.integrations.fleet_rollouts import FleetRollouts
+
+                    rollouts = FleetRollouts(engine, record, progress, interruption, self._fleet_reward)
                 conductor = Conductor(
                     self.recipe,
                     self._task,
@@ -161,17 +171,25 @@ class TrainingRun:
         )
         return RecordWriter.create(self.folder, header, self.recipe.record, overwrite=self._overwrite)
 
-    def _start_engine(self) -> RolloutEngine:
-        capacity = self.recipe.capacity
-        return RolloutEngine(
-            self.recipe.model,
-            self.recipe.engine,
-            dtype=capacity.dtype,
-            max_model_len=self.recipe.context_tokens,
-            max_num_seqs=capacity.max_num_seqs,
-            kv_cache_bytes=capacity.kv_cache_mib << 20,
+    def _start_engine(self) -> RolloutEngine | Fleet:
+        recipe, capacity = self.recipe, self.recipe.capacity
+        options: dict[str, Any] = {
+            "dtype": capacity.dtype,
+            "max_model_len": recipe.context_tokens,
+            "max_num_seqs": capacity.max_num_seqs,
+            "kv_cache_bytes": capacity.kv_cache_mib << 20,
             **capacity.vllm,
-        )
+        }
+        if recipe.fleet is None:
+            self._console.print("starting the engine")
+            return RolloutEngine(recipe.model, recipe.engine, **options)
+        from paceline.fleet.rollout import Fleet
+        from paceline.integrations.fleet_rollouts import TaskReward
+
+        self._console.print(f"starting {recipe.fleet.workers} engines")
+        if recipe.fleet.rewards is not None:
+            self._fleet_reward = TaskReward(self._task, self._tokenizer, [*self._train_rows, *self._held_out])
+        return Fleet(recipe.model, recipe.fleet, recipe.engine, reward=self._fleet_reward, **options)
 
     def _build_trainer(self, conductor: Conductor) -> Any:
         from datasets import Dataset

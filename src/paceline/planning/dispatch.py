@@ -107,17 +107,26 @@ class Dispatcher:
         """Responses that wait for a worker."""
         return self.num_unfinished - len(self._running)
 
-    def submit(self, group: int, group_size: int, prompt_tokens: int, max_tokens: int) -> None:
+    def submit(
+        self, group: int, group_size: int, prompt_tokens: int, max_tokens: int, held: Sequence[int] = ()
+    ) -> None:
         """Put the responses of a new group into the buffer.
 
-        prompt_tokens: length of the prompt. max_tokens: limit of each response. Raises RequestError if the group is
-        known already, has nothing to generate, or a response at its limit fits on no worker that was up so far.
+        prompt_tokens: length of the prompt. max_tokens: limit of each response. held: response tokens that exist
+        already, by sample; without, none. Raises RequestError if the group is known already, has nothing to generate,
+        or a response at its limit fits on no worker that was up so far.
         """
         if group in self._groups:
             raise RequestError(f"group {group} was submitted before: number the groups of a rollout uniquely")
         if group_size < 1 or max_tokens < 1:
             raise RequestError(
                 f"group {group} has {group_size} responses of up to {max_tokens} tokens: ask for at least 1 of each"
+            )
+        held = held or (0,) * group_size
+        if len(held) != group_size or not 0 <= min(held) <= max(held) < max_tokens:
+            raise RequestError(
+                f"group {group} has {group_size} responses of up to {max_tokens} tokens and holds {tuple(held)} of "
+                "them: give one number per response, below the limit"
             )
         blocks = self._blocks(prompt_tokens + max_tokens)
         if self._rooms.largest_blocks and blocks > self._rooms.largest_blocks:
@@ -126,7 +135,9 @@ class Dispatcher:
         new = BufferedGroup(group, len(self._groups), prompt_tokens, max_tokens, group_size)
         self._groups[group] = new
         for sample, rank in enumerate(ranks):
-            self._wait(BufferedResponse(new, sample, rank, self._num_responses))
+            response = BufferedResponse(new, sample, rank, self._num_responses)
+            response.num_tokens = held[sample]
+            self._wait(response)
             self._num_responses += 1
 
     def worker_up(self, worker: str, num_kv_blocks: int, max_concurrency: int) -> None:

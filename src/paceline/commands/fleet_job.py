@@ -1,0 +1,172 @@
+"""A rollout job on a fleet: the counterpart of `run_job` for several engines."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter, deque
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import typer
+from rich.console import Console, RenderableType
+from rich.table import Table
+
+from paceline.commands.checkpoint import load_tokenizer
+from paceline.commands.interrupt import Interrupt
+from paceline.commands.job import INTERRUPTED, Job, encode_response, tell_end, tell_plan
+from paceline.commands.launch import Launch, describe_failure, hush
+from paceline.commands.progress import WINDOW_S, Progress
+from paceline.commands.responses import ResponseFile
+from paceline.commands.sampling import Sampling
+from paceline.config import FleetSettings
+from paceline.engine.rollout import prepare_environment
+from paceline.errors import ConfigError, EngineError, PacelineError
+
+if TYPE_CHECKING:
+    from paceline.fleet.journal import Journal
+    from paceline.fleet.rollout import Fleet
+
+JOURNAL_SUFFIX = ".progress"
+"""Beside the output: what unfinished responses have so far. Removed once all are finished."""
+
+
+def check_fleet_job(launch: Launch, sampling: Sampling, settings: FleetSettings) -> None:
+    """Raise ConfigError or InstallError for a fleet that cannot be, before anything starts."""
+    from paceline.fleet.cluster import check_fleet
+
+    if launch.settings is None:
+        raise ConfigError(
+            "--plain runs vLLM without Paceline, and --workers needs its dice: drop one of them"
+        )
+    if sampling.stop:
+        raise ConfigError(
+            "--stop with --workers: a stop text may lie across two chunks of a response; drop one of them"
+        )
+    check_fleet(settings, len(os.sched_getaffinity(0)))
+
+
+def run_fleet_job(
+    job: Job, settings: FleetSettings, file: ResponseFile, console: Console, *, resume: bool
+) -> None:
+    """Make the missing responses on `settings.workers` engines and write each as it finishes.
+
+    Raises as `run_job` does.
+    """
+    from paceline.fleet.journal import Journal
+
+    tell_plan(job, file.path, console)
+    path = file.path.with_name(file.path.name + JOURNAL_SUFFIX)
+    journal = Journal.open(path, _identity(job), resume=resume)
+    try:
+        if job.todo:
+            _run(job, settings, file, journal, console)
+        journal.discard()
+    finally:
+        journal.close()
+
+
+def _identity(job: Job) -> str:
+    """What decides the tokens beside key and prompt."""
+    return msgspec.json.encode({"policy": job.fingerprint, "options": dict(job.options)}).decode()
+
+
+def _run(job: Job, settings: FleetSettings, file: ResponseFile, journal: Journal, console: Console) -> None:
+    tokenizer = load_tokenizer(job.checkpoint) if job.checkpoint.has_tokenizer else None
+    console.print(f"starting {settings.workers} engines", highlight=False)
+    prepare_environment()
+    with hush():
+        fleet = start_fleet(job, settings)
+        params = job.sampling.build()
+    reasons: Counter[str] = Counter()
+    view = FleetView(fleet)
+    with fleet, Interrupt() as interrupt, Progress(len(job.todo), console, below=view.table) as progress:
+        fleet.submit(job.requests(), params, journal=journal)
+        while fleet.num_unfinished and not interrupt.requested:
+            finished = _advance(fleet, file)
+            for one in finished:
+                file.append(encode_response(job, one.index, one.response, tokenizer))
+                reasons[one.response.finish_reason] += 1
+            progress.count(view.look(), len(finished), fleet.take_observations)
+        progress.observe(fleet.take_observations())
+    if journal.failure is not None:
+        console.print(f"note: {journal.failure}; unfinished responses would begin anew", highlight=False)
+    tell_end(job, file, progress, reasons, console)
+    if progress.num_finished < len(job.todo):
+        raise typer.Exit(INTERRUPTED)
+
+
+def start_fleet(job: Job, settings: FleetSettings) -> Fleet:
+    """Start the fleet of a job. Raises EngineError with vLLM's or Ray's own words when it does not start."""
+    launch = job.launch
+    try:
+        from paceline.fleet.rollout import Fleet
+
+        return Fleet(
+            launch.model,
+            settings,
+            launch.settings,
+            dtype=launch.dtype,
+            max_model_len=launch.max_model_len,
+            max_num_seqs=launch.max_num_seqs,
+            kv_cache_bytes=launch.kv_cache_bytes,
+            skip_tokenizer_init=launch.skip_tokenizer,
+        )
+    except PacelineError:
+        raise
+    except Exception as error:
+        raise EngineError(f"the fleet did not start: {describe_failure(error)}") from error
+
+
+def _advance(fleet: Fleet, file: ResponseFile) -> Any:
+    try:
+        return fleet.advance()
+    except PacelineError:
+        raise
+    except Exception as error:
+        raise EngineError(
+            f"the fleet failed: {describe_failure(error)}; the {file.num_written} responses of this run are in "
+            f"{file.path}, go on with --resume"
+        ) from error
+
+
+class FleetView:
+    """One row per worker. `look` keeps what rates are made of, `table` shows."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self._seen: deque[tuple[float, dict[str, int]]] = deque()
+
+    def look(self) -> int:
+        """Remember how far everyone is; the tokens generated since the last look."""
+        now_s, before = time.monotonic(), self._seen[-1][1] if self._seen else {}
+        workers = self._fleet.board.workers.values()
+        after = {status.name: status.num_tokens for status in workers}
+        self._seen.append((now_s, after))
+        while len(self._seen) > 2 and now_s - self._seen[1][0] > WINDOW_S:
+            self._seen.popleft()
+        return sum(after.values()) - sum(before.values())
+
+    def table(self) -> RenderableType:
+        """The workers now."""
+        table = Table(box=None, padding=(0, 2, 0, 0))
+        for name in ("worker", "state", "running", "queued", "KV", "tokens/s", "acceptance", "lost"):
+            table.add_column(name, justify="left" if name in {"worker", "state"} else "right")
+        for status in self._fleet.board.workers.values():
+            table.add_row(
+                status.name,
+                status.state,
+                str(status.num_running),
+                str(status.num_waiting),
+                f"{status.kv_share:.0%}",
+                f"{self._rate(status.name):.0f}",
+                f"{status.acceptance_length:.2f}",
+                str(status.num_losses or ""),
+            )
+        return table
+
+    def _rate(self, worker: str) -> float:
+        if len(self._seen) < 2:
+            return 0.0
+        (then_s, before), (now_s, after) = self._seen[0], self._seen[-1]
+        return (after[worker] - before[worker]) / (now_s - then_s) if now_s > then_s else 0.0

@@ -1,0 +1,144 @@
+"""Rollout workers as Ray actors: calls go out, answers come back as events. Decides nothing.
+
+Every present worker has one `report` call on its way at all times; a call that fails is the loss of its worker.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import ray
+
+from paceline.config import FleetSettings
+from paceline.fleet.cluster import actor_options
+from paceline.fleet.events import Order, Reported, WeightsLoaded, WorkerEvent, WorkerLost, WorkerUp
+from paceline.fleet.worker import EngineSpec, Facts, RolloutWorker
+
+REPORT_WAIT_S = 1.0
+"""A report is answered after so long even if nothing has happened."""
+
+FAREWELL_S = 5.0
+"""Time for engines to shut down by themselves before they are killed."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    kind: Literal["start", "load", "report"]
+    worker: str
+    life: int
+
+
+@dataclass(slots=True)
+class _Actor:
+    handle: Any
+    life: int
+    process: int | None = None
+
+
+class Actors:
+    """The actors of a fleet, by worker. Close it."""
+
+    def __init__(self, spec: EngineSpec, settings: FleetSettings) -> None:
+        self._spec = spec
+        self._progress_s = settings.progress_ms / 1e3
+        self._class = ray.remote(**actor_options(settings, spec.vllm))(RolloutWorker)
+        self._actors: dict[str, _Actor] = {}
+        self._calls: dict[Any, _Call] = {}
+        self._drafting = True
+        self.vocab_size = 0
+        """The model's, once a worker has been up."""
+
+    @property
+    def calls(self) -> Iterable[Any]:
+        """Ray references of what is being waited for."""
+        return self._calls.keys()
+
+    def process(self, worker: str) -> int | None:
+        """Process id of a worker's engine, on its own node; None before it is up."""
+        return actor.process if (actor := self._actors.get(worker)) else None
+
+    def start(self, worker: str, life: int) -> None:
+        """Start an engine; what was there before is killed."""
+        self._kill(worker)
+        handle = self._class.remote(self._spec, self._progress_s)
+        self._actors[worker] = _Actor(handle, life)
+        self._calls[handle.start.remote()] = _Call("start", worker, life)
+
+    def stop(self, worker: str, life: int) -> None:
+        """Kill an engine of this life, if it is still there."""
+        if worker in self._actors and self._actors[worker].life == life:
+            self._kill(worker)
+
+    def load(self, worker: str, life: int, weights: Any, version: int) -> None:
+        """Load weights, given as a Ray reference of what `pack_weights` made."""
+        ref = self._actors[worker].handle.load_weights.remote(weights, version)
+        self._calls[ref] = _Call("load", worker, life)
+
+    def order(self, worker: str, orders: Sequence[Order], params: Any) -> None:
+        """Run and cancel chunks."""
+        self._actors[worker].handle.take.remote(orders, params)
+
+    def tell_all(self, method: str, *arguments: Any) -> None:
+        """Call a method of every worker that is up, without waiting for it."""
+        for actor in self._actors.values():
+            if actor.process is not None:
+                getattr(actor.handle, method).remote(*arguments)
+
+    def set_drafting(self, wanted: bool) -> None:
+        """Switch drafting off or on everywhere, in workers that come up later too."""
+        self._drafting = wanted
+        self.tell_all("set_drafting", wanted)
+
+    def take(self, ref: Any) -> WorkerEvent:
+        """One of `calls` has been answered: what it tells."""
+        call = self._calls.pop(ref)
+        worker, life = call.worker, call.life
+        try:
+            answer = ray.get(ref)
+        except ray.exceptions.RayError as error:
+            self.stop(worker, life)
+            return WorkerLost(worker, life, _reason(error))
+        if call.kind == "load":
+            return WeightsLoaded(worker, life, answer)
+        actor = self._actors.get(worker)
+        if actor is not None and actor.life == life:
+            ref = actor.handle.report.options(concurrency_group="reports").remote(REPORT_WAIT_S)
+            self._calls[ref] = _Call("report", worker, life)
+        if call.kind == "report":
+            return Reported(worker, life, answer)
+        if actor is not None and actor.life == life:
+            actor.process, self.vocab_size = answer.process, answer.vocab_size
+            if not self._drafting:
+                actor.handle.set_drafting.remote(False)
+        return _up(worker, life, answer)
+
+    def close(self) -> None:
+        """Shut all engines down."""
+        farewells = [
+            actor.handle.stop.remote() for actor in self._actors.values() if actor.process is not None
+        ]
+        if farewells:
+            with contextlib.suppress(ray.exceptions.RayError):
+                ray.wait(farewells, num_returns=len(farewells), timeout=FAREWELL_S)
+        for worker in list(self._actors):
+            self._kill(worker)
+        self._calls.clear()
+
+    def _kill(self, worker: str) -> None:
+        actor = self._actors.pop(worker, None)
+        if actor is not None:
+            ray.kill(actor.handle)
+
+
+def _up(worker: str, life: int, facts: Facts) -> WorkerUp:
+    return WorkerUp(worker, life, 0, facts.num_kv_blocks, facts.block_tokens, facts.max_concurrency)
+
+
+def _reason(error: BaseException) -> str:
+    """The first line of what ended a worker."""
+    cause = getattr(error, "cause", None) or error
+    lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
+    return lines[0] if lines else type(cause).__name__

@@ -1,0 +1,150 @@
+"""Ray: found, checked and started, or joined by address. What the rest of the fleet asks of a machine or cluster.
+
+Importing this imports no Ray, so that a fleet that cannot be is refused at once.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from typing import Any
+
+from paceline.config import FleetSettings
+from paceline.engine.build import is_cpu_build
+from paceline.errors import ConfigError, InstallError
+
+WORKERS_PER_CORE = 2
+"""More engines than this on each core of one machine only wait for each other."""
+
+SPARE_CPUS = 2
+"""CPUs that a Ray started here has beyond those of the workers."""
+
+CONNECT_S = 5.0
+
+QUIET = {
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_DISABLE_IMPORT_WARNING": "1",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_IGNORE_UNHANDLED_ERRORS": "1",
+    "RAY_DEDUP_LOGS_SKIP_REGEX": "A worker died or was killed",
+}
+"""Ray would print into the driver's output otherwise, lost workers among it; the fleet shows those itself."""
+
+ENGINE_ENVIRONMENT = {
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+"""What an engine in an actor needs; engine/rollout.py says why. The driver's own values go first."""
+
+HANDED_ON = ("HF_HUB_OFFLINE", "VLLM_CPU_ATTN_SPLIT_KV", "VLLM_BATCH_INVARIANT")
+"""Variables of the driver that every worker gets too, wherever it runs."""
+
+
+def check_fleet(settings: FleetSettings, cores: int) -> None:
+    """Raise InstallError without Ray, ConfigError for more workers than this machine's cores can serve.
+
+    cores: of this machine; on a cluster that is joined by address, Ray is asked instead once it is connected.
+    """
+    import_ray()
+    if settings.address is not None:
+        _check_reachable(settings.address)
+    elif is_cpu_build() and settings.workers > WORKERS_PER_CORE * cores:
+        raise ConfigError(
+            f"{settings.workers} workers on {cores} cores: at most {WORKERS_PER_CORE * cores} here; lower --workers, "
+            "or join a Ray cluster by its address"
+        )
+
+
+def import_ray() -> Any:
+    """The module ray. Raises InstallError when it is missing."""
+    for name, value in QUIET.items():
+        os.environ.setdefault(name, value)
+    try:
+        import ray
+    except ImportError as error:
+        raise InstallError(f"a fleet needs Ray ({error}): pip install 'paceline[fleet]'") from error
+    return ray
+
+
+def connect(settings: FleetSettings) -> bool:
+    """Join the cluster at `settings.address`, or start Ray on this machine; one that is connected already is used.
+
+    Returns whether Ray was connected here and is to be shut down here. Raises ConfigError for an address without Ray
+    behind it, or a cluster that is too small.
+    """
+    ray = import_ray()
+    if ray.is_initialized():
+        _check_size(settings, ray.cluster_resources())
+        return False
+    options: dict[str, Any] = {"address": settings.address}
+    if settings.address is None:
+        needed = settings.workers * settings.cpus_per_worker
+        options = {"address": "local", "num_cpus": int(-(-needed // 1)) + SPARE_CPUS}
+    else:
+        _check_reachable(settings.address)
+    try:
+        ray.init(**options, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        where = "on this machine" if settings.address is None else f"at {settings.address}"
+        raise ConfigError(f"no Ray {where}: {' '.join(str(error).split())[:300]}") from error
+    try:
+        _check_size(settings, ray.cluster_resources())
+    except ConfigError:
+        ray.shutdown()
+        raise
+    return True
+
+
+def actor_options(settings: FleetSettings, vllm: Any) -> dict[str, Any]:
+    """Ray's options for the actor of an engine. vllm: arguments of vLLM's EngineArgs."""
+    gpus = _gpus(settings, vllm)
+    environment = {name: os.environ.get(name, value) for name, value in ENGINE_ENVIRONMENT.items()}
+    environment["OMP_NUM_THREADS"] = str(max(int(settings.cpus_per_worker), 1))
+    environment |= {name: os.environ[name] for name in HANDED_ON if name in os.environ}
+    return {
+        "num_cpus": settings.cpus_per_worker,
+        "num_gpus": gpus,
+        "resources": settings.resources_per_worker,
+        "max_restarts": 0,
+        "concurrency_groups": {"reports": 1},
+        "runtime_env": {"env_vars": environment},
+    }
+
+
+def _gpus(settings: FleetSettings, vllm: Any) -> float:
+    if settings.gpus_per_worker is not None:
+        return settings.gpus_per_worker
+    return 0.0 if is_cpu_build() else float(vllm.get("tensor_parallel_size", 1))
+
+
+def _check_reachable(address: str) -> None:
+    """Raise ConfigError for a HOST:PORT where nobody listens; Ray itself would take a minute to say so."""
+    if address in {"auto", "local"} or "://" in address:
+        return
+    host, colon, port = address.rpartition(":")
+    if not colon or not port.isdigit():
+        raise ConfigError(
+            f"Ray address {address!r}: write it as HOST:PORT, or 'auto' for the cluster of this node"
+        )
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S):
+            return
+    except OSError as error:
+        raise ConfigError(
+            f"no Ray at {address}: {error.strerror or error}; start it with 'ray start --head', or leave the address "
+            "away to use this machine"
+        ) from error
+
+
+def _check_size(settings: FleetSettings, has: dict[str, float]) -> None:
+    needs = {"CPU": settings.cpus_per_worker, **settings.resources_per_worker}
+    if settings.gpus_per_worker is not None:
+        needs["GPU"] = settings.gpus_per_worker
+    for name, each in needs.items():
+        if settings.workers * each > has.get(name, 0.0):
+            raise ConfigError(
+                f"{settings.workers} workers need {settings.workers * each:g} {name}, the Ray cluster has "
+                f"{has.get(name, 0.0):g}: lower the number of workers or what each needs, or add nodes"
+            )

@@ -1,0 +1,395 @@
+"""The controller: the slow loop's state machine. The only place that decides where a response runs.
+
+`decide(event) -> actions`, without clock, I/O or Ray: Fleet carries out what it says, a test or a simulator can as
+well. Owns the dispatcher of the rollout, the only copy of every response's state, and what each worker is about.
+
+Invariants: a response is delivered exactly once, whatever is lost, told late or told twice; its tokens only grow; a
+worker generates only with the weights of the present version; the chunks of a worker fit into its KV cache.
+
+A worker is *starting* (no engine yet), *loading* (weights), *up*, or *given up* after too many fruitless lives. Only
+those that are up are known to the dispatcher.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from paceline.config import FleetSettings
+from paceline.errors import EngineError, RequestError
+from paceline.fleet.events import (
+    Abandoned,
+    Action,
+    CancelChunk,
+    Deliver,
+    Ending,
+    Event,
+    Growth,
+    Keep,
+    LoadWeights,
+    Opened,
+    Report,
+    Reported,
+    RunChunk,
+    StartWorker,
+    StopWorker,
+    Submitted,
+    Tick,
+    WeightsChanged,
+    WeightsLoaded,
+    WorkerEvent,
+    WorkerLost,
+    WorkerUp,
+)
+from paceline.fleet.ledger import LiveResponse, RunningChunk
+from paceline.planning.dispatch import Assignment, Dispatcher, DispatchSettings
+
+WorkerState = Literal["starting", "loading", "up", "given up"]
+
+
+@dataclass(slots=True)
+class _Worker:
+    """A place for an engine, and its present life."""
+
+    name: str
+    life: int = 0
+    state: WorkerState = "starting"
+    facts: WorkerUp | None = None
+    num_steps: int = 0
+    has_run: bool = False
+    """Chunks, in this life."""
+    has_generated: bool = False
+    num_fruitless: int = 0
+    """Lives in a row that came to nothing."""
+    waiting_since_s: float | None = None
+    """When a tick first found that something is expected of it; None: nothing is, or it has just done something."""
+
+
+@dataclass(slots=True)
+class _Rollout:
+    """What `Submitted` gave. Groups as the dispatcher knows them: equal prompts of one group with one limit."""
+
+    true_lengths: Sequence[int]
+    groups: dict[tuple[int, tuple[int, ...], int], list[LiveResponse]] = field(default_factory=dict)
+    places: dict[tuple[int, int], LiveResponse] = field(default_factory=dict)  # by dispatch group and sample
+
+    def add(self, response: LiveResponse) -> None:
+        request = response.request
+        assert request.group is not None
+        self.groups.setdefault((request.group, request.prompt, request.max_tokens), []).append(response)
+
+
+class Controller:
+    """One per fleet. See `decide`."""
+
+    def __init__(self, settings: FleetSettings) -> None:
+        self._settings = settings
+        self._workers = {name: _Worker(name) for name in (f"w{i}" for i in range(settings.workers))}
+        self._version = 0
+        self._rollout: _Rollout | None = None
+        self._dispatcher: Dispatcher | None = None
+        self._chunks: dict[int, RunningChunk] = {}
+        self._numbers = itertools.count()
+        self.num_unfinished = 0
+        """Responses of the rollout that are not delivered."""
+
+    def decide(self, event: Event) -> list[Action]:
+        """What to do now that `event` has happened, in order.
+
+        Raises RequestError for a rollout that cannot run, EngineError when engines disagree about a token or none is
+        left. After an error the rollout cannot go on: `Abandoned` gives it up.
+        """
+        actions: list[Action] = []
+        match event:
+            case Opened():
+                actions = [StartWorker(worker.name, worker.life) for worker in self._workers.values()]
+            case Submitted():
+                actions = self._submit(event)
+            case Abandoned():
+                actions = self._abandon()
+            case WeightsChanged():
+                actions = self._change_weights(event.version)
+            case Tick():
+                actions = self._look_for_silence(event.now_s)
+            case _ if self._workers[event.worker].life != event.life:  # a late report
+                return []
+            case _:
+                actions = self._hear(event, self._workers[event.worker])
+        return [*actions, *self._match()]
+
+    def _hear(self, event: WorkerEvent, worker: _Worker) -> list[Action]:
+        match event:
+            case WorkerUp():
+                worker.facts = event
+                return self._welcome(worker, event.version)
+            case WeightsLoaded():
+                return self._welcome(worker, event.version)
+            case WorkerLost():
+                return self._lose(worker, event.reason)
+            case Reported():
+                return self._read(worker, event.report)
+
+    # -- views, for who shows the fleet
+
+    def state_of(self, worker: str) -> WorkerState:
+        """What a worker is about."""
+        return self._workers[worker].state
+
+    @property
+    def workers(self) -> tuple[str, ...]:
+        """All places."""
+        return tuple(self._workers)
+
+    @property
+    def num_running(self) -> int:
+        """Chunks that run somewhere."""
+        return len(self._chunks)
+
+    # -- the rollout
+
+    def _submit(self, event: Submitted) -> list[Action]:
+        if self.num_unfinished:
+            raise RequestError(
+                f"{self.num_unfinished} responses are still running: finish or abandon them first"
+            )
+        self._dispatcher, self._rollout = None, _Rollout(event.true_lengths)
+        actions: list[Action] = []
+        for index, request in enumerate(event.requests):
+            kept = event.kept.get(index)
+            response = LiveResponse(index, request, kept)
+            if kept is not None and (reason := kept.finish_reason) is not None:
+                actions.append(Deliver(index, response.finish(reason, self._version)))
+                continue
+            response.check_room()
+            self._rollout.add(response)
+            self.num_unfinished += 1
+        self._begin_dispatch()
+        return actions
+
+    def _begin_dispatch(self) -> None:
+        """Make the dispatcher, once there is a rollout and a worker has told how large KV blocks are."""
+        up = [worker for worker in self._workers.values() if worker.state == "up"]
+        rollout = self._rollout
+        if self._dispatcher is not None or rollout is None or not self.num_unfinished or not up:
+            return
+        assert up[0].facts is not None
+        groups = list(rollout.groups.values())
+        dispatcher = Dispatcher(
+            DispatchSettings(
+                variant=self._settings.variant,
+                chunk_tokens=self._settings.chunk_tokens,
+                block_tokens=up[0].facts.block_tokens,
+                guard_interval=self._settings.guard_interval,
+            ),
+            _true_lengths(groups, rollout.true_lengths),
+        )
+        self._dispatcher = dispatcher
+        for worker in up:  # first, so that a response that fits nowhere is refused at once
+            self._join(worker)
+        for number, responses in enumerate(groups):
+            request = responses[0].request
+            held = [len(response.tokens) for response in responses]
+            dispatcher.submit(number, len(responses), len(request.prompt), request.max_tokens, held)
+            rollout.places |= {(number, sample): response for sample, response in enumerate(responses)}
+
+    def _match(self) -> list[Action]:
+        """Give out chunks until nothing waits or nobody has room."""
+        actions: list[Action] = []
+        while self._dispatcher is not None:
+            assignment = self._dispatcher.next_assignment()
+            if assignment is None:
+                break
+            actions.append(self._run(assignment))
+        return actions
+
+    def _run(self, assignment: Assignment) -> RunChunk:
+        assert self._rollout is not None
+        response = self._rollout.places[assignment.group, assignment.sample]
+        worker = self._workers[assignment.worker]
+        worker.has_run = True
+        number = response.chunk = next(self._numbers)
+        self._chunks[number] = RunningChunk(
+            assignment, response, worker.name, len(response.tokens), response.num_steps
+        )
+        request = response.next_request(assignment.chunk_tokens)
+        return RunChunk(worker.name, worker.life, number, request, self._version)
+
+    def _abandon(self) -> list[Action]:
+        actions: list[Action] = [
+            CancelChunk(chunk.worker, self._workers[chunk.worker].life, number)
+            for number, chunk in self._chunks.items()
+        ]
+        self._chunks.clear()
+        self._rollout = self._dispatcher = None
+        self.num_unfinished = 0
+        return actions
+
+    # -- what workers tell
+
+    def _read(self, worker: _Worker, report: Report) -> list[Action]:
+        if report.num_steps > worker.num_steps:
+            worker.num_steps, worker.waiting_since_s = report.num_steps, None
+        actions: list[Action] = []
+        for growth in report.growths:
+            actions += self._grow(worker, growth)
+        for ending in report.endings:
+            actions += self._end(worker, ending)
+        for number, reason in report.rejected:
+            if number in self._chunks:
+                index = self._chunks[number].response.index
+                raise RequestError(f"response {index} cannot run on worker {worker.name}: {reason}")
+        if any(number in self._chunks for number in report.refused):
+            actions += self._renew(worker)
+        return actions
+
+    def _find(self, worker: _Worker, number: int) -> RunningChunk | None:
+        """The chunk if it runs on this worker: one that was taken away or ended is told of too late."""
+        chunk = self._chunks.get(number)
+        return chunk if chunk is not None and chunk.worker == worker.name else None
+
+    def _grow(self, worker: _Worker, growth: Growth) -> list[Action]:
+        chunk = self._find(worker, growth.chunk)
+        if chunk is None:
+            return []
+        chunk.check_extent(growth.start, growth.start + len(growth.tokens) + 1)
+        response = chunk.response
+        num_new = response.absorb(growth.start, growth.tokens, growth.logprobs)
+        if not num_new:
+            return []
+        worker.has_generated = True
+        response.num_steps = chunk.num_steps + growth.num_steps
+        return [response.keep(num_new, None)]
+
+    def _end(self, worker: _Worker, ending: Ending) -> list[Action]:
+        chunk = self._find(worker, ending.chunk)
+        if chunk is None:
+            return []
+        chunk.check_extent(ending.start, ending.start + len(ending.tokens))
+        response = chunk.response
+        num_new = response.absorb(ending.start, ending.tokens, ending.logprobs)
+        num_tokens = len(response.tokens)
+        chunk.check_end(ending)
+        worker.has_generated = True
+        response.num_steps = chunk.num_steps + ending.num_steps
+        response.num_draft_tokens += ending.num_draft_tokens
+        is_final = ending.finish_reason == "stop" or num_tokens == response.request.max_tokens
+        assert self._dispatcher is not None
+        self._dispatcher.chunk_finished(chunk.assignment, num_tokens, is_final)
+        del self._chunks[ending.chunk]
+        response.chunk = None
+        reason = ending.finish_reason if is_final else None
+        kept: Keep = response.keep(num_new, reason)
+        if reason is None:
+            return [kept]
+        return [kept, self._deliver(chunk, reason)]
+
+    def _deliver(self, chunk: RunningChunk, reason: str) -> Deliver:
+        assert self._rollout is not None
+        del self._rollout.places[chunk.assignment.group, chunk.assignment.sample]
+        self.num_unfinished -= 1
+        if not self.num_unfinished:
+            self._rollout = self._dispatcher = None
+        return Deliver(chunk.response.index, chunk.response.finish(reason, self._version))
+
+    # -- workers come and go
+
+    def _welcome(self, worker: _Worker, version: int) -> list[Action]:
+        """A worker has weights: those of the present, or it shall load them first."""
+        worker.waiting_since_s = None
+        if version != self._version:
+            worker.state = "loading"
+            return [LoadWeights(worker.name, worker.life, self._version)]
+        worker.state = "up"
+        if self._dispatcher is None:
+            self._begin_dispatch()
+        else:
+            self._join(worker)
+        return []
+
+    def _join(self, worker: _Worker) -> None:
+        facts = worker.facts
+        assert facts is not None
+        assert self._dispatcher is not None
+        self._dispatcher.worker_up(worker.name, facts.num_kv_blocks, facts.max_concurrency)
+
+    def _lose(self, worker: _Worker, reason: str) -> list[Action]:
+        """A worker is gone: what it ran goes on elsewhere from the last token told, and another engine is started."""
+        self._withdraw(worker)
+        if worker.state != "up" or (worker.has_run and not worker.has_generated):
+            worker.num_fruitless += 1
+        elif worker.has_generated:
+            worker.num_fruitless = 0
+        worker.life += 1
+        worker.facts, worker.waiting_since_s, worker.num_steps = None, None, 0
+        worker.has_run = worker.has_generated = False
+        if worker.num_fruitless < self._settings.max_failed_starts:
+            worker.state = "starting"
+            return [StartWorker(worker.name, worker.life)]
+        worker.state = "given up"
+        if all(other.state == "given up" for other in self._workers.values()):
+            raise EngineError(
+                f"no worker is left: each was lost {self._settings.max_failed_starts} times in a row before it "
+                f"generated anything, {worker.name} last: {reason}"
+            )
+        return []
+
+    def _withdraw(self, worker: _Worker) -> list[int]:
+        """Take the worker out of the rollout; its chunks wait again. Gives their numbers."""
+        if worker.state != "up" or self._dispatcher is None:
+            return []
+        lost = [number for number, chunk in self._chunks.items() if chunk.worker == worker.name]
+        progress = {}
+        for number in lost:
+            chunk = self._chunks.pop(number)
+            chunk.response.chunk = None
+            place = chunk.assignment.group, chunk.assignment.sample
+            progress[place] = len(chunk.response.tokens)
+        self._dispatcher.worker_lost(worker.name, progress)
+        return lost
+
+    def _renew(self, worker: _Worker) -> list[Action]:
+        """A worker has refused a chunk, so it has missed new weights."""
+        cancels = [CancelChunk(worker.name, worker.life, number) for number in self._withdraw(worker)]
+        worker.state, worker.waiting_since_s = "loading", None
+        return [*cancels, LoadWeights(worker.name, worker.life, self._version)]
+
+    def _change_weights(self, version: int) -> list[Action]:
+        if self.num_unfinished:
+            raise EngineError(
+                f"{self.num_unfinished} responses are running: finish or abandon them before new weights"
+            )
+        self._version = version
+        actions: list[Action] = []
+        for worker in self._workers.values():
+            if worker.state in {"up", "loading"}:
+                worker.state, worker.waiting_since_s = "loading", None
+                actions.append(LoadWeights(worker.name, worker.life, version))
+        return actions
+
+    def _look_for_silence(self, now_s: float) -> list[Action]:
+        """Give up on workers of which something has been expected for too long."""
+        busy = {chunk.worker for chunk in self._chunks.values()}
+        actions: list[Action] = []
+        for worker in self._workers.values():
+            if worker.state == "given up" or (worker.state == "up" and worker.name not in busy):
+                worker.waiting_since_s = None
+                continue
+            if worker.waiting_since_s is None:
+                worker.waiting_since_s = now_s
+            is_up = worker.state == "up"
+            limit_s = self._settings.silence_s if is_up else self._settings.start_timeout_s
+            if now_s - worker.waiting_since_s > limit_s:
+                what = "finished no engine step" if is_up else f"was still {worker.state}"
+                actions.append(StopWorker(worker.name, worker.life))
+                actions += self._lose(worker, f"it {what} after {limit_s:g} s")
+        return actions
+
+
+def _true_lengths(
+    groups: Sequence[Sequence[LiveResponse]], lengths: Sequence[int]
+) -> dict[int, list[int]] | None:
+    if not lengths:
+        return None
+    return {number: [lengths[r.index] for r in responses] for number, responses in enumerate(groups)}

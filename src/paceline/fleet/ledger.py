@@ -1,0 +1,143 @@
+"""The ledger entries of a response and of its running chunk: the only copy of what it has. Used by the controller.
+
+Invariant: the tokens only grow, and every token that is told again is compared with the one that is known. Keys make
+tokens a pure function of the weights, so a difference means that two engines are not the same, and is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from paceline.errors import EngineError, RequestError
+from paceline.fleet.events import Ending, Keep, Kept
+from paceline.planning.dispatch import Assignment
+from paceline.types import Response, RolloutRequest
+
+
+class LiveResponse:
+    """A response that is not delivered yet."""
+
+    __slots__ = (
+        "chunk",
+        "index",
+        "logprobs",
+        "num_draft_tokens",
+        "num_steps",
+        "request",
+        "tokens",
+    )
+
+    def __init__(self, index: int, request: RolloutRequest, kept: Kept | None = None) -> None:
+        self.index = index
+        self.request = request
+        self.tokens = list(request.generated)
+        self.logprobs: list[float] = []
+        self.num_steps = 0
+        self.num_draft_tokens = 0
+        self.chunk: int | None = None
+        """The chunk that runs."""
+        if kept is not None:
+            self.tokens += kept.tokens
+            self.logprobs += kept.logprobs
+            self.num_steps, self.num_draft_tokens = kept.num_steps, kept.num_draft_tokens
+
+    def absorb(self, start: int, tokens: Sequence[int], logprobs: Sequence[float]) -> int:
+        """Take what is new of the tokens from index `start` on; returns how many those are.
+
+        What begins beyond a gap is left out: the chunk's ending tells it again. Raises EngineError if a known token
+        differs.
+        """
+        known = len(self.tokens)
+        if start > known:
+            return 0
+        for place, (mine, theirs) in enumerate(zip(self.tokens[start:], tokens, strict=False), start):
+            if mine != theirs:
+                raise EngineError(
+                    f"response {self.index} (key {self.request.key}): token {place} was {mine} and is now {theirs}: "
+                    "the workers' engines are not the same; give them the same weights, number format and kind of "
+                    "machine, and leave batch_invariant on"
+                )
+        self.tokens += tokens[known - start :]
+        self.logprobs += logprobs[known - start :]
+        return len(self.tokens) - known
+
+    def check_room(self) -> None:
+        """Raise RequestError if there is nothing left to generate."""
+        request = self.request
+        if len(self.tokens) >= request.max_tokens:
+            raise RequestError(
+                f"request {self.index}: max_tokens={request.max_tokens} is already reached by {len(self.tokens)} "
+                "generated tokens"
+            )
+
+    def next_request(self, chunk_tokens: int) -> RolloutRequest:
+        """The request of the next chunk."""
+        return replace(self.request, generated=tuple(self.tokens), max_tokens=len(self.tokens) + chunk_tokens)
+
+    def keep(self, num_new: int, finish_reason: str | None) -> Keep:
+        """What a journal needs to know of the last `num_new` tokens."""
+        end = len(self.logprobs)
+        return Keep(
+            index=self.index,
+            start=end - num_new,
+            tokens=tuple(self.tokens[len(self.tokens) - num_new :]),
+            logprobs=tuple(self.logprobs[end - num_new :]),
+            num_steps=self.num_steps,
+            num_draft_tokens=self.num_draft_tokens,
+            finish_reason=finish_reason,
+        )
+
+    def finish(self, finish_reason: str, policy_version: int) -> Response:
+        """The finished response. A step brings one token and the accepted drafts."""
+        request = self.request
+        assert request.key is not None
+        assert request.group is not None
+        return Response(
+            request=request,
+            tokens=tuple(self.tokens),
+            logprobs=tuple(self.logprobs),
+            finish_reason=finish_reason,
+            key=request.key,
+            group=request.group,
+            policy_version=policy_version,
+            num_draft_tokens=self.num_draft_tokens,
+            num_accepted_tokens=max(len(self.logprobs) - self.num_steps, 0),
+            num_steps=self.num_steps,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RunningChunk:
+    """A chunk that runs on a worker."""
+
+    assignment: Assignment
+    response: LiveResponse
+    worker: str
+    start: int
+    """Tokens of the response when it began."""
+    num_steps: int
+    """Of the response when it began."""
+
+    @property
+    def end(self) -> int:
+        """Tokens of the response at the chunk's limit."""
+        return self.start + self.assignment.chunk_tokens
+
+    def check_extent(self, start: int, end: int) -> None:
+        """Raise EngineError unless tokens `start` to `end` of the response lie in the chunk."""
+        if not self.start <= start <= end <= self.end:
+            raise EngineError(
+                f"worker {self.worker} told tokens {start} to {end} of response {self.response.index}, whose chunk has "
+                f"tokens {self.start} to {self.end}: the worker is of another version than the fleet"
+            )
+
+    def check_end(self, ending: Ending) -> None:
+        """Raise EngineError unless the response, with the ending's tokens, has the length that the ending tells."""
+        num_tokens = len(self.response.tokens)
+        whole = ending.start == self.start and num_tokens == self.start + len(ending.tokens)
+        if not whole or (ending.finish_reason != "stop" and num_tokens != self.end):
+            raise EngineError(
+                f"worker {self.worker} ended a chunk of response {self.response.index} ({ending.finish_reason}) with "
+                f"{num_tokens} tokens, not {self.end}: give the workers the same max_model_len as the fleet"
+            )

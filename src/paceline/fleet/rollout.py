@@ -1,0 +1,408 @@
+"""Fleet: the rollouts of N engines behind one interface, token for token those of a single one.
+
+Its loop turns what Ray answers into events and the controller's actions into calls, and decides nothing; see
+fleet/controller.py for what is promised. Callers: the command line, the trainers' seams, Python programs. One thread.
+
+    with Fleet(model, FleetSettings(workers=4)) as fleet:
+        responses = fleet.generate(requests, SamplingParams(temperature=1.0))
+        fleet.push_weights(policy.named_parameters())
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator, Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from paceline.config import EngineSettings, FleetSettings, RewardSettings
+from paceline.dice import derive_key
+from paceline.engine.keys import prompt_group
+from paceline.engine.rollout import check_checkpoint
+from paceline.errors import EngineError, RequestError, UnsupportedError
+from paceline.fleet import cluster
+from paceline.fleet.controller import Controller
+from paceline.fleet.draft_process import DraftProcess
+from paceline.fleet.events import (
+    Abandoned,
+    Action,
+    Deliver,
+    Event,
+    Keep,
+    LoadWeights,
+    Opened,
+    Order,
+    Reported,
+    StartWorker,
+    StopWorker,
+    Submitted,
+    Tick,
+    WeightsChanged,
+    WorkerLost,
+)
+from paceline.fleet.journal import Journal
+from paceline.fleet.rewards import Reward, RewardFunction
+from paceline.fleet.status import StatusBoard, WorkerStatus
+from paceline.fleet.weights import pack_weights
+from paceline.fleet.worker import EngineSpec
+from paceline.types import Response, RolloutRequest, StepObservation
+
+if TYPE_CHECKING:
+    import torch
+    from vllm import SamplingParams
+
+    from paceline.fleet.reward_pool import RewardPool, Scored
+
+TICK_S = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A response that is complete."""
+
+    index: int
+    """Place of its request."""
+    response: Response
+    reward: Reward | None
+    """None without a reward function."""
+
+
+class Fleet:
+    """N engines in Ray actors that share the responses of each rollout.
+
+    Args:
+        model: folder of the target in Hugging Face format, the same on every node.
+        settings: the fleet's; see FleetSettings.
+        engine: settings of every engine.
+        max_model_len: longest prompt plus response, tokens.
+        max_num_seqs: most responses that decode at once in one engine.
+        kv_cache_bytes: memory of one engine's KV cache (CPU backend).
+        reward: scores each response as soon as it is finished, in processes of its own.
+        vllm_arguments: any other argument of vLLM's EngineArgs.
+
+    Returns once the first engine is up. Raises CheckpointError, ConfigError or InstallError before anything starts,
+    EngineError when no engine does.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        settings: FleetSettings | None = None,
+        engine: EngineSettings | None = None,
+        *,
+        dtype: str = "auto",
+        max_model_len: int = 2048,
+        max_num_seqs: int = 128,
+        kv_cache_bytes: int = 1 << 30,
+        reward: RewardFunction | None = None,
+        **vllm_arguments: Any,
+    ) -> None:
+        self.settings = settings or FleetSettings()
+        self.engine_settings = engine or EngineSettings()
+        self.max_model_len = max_model_len
+        self.policy_version = 0
+        folder = check_checkpoint(model).resolve()
+        self._controller = Controller(self.settings)
+        self.board = StatusBoard({name: WorkerStatus(name) for name in self._controller.workers})
+        self._weights: Any = None
+        self._requests: tuple[RolloutRequest, ...] = ()
+        self._params: SamplingParams | None = None
+        self._journal: Journal | None = None
+        self._finished: list[Finished] = []
+        self._rewards: RewardPool | None = None
+        self._owns_ray = cluster.connect(self.settings)
+        self._draft_server = self._start_draft_server()
+        from paceline.fleet.actors import Actors
+
+        spec = EngineSpec(
+            str(folder),
+            self.engine_settings,
+            dtype,
+            max_model_len,
+            max_num_seqs,
+            kv_cache_bytes,
+            vllm_arguments,
+        )
+        self._actors = Actors(spec, self.settings)
+        try:
+            self._start(reward)
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self, reward: RewardFunction | None) -> None:
+        """Start everything and wait for the first engine."""
+        if reward is not None:
+            from paceline.fleet.reward_pool import RewardPool
+
+            self._rewards = RewardPool(reward, self.settings.rewards or RewardSettings())
+        self._tell(Opened())
+        self._wait_while(lambda: "up" not in self._states())
+
+    def _start_draft_server(self) -> DraftProcess | None:
+        """Start a draft server and point the engines at it, if there is to be one."""
+        settings, engine = self.settings, self.engine_settings
+        wanted = settings.draft_server and settings.address is None and settings.workers > 1
+        if not wanted or engine.drafter != "suffix" or engine.draft_servers:
+            return None
+        server = DraftProcess()
+        self.engine_settings = engine.model_copy(update={"draft_servers": (server.address,)})
+        return server
+
+    # -- generation
+
+    def generate(self, requests: Sequence[RolloutRequest], params: SamplingParams) -> list[Response]:
+        """Generate all requests and return their responses in the same order. Raises as `submit` and `advance` do."""
+        responses: dict[int, Response] = {}
+        for finished in self.stream(requests, params):
+            responses[finished.index] = finished.response
+        return [responses[index] for index in range(len(requests))]
+
+    def stream(
+        self, requests: Sequence[RolloutRequest], params: SamplingParams
+    ) -> Generator[Finished, None, None]:
+        """Generate all requests, yielding each response as it is finished, and scored where there is a reward.
+
+        Leaving the iterator early abandons the rest.
+        """
+        self.submit(requests, params)
+        try:
+            while self.num_unfinished:
+                yield from self.advance()
+        finally:
+            self.abandon()
+
+    def submit(
+        self,
+        requests: Sequence[RolloutRequest],
+        params: SamplingParams,
+        *,
+        journal: Journal | None = None,
+        true_lengths: Sequence[int] = (),
+    ) -> None:
+        """Begin a rollout; `advance` carries it on.
+
+        Args:
+            requests: what to generate.
+            params: vLLM's sampling options for all; `max_tokens` and `seed` come from the requests.
+            journal: keeps what responses have so far; what it knows of them is not generated again.
+            true_lengths: response tokens of each request, for the variant `oracle`.
+
+        Raises RequestError or UnsupportedError before any work.
+        """
+        if self.num_unfinished:
+            raise RequestError(
+                f"{self.num_unfinished} responses are still running: finish or abandon them first"
+            )
+        _check_params(params)
+        resolved = tuple(self._resolve(index, request) for index, request in enumerate(requests))
+        kept = {} if journal is None else journal.find(resolved)
+        self._requests, self._params, self._journal = resolved, params, journal
+        try:
+            self._tell(Submitted(resolved, kept, tuple(true_lengths)))
+        except RequestError:
+            self.abandon()
+            raise
+
+    def advance(self, wait_s: float = TICK_S) -> list[Finished]:
+        """Wait for something to happen, at most `wait_s`, and react; what has finished since the last call.
+
+        Raises EngineError when no worker is left or engines disagree about a token, RequestError for a request that no
+        engine can run. Call it often: between calls, workers run out of chunks.
+        """
+        import ray
+
+        if self._draft_server is not None:
+            self._draft_server.check()
+        self._tell(Tick(time.monotonic()))
+        calls = [*self._actors.calls, *(self._rewards.calls if self._rewards else ())]
+        ready, waiting = ray.wait(calls, num_returns=1, timeout=0.0 if self._finished else wait_s)
+        if waiting:
+            more, _ = ray.wait(waiting, num_returns=len(waiting), timeout=0)
+            ready += more
+        workers = set(self._actors.calls)
+        for ref in ready:
+            if ref in workers:
+                self._hear(self._actors.take(ref))
+            elif self._rewards is not None:
+                self._settle(self._rewards.take(ref))
+        if self._rewards is not None:
+            self._settle(self._rewards.tick())
+        for name, status in self.board.workers.items():
+            status.state = self._controller.state_of(name)
+        finished, self._finished = self._finished, []
+        return finished
+
+    def abandon(self) -> None:
+        """Give up what is unfinished. What the journal knows stays there."""
+        if self.num_unfinished:
+            self._tell(Abandoned())
+            if self._rewards is not None:
+                self._rewards.clear()
+        self._finished.clear()
+        self._journal = None
+
+    @property
+    def num_unfinished(self) -> int:
+        """Responses of the rollout that `advance` has not returned."""
+        unscored = self._rewards.num_open if self._rewards else 0
+        return self._controller.num_unfinished + unscored + len(self._finished)
+
+    @property
+    def num_running(self) -> int:
+        """Responses that a worker is generating."""
+        return self._controller.num_running
+
+    def take_observations(self) -> list[StepObservation]:
+        """Engine steps that workers have told of since the last call (at most the latest 16384)."""
+        return [step.seen for _, step in self.board.take_steps()]
+
+    # -- weights
+
+    def push_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> int:
+        """Give new weights of the policy to every worker, once for all of them; a worker that is lost or restarted
+        meanwhile loads them before it generates again.
+
+        Args:
+            weights: (name, tensor) in the checkpoint's names, every parameter of the model.
+
+        Returns the new policy version, once all workers that are there have it. Raises EngineError while responses are
+        running.
+        """
+        import ray
+
+        if self.num_unfinished:
+            raise EngineError(
+                f"{self.num_unfinished} responses are running: finish or abandon them before new weights"
+            )
+        before, self._weights = self._weights, ray.put(pack_weights(weights))
+        self.policy_version += 1
+        self._tell(WeightsChanged(self.policy_version))
+        self._wait_while(lambda: "loading" in self._states())
+        del before
+        return self.policy_version
+
+    def reset_prefix_cache(self) -> None:
+        """Let every engine forget cached key-value blocks and the suffix trees of all groups."""
+        self._actors.tell_all("reset_prefix_cache")
+
+    def set_drafting(self, wanted: bool) -> None:
+        """Switch drafting off in every engine, for plain decoding, or on again. Raises EngineError during a rollout."""
+        if self.num_unfinished:
+            raise EngineError(f"{self.num_unfinished} responses are running: finish or abandon them first")
+        self._actors.set_drafting(wanted)
+
+    @property
+    def vllm_engine(self) -> Any:
+        """Where a RolloutEngine has its vLLM engine. Raises UnsupportedError: these are in other processes."""
+        raise UnsupportedError(
+            "a fleet's engines live in processes of their own: use a single engine for tools"
+        )
+
+    # -- inside
+
+    def _tell(self, event: Event) -> None:
+        self._act(self._controller.decide(event))
+
+    def _hear(self, event: Event) -> None:
+        if isinstance(event, Reported):
+            self.board.hear(event.worker, event.report)
+        elif isinstance(event, WorkerLost):
+            self.board.lose(event.worker)
+        self._tell(event)
+
+    def _act(self, actions: Iterable[Action]) -> None:
+        orders: dict[str, list[Order]] = {}
+        for action in actions:
+            match action:
+                case StartWorker(worker, life):
+                    self._actors.start(worker, life)
+                case StopWorker(worker, life):
+                    self.board.lose(worker)
+                    self._actors.stop(worker, life)
+                case LoadWeights(worker, life, version):
+                    self._actors.load(worker, life, self._weights, version)
+                case Keep(index):
+                    if self._journal is not None:
+                        self._journal.write(self._requests[index], action)
+                case Deliver(index, response):
+                    self._deliver(index, response)
+                case _:
+                    orders.setdefault(action.worker, []).append(action)
+        for worker, own in orders.items():
+            self._actors.order(worker, own, self._params)
+
+    def _deliver(self, index: int, response: Response) -> None:
+        if self._rewards is None:
+            self._finished.append(Finished(index, response, None))
+        else:
+            self._settle(self._rewards.add(index, response))
+
+    def _settle(self, scored: Iterable[Scored]) -> None:
+        for one in scored:
+            if one.reward.value is None:
+                raise EngineError(
+                    f"response {one.index} has no reward, {one.reward.failure}: mend the function, or set "
+                    "rewards.failure_reward to go on with a number"
+                )
+            self._finished.append(Finished(one.index, one.response, one.reward))
+
+    def _resolve(self, index: int, request: RolloutRequest) -> RolloutRequest:
+        """The request with key and group, and no more tokens than the engines take."""
+        vocab_size = self._actors.vocab_size
+        tokens = (*request.prompt, *request.generated)
+        if not request.prompt:
+            raise RequestError(f"request {index}: the prompt is empty; begin it with a BOS token")
+        if not 0 <= min(tokens) <= max(tokens) < vocab_size:
+            raise RequestError(
+                f"request {index}: it has a token id that is not one of the model's {vocab_size}"
+            )
+        room = self.max_model_len - len(request.prompt)
+        if len(request.generated) >= room:
+            raise RequestError(
+                f"request {index}: {len(tokens)} tokens leave no room to generate in max_model_len="
+                f"{self.max_model_len}; shorten the prompt or raise max_model_len"
+            )
+        key, group = request.key, request.group
+        if key is None:
+            key = derive_key(self.engine_settings.run_seed, request.prompt, request.sample)
+        if group is None:
+            group = prompt_group(request.prompt)
+        return replace(request, key=key, group=group, max_tokens=min(request.max_tokens, room))
+
+    def _states(self) -> set[str]:
+        return {self._controller.state_of(name) for name in self._controller.workers}
+
+    def _wait_while(self, condition: Callable[[], bool]) -> None:
+        while condition():
+            self.advance()
+
+    def close(self) -> None:
+        """End all workers, and Ray if it was started here."""
+        import ray
+
+        if self._rewards is not None:
+            self._rewards.close()
+        self._actors.close()
+        if self._draft_server is not None:
+            self._draft_server.close()
+        if self._owns_ray:
+            ray.shutdown()
+
+    def __enter__(self) -> Fleet:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def _check_params(params: SamplingParams) -> None:
+    """Raise UnsupportedError for options that look at more than one chunk of a response."""
+    if params.stop:
+        raise UnsupportedError(
+            f"stop={params.stop!r}: a stop text may lie across two chunks of a response, which run apart; use "
+            "stop_token_ids, or a single engine"
+        )
+    if params.repetition_detection is not None:
+        raise UnsupportedError("repetition_detection looks at whole responses: use a single engine")

@@ -1,0 +1,87 @@
+"""What the workers are doing, for who watches: gathered from their reports."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from paceline.fleet.events import Report, Telemetry, WorkerStep
+
+MOST_STEPS = 1 << 14
+"""Engine steps that are kept for a reader; older ones are dropped."""
+
+
+@dataclass(slots=True)
+class WorkerStatus:
+    """One worker, over all its lives."""
+
+    name: str
+    state: str = "starting"
+    num_losses: int = 0
+    num_running: int = 0
+    """Chunks that it has, and of these how many wait in its engine."""
+    num_waiting: int = 0
+    num_kv_blocks: int = 0
+    num_kv_used: int = 0
+    num_preemptions: int = 0
+    num_tokens: int = 0
+    """Tokens that it has generated."""
+    num_decoded: int = 0
+    """(request, step) pairs in which a request decoded."""
+    num_accepted: int = 0
+
+    @property
+    def kv_share(self) -> float:
+        """Share of the KV blocks that is in use."""
+        return self.num_kv_used / self.num_kv_blocks if self.num_kv_blocks else 0.0
+
+    @property
+    def acceptance_length(self) -> float:
+        """Tokens per request and step; 1 before the first."""
+        return 1.0 + self.num_accepted / self.num_decoded if self.num_decoded else 1.0
+
+
+@dataclass(slots=True)
+class StatusBoard:
+    """Kept by Fleet, read by its users."""
+
+    workers: dict[str, WorkerStatus] = field(default_factory=dict)
+    _steps: deque[tuple[str, WorkerStep]] = field(default_factory=lambda: deque(maxlen=MOST_STEPS))
+    _preempted: dict[str, int] = field(default_factory=dict)  # by the present engine, already counted
+
+    def hear(self, worker: str, report: Report) -> None:
+        """A report has come."""
+        if report.telemetry is None:
+            return
+        status, seen = self.workers[worker], report.telemetry
+        status.num_running = seen.num_running
+        status.num_kv_blocks, status.num_kv_used = seen.kv.num_blocks, seen.kv.num_used
+        status.num_preemptions += seen.kv.num_preemptions - self._preempted.get(worker, 0)
+        self._preempted[worker] = seen.kv.num_preemptions
+        self._count(status, seen)
+
+    def _count(self, status: WorkerStatus, seen: Telemetry) -> None:
+        for step in seen.steps:
+            status.num_waiting = step.seen.num_waiting
+            status.num_decoded += step.seen.num_requests
+            status.num_accepted += step.seen.num_accepted_tokens
+            status.num_tokens += step.num_tokens
+            self._steps.append((status.name, step))
+
+    def lose(self, worker: str) -> None:
+        """A worker is gone."""
+        status = self.workers[worker]
+        status.num_losses += 1
+        status.num_running = status.num_waiting = status.num_kv_used = 0
+        self._preempted.pop(worker, None)
+
+    def take_steps(self) -> list[tuple[str, WorkerStep]]:
+        """Engine steps since the last call, with their workers."""
+        steps = list(self._steps)
+        self._steps.clear()
+        return steps
+
+    @property
+    def num_preemptions(self) -> int:
+        """Of all workers; 0 unless the dispatcher has miscounted."""
+        return sum(status.num_preemptions for status in self.workers.values())

@@ -1,0 +1,95 @@
+"""One fleet of two real engines for all tests of this folder, and one plain engine to compare with.
+
+Engines take 20 to 40 seconds to start, so nobody starts another one but the tests that kill them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+from paceline.config import BudgetSettings, EngineSettings, FleetSettings, RewardSettings
+from paceline.fleet.cluster import import_ray
+from paceline.fleet.rewards import RewardFunction
+from paceline.fleet.rollout import Fleet
+from paceline.types import Response, RolloutRequest
+
+POLICY = Path(__file__).resolve().parents[2] / "assets/countdown-policy"
+MAX_LEN = 1400
+ENGINE = {"dtype": "float32", "max_model_len": MAX_LEN, "max_num_seqs": 32}
+KV_BYTES = 1 << 26
+"""128 blocks of 128 tokens: too few for all responses of a test at their limits."""
+
+Generate = Callable[[Sequence[RolloutRequest], Any], list[Response]]
+
+
+def make_score() -> RewardFunction:
+    """The reward function of the fleet; a local one, because reward workers cannot import test modules."""
+
+    def score(index: int, response: Response) -> float:
+        return len(response.tokens) + index / 1000
+
+    return score
+
+
+@pytest.fixture(scope="session")
+def ray() -> Iterator[Any]:
+    """Ray on this machine, with more CPUs than there are."""
+    module = import_ray()
+    module.init(
+        address="local", num_cpus=16, include_dashboard=False, log_to_driver=False, logging_level="ERROR"
+    )
+    yield module
+    module.shutdown()
+
+
+@pytest.fixture(scope="session")
+def fleet(ray: Any) -> Iterator[Fleet]:
+    """Two workers, small chunks, drafts, a draft server and a reward worker."""
+    settings = FleetSettings(
+        workers=2,
+        chunk_tokens=64,
+        progress_ms=20.0,
+        rewards=RewardSettings(workers=2, max_crashes=50, timeout_s=30.0),
+    )
+    engine = EngineSettings(run_seed=3, budget=BudgetSettings(policy="fixed", fixed_tokens=3))
+    with Fleet(POLICY, settings, engine, kv_cache_bytes=KV_BYTES, reward=make_score(), **ENGINE) as made:
+        yield made
+
+
+@pytest.fixture(scope="session")
+def plain() -> Iterator[Generate]:
+    """A single engine without drafts."""
+    from paceline.engine.rollout import RolloutEngine
+
+    settings = EngineSettings(run_seed=3, drafter="none", budget=BudgetSettings(policy="off"))
+    with RolloutEngine(POLICY, settings, kv_cache_bytes=1 << 29, **ENGINE) as engine:
+        yield engine.generate
+
+
+@pytest.fixture(scope="session")
+def prompts() -> list[tuple[int, ...]]:
+    """Countdown problems."""
+    from transformers import AutoTokenizer
+
+    from paceline.tasks import load_task
+
+    tokenizer = AutoTokenizer.from_pretrained(POLICY)
+    rows = load_task("countdown").train_rows(12, 5)
+    return [tuple(tokenizer(row["prompt"])["input_ids"]) for row in rows]
+
+
+def make_requests(prompts: Sequence[tuple[int, ...]], samples: int, max_tokens: int) -> list[RolloutRequest]:
+    """`samples` responses to each prompt; keys and groups are derived."""
+    return [
+        RolloutRequest(prompt, max_tokens, sample=sample) for prompt in prompts for sample in range(samples)
+    ]

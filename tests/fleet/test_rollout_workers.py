@@ -1,0 +1,88 @@
+"""`paceline rollout --workers`: killed outright and resumed, it writes what one engine would have."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import POLICY, Generate
+from vllm import SamplingParams
+
+from paceline.types import RolloutRequest
+
+SAMPLES = 8
+OPTIONS = [
+    "--samples",
+    SAMPLES,
+    "--max-tokens",
+    600,
+    "--dtype",
+    "float32",
+    "--kv-cache-gib",
+    0.0625,
+    "--seed",
+    5,
+]
+
+
+def command(prompts: Path, out: Path, *arguments: object) -> list[str]:
+    words = ["rollout", POLICY, prompts, "--out", out, *OPTIONS, *arguments]
+    return [sys.executable, "-m", "paceline.cli", *map(str, words)]
+
+
+def read(path: Path) -> dict[tuple[Any, int], dict[str, Any]]:
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    found = {(line["id"], line["sample"]): line for line in lines}
+    assert len(found) == len(lines), "a response was written twice"
+    return found
+
+
+def count(path: Path) -> int:
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def test_killed_and_resumed(plain: Generate, tmp_path: Path) -> None:
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "o.jsonl"
+    journal = tmp_path / "o.jsonl.progress"
+    prompts.write_text("".join(json.dumps({"prompt": f"{i},{i + 2},3:21 "}) + "\n" for i in range(1, 9)))
+    environment = {**os.environ, "COLUMNS": "120"}
+    first = subprocess.Popen(
+        command(prompts, out, "--workers", 2, "--chunk-tokens", 64),
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+    )
+    deadline_s = time.monotonic() + 200
+    while count(out) < 3 or count(journal) < 60:
+        if first.poll() is not None or time.monotonic() > deadline_s:
+            first.kill()
+            pytest.fail(f"it did not get that far: {first.communicate()[1]}")
+        time.sleep(0.01)
+    first.send_signal(signal.SIGKILL)
+    first.communicate()
+    kept = count(out)
+    assert 3 <= kept < 8 * SAMPLES
+
+    arguments = command(prompts, out, "--workers", 1, "--chunk-tokens", 100, "--resume")
+    done = subprocess.run(arguments, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    assert f"{kept} are there already" in done.stderr.replace("\n", " ")
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+    assert not journal.exists()
+
+    lines = read(out)
+    assert len(lines) == 8 * SAMPLES
+    requests = [RolloutRequest(tuple(line["prompt_ids"]), 600, key=line["key"]) for line in lines.values()]
+    for line, response in zip(lines.values(), plain(requests, SamplingParams(temperature=1.0)), strict=True):
+        assert tuple(line["tokens"]) == response.tokens
+        assert line["finish_reason"] == response.finish_reason
+        assert len(line["logprobs"]) == len(line["tokens"])
+        assert line["logprobs"] == pytest.approx(response.logprobs, abs=1e-4)

@@ -1,0 +1,96 @@
+"""Training on a fleet: the same tokens, rewards and weights as on one engine."""
+
+from __future__ import annotations
+
+import io
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import DigitTask
+from rich.console import Console
+
+import paceline.integrations.training_run as training_run
+from paceline.fleet.cluster import import_ray
+from paceline.integrations.conductor import Summary
+from paceline.integrations.fleet_rollouts import FleetRollouts
+from paceline.integrations.recipe import Recipe
+from paceline.integrations.training_run import TrainingRun
+from paceline.record import Comparison, EngineStepSample, RecordReader, ResponseDone, TrainStep
+
+pytest.importorskip("ray", reason="Ray is not installed")
+
+
+@pytest.fixture(autouse=True)
+def digit_task(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training_run, "load_task", lambda name, **options: DigitTask())
+
+
+def make_recipe(policy_dir: Path, **sections: Any) -> Recipe:
+    fields: dict[str, Any] = {
+        "task": {"name": "countdown", "problems": 16},
+        "model": str(policy_dir),
+        "steps": 3,
+        "batch": {"prompts": 2, "group_size": 4, "micro_batch": 4},
+        "lengths": {"prompt_tokens": 32, "response_tokens": 48},
+        "optimizer": {"learning_rate": 5e-3},
+        "capacity": {"dtype": "float32", "kv_cache_mib": 64},
+        "evaluation": {"problems": 4, "every": 3},
+    }
+    return Recipe.model_validate(fields | sections)
+
+
+def run(recipe: Recipe, folder: Path) -> Summary:
+    return TrainingRun(recipe, folder, Console(file=io.StringIO(), width=200)).run()
+
+
+def read(folder: Path, kind: type) -> list[Any]:
+    with RecordReader(folder) as reader:
+        return [event for event in reader if isinstance(event, kind)]
+
+
+def weights(folder: Path) -> dict[str, Any]:
+    from safetensors.torch import load_file
+
+    return load_file(folder / "policy" / "model.safetensors")
+
+
+@pytest.mark.slow
+def test_a_fleet_trains_the_same_policy(
+    policy_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    alone, many = tmp_path / "alone", tmp_path / "many"
+    run(make_recipe(policy_dir), alone)
+    fleet = {"workers": 2, "chunk_tokens": 16, "progress_ms": 5.0, "rewards": {}}
+    scored: list[tuple[float | None, ...]] = []
+    take = FleetRollouts._take_rewards
+
+    def watch(self: FleetRollouts, finished: Any) -> tuple[float | None, ...]:
+        scored.append(take(self, finished))
+        return scored[-1]
+
+    monkeypatch.setattr(FleetRollouts, "_take_rewards", watch)
+    import_ray().cloudpickle.register_pickle_by_value(sys.modules[DigitTask.__module__])
+    summary = run(make_recipe(policy_dir, fleet=fleet, compare={"every": 2}), many)
+    ours, theirs = weights(many), weights(alone)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    for one, other in zip(read(many, TrainStep), read(alone, TrainStep), strict=True):
+        assert (one.tokens, one.reward_mean) == (other.tokens, other.reward_mean)
+        assert one.metrics["sampling/sampling_logp_difference/max"] < 1e-4
+    keyed = [
+        sorted((r.step, r.group, r.sample, r.response_tokens) for r in read(folder, ResponseDone))
+        for folder in (alone, many)
+    ]
+    assert keyed[0] == keyed[1]
+    assert summary.diverged_tokens == 0
+    assert scored, "rewards must come while others still run"
+    assert all(None not in rewards and max(rewards) > 0 for rewards in scored)
+    assert len(read(many, Comparison)) == 2
+    samples = read(many, EngineStepSample)
+    assert {sample.worker for sample in samples} == {"w0", "w1"}
+    assert sum(sample.num_generated_tokens for sample in samples) == sum(
+        s.tokens for s in read(many, TrainStep)
+    )

@@ -1,0 +1,345 @@
+"""The controller under random orders of events: losses, late and doubled reports, restarts, silence, new weights."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import dataclass, field, replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.config import FleetSettings
+from paceline.fleet.controller import Controller
+from paceline.fleet.events import (
+    Abandoned,
+    CancelChunk,
+    Deliver,
+    Ending,
+    Event,
+    Growth,
+    Keep,
+    Kept,
+    LoadWeights,
+    Opened,
+    Report,
+    Reported,
+    RunChunk,
+    StartWorker,
+    StopWorker,
+    Submitted,
+    Tick,
+    WeightsChanged,
+    WeightsLoaded,
+    WorkerLost,
+    WorkerUp,
+)
+from paceline.types import Response, RolloutRequest
+
+BLOCK, LIMIT, CHUNK = 4, 40, 8
+SILENCE_S = 10.0
+seeds = st.integers(0, 2**32 - 1)
+
+
+def token(key: int, version: int, place: int) -> int:
+    """What the engines generate: a pure function, as the dice make it."""
+    return (key * 7919 + version * 104729 + place * 31) % 1000
+
+
+@dataclass
+class Running:
+    """A chunk on a simulated worker."""
+
+    order: RunChunk
+    num_made: int = 0
+    num_told: int = 0
+
+
+@dataclass
+class Worker:
+    """A simulated worker."""
+
+    life: int
+    version: int | None = None  # None: the engine is starting
+    loads: int | None = None
+    chunks: dict[int, Running] = field(default_factory=dict)
+    num_steps: int = 0
+
+
+@dataclass
+class World:
+    """A fleet in memory that checks the controller's promises at every event."""
+
+    controller: Controller
+    lengths: list[int]
+    rng: random.Random
+    rooms: dict[str, tuple[int, int]]
+    version: int = 0
+    workers: dict[str, Worker] = field(default_factory=dict)
+    requests: tuple[RolloutRequest, ...] = ()
+    delivered: dict[int, Response] = field(default_factory=dict)
+    kept: dict[int, Kept] = field(default_factory=dict)
+    told: list[Event] = field(default_factory=list)
+    now_s: float = 0.0
+    num_lives: Counter[str] = field(default_factory=Counter)
+    num_given: Counter[int] = field(default_factory=Counter)  # tokens that a response's chunks began with
+
+    def truth(self, index: int) -> tuple[int, ...]:
+        key = self.requests[index].key
+        assert key is not None
+        return tuple(token(key, self.version, place) for place in range(self.lengths[index]))
+
+    def tell(self, event: Event) -> None:
+        for action in self.controller.decide(event):
+            match action:
+                case StartWorker(name, life):
+                    assert name not in self.workers
+                    assert life == self.num_lives[name], "each life has a number of its own"
+                    self.num_lives[name] += 1
+                    self.workers[name] = Worker(life)
+                case StopWorker(name, life):
+                    assert self.workers.pop(name).life == life
+                case LoadWeights(name, life, version):
+                    assert self.workers[name].life == life
+                    self.workers[name].loads = version
+                case RunChunk():
+                    self.begin(action)
+                case CancelChunk(name, life, number):
+                    assert self.workers[name].life == life
+                    self.workers[name].chunks.pop(number, None)
+                case Keep():
+                    self.keep(action)
+                case Deliver(index, response):
+                    assert index not in self.delivered
+                    assert response.tokens == self.truth(index)
+                    assert response.policy_version == self.version
+                    self.delivered[index] = response
+        self.check_rooms()
+
+    def begin(self, order: RunChunk) -> None:
+        worker = self.workers[order.worker]
+        assert (order.life, order.version, worker.version) == (worker.life, self.version, self.version)
+        index = next(i for i, request in enumerate(self.requests) if request.key == order.request.key)
+        assert index not in self.delivered
+        assert all(
+            running.order.request.key != order.request.key
+            for other in self.workers.values()
+            for running in other.chunks.values()
+        ), "a response runs twice"
+        done = len(order.request.generated)
+        assert order.request.generated == self.truth(index)[:done]
+        assert self.num_given[index] <= done < order.request.max_tokens <= LIMIT
+        self.num_given[index] = done
+        worker.chunks[order.chunk] = Running(order)
+
+    def keep(self, keep: Keep) -> None:
+        known = self.kept.get(keep.index, Kept((), ()))
+        assert known.finish_reason is None
+        assert keep.start == len(known.tokens)
+        assert len(keep.tokens) == len(keep.logprobs)
+        self.kept[keep.index] = Kept(
+            known.tokens + keep.tokens,
+            known.logprobs + keep.logprobs,
+            keep.num_steps,
+            keep.num_draft_tokens,
+            keep.finish_reason,
+        )
+
+    def check_rooms(self) -> None:
+        for name, worker in self.workers.items():
+            num_blocks, concurrency = self.rooms[name]
+            requests = [running.order.request for running in worker.chunks.values()]
+            need = sum(-(-(len(request.prompt) + request.max_tokens) // BLOCK) for request in requests)
+            assert need <= num_blocks
+            assert len(requests) <= concurrency
+
+    # -- what may happen
+
+    def come_up(self, name: str) -> None:
+        worker = self.workers[name]
+        worker.version = 0
+        self.say(WorkerUp(name, worker.life, 0, self.rooms[name][0], BLOCK, self.rooms[name][1]))
+
+    def load(self, name: str) -> None:
+        worker = self.workers[name]
+        worker.version, worker.loads = worker.loads, None
+        assert worker.version is not None
+        self.say(WeightsLoaded(name, worker.life, worker.version))
+
+    def say(self, event: Event) -> None:
+        self.told.append(event)
+        self.tell(event)
+
+    def work(self, name: str) -> None:
+        """Some chunks grow or end; what the report says of them may be lost on the way."""
+        worker = self.workers[name]
+        growths, endings = [], []
+        worker.num_steps += 1
+        for number, running in list(worker.chunks.items()):
+            request = running.order.request
+            start, key = len(request.generated), request.key
+            assert key is not None
+            index = next(i for i, r in enumerate(self.requests) if r.key == key)
+            end = min(self.lengths[index], request.max_tokens)
+            running.num_made = min(running.num_made + self.rng.randrange(6), end - start)
+            tokens = tuple(token(key, self.version, start + i) for i in range(running.num_made))
+            if start + running.num_made == end and self.rng.random() < 0.7:
+                stops = end == self.lengths[index] < LIMIT
+                reason = "stop" if stops else "length"
+                endings.append(Ending(number, start, tokens, (-0.5,) * len(tokens), 3, 2, reason))
+                del worker.chunks[number]
+            else:
+                told = running.num_told
+                fresh = tokens[told : end - start - 1]
+                if fresh and self.rng.random() < 0.8:
+                    growths.append(Growth(number, start + told, fresh, (-0.5,) * len(fresh), 1))
+                    running.num_told += len(fresh)
+                    if self.rng.random() < 0.2:
+                        growths.pop()  # lost: the ending tells it again
+        report = Report(worker.num_steps, tuple(growths), tuple(endings))
+        self.say(Reported(name, worker.life, report))
+
+    def lose(self, name: str) -> None:
+        life = self.workers.pop(name).life
+        self.say(WorkerLost(name, life, "killed"))
+
+    def repeat(self) -> None:
+        """Something that was said before arrives again."""
+        again = self.rng.choice(self.told)
+        if isinstance(again, WorkerUp | WeightsLoaded) and again.life == self.workers[again.worker].life:
+            return  # Ray answers a call once
+        self.tell(again)
+
+    def tick(self) -> None:
+        self.now_s += self.rng.random() * SILENCE_S / 2
+        self.tell(Tick(self.now_s))
+
+    def happen(self) -> None:
+        name = self.rng.choice(sorted(self.workers))
+        worker, chance = self.workers[name], self.rng.random()
+        if chance < 0.05:
+            self.lose(name)
+        elif chance < 0.12 and self.told:
+            self.repeat()
+        elif chance < 0.2:
+            self.tick()
+        elif worker.version is None:
+            self.come_up(name)
+        elif worker.loads is not None:
+            self.load(name)
+        else:
+            self.work(name)
+
+    def roll_out(self, requests: tuple[RolloutRequest, ...]) -> None:
+        self.requests, self.delivered, self.kept = requests, {}, {}
+        self.num_given.clear()
+        self.tell(Submitted(requests, true_lengths=tuple(self.lengths)))
+        for _ in range(20_000):
+            if len(self.delivered) == len(requests):
+                break
+            self.happen()
+        assert self.controller.num_unfinished == 0
+        assert sorted(self.delivered) == list(range(len(requests)))
+        for index in range(len(requests)):
+            assert self.kept[index].tokens == self.truth(index)
+            assert self.kept[index].finish_reason is not None
+
+
+@st.composite
+def worlds(draw: st.DrawFn) -> World:
+    variant = draw(st.sampled_from(["context", "no-context", "oracle", "group"]))
+    num_workers = draw(st.integers(1, 3))
+    configured = FleetSettings(
+        workers=num_workers,
+        variant=variant,
+        chunk_tokens=CHUNK,
+        guard_interval=draw(st.integers(0, 3)),
+        silence_s=SILENCE_S,
+        start_timeout_s=SILENCE_S,
+        max_failed_starts=10_000,
+    )
+    least = -(-(3 + LIMIT) // BLOCK)
+    rooms = {
+        f"w{i}": (draw(st.integers(least, 3 * least)), draw(st.integers(1, 4))) for i in range(num_workers)
+    }
+    lengths = draw(st.lists(st.integers(1, LIMIT), min_size=1, max_size=12))
+    return World(Controller(configured), lengths, random.Random(draw(seeds)), rooms)
+
+
+def make_requests(world: World, first_key: int) -> tuple[RolloutRequest, ...]:
+    size = world.rng.randrange(1, 5)
+    return tuple(
+        RolloutRequest((1, 2, i // size), LIMIT, key=first_key + i, group=i // size, sample=i % size)
+        for i in range(len(world.lengths))
+    )
+
+
+@given(worlds())
+@settings(max_examples=150, deadline=None)
+def test_every_response_comes_once_and_right_whatever_happens(world: World) -> None:
+    world.tell(Opened())
+    world.roll_out(make_requests(world, 100))
+    world.version = 1
+    world.tell(WeightsChanged(1))
+    world.roll_out(make_requests(world, 900))
+
+
+@given(worlds())
+@settings(max_examples=60, deadline=None)
+def test_a_restarted_driver_goes_on_from_what_was_kept(world: World) -> None:
+    world.tell(Opened())
+    requests = make_requests(world, 100)
+    world.requests = requests
+    world.tell(Submitted(requests, true_lengths=tuple(world.lengths)))
+    for _ in range(world.rng.randrange(60)):
+        world.happen()
+    before = dict(world.kept)
+    world.tell(Abandoned())
+    assert all(not worker.chunks for worker in world.workers.values())
+    world.delivered, world.kept = {}, dict(before)
+    world.tell(Submitted(requests, before, tuple(world.lengths)))
+    while len(world.delivered) < len(requests):
+        world.happen()
+    for index, response in world.delivered.items():
+        assert response.tokens == world.truth(index)
+        assert len(response.logprobs) == len(response.tokens)
+        assert response.num_steps >= before.get(index, Kept((), ())).num_steps
+
+
+@given(worlds())
+@settings(max_examples=60, deadline=None)
+def test_the_same_events_give_the_same_actions(world: World) -> None:
+    twin = Controller(world.controller._settings)
+    seen: list[Event] = []
+    decide = world.controller.decide
+
+    def both(event: Event) -> list[object]:
+        actions = decide(event)
+        seen.append(event)
+        assert twin.decide(event) == actions
+        return actions
+
+    world.controller.decide = both  # type: ignore[method-assign, assignment]
+    world.tell(Opened())
+    world.roll_out(make_requests(world, 100))
+    assert seen
+
+
+def test_a_token_that_differs_is_an_error_that_names_it() -> None:
+    from paceline.errors import EngineError
+
+    world = World(
+        Controller(FleetSettings(workers=1, chunk_tokens=CHUNK)), [30], random.Random(0), {"w0": (99, 4)}
+    )
+    world.tell(Opened())
+    world.requests = make_requests(world, 5)
+    world.tell(Submitted(world.requests))
+    world.come_up("w0")
+    [number] = world.workers["w0"].chunks
+    right = world.truth(0)[:3]
+    grown = Growth(number, 0, right, (-1.0,) * 3, 3)
+    world.say(Reported("w0", 0, Report(3, (grown,))))
+    wrong = replace(grown, start=1, tokens=(right[1], right[2] + 1))
+    with pytest.raises(EngineError, match=rf"response 0 \(key 5\): token 2 was {right[2]} and is now"):
+        world.tell(Reported("w0", 0, Report(4, (wrong,))))

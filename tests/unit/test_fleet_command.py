@@ -1,0 +1,113 @@
+"""`rollout --workers`: what is refused before anything starts, and what is shown."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+from command_line import Run
+from rich.console import Console
+
+from paceline.commands.fleet_job import FleetView
+from paceline.config import FleetSettings
+from paceline.engine.kv_use import KvUse
+from paceline.errors import ConfigError, InstallError
+from paceline.fleet import cluster
+from paceline.fleet.events import Report, Telemetry, WorkerStep
+from paceline.fleet.status import StatusBoard, WorkerStatus
+from paceline.types import StepObservation
+
+pytest.importorskip("ray", reason="Ray is not installed")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--workers", 0], "fleet: workers=0"),
+        (["--workers", 2, "--chunk-tokens", 0], "fleet: chunk_tokens=0"),
+        (["--workers", 2, "--plain"], "--plain runs vLLM without Paceline"),
+        (["--workers", 4096], "at most"),
+        (["--workers", 2, "--variant", "magic"], "'context', 'no-context'"),
+        (["--workers", 2, "--ray-address", "nowhere"], "write it as HOST:PORT"),
+    ],
+)
+def test_a_fleet_that_cannot_be_is_refused(
+    run: Run, model: Path, prompts: Path, tmp_path: Path, options: list[object], message: str
+) -> None:
+    out = tmp_path / "o.jsonl"
+    done = run("rollout", model, prompts, "--out", out, "--kv-cache-gib", 0.0001, *options)
+    assert done.code == 2, done.error
+    assert message in done.error.replace("\n", " ")
+    assert not out.exists()
+
+
+def test_an_address_where_nobody_listens_is_named(
+    run: Run, model: Path, prompts: Path, tmp_path: Path
+) -> None:
+    address = f"127.0.0.1:{free_port()}"
+    done = run(
+        "rollout", model, prompts, "--out", tmp_path / "o.jsonl", "--workers", 2, "--ray-address", address
+    )
+    assert done.code == 2
+    assert f"no Ray at {address}" in done.error
+
+
+def test_without_ray_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "ray", None)
+    with pytest.raises(InstallError, match=r"pip install 'paceline\[fleet\]'"):
+        cluster.check_fleet(FleetSettings(), 2)
+
+
+def test_a_cluster_that_is_too_small_is_named() -> None:
+    settings = FleetSettings(workers=3, gpus_per_worker=2, resources_per_worker={"fast": 1})
+    cluster._check_size(settings, {"CPU": 3, "GPU": 6, "fast": 3})
+    with pytest.raises(ConfigError, match="3 workers need 6 GPU, the Ray cluster has 4"):
+        cluster._check_size(settings, {"CPU": 3, "GPU": 4, "fast": 3})
+    with pytest.raises(ConfigError, match="3 workers need 3 fast, the Ray cluster has 0"):
+        cluster._check_size(settings, {"CPU": 3, "GPU": 6})
+
+
+class Shown:
+    """A fleet to look at."""
+
+    def __init__(self) -> None:
+        self.board = StatusBoard({name: WorkerStatus(name) for name in ("w0", "w1")})
+
+
+def report(num_running: int, preemptions: int) -> Report:
+    step = WorkerStep(StepObservation(4, 6, 3, 0, 0.01, num_waiting=2), 7)
+    return Report(1, telemetry=Telemetry(KvUse(10, 16, 7, preemptions), num_running, (step, step)))
+
+
+def test_the_view_shows_every_worker() -> None:
+    fleet = Shown()
+    view = FleetView(fleet)  # type: ignore[arg-type]
+    assert view.look() == 0
+    fleet.board.hear("w0", report(5, 1))
+    fleet.board.workers["w0"].state = "up"
+    assert view.look() == 14
+    console = Console(width=100, record=True)
+    console.print(view.table())
+    lines = console.export_text().splitlines()
+    assert lines[1].split()[:5] == ["w0", "up", "5", "2", "70%"]
+    assert lines[1].split()[6] == "1.75"
+    assert lines[2].split()[:2] == ["w1", "starting"]
+
+
+def test_preemptions_are_counted_over_all_lives() -> None:
+    board = Shown().board
+    board.hear("w0", report(1, 1))
+    board.hear("w0", report(1, 2))
+    board.lose("w0")
+    board.hear("w0", report(1, 1))
+    assert board.num_preemptions == 3
+    assert board.workers["w0"].num_losses == 1
+    assert len(board.take_steps()) == 6
+    assert board.take_steps() == []

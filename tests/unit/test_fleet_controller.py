@@ -1,0 +1,252 @@
+"""The controller's answers to single events; random orders of them are tests/property/test_controller_events.py."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline.config import FleetSettings
+from paceline.errors import EngineError, RequestError
+from paceline.fleet.controller import Controller
+from paceline.fleet.events import (
+    Abandoned,
+    Action,
+    CancelChunk,
+    Deliver,
+    Ending,
+    Growth,
+    Keep,
+    Kept,
+    LoadWeights,
+    Opened,
+    Report,
+    Reported,
+    RunChunk,
+    StartWorker,
+    StopWorker,
+    Submitted,
+    Tick,
+    WeightsChanged,
+    WeightsLoaded,
+    WorkerLost,
+    WorkerUp,
+)
+from paceline.types import RolloutRequest
+
+
+def request(key: int, max_tokens: int = 20, generated: tuple[int, ...] = ()) -> RolloutRequest:
+    return RolloutRequest(
+        (1, 2, 3), max_tokens, key=key, group=key // 10, sample=key % 10, generated=generated
+    )
+
+
+def controller(workers: int = 1, **fields: object) -> Controller:
+    made = Controller(FleetSettings.model_validate({"workers": workers, "chunk_tokens": 8, **fields}))
+    made.decide(Opened())
+    return made
+
+
+def up(worker: str = "w0", life: int = 0, blocks: int = 100) -> WorkerUp:
+    return WorkerUp(worker, life, 0, blocks, 4, 10)
+
+
+def grown(chunk: int, start: int, *tokens: int) -> Report:
+    return Report(1, (Growth(chunk, start, tokens, (-1.0,) * len(tokens), 1),))
+
+
+def ended(chunk: int, start: int, *tokens: int, reason: str = "stop") -> Report:
+    return Report(2, endings=(Ending(chunk, start, tokens, (-1.0,) * len(tokens), 2, 5, reason),))
+
+
+def run_of(actions: list[Action]) -> list[RunChunk]:
+    return [action for action in actions if isinstance(action, RunChunk)]
+
+
+def test_every_worker_is_started() -> None:
+    actions = Controller(FleetSettings(workers=3)).decide(Opened())
+    assert actions == [StartWorker("w0", 0), StartWorker("w1", 0), StartWorker("w2", 0)]
+
+
+def test_a_response_runs_in_chunks_until_it_stops() -> None:
+    fleet = controller()
+    fleet.decide(up())
+    [first] = fleet.decide(Submitted((request(1),)))
+    assert first == RunChunk("w0", 0, 0, request(1, max_tokens=8), 0)
+    kept, second = fleet.decide(Reported("w0", 0, ended(0, 0, *range(8), reason="length")))
+    assert kept == Keep(0, 0, tuple(range(8)), (-1.0,) * 8, 2, 5, None)
+    assert isinstance(second, RunChunk)
+    assert second.request == request(1, max_tokens=16, generated=tuple(range(8)))
+    _, done = fleet.decide(Reported("w0", 0, ended(1, 8, 8, 9)))
+    assert isinstance(done, Deliver)
+    assert done.response.tokens == tuple(range(10))
+    assert (done.response.num_steps, done.response.num_draft_tokens) == (4, 10)
+    assert done.response.num_accepted_tokens == 6
+    assert fleet.num_unfinished == 0
+
+
+def test_a_rollout_waits_for_the_first_worker() -> None:
+    fleet = controller(2)
+    assert fleet.decide(Submitted((request(1), request(2)))) == []
+    assert len(run_of(fleet.decide(up("w1")))) == 2
+
+
+def test_a_lost_worker_costs_what_was_not_told() -> None:
+    fleet = controller(2)
+    fleet.decide(up())
+    fleet.decide(Submitted((request(1),)))
+    fleet.decide(Reported("w0", 0, grown(0, 0, 5, 6, 7)))
+    assert fleet.decide(WorkerLost("w0", 0, "killed")) == [StartWorker("w0", 1)]
+    [again] = fleet.decide(up("w1"))
+    assert isinstance(again, RunChunk)
+    assert again.request.generated == (5, 6, 7)
+    assert again.worker == "w1"
+    late = Reported("w0", 0, ended(0, 0, 5, 6, 7, 8))
+    assert fleet.decide(late) == []
+    assert fleet.decide(WorkerLost("w0", 0, "killed")) == []
+
+
+def test_only_the_worker_of_a_chunk_may_tell_of_it() -> None:
+    fleet = controller(2)
+    fleet.decide(up("w0"))
+    fleet.decide(up("w1"))
+    [run] = run_of(fleet.decide(Submitted((request(1),))))
+    other = "w1" if run.worker == "w0" else "w0"
+    assert fleet.decide(Reported(other, 0, ended(run.chunk, 0, 4))) == []
+    assert fleet.num_unfinished == 1
+
+
+def test_new_weights_reach_a_worker_before_any_chunk() -> None:
+    fleet = controller(2)
+    fleet.decide(up("w0"))
+    assert fleet.decide(WeightsChanged(1)) == [LoadWeights("w0", 0, 1)]
+    assert fleet.decide(up("w1")) == [LoadWeights("w1", 0, 1)]
+    assert fleet.decide(Submitted((request(1),))) == []
+    [run] = fleet.decide(WeightsLoaded("w1", 0, 1))
+    assert isinstance(run, RunChunk)
+    assert (run.worker, run.version) == ("w1", 1)
+    fleet.decide(Reported("w1", 0, ended(0, 0, 4)))
+    assert fleet.decide(WeightsChanged(2)) == [LoadWeights("w0", 0, 2), LoadWeights("w1", 0, 2)]
+    assert fleet.decide(WeightsLoaded("w0", 0, 1)) == [LoadWeights("w0", 0, 2)], (
+        "it loaded the version before"
+    )
+
+
+def test_a_worker_that_refuses_a_chunk_gets_the_weights_it_missed() -> None:
+    fleet = controller()
+    fleet.decide(up())
+    fleet.decide(Submitted((request(1),)))
+    actions = fleet.decide(Reported("w0", 0, Report(0, refused=(0,))))
+    assert actions == [CancelChunk("w0", 0, 0), LoadWeights("w0", 0, 0)]
+    assert len(run_of(fleet.decide(WeightsLoaded("w0", 0, 0)))) == 1
+
+
+def test_weights_have_to_wait_for_the_rollout() -> None:
+    fleet = controller()
+    fleet.decide(up())
+    fleet.decide(Submitted((request(1),)))
+    with pytest.raises(EngineError, match="1 responses are running"):
+        fleet.decide(WeightsChanged(1))
+    with pytest.raises(RequestError, match="1 responses are still running"):
+        fleet.decide(Submitted((request(2),)))
+    assert fleet.decide(Abandoned()) == [CancelChunk("w0", 0, 0)]
+    assert fleet.decide(WeightsChanged(1)) == [LoadWeights("w0", 0, 1)]
+
+
+def test_what_an_earlier_run_finished_is_delivered_and_the_rest_goes_on() -> None:
+    fleet = controller()
+    fleet.decide(up())
+    kept = {0: Kept((4, 5), (-1.0, -1.0), 2, 1, "stop"), 1: Kept((6,), (-2.0,), 1)}
+    delivered, run = fleet.decide(Submitted((request(1), request(2)), kept))
+    assert isinstance(delivered, Deliver)
+    assert delivered.response.tokens == (4, 5)
+    assert isinstance(run, RunChunk)
+    assert run.request.generated == (6,)
+    _, done = fleet.decide(Reported("w0", 0, ended(0, 1, 7)))
+    assert isinstance(done, Deliver)
+    assert done.response.tokens == (6, 7)
+    assert done.response.logprobs == (-2.0, -1.0)
+    assert done.response.num_steps == 3
+
+
+def test_a_silent_worker_is_replaced() -> None:
+    fleet = controller(silence_s=10.0, start_timeout_s=50.0)
+    fleet.decide(up())
+    assert fleet.decide(Tick(0.0)) == []
+    assert fleet.decide(Tick(100.0)) == [], "nothing is expected of an idle worker"
+    fleet.decide(Submitted((request(1),)))
+    fleet.decide(Tick(101.0))
+    assert fleet.decide(Tick(111.0)) == []
+    fleet.decide(Reported("w0", 0, grown(0, 0, 4)))
+    assert fleet.decide(Tick(115.0)) == []
+    assert fleet.decide(Tick(126.0)) == [StopWorker("w0", 0), StartWorker("w0", 1)]
+    fleet.decide(Tick(126.0))
+    assert fleet.decide(Tick(170.0)) == []
+    assert fleet.decide(Tick(177.0)) == [StopWorker("w0", 1), StartWorker("w0", 2)], (
+        "it does not come up either"
+    )
+
+
+def test_a_worker_that_never_generates_is_given_up() -> None:
+    fleet = controller(2, max_failed_starts=2)
+    fleet.decide(WorkerLost("w0", 0, "no memory"))
+    assert fleet.decide(WorkerLost("w0", 1, "no memory")) == []
+    assert fleet.state_of("w0") == "given up"
+    fleet.decide(WorkerLost("w1", 0, "no memory"))
+    with pytest.raises(EngineError, match=r"lost 2 times in a row .* w1 last: no disk"):
+        fleet.decide(WorkerLost("w1", 1, "no disk"))
+
+
+def test_a_worker_that_has_generated_begins_anew() -> None:
+    fleet = controller(max_failed_starts=2)
+    for life in range(5):
+        fleet.decide(up(life=life))
+        if fleet.num_unfinished == 0:
+            fleet.decide(Submitted((request(1, max_tokens=90),)))
+        fleet.decide(Reported("w0", life, grown(life, life, 40 + life)))
+        assert fleet.decide(WorkerLost("w0", life, "killed")) == [StartWorker("w0", life + 1)]
+
+
+def test_requests_that_cannot_run_are_refused() -> None:
+    fleet = controller()
+    fleet.decide(up(blocks=3))
+    with pytest.raises(RequestError, match="may need 6 KV blocks of 4 tokens"):
+        fleet.decide(Submitted((request(1),)))
+    fleet.decide(Abandoned())
+    with pytest.raises(RequestError, match="max_tokens=2 is already reached"):
+        fleet.decide(Submitted((request(1, max_tokens=2, generated=(4, 5)),)))
+    fleet.decide(Abandoned())
+    [run] = fleet.decide(Submitted((request(1, max_tokens=4),)))
+    assert isinstance(run, RunChunk)
+    with pytest.raises(RequestError, match="response 0 cannot run on worker w0: bad"):
+        fleet.decide(Reported("w0", 0, Report(0, rejected=((run.chunk, "bad"),))))
+
+
+@pytest.mark.parametrize(
+    "report",
+    [
+        grown(0, 0, *range(8)),
+        grown(0, 6, 1, 2, 3),
+        ended(0, 0, *range(9)),
+        ended(0, 0, 1, 2, reason="length"),
+        ended(0, 2, 3),
+    ],
+)
+def test_reports_that_cannot_be_are_errors(report: Report) -> None:
+    fleet = controller()
+    fleet.decide(up())
+    fleet.decide(Submitted((request(1),)))
+    with pytest.raises(EngineError, match="worker w0"):
+        fleet.decide(Reported("w0", 0, report))
+
+
+def test_oracle_runs_the_longest_first_and_group_does_not_divide() -> None:
+    requests = tuple(request(key) for key in (1, 2, 3))
+    oracle = controller(variant="oracle")
+    oracle.decide(up())
+    runs = run_of(oracle.decide(Submitted(requests, true_lengths=(5, 19, 12))))
+    assert [run.request.sample for run in runs] == [2, 3, 1]
+    bound = controller(2, variant="group")
+    bound.decide(up("w0"))
+    bound.decide(up("w1"))
+    runs = run_of(bound.decide(Submitted(requests)))
+    assert {run.worker for run in runs} == {"w0"}
+    assert {run.request.max_tokens for run in runs} == {20}
