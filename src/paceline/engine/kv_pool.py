@@ -180,6 +180,8 @@ class PoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if guest is None:
             return
         held, guest.held, guest.looked_beyond = guest.held, None, -1
+        if guest.is_resumed:
+            self._pool.mark_running(guest.address.response)
         if held is not None and num_external_tokens > 0:
             block_ids = blocks.get_block_ids()[0]
             chosen = block_ids[held.first_block : held.first_block + len(held.blocks)]
