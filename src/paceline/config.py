@@ -215,8 +215,8 @@ class KvPoolSettings(Section):
             memory, disk = Path(self.directory).resolve(), Path(self.disk_directory).resolve()
             if memory == disk or memory in disk.parents or disk in memory.parents:
                 raise ValueError(
-                    f"directory={self.directory!r} and disk_directory={self.disk_directory!r} are one, or one is in the "
-                    "other: give two that lie apart"
+                    f"directory={self.directory!r} and disk_directory={self.disk_directory!r} are one, or one is in "
+                    "the other: give two that lie apart"
                 )
         if self.kv_transfer_config:
             raise ValueError("kv_transfer_config is for other backends than 'paceline'")

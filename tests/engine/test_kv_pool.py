@@ -319,9 +319,7 @@ def update(engine: RolloutEngine, way: str, new: list[tuple[str, torch.Tensor]])
 
 
 @pytest.mark.parametrize("way", ["reload_weights", "load_weights"])
-def test_an_update_that_nobody_named_ends_all_part_in_the_pool(
-    pair: Pair, model_dir: Path, way: str
-) -> None:
+def test_an_update_that_nobody_named_ends_all_part_in_the_pool(pair: Pair, model_dir: Path, way: str) -> None:
     """Entries of the old weights are not loaded under their old number, nothing of the new ones is saved under it."""
     todo = pair.cut(requests()[:3])
     before = pair.here.kv_pool_counters()
@@ -375,9 +373,7 @@ def test_workers_that_share_a_pool_do_not_count_for_themselves(pair: Pair) -> No
         pair.here.push_weights(iter([]))
 
 
-def test_a_request_of_another_version_takes_no_part(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_request_of_another_version_takes_no_part(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever serves over HTTP names the version per request, perhaps before the engine has it."""
     monkeypatch.setattr(pair.here, "policy_version", 1)
     pair.cut(requests()[:1])

@@ -40,9 +40,7 @@ class Engine(Protocol):
         """Responses in the order of the requests."""
         ...
 
-    def push_weights(
-        self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int | None = None
-    ) -> int:
+    def push_weights(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int | None = None) -> int:
         """Take new weights under this number; returns the policy version."""
         ...
 
@@ -113,7 +111,7 @@ class EngineGeneration:
         self._pushed = step
 
     def push_weights(self) -> None:
-        """Give the trainer's weights to the engine in any case, numbered by the optimizer's steps; 0 is the checkpoint."""
+        """Give the trainer's weights to the engine in any case, numbered by optimizer steps from 1."""
         model = self._accelerator.unwrap_model(self._model)
         weights = ((name, weight.detach()) for name, weight in model.named_parameters())
         self.engine.push_weights(weights, version=int(self._trainer.state.global_step) + 1)

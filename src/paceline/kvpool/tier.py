@@ -150,8 +150,8 @@ class Tier:
         if 0 < size < self.limit_bytes:
             name = "memory_bytes" if self._is_memory else "disk_bytes"
             raise ConfigError(
-                f"kv_pool.{name}={self.limit_bytes} is more than the file system of {self.directory} has, {size} bytes: "
-                "lower it, or enlarge the file system (in a container, docker run --shm-size for /dev/shm)"
+                f"kv_pool.{name}={self.limit_bytes} is more than the file system of {self.directory} has, {size} "
+                "bytes: lower it, or enlarge the file system (in a container, docker run --shm-size for /dev/shm)"
             )
 
     def _empty_if_alone(self) -> None:
