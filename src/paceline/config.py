@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -181,7 +182,7 @@ class KvPoolSettings(Section):
     """paceline: most bytes in `disk_directory`; the least urgent entries are dropped."""
 
     namespace: str | None = None
-    """Other backends: name of the run, the same for all its workers; runs of one store must differ in it."""
+    """Name of the run, the same for all its workers; runs of one store or directory must differ in it."""
 
     kv_transfer_config: dict[str, Any] = Field(default_factory=dict)
     """Other backends: fields of vLLM's KVTransferConfig, passed through (kv_connector_extra_config, kv_port, ..)."""
@@ -210,8 +211,15 @@ class KvPoolSettings(Section):
                 f"disk_directory={self.disk_directory!r} and disk_bytes={self.disk_bytes} belong together: set both or "
                 "none"
             )
-        if self.namespace is not None or self.kv_transfer_config:
-            raise ValueError("namespace and kv_transfer_config are for other backends than 'paceline'")
+        if self.disk_directory is not None:
+            memory, disk = Path(self.directory).resolve(), Path(self.disk_directory).resolve()
+            if memory == disk or memory in disk.parents or disk in memory.parents:
+                raise ValueError(
+                    f"directory={self.directory!r} and disk_directory={self.disk_directory!r} are one, or one is in "
+                    "the other: give two that lie apart"
+                )
+        if self.kv_transfer_config:
+            raise ValueError("kv_transfer_config is for other backends than 'paceline'")
         return self
 
 

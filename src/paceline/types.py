@@ -179,3 +179,5 @@ class KvPoolCounters:
     """Entries dropped for want of room; their responses will be prefilled."""
     failed_writes: int = 0
     """Entries that could not be saved or moved: no room, disk full, or the directory's lock was not to be had."""
+    failed_drops: int = 0
+    """Entries that could not be removed."""

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ast
+import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -89,6 +92,9 @@ def test_connectors_for_clusters_tell_entries_apart_by_salt() -> None:
     folder = Path(str(vllm.__file__)).parent / "distributed/kv_transfer/kv_connector/v1"
     lmcache = (folder / "lmcache_mp_connector.py").read_text()
     assert lmcache.count("cache_salt=tracker.cache_salt") >= 3
+    assert 'if os.environ.get("LMCACHE_USE_UPSTREAM_MP"):' in lmcache
+    assert "return LMCacheMPConnectorUpstream" in lmcache
+    assert "\nLMCacheMPConnector = _resolve_lmcache_mp_connector()" in lmcache
     assert "request.block_hashes" in (folder / "mooncake/store/scheduler.py").read_text()
 
 
@@ -98,11 +104,19 @@ def test_other_kv_connectors_are_handed_over(monkeypatch: pytest.MonkeyPatch) ->
     from paceline.errors import ConfigError
 
     monkeypatch.setattr(kv_backend, "find_spec", lambda name: object())
+    monkeypatch.setenv(kv_backend.LMCACHE_SWITCH, "")
+    monkeypatch.delitem(sys.modules, kv_backend.LMCACHE_MODULE, raising=False)
     fields = {"kv_connector_extra_config": {"lmcache.mp.port": 7}, "kv_role": "kv_consumer"}
     pool = KvPoolSettings(backend="LMCacheMPConnector", namespace="run", kv_transfer_config=fields)
     made = kv_backend.transfer_config(pool)
     assert (made.kv_connector, made.kv_role) == ("LMCacheMPConnector", "kv_consumer")
     assert made.kv_connector_extra_config == {"lmcache.mp.port": 7}
     assert made.kv_connector_module_path is None
+    assert os.environ[kv_backend.LMCACHE_SWITCH] == "1"
+    theirs = SimpleNamespace(LMCacheMPConnector=object(), LMCacheMPConnectorUpstream=object())
+    monkeypatch.setitem(sys.modules, kv_backend.LMCACHE_MODULE, theirs)
+    with pytest.raises(ConfigError, match="LMCACHE_USE_UPSTREAM_MP=1"):
+        kv_backend.transfer_config(pool)
+    monkeypatch.delitem(sys.modules, kv_backend.LMCACHE_MODULE)
     with pytest.raises(ConfigError, match="colour"):
         kv_backend.transfer_config(pool.model_copy(update={"kv_transfer_config": {"colour": 1}}))

@@ -68,7 +68,9 @@ def _serve(pipe: Connection, model: Path, settings: EngineSettings, options: dic
         with RolloutEngine(model, settings, **options) as engine:
             pipe.send("ready")
             while True:
-                requests, engine.policy_version, sampling = pipe.recv()
+                requests, version, sampling = pipe.recv()
+                if version != engine.policy_version:
+                    engine.set_policy_version(version)
                 pipe.send(generate(engine, requests, **sampling))
     except EOFError:
         return

@@ -8,15 +8,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from conftest import VOCAB
 from second_engine import Outcome, SecondEngine, generate
 
 from paceline.config import BudgetSettings, EngineSettings, KvPoolSettings
 from paceline.engine.rollout import RolloutEngine
-from paceline.errors import RequestError, UnsupportedError
+from paceline.errors import ConfigError, EngineError, RequestError, UnsupportedError
 from paceline.kvpool import response_identity
 from paceline.types import Response, RolloutRequest
 
@@ -182,6 +184,33 @@ def test_what_will_not_go_on_is_not_kept(pair: Pair) -> None:
     assert not pair.files()
 
 
+def test_a_last_chunk_that_is_not_kept_takes_the_older_entry_along(pair: Pair) -> None:
+    todo = pair.cut(requests()[:3])
+    assert len(pair.files()) == 3
+    last = [replace(r, max_tokens=CHUNK_TOKENS + 20, keep_kv=False) for r in todo]
+    assert_ends_as(
+        [head(r, CHUNK_TOKENS + 20) for r in pair.plain[:3]],
+        generate(pair.here, last, ignore_eos=True).responses,
+    )
+    assert not pair.files()
+
+
+@pytest.mark.parametrize(("wanted", "kept"), [(0, 0), (1, 0), (2, 1)])
+def test_an_abort_that_nobody_announced_keeps_nothing_unless_asked_to(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, wanted: int, kept: int
+) -> None:
+    """What a client that goes away looks like to the engine."""
+    from vllm import SamplingParams
+
+    keys = RolloutEngine._keys
+    monkeypatch.setattr(RolloutEngine, "_keys", lambda *of: {**keys(*of), "paceline_keep_kv": wanted})
+    stream = pair.here.stream(requests()[:1], SamplingParams(temperature=1.0, ignore_eos=True))
+    next(stream)
+    pair.here.vllm_engine.abort_request(list(pair.here._pending))
+    assert len(pair.files()) == kept
+    stream.close()
+
+
 def test_a_response_that_fills_the_model_leaves_nothing(pair: Pair) -> None:
     request = replace(requests()[9], max_tokens=MAX_MODEL_LEN)
     [response] = generate(pair.here, [request], ignore_eos=True).responses
@@ -201,9 +230,11 @@ def test_a_response_that_ends_leaves_nothing(pair: Pair) -> None:
     assert not pair.files()
     pair.cut(requests()[1:2])
     stop = chr(33 + whole[end] - 3)
+    saves = pair.here.kv_pool_counters().saves
     [response] = generate(pair.here, [todo], stop=[stop], ignore_eos=True).responses
     assert (response.finish_reason, response.tokens) == ("stop", whole[: end + 1])
     assert not pair.files()
+    assert pair.here.kv_pool_counters().saves == saves
 
 
 @pytest.mark.parametrize("damage", ["flip", "truncate", "remove"])
@@ -269,6 +300,95 @@ def test_new_weights_end_the_part_of_what_runs(pair: Pair) -> None:
     next(stream)
     pair.here.abort([0])
     assert not pair.files()
+
+
+def weights(model_dir: Path, scale: float = 1.0) -> list[tuple[str, torch.Tensor]]:
+    from transformers import AutoModelForCausalLM
+
+    policy = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    return [(name, weight.detach() * scale) for name, weight in policy.named_parameters()]
+
+
+def update(engine: RolloutEngine, way: str, new: list[tuple[str, torch.Tensor]]) -> None:
+    if way == "reload_weights":
+        engine.vllm_engine.collective_rpc(way, kwargs={"weights_iterator": iter(new)})
+        return
+    model = engine.vllm_engine.model_executor.driver_worker.model_runner.model
+    for name, weight in new:
+        model.load_weights([(name, weight)])
+
+
+@pytest.mark.parametrize("way", ["reload_weights", "load_weights"])
+def test_an_update_that_nobody_named_ends_all_part_in_the_pool(pair: Pair, model_dir: Path, way: str) -> None:
+    """Entries of the old weights are not loaded under their old number, nothing of the new ones is saved under it."""
+    todo = pair.cut(requests()[:3])
+    before = pair.here.kv_pool_counters()
+    try:
+        update(pair.here, way, weights(model_dir, 0.9))
+        moved = generate(pair.here, todo, ignore_eos=True)
+        assert moved.prefilled == sum(len(r.prompt) + CHUNK_TOKENS for r in todo)
+        assert (moved.counters.hits, moved.counters.saves) == (before.hits, before.saves)
+        for file in pair.files():
+            file.unlink()
+        assert_ends_as(generate(pair.here, todo, ignore_eos=True).responses, moved.responses)
+        assert all(a.tokens != b.tokens for a, b in zip(moved.responses, pair.plain, strict=False))
+        pair.here.set_policy_version(1)
+        again = pair.cut(requests()[:3])
+        assert len(pair.files()) == 3
+        whole = generate(pair.here, [replace(r, keep_kv=False) for r in requests()[:3]], ignore_eos=True)
+        assert not pair.files()
+        pair.cut(requests()[:3])
+        moved = generate(pair.here, again, ignore_eos=True)
+        assert moved.prefilled == 3
+        assert_ends_as(whole.responses, moved.responses)
+    finally:
+        pair.here.push_weights(weights(model_dir), version=0)
+    assert_ends_as(pair.plain[:3], generate(pair.here, requests()[:3], ignore_eos=True).responses)
+
+
+def test_an_update_that_fails_midway_ends_all_part_until_the_next(
+    pair: Pair, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from paceline.engine.kv_pool import worker_end
+    from paceline.engine.worker import PacelineWorker
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise OSError("the trainer went away")
+
+    monkeypatch.setattr(PacelineWorker.__base__, "reload_weights", fail)
+    with pytest.raises(OSError, match="went away"):
+        pair.here.push_weights(weights(model_dir), version=1)
+    monkeypatch.undo()
+    end = worker_end()
+    assert end is not None
+    assert (end.policy_version, pair.here.policy_version) == (None, 0)
+    with pytest.raises(EngineError, match="push them again"):
+        pair.cut(requests()[:1])
+    assert pair.here.push_weights(weights(model_dir), version=0) == 0
+    assert_ends_as(pair.plain[:1], generate(pair.here, requests()[:1], ignore_eos=True).responses)
+
+
+def test_workers_that_share_a_pool_do_not_count_for_themselves(pair: Pair) -> None:
+    with pytest.raises(ConfigError, match="version="):
+        pair.here.push_weights(iter([]))
+
+
+def test_a_request_of_another_version_takes_no_part(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever serves over HTTP names the version per request, perhaps before the engine has it."""
+    monkeypatch.setattr(pair.here, "policy_version", 1)
+    pair.cut(requests()[:1])
+    assert not pair.files()
+
+
+def test_runs_have_entries_of_their_own(pair: Pair) -> None:
+    from paceline.engine.kv_pool import name_layout, worker_end
+
+    end = worker_end()
+    assert end is not None
+    config = pair.here.vllm_engine.vllm_config
+    names = {name_layout(config, end.blocks, run) for run in (None, "a", "b")}
+    assert len(names) == 3
+    assert pair.here.scheduler.kv_pool._layout in names
 
 
 def test_a_process_has_one_pool(pair: Pair) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import multiprocessing
 import os
 import subprocess
@@ -11,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -193,12 +195,124 @@ def test_the_least_urgent_move_to_disk_and_then_out(tiers: KvPool, memory: Path,
     assert (tiers.counters().demoted, tiers.counters().evicted) == (4, 1)
 
 
-def test_a_loaded_entry_is_the_least_urgent(tiers: KvPool, memory: Path) -> None:
+def test_the_entry_of_a_running_response_is_the_least_urgent(tiers: KvPool, memory: Path) -> None:
+    """Not yet when it was looked up: its request may wait for room in the engine."""
+    for number in range(2):
+        save(tiers, number, 10)
+        assert load(tiers, number) is not None
+    tiers.mark_running(address(1).response)
+    save(tiers, 2, 10)
+    assert {n for n in range(3) if entry_file(memory, n).exists()} == {0, 2}
+
+
+def test_what_is_looked_up_keeps_its_urgency(tiers: KvPool, memory: Path) -> None:
     save(tiers, 0, 10)
     save(tiers, 1, 10)
     assert load(tiers, 1) is not None
     save(tiers, 2, 10)
-    assert {n for n in range(3) if entry_file(memory, n).exists()} == {0, 2}
+    assert {n for n in range(3) if entry_file(memory, n).exists()} == {1, 2}
+
+
+def test_an_entry_in_use_does_not_push_out_those_that_wait(tiers: KvPool, memory: Path, disk: Path) -> None:
+    for number in range(5):
+        save(tiers, number, 10)
+    tiers.mark_running(address(4).response)
+    assert save(tiers, 5, 10)
+    assert {n for n in range(6) if entry_file(memory, n).exists()} == {3, 5}
+    assert {n for n in range(6) if entry_file(disk, n).exists()} == {0, 1, 2}
+    assert tiers.counters().evicted == 1
+
+
+def test_a_save_that_cannot_succeed_evicts_nobody(tiers: KvPool, memory: Path, disk: Path) -> None:
+    """Others' half-written entries take the room, which nobody can make."""
+    for number in range(5):
+        save(tiers, number, 10)
+    for number in range(3):
+        tiers.drop(address(number).response)
+    parts = [tiers._memory.begin(SIZE), tiers._tiers[1].begin(3 * SIZE)]
+    assert not save(tiers, 6, 20)
+    assert {n for n in range(7) if entry_file(memory, n).exists()} == {3, 4}
+    assert (tiers.counters().failed_writes, tiers.counters().evicted) == (1, 0)
+    for part in parts:
+        part.close()
+
+
+def test_others_do_not_wait_while_an_entry_moves_to_disk(
+    tiers: KvPool, memory: Path, disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tiers, 0, 10)
+    save(tiers, 1, 10)
+    other = KvPool(memory, 2 * SIZE, disk, 3 * SIZE, now_ns=count(10).__next__)
+    monkeypatch.setattr(tier, "LOCK_WAIT_S", 0.01)
+    write, seen = tier.Part.write, []
+
+    def meanwhile(self: tier.Part, pieces: object, offset: int) -> int:
+        if self.path.is_relative_to(disk) and not seen:
+            seen.append("copying")
+            assert load(other, 1) is not None
+            other.drop(address(0).response)  # the very one that is being copied
+            assert other.counters().failed_drops == 0
+            assert save(other, 3, 10)
+        return write(self, pieces, offset)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(tier.Part, "write", meanwhile)
+    assert save(tiers, 2, 10)
+    assert seen
+    assert load(tiers, 0) is None, "dropped while it moved"
+    for number in (1, 2, 3):
+        held = load(tiers, number)
+        assert held is not None
+        assert is_right(held, number, 0, 10)
+    assert not list(memory.glob("*.part")) + list(disk.glob("*.part"))
+    other.close()
+
+
+def test_a_file_system_that_others_fill_holds_as_much_as_fits(
+    memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = KvPool(memory, ROOMY, now_ns=count(1).__next__)
+    write = tier.Part.write
+
+    def bounded(self: tier.Part, pieces: object, offset: int) -> int:
+        if used_bytes(memory) > 2 * SIZE:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(self, pieces, offset)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(tier.Part, "write", bounded)
+    for number in range(4):
+        assert save(pool, number, 10)
+    assert {n for n in range(4) if entry_file(memory, n).exists()} == {2, 3}
+    assert (pool.counters().evicted, pool.counters().failed_writes) == (2, 0)
+    pool.close()
+
+
+def test_a_drop_that_fails_is_counted(pool: KvPool, memory: Path) -> None:
+    entry_file(memory, 1).mkdir()
+    pool.drop(address(1).response)
+    assert pool.counters().failed_drops > 0
+    entry_file(memory, 1).rmdir()
+
+
+def test_from_disk_only_what_is_asked_for_is_read(
+    memory: Path, disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = KvPool(memory, SIZE - 1, disk, ROOMY)
+    save(pool, 1, 10)
+    read, sizes = os.preadv, []
+
+    def counted(fd: int, buffers: list[memoryview], offset: int) -> int:
+        sizes.append(len(buffers[0]))
+        return read(fd, buffers, offset)
+
+    monkeypatch.setattr(tier.os, "preadv", counted)
+    assert load(pool, 1, version=1) is None
+    assert sum(sizes) < 2 * measure_header(10, 3)
+    sizes.clear()
+    held = load(pool, 1, skip=8)
+    assert held is not None
+    assert is_right(held, 1, 0, 10)
+    assert sum(sizes) < 2 * measure_header(10, 3) + BLOCK_BYTES
+    pool.close()
 
 
 def test_an_older_entry_of_the_response_makes_room_first(memory: Path) -> None:
@@ -278,7 +392,6 @@ def test_a_full_file_system_saves_nothing(
     assert not save(tiers, 1, 10)
     assert tiers.counters().failed_writes == 1
     assert load(tiers, 1) is None
-    assert load(tiers, 0) is not None
     assert not list(tmp_path.rglob("*.part"))
 
 
@@ -321,9 +434,11 @@ def test_nobody_waits_for_a_lock_that_is_kept(
     with other._memory.exclusive():
         assert not save(pool, 1, 10)
         assert load(pool, 0) is not None
-        pool.drop(address(0).response)
         pool.clear()
-    assert load(pool, 0) is not None
+        assert load(pool, 0) is not None
+        assert pool.counters().failed_drops == 1
+        pool.drop(address(0).response)
+        assert load(pool, 0) is None
     other.close()
 
 
@@ -359,6 +474,55 @@ def test_a_process_that_ends_leaves_the_pool(memory: Path) -> None:
     command = [sys.executable, "-c", program, str(memory), builders]
     assert subprocess.check_output(command, text=True).strip() == "3"
     assert not list(memory.glob("*.kv"))
+
+
+def test_a_forked_child_keeps_nobody_out(memory: Path) -> None:
+    """It shares its parent's locks; the parent gives them up before it closes."""
+    pool, (reads, writes) = KvPool(memory, ROOMY), os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.read(reads, 1)
+        os._exit(0)
+    try:
+        pool.close()
+        again = KvPool(memory, ROOMY)
+        assert save(again, 1, 10)
+        again.close()
+        assert used_bytes(memory) == 0, "the last to close it emptied it"
+    finally:
+        os.write(writes, b"x")
+        os.waitpid(child, 0)
+        os.close(reads)
+        os.close(writes)
+
+
+def test_a_directory_that_is_kept_locked_is_refused(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    KvPool(memory, ROOMY).close()
+    monkeypatch.setattr(tier, "LOCK_WAIT_S", 0.01)
+    with (memory / "users").open() as users:
+        fcntl.flock(users, fcntl.LOCK_EX)
+        with pytest.raises(ConfigError, match="locked by another process"):
+            KvPool(memory, ROOMY)
+    KvPool(memory, ROOMY).close()
+
+
+def test_one_directory_under_two_names_is_refused(memory: Path, tmp_path: Path) -> None:
+    memory.mkdir()
+    (tmp_path / "alias").symlink_to(memory)
+    with pytest.raises(ConfigError, match="under another name"):
+        KvPool(memory, ROOMY, tmp_path / "alias", ROOMY)
+
+
+def test_a_file_system_smaller_than_the_bound_is_refused(
+    memory: Path, disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = SimpleNamespace(f_frsize=4096, f_blocks=16384)  # Docker's /dev/shm
+    monkeypatch.setattr(tier.os, "statvfs", lambda path: small)
+    with pytest.raises(ConfigError, match=rf"memory_bytes={1 << 27} .* {1 << 26} bytes"):
+        KvPool(memory, 1 << 27)
+    with pytest.raises(ConfigError, match="disk_bytes"):
+        KvPool(memory, 1 << 26, disk, 1 << 27)
+    KvPool(memory, 1 << 26).close()
 
 
 def die_while_writing(memory: Path) -> None:

@@ -167,10 +167,26 @@ DOORS: tuple[Door, ...] = (
         members=("sampling_params", "prompt_token_ids", "output_token_ids"),
     ),
     Door(
-        CPU_WORKER, members=("init_device", "load_model", "execute_model", "reload_weights", "model_runner")
+        CPU_WORKER,
+        members=(
+            "init_device",
+            "load_model",
+            "execute_model",
+            "reload_weights",
+            "model_runner",
+            "update_weights",
+        ),
     ),
     Door(
-        GPU_WORKER, members=("init_device", "load_model", "execute_model", "reload_weights", "model_runner")
+        GPU_WORKER,
+        members=(
+            "init_device",
+            "load_model",
+            "execute_model",
+            "reload_weights",
+            "model_runner",
+            "update_weights",
+        ),
     ),
     Door("vllm.config.speculative:SpeculativeConfig", mentions=("custom_class",)),
     # what the keyed sampler calls

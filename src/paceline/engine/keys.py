@@ -7,8 +7,8 @@ Users may set, in `extra_args` (over HTTP: `vllm_xargs`):
 * `paceline_sample`: index of the response within its group, from which a missing key is derived;
 * `paceline_generated`: how many tokens at the end of the prompt were generated earlier (a resumed response);
 * `paceline_policy_version`: version of the weights; a request that names it takes part in the KV pool, if there is one;
-* `paceline_keep_kv`: 0 if the response will not go on when max_tokens or an abort ends the request: the pool then keeps
-  nothing of it.
+* `paceline_keep_kv`: after what the pool keeps the response: 1, the default, after max_tokens; 2 after an abort too
+  (stop strings and clients that go away are aborts); 0 never: it will not go on.
 
 A request without a key gets its `seed`, or else a key derived from (run seed, prompt, sample), where a missing sample
 counts the requests with the same prompt that the engine has seen before. Engines that differ in vLLM's own `seed` or in

@@ -7,12 +7,17 @@ response was cut, and has been checked before vLLM counts on it. What happens, i
     a response resumes   get_num_new_matched_tokens: look it up, check the blocks that the engine does not have
                          update_state_after_alloc, build_connector_meta: which of its new blocks are to be filled
                          start_load_kv (worker): fill them, before the step's forward pass
-    a response is cut    request_finished_all_groups: save it if max_tokens or an abort ended it, else drop its entry
+    a response is cut    request_finished_all_groups: save it if it may go on, else drop its entry
+
+What max_tokens ends may go on, what an abort ends only if `keep` announced it or the request says so: to the engine's
+core a stop string and a client that went away are aborts too.
 
 A request takes part if its extra_args name `paceline_policy_version` (keys.py); RolloutEngine sets it. The last token
 of a request is always computed here, for its logits, so a moved response costs one token of prefill.
 Invariant: tokens do not depend on the pool. A missing or damaged entry is found before blocks are allotted for it, and
-its tokens are computed. Keys and values of other weights never match: they are saved under the policy version.
+its tokens are computed. Keys and values of other weights never match: they are saved under the policy version. The
+worker knows the version of its weights (`policy_version` of its end): every update, by whatever way, makes it unknown
+until somebody names it (worker.py), and a request of another version takes no part.
 """
 
 from __future__ import annotations
@@ -47,8 +52,8 @@ from paceline.errors import UnsupportedError
 from paceline.kvpool import Address, Held, KvPool, response_identity
 from paceline.types import Int32Array, KvPoolCounters
 
-CUT = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_ABORTED)
-"""How a request ends whose response may go on."""
+CUTS = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_ABORTED)
+"""How a request ends whose response may go on; `paceline_keep_kv` says how many of them count (keys.py)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +77,8 @@ class Guest:
 
     address: Address
     is_resumed: bool
-    keep: bool
+    keeps: frozenset[RequestStatus]
+    """How the request may end for its response to go on."""
     held: Held | None = None
     looked_beyond: int = -1
     """Tokens that the engine had itself when `held` was looked up; -1: not looked up."""
@@ -86,6 +92,8 @@ class PoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         check_kv_pool(vllm_config, kv_cache_config)
         self._num_blocks: int = kv_cache_config.num_blocks
         self.blocks: KvBlocks | None = None
+        self.policy_version: int | None = 0
+        """On the worker's end: version of the model's weights, the checkpoint's is 0; None until an update is named."""
         self._spent_s = 0.0
         if role is KVConnectorRole.WORKER:
             return
@@ -94,7 +102,7 @@ class PoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._worker = find_worker()
         self._block_tokens: int = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
         self._max_model_len: int = vllm_config.model_config.max_model_len
-        self._layout = name_layout(vllm_config, self._worker.blocks)
+        self._layout = name_layout(vllm_config, self._worker.blocks, settings.namespace)
         self._pool = KvPool.open(settings)
         self._guests: dict[str, Guest] = {}
         self._loads: list[Load] = []
@@ -141,21 +149,23 @@ class PoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         version = None if params is None else policy_version_of(params)
         if version is None or prompt is None or request.resumable or request.lora_request is not None:
             return
-        if request.mm_features:
+        if request.mm_features or version != self._worker.policy_version:
             return
         extra = params.extra_args
         carried = extra.get("paceline_generated") or 0
         identity = response_identity(extra["paceline_key"], prompt[: len(prompt) - carried])
-        keep = bool(extra.get("paceline_keep_kv", 1))
+        wanted = extra.get("paceline_keep_kv")
         self._guests[request.request_id] = Guest(
-            Address(identity, version, self._layout), is_resumed=carried > 0, keep=keep
+            Address(identity, version, self._layout),
+            is_resumed=carried > 0,
+            keeps=frozenset(CUTS[: 1 if wanted is None else max(wanted, 0)]),
         )
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         guest = self._guests.get(request.request_id)
-        if guest is None or not guest.is_resumed:
+        if guest is None or not guest.is_resumed or not self._has_weights_of(guest):
             return 0, False
         if guest.looked_beyond != num_computed_tokens:  # asked again in every step until there is room
             started_s = time.perf_counter()
@@ -170,10 +180,15 @@ class PoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if guest is None:
             return
         held, guest.held, guest.looked_beyond = guest.held, None, -1
+        if guest.is_resumed:
+            self._pool.mark_running(guest.address.response)
         if held is not None and num_external_tokens > 0:
             block_ids = blocks.get_block_ids()[0]
             chosen = block_ids[held.first_block : held.first_block + len(held.blocks)]
             self._loads.append(Load(held, tuple(chosen)))
+
+    def _has_weights_of(self, guest: Guest) -> bool:
+        return guest.address.policy_version == self._worker.policy_version
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Loads:
         loads, self._loads = self._loads, []
@@ -187,17 +202,17 @@ class PoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         guest = self._guests.pop(request.request_id, None)
         if guest is not None:
             is_full = request.num_tokens >= self._max_model_len
-            if request.status not in CUT or is_full:
-                self._pool.drop(guest.address.response)
-            elif guest.keep:
+            if request.status in guest.keeps and not is_full:
                 self._save(request, guest, block_ids[0])
+            else:
+                self._pool.drop(guest.address.response)
         return False, None
 
     def _save(self, request: Request, guest: Guest, block_ids: list[int]) -> None:
         """Save what has been computed. Nothing before the prompt has been: an older entry has more than that."""
         computed = request.num_computed_tokens - request.num_in_flight_tokens
         count = min(computed, request.num_tokens)
-        if count < request.num_prompt_tokens:
+        if count < request.num_prompt_tokens or not self._has_weights_of(guest):
             return
         blocks = self._worker.blocks
         assert blocks is not None
@@ -208,11 +223,11 @@ class PoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         tokens = _tokens(request, count)
         self._pool.save(guest.address, tokens, self._block_tokens, blocks.block_bytes, read)
 
-    def let_go(self, request_ids: Iterable[str]) -> None:
-        """These requests are about to be aborted and their responses will not go on: save nothing."""
+    def keep(self, request_ids: Iterable[str]) -> None:
+        """These requests are about to be aborted and their responses will go on, unless they said otherwise."""
         for name in request_ids:
-            if (guest := self._guests.get(name)) is not None:
-                guest.keep = False
+            if (guest := self._guests.get(name)) is not None and guest.keeps:
+                guest.keeps = frozenset(CUTS)
 
     def forget_running(self) -> None:
         """The weights have changed or are about to: what is running now has mixed keys and values."""
@@ -224,10 +239,6 @@ class PoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return True
 
     # -- for those around
-
-    def drop(self, response: str) -> None:
-        """The response has ended: remove its entry."""
-        self._pool.drop(response)
 
     def counters(self) -> KvPoolCounters:
         """What this engine has done with the pool."""
@@ -268,10 +279,16 @@ def check_kv_pool(vllm_config: Any, kv_cache_config: Any) -> None:
             )
 
 
+def worker_end() -> PoolConnector | None:
+    """The worker's end in this process, if there is one."""
+    found = worker_connector()
+    return found if isinstance(found, PoolConnector) else None
+
+
 def find_worker() -> PoolConnector:
     """The worker's end in this process. Raises UnsupportedError when the worker lives in another one."""
-    found = worker_connector()
-    if not isinstance(found, PoolConnector) or found.blocks is None:
+    found = worker_end()
+    if found is None or found.blocks is None:
         raise UnsupportedError(
             "kv_pool.backend='paceline' needs the worker in the engine's own process: start the engine with "
             "distributed_executor_backend='uni' and, on the CPU, VLLM_ENABLE_V1_MULTIPROCESSING=0 in the environment; "
@@ -280,11 +297,12 @@ def find_worker() -> PoolConnector:
     return found
 
 
-def name_layout(vllm_config: Any, blocks: KvBlocks | None) -> bytes:
-    """16 bytes that are equal for engines whose blocks mean the same: model, software, and a block's inside."""
+def name_layout(vllm_config: Any, blocks: KvBlocks | None, run: str | None) -> bytes:
+    """16 bytes that are equal for engines whose blocks mean the same: run, model, software, and a block's inside."""
     assert blocks is not None
     model = vllm_config.model_config
     facts = [
+        run,
         vllm_version(),
         "cpu" if is_cpu() else vllm_config.device_config.device_type,
         model.hf_config.to_json_string(),

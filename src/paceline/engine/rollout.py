@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.config import EngineSettings
-from paceline.errors import CheckpointError, EngineError, RequestError, UnsupportedError
-from paceline.kvpool import response_identity
+from paceline.errors import CheckpointError, ConfigError, EngineError, RequestError, UnsupportedError
 from paceline.types import KvPoolCounters, Response, RolloutRequest, StepObservation
 
 if TYPE_CHECKING:
@@ -137,6 +136,7 @@ class RolloutEngine:
         self.settings = settings
         self.max_model_len = max_model_len
         self.policy_version = 0
+        self._is_torn = False
         self._engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
         self.vocab_size: int = self._engine.model_config.get_vocab_size()
         self._tickets = itertools.count()
@@ -213,8 +213,8 @@ class RolloutEngine:
     def _abort(self, names: list[str], keep_kv: bool) -> None:
         if not names:
             return
-        if self._kv_pool is not None and not keep_kv:
-            self._kv_pool.let_go(self._pending[name].internal_id for name in names)
+        if self._kv_pool is not None and keep_kv:
+            self._kv_pool.keep(self._pending[name].internal_id for name in names)
         self._engine.abort_request(names)
         for name in names:
             del self._pending[name]
@@ -227,6 +227,10 @@ class RolloutEngine:
         if self._pending:
             raise RequestError(
                 f"{len(self._pending)} responses are still running: finish or abort them first"
+            )
+        if self._is_torn:
+            raise EngineError(
+                "the last push_weights failed, so the engine may have weights of two versions: push them again"
             )
         self._check_params(params)
         for index, request in enumerate(requests):
@@ -329,9 +333,6 @@ class RolloutEngine:
             )
         request = pending.request
         live = self.scheduler.finished.pop(pending.internal_id, None) if self.settings is not None else None
-        if live is not None and reason == "stop" and self._kv_pool is not None:
-            # To the engine's core a stop string is an abort, after which the response might have gone on.
-            self._kv_pool.drop(response_identity(live.key, request.prompt))
         return Response(
             request=request,
             tokens=(*request.generated, *pending.tokens),
@@ -352,22 +353,42 @@ class RolloutEngine:
 
         Args:
             weights: (name, tensor) in the checkpoint's names, every parameter of the model.
-            version: the trainer's number for them; None counts on. Workers that share drafts or a KV pool need the
-                same number for the same weights, one that joined late too.
+            version: the trainer's number for them; None counts on. Workers that share drafts or a KV pool (which
+                requires it) need the same number for the same weights, one that joined late too; 0 is the checkpoint's.
 
         Returns the new policy version. Raises EngineError while responses are running: their key-value cache belongs
-        to the old weights.
+        to the old weights. If it fails midway, nothing is generated until weights have been pushed again.
         """
+        if version is None and self.settings is not None and self.settings.kv_pool is not None:
+            raise ConfigError(
+                "push_weights without a version on an engine with a KV pool: workers that count for themselves may "
+                "give different weights one number; pass version=, the trainer's number for these weights"
+            )
+        self._check_idle()
+        self._is_torn = True
+        self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
+        self._is_torn = False
+        return self.set_policy_version(self.policy_version + 1 if version is None else version)
+
+    def set_policy_version(self, version: int) -> int:
+        """Say which version the weights are after an update by another way than `push_weights`, once it is complete.
+
+        Forgets what the old weights left behind. Until then an engine with a KV pool neither loads nor saves. Returns
+        the version. Raises EngineError while responses are running.
+        """
+        self._check_idle()
+        self.reset_prefix_cache()
+        if self.settings is not None:
+            self._engine.collective_rpc("name_policy_version", args=(version,))
+            self.scheduler.loop.use_epoch(version << 20)  # cache resets count on from there
+        self.policy_version = version
+        return version
+
+    def _check_idle(self) -> None:
         if self._pending:
             raise EngineError(
                 f"{len(self._pending)} responses are running: finish or abort them before new weights"
             )
-        self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
-        self.reset_prefix_cache()
-        self.policy_version = self.policy_version + 1 if version is None else version
-        if self.settings is not None and version is not None:
-            self.scheduler.loop.use_epoch(version << 20)  # cache resets count on from there
-        return self.policy_version
 
     def reset_prefix_cache(self) -> None:
         """Forget cached key-value blocks and the suffix trees of all groups."""

@@ -24,6 +24,7 @@ from paceline.engine.compat import (
     repack_tied_head,
 )
 from paceline.engine.keys import key_of
+from paceline.engine.kv_pool import PoolConnector, worker_end
 from paceline.engine.proposer import Proposer
 from paceline.engine.sampler import KeyedSampler, Rows, Verdict
 from paceline.types import Int64Array, UInt64Array
@@ -131,8 +132,14 @@ class PacelineWorker(platform_worker()):  # type: ignore[misc]
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
-        if is_cpu():
-            self.model_runner.get_model().load_weights = self._load_live
+        model = self.model_runner.get_model()
+        model.load_weights = self._load_live if is_cpu() else self._load_through
+
+    def _load_through(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        """Stand in for `model.load_weights` on a live model elsewhere: vLLM's own, which the KV pool has to hear of."""
+        self._unname_weights()
+        model = self.model_runner.get_model()
+        return type(model).load_weights(model, weights)  # type: ignore[no-any-return]
 
     def _load_live(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """Stand in for `model.load_weights` on a live model on the CPU, which trainers call parameter by parameter.
@@ -140,6 +147,7 @@ class PacelineWorker(platform_worker()):  # type: ignore[misc]
         vLLM's own fails on packed weights. The tensors are copied and applied together before the next step, by
         the same path as `reload_weights`.
         """
+        self._unname_weights()
         pending: dict[str, torch.Tensor] = self.__dict__.setdefault("_pending_weights", {})
         names = set()
         for name, tensor in weights:
@@ -147,14 +155,23 @@ class PacelineWorker(platform_worker()):  # type: ignore[misc]
             names.add(name)
         return names
 
-    def execute_model(self, *args: Any, **kwargs: Any) -> Any:
+    def _apply_pending(self) -> None:
         if pending := self.__dict__.get("_pending_weights"):
             self._pending_weights: dict[str, torch.Tensor] = {}
             self.reload_weights(weights_iterator=iter(pending.items()))
+
+    def execute_model(self, *args: Any, **kwargs: Any) -> Any:
+        self._apply_pending()
         return super().execute_model(*args, **kwargs)
+
+    def update_weights(self, *args: Any, **kwargs: Any) -> None:
+        """vLLM's weight transfer, chunk by chunk."""
+        self._unname_weights()
+        super().update_weights(*args, **kwargs)
 
     def reload_weights(self, *args: Any, **kwargs: Any) -> None:
         """Renew the weights and everything derived from them: packed layers, a tied head, the invariance wrappers."""
+        self._unname_weights()
         model = self.model_runner.get_model()
         stand_in = model.__dict__.pop("load_weights", None)
         try:
@@ -164,3 +181,20 @@ class PacelineWorker(platform_worker()):  # type: ignore[misc]
                 model.load_weights = stand_in
         repack_tied_head(model)
         self.model_runner.seal_model()
+
+    # -- which weights these are, for the KV pool
+
+    def _unname_weights(self) -> None:
+        """The weights are about to change: nothing is loaded or saved until `name_policy_version` says into what."""
+        if (end := self._pool_end()) is not None:
+            end.policy_version = None
+
+    def name_policy_version(self, version: int) -> None:
+        """Say which version of the policy the weights are, once an update is complete. Called by `collective_rpc`."""
+        self._apply_pending()
+        if (end := self._pool_end()) is not None:
+            end.policy_version = version
+
+    def _pool_end(self) -> PoolConnector | None:
+        """Another engine of this process may have a KV pool, this one none."""
+        return worker_end() if self.vllm_config.kv_transfer_config is not None else None

@@ -260,12 +260,14 @@ class Fleet:
 
     # -- weights
 
-    def push_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> int:
+    def push_weights(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int | None = None) -> int:
         """Give new weights of the policy to every worker, once for all of them; a worker that is lost or restarted
         meanwhile loads them before it generates again.
 
         Args:
             weights: (name, tensor) in the checkpoint's names, every parameter of the model.
+            version: the trainer's number for them; the fleet's own next one if it is no higher than the present one,
+                as no two weights may share a number.
 
         Returns the new policy version, once all workers that are there have it. Raises EngineError while responses are
         running.
@@ -277,7 +279,7 @@ class Fleet:
                 f"{self.num_unfinished} responses are running: finish or abandon them before new weights"
             )
         before, self._weights = self._weights, ray.put(pack_weights(weights))
-        self.policy_version += 1
+        self.policy_version = max(self.policy_version + 1, version or 0)
         self._tell(WeightsChanged(self.policy_version))
         self._wait_while(lambda: "loading" in self._states())
         del before

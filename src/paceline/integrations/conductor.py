@@ -171,10 +171,10 @@ class Conductor:
         """Raise Interrupted if the user wants to stop."""
         self._interruption.check()
 
-    def push_weights(self, weights: Iterable[tuple[str, Any]]) -> int:
+    def push_weights(self, weights: Iterable[tuple[str, Any]], *, version: int | None = None) -> int:
         """Give the engine the trainer's weights; returns the policy version."""
         with self._phase("push_weights"), unchanged_randomness():
-            return self._rollouts.engine.push_weights(weights)
+            return self._rollouts.engine.push_weights(weights, version=version)
 
     @property
     def vllm_engine(self) -> Any:

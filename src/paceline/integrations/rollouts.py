@@ -64,7 +64,7 @@ class Watcher(Protocol):
 class Engines(Protocol):
     """One engine or many, between rollouts."""
 
-    def push_weights(self, weights: Iterable[tuple[str, Any]]) -> int:
+    def push_weights(self, weights: Iterable[tuple[str, Any]], *, version: int | None = None) -> int:
         """Take new weights; returns the policy version."""
         ...
 

@@ -40,8 +40,8 @@ class Engine(Protocol):
         """Responses in the order of the requests."""
         ...
 
-    def push_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> int:
-        """Take new weights; returns the policy version."""
+    def push_weights(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int | None = None) -> int:
+        """Take new weights under this number; returns the policy version."""
         ...
 
     @property
@@ -111,9 +111,10 @@ class EngineGeneration:
         self._pushed = step
 
     def push_weights(self) -> None:
-        """Give the trainer's weights to the engine in any case."""
+        """Give the trainer's weights to the engine in any case, numbered by optimizer steps from 1."""
         model = self._accelerator.unwrap_model(self._model)
-        self.engine.push_weights((name, weight.detach()) for name, weight in model.named_parameters())
+        weights = ((name, weight.detach()) for name, weight in model.named_parameters())
+        self.engine.push_weights(weights, version=int(self._trainer.state.global_step) + 1)
 
     def generate(
         self, prompts: list[list[int]], images: Any, num_generations: int, profiler: Any = None

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
@@ -56,10 +56,9 @@ class Header:
     num_bytes: int
     """Length of the header; the blocks begin there."""
 
-    def block(self, data: memoryview, index: int) -> memoryview:
-        """One block of the file `data`."""
-        start = self.num_bytes + index * self.block_bytes
-        return data[start : start + self.block_bytes]
+    def start_of(self, block: int) -> int:
+        """Where a block begins in the file."""
+        return self.num_bytes + block * self.block_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,18 +109,22 @@ def write_header(
     return padded + _CHECKSUM.pack(zlib.crc32(padded))
 
 
-def read_header(data: memoryview) -> Header | None:
-    """The header of the file `data`; None if it is damaged or the file is not as long as it says."""
-    if len(data) < _FIXED.size:
+def read_header(read: Callable[[int, int], memoryview], file_bytes: int) -> Header | None:
+    """The header of a file; None if it is damaged or the file is not as long as it says.
+
+    Args:
+        read: gives the file's bytes from a start to an end, or those of them that there are.
+    """
+    fixed = read(0, _FIXED.size)
+    if len(fixed) < _FIXED.size:
         return None
-    magic, response, layout, version, block_bytes, num_tokens, block_tokens, num_blocks = _FIXED.unpack_from(
-        data
-    )
+    magic, response, layout, version, block_bytes, num_tokens, block_tokens, num_blocks = _FIXED.unpack(fixed)
     size = measure_header(num_tokens, num_blocks)
     end = size - _CHECKSUM.size
-    if magic != MAGIC or len(data) != size + num_blocks * block_bytes:
+    if magic != MAGIC or file_bytes != size + num_blocks * block_bytes:
         return None
-    if zlib.crc32(data[:end]) != _CHECKSUM.unpack_from(data, end)[0]:
+    data = read(0, size)
+    if len(data) < size or zlib.crc32(data[:end]) != _CHECKSUM.unpack_from(data, end)[0]:
         return None
     lists = _FIXED.size
     return Header(
@@ -135,8 +138,9 @@ def read_header(data: memoryview) -> Header | None:
 
 
 def check_blocks(header: Header, data: memoryview, first: int, end: int) -> tuple[memoryview, ...] | None:
-    """Blocks first to end - 1 of the file `data`; None if one of them is damaged."""
-    blocks = tuple(header.block(data, index) for index in range(first, end))
+    """Blocks first to end - 1, which `data` consists of; None if one of them is damaged."""
+    size = header.block_bytes
+    blocks = tuple(data[index * size : (index + 1) * size] for index in range(end - first))
     wanted = header.checksums[first:end].tolist()
     return blocks if all(map(_has_checksum, blocks, wanted)) else None
 

@@ -7,8 +7,9 @@ controller drops what has ended and prefetches what is next. One thread at a tim
   it gets the keys and values of the leading tokens that are its own.
 * Whatever goes wrong with an entry (missing, damaged, of another version, no room, disk full, lock not to be had) makes
   it a miss, or one that is not saved, and is counted. Nothing but `open` raises.
-* When memory is full, the least urgent entries move to disk; when the disk is full, they are dropped. Urgency is a
-  time: of the save, or of the prefetch; an entry that was loaded is the least urgent, since its response is running.
+* When memory is full, the least urgent entries move to disk; when the disk is full too, the least urgent of all are
+  dropped. Urgency is a time: of the save, or of the prefetch; an entry whose response is running is the least urgent.
+* Nobody waits while an entry is copied: locks are held to count, to place and to remove.
 
 Differs from Seer: entries are pulled by the worker that needs them; `prefetch` brings them from disk to memory, not to
 a worker.
@@ -22,7 +23,7 @@ import time
 import weakref
 import zlib
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeAlias
 
@@ -39,14 +40,34 @@ from paceline.kvpool.entry import (
     read_header,
     write_header,
 )
-from paceline.kvpool.tier import Part, Resident, Tier
+from paceline.kvpool.tier import EntryFile, Part, Resident, Tier
 from paceline.types import Int32Array, KvPoolCounters
 
 BlockReader: TypeAlias = Callable[[int], Sequence[memoryview]]
 """The pieces of a block, which lie one after another in the entry, by the block's number within the response."""
 
 LEAST_URGENT = 0
+MAX_TRIES = 8
+"""How often room is made anew for one entry, where others take it."""
+
 _COPY_BYTES = 1 << 22
+
+
+class _NoRoomError(OSError):
+    """The tier's bound leaves no room, whoever is evicted."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Newcomer:
+    """An entry that needs room in a tier."""
+
+    response: str
+    num_bytes: int
+    urgency: int
+    spares: frozenset[str] = frozenset()
+    """Responses whose entries stay."""
+    spares_urgent: bool = False
+    """Whether more urgent entries stay."""
 
 
 class KvPool:
@@ -64,11 +85,23 @@ class KvPool:
         """Open the pool, and empty it if nobody else has it open. Raises ConfigError for directories of no use."""
         self._memory = Tier(Path(directory), memory_bytes, is_memory=True)
         self._tiers = [self._memory]
-        if disk_directory is not None:
-            self._tiers.append(Tier(Path(disk_directory), disk_bytes, is_memory=False))
         self._now_ns = now_ns
         self._counters = KvPoolCounters()
         self._leave = weakref.finalize(self, _close_all, self._tiers)  # at the latest when the process ends
+        if disk_directory is not None:
+            self._add_disk(Path(disk_directory), disk_bytes)
+
+    def _add_disk(self, directory: Path, limit_bytes: int) -> None:
+        try:
+            self._tiers.append(Tier(directory, limit_bytes, is_memory=False))
+            if self._tiers[-1].is_same_as(self._memory):
+                raise ConfigError(
+                    f"kv_pool.disk_directory={str(directory)!r} is kv_pool.directory under another name: give two "
+                    "directories"
+                )
+        except ConfigError:
+            self.close()
+            raise
 
     @classmethod
     def open(cls, settings: KvPoolSettings) -> KvPool:
@@ -119,7 +152,7 @@ class KvPool:
         size = header_bytes + num_blocks * block_bytes
         for tier in self._tiers:
             with contextlib.suppress(OSError):
-                self._store(tier, address.response, size, self._now_ns(), write)
+                self._store(tier, _Newcomer(address.response, size, self._now_ns()), write)
                 self._forget_elsewhere(tier, address.response)
                 self._count(saves=1, saved_bytes=size)
                 return True
@@ -141,11 +174,15 @@ class KvPool:
 
         Returns None when there is nothing beyond skip_tokens.
         """
-        data = self._read(address.response)
-        if data is None:
+        try:
+            with self._open(address.response) as entry:
+                return self._check(entry, address, tokens, skip_tokens)
+        except OSError:
             self._count(misses=1)
             return None
-        header = read_header(data)
+
+    def _check(self, entry: EntryFile, address: Address, tokens: Int32Array, skip_tokens: int) -> Held | None:
+        header = read_header(entry.read, entry.num_bytes)
         if header is None:
             self._remove_damaged(address.response)
             return None
@@ -153,29 +190,31 @@ class KvPool:
         if header.address != address or not shared:
             self._count(misses=1)
             return None
-        return self._hold(header, data, shared, skip_tokens)
+        return self._hold(entry, header, shared, skip_tokens)
 
-    def _hold(self, header: Header, data: memoryview, shared: int, skip_tokens: int) -> Held | None:
-        response, first = header.address.response, skip_tokens // header.block_tokens
-        end = count_blocks(shared, header.block_tokens)
+    def _hold(self, entry: EntryFile, header: Header, shared: int, skip_tokens: int) -> Held | None:
+        first, end = skip_tokens // header.block_tokens, count_blocks(shared, header.block_tokens)
+        if first >= end:
+            return None
+        data = entry.read(header.start_of(first), header.start_of(end))
         blocks = check_blocks(header, data, first, end)
         if blocks is None:
-            self._remove_damaged(response)
+            self._remove_damaged(header.address.response)
             return None
-        self._mark(response, LEAST_URGENT)
         if shared <= skip_tokens:
             return None
         self._count(hits=1, loaded_bytes=len(blocks) * header.block_bytes)
         return Held(shared, first, blocks)
 
-    def _read(self, response: str) -> memoryview | None:
+    def _open(self, response: str) -> EntryFile:
+        """Raises OSError if there is no entry, or none that can be read."""
         # Memory once more at the end: an entry may have moved up from disk between the two looks.
         for tier in (*self._tiers, self._memory):
             with contextlib.suppress(OSError):
-                data = tier.read(response)
-                if data is not None:
-                    return data
-        return None
+                entry = tier.open_entry(response)
+                if entry is not None:
+                    return entry
+        raise FileNotFoundError(errno.ENOENT, "no entry", response)
 
     def _remove_damaged(self, response: str) -> None:
         self._count(misses=1, corrupt=1)
@@ -184,21 +223,25 @@ class KvPool:
     # -- what the controller does
 
     def drop(self, *responses: str) -> None:
-        """Remove the entries of responses that have ended."""
-        with (
-            contextlib.suppress(OSError),
-            self._memory.exclusive(),
-        ):  # nothing moves between the tiers meanwhile
-            for response in responses:
-                for tier in self._tiers:
-                    with contextlib.suppress(OSError):
-                        tier.remove(response)
+        """Remove the entries of responses that have ended. Waits for nobody."""
+        for response in responses:
+            for tier in (*self._tiers, self._memory):  # it may move up from disk between the two looks
+                try:
+                    tier.remove(response)
+                except OSError:
+                    self._count(failed_drops=1)
+
+    def mark_running(self, response: str) -> None:
+        """The response goes on, with what was loaded: its entry is the least urgent from now on."""
+        self._mark(response, LEAST_URGENT)
 
     def clear(self) -> None:
         """Remove all entries: the step has ended, or the weights are new."""
         for tier in self._tiers:
-            with contextlib.suppress(OSError):
+            try:
                 tier.clear()
+            except OSError:
+                self._count(failed_drops=1)
 
     def prefetch(self, responses: Iterable[str]) -> int:
         """Bring entries that are on disk into memory, for responses in the order of their queue.
@@ -220,7 +263,7 @@ class KvPool:
         urgencies = {response: now_ns + len(wanted) - place for place, response in enumerate(wanted)}
         for response, urgency in urgencies.items():  # all of them before room is made for the first
             self._mark(response, urgency)
-        return sum(self._lift(name, wanted[name], urgencies[name], frozenset(wanted)) for name in wanted)
+        return sum(self._lift(name, frozenset(wanted)) for name in wanted)
 
     def _mark(self, response: str, urgency: int) -> None:
         for tier in self._tiers:
@@ -230,90 +273,141 @@ class KvPool:
     def _measure(self, response: str) -> int | None:
         for tier in self._tiers:
             with contextlib.suppress(OSError):
-                size = tier.measure(response)
-                if size is not None:
-                    return size
+                found = tier.find(response)
+                if found is not None:
+                    return found.num_bytes
         return None
 
-    def _lift(self, response: str, size: int, urgency: int, keep: frozenset[str]) -> bool:
+    def _lift(self, response: str, spares: frozenset[str]) -> bool:
         """Move an entry from disk to memory, unless it is there; returns whether it was moved."""
+        disk = self._tiers[-1]
         try:
-            if self._memory.measure(response) is not None:
+            found = disk.find(response)
+            if found is None or self._memory.find(response) is not None:
                 return False
-            disk = self._tiers[-1]
-            data = disk.read(response)
-            if data is None or len(data) != size:
-                return False
-
-            def is_current() -> bool:  # neither dropped nor saved anew meanwhile
-                return disk.measure(response) == size and self._memory.measure(response) is None
-
-            if self._store(self._memory, response, size, urgency, _copy(data), keep, is_current):
+            part = self._copy(disk, self._memory, _Newcomer(response, found.num_bytes, found.urgency, spares))
+            with contextlib.closing(part), self._memory.exclusive():
+                if disk.find(response) != found or self._memory.find(response) is not None:
+                    return False  # dropped or saved anew meanwhile
+                self._memory.settle(part, response, found.urgency)
                 disk.remove(response)
-                self._count(promoted=1)
-                return True
+            self._count(promoted=1)
+            return True
         except OSError:
             self._count(failed_writes=1)
-        return False
+            return False
 
     # -- room
 
-    def _store(
-        self,
-        tier: Tier,
-        response: str,
-        size: int,
-        urgency: int,
-        write: Callable[[Part], None],
-        keep: frozenset[str] = frozenset(),
-        is_current: Callable[[], bool] = lambda: True,
-    ) -> bool:
-        """Make room, write a file and put it in its place if it `is_current` still. Raises OSError."""
-        with tier.exclusive():
-            self._make_room(tier, size, response, keep)
-            part = tier.begin(size)
+    def _store(self, tier: Tier, newcomer: _Newcomer, write: Callable[[Part], None]) -> None:
+        """Make room, write an entry and put it in its place. Raises OSError."""
+        with contextlib.closing(self._write(tier, newcomer, write)) as part, tier.exclusive():
+            tier.settle(part, newcomer.response, newcomer.urgency)
+
+    def _copy(self, source: Tier, target: Tier, newcomer: _Newcomer) -> Part:
+        """A copy of an entry, not in its place yet. Raises OSError."""
+        entry = source.open_entry(newcomer.response)
+        if entry is None or entry.num_bytes != newcomer.num_bytes:
+            raise FileNotFoundError(errno.ENOENT, "the entry has gone", newcomer.response)
+
+        def write(part: Part) -> None:
+            for start in range(0, entry.num_bytes, _COPY_BYTES):
+                part.write([entry.read(start, start + _COPY_BYTES)], start)
+
+        with entry:
+            return self._write(target, newcomer, write)
+
+    def _write(self, tier: Tier, newcomer: _Newcomer, write: Callable[[Part], None]) -> Part:
+        """Make room and write a file, which is not in its place yet. Raises OSError."""
+        try:
+            return self._write_within(tier, newcomer, write, tier.limit_bytes)
+        except _NoRoomError:
+            raise
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+        with tier.exclusive():  # others fill the file system: it holds no more than what is there now
+            used = tier.take_stock()[1]
+        return self._write_within(tier, newcomer, write, used)
+
+    def _write_within(
+        self, tier: Tier, newcomer: _Newcomer, write: Callable[[Part], None], limit_bytes: int
+    ) -> Part:
+        part = self._begin(tier, newcomer, limit_bytes)
         try:
             write(part)
-            with tier.exclusive():
-                if is_current():
-                    tier.settle(part, response, urgency)
-                    return True
         except BaseException:
-            part.discard()
+            part.close()
             raise
-        part.discard()
-        return False
+        return part
 
-    def _make_room(self, tier: Tier, size: int, response: str, keep: frozenset[str]) -> None:
-        """Evict until `size` more bytes fit; the response's older entry goes first. Raises OSError."""
-        if size > tier.limit_bytes:
-            raise OSError(errno.ENOSPC, f"{size} bytes are more than the tier's {tier.limit_bytes}")
+    def _begin(self, tier: Tier, newcomer: _Newcomer, limit_bytes: int) -> Part:
+        """Make room and begin a file. Entries that move to disk are copied while nobody waits. Raises OSError."""
+        for _ in range(MAX_TRIES):
+            with tier.exclusive():
+                movers = []
+                for victim in self._choose(tier, newcomer, limit_bytes):
+                    if victim.response == newcomer.response:
+                        tier.remove(victim.response)
+                    elif tier is self._tiers[-1]:
+                        tier.remove(victim.response)
+                        self._count(evicted=1)
+                    else:
+                        movers.append(victim)
+                if not movers:
+                    return tier.begin(newcomer.num_bytes)
+            for victim in movers:
+                self._demote(victim)
+        raise _NoRoomError(errno.ENOSPC, "others took the room each time", str(tier.directory))
+
+    @staticmethod
+    def _choose(tier: Tier, newcomer: _Newcomer, limit_bytes: int) -> list[Resident]:
+        """The entries to leave for a newcomer: its response's older one, then the least urgent.
+
+        Raises _NoRoomError, before anything has been removed, if all that may leave were not enough.
+        """
         residents, used = tier.take_stock()
-        residents.sort(key=lambda resident: resident.response != response)
+        residents.sort(key=lambda resident: resident.response != newcomer.response)
+        missing, victims = used + newcomer.num_bytes - limit_bytes, []
         for resident in residents:
-            if used + size <= tier.limit_bytes:
-                return
-            if resident.response not in keep:
-                if resident.response != response:
-                    self._evict(tier, resident)
-                tier.remove(resident.response)
-                used -= resident.num_bytes
-        if used + size > tier.limit_bytes:
-            raise OSError(errno.ENOSPC, f"{size} bytes do not fit beside {used} that are in use")
+            if missing > 0 and _may_leave(resident, newcomer):
+                victims.append(resident)
+                missing -= resident.num_bytes
+        if missing > 0:
+            raise _NoRoomError(errno.ENOSPC, f"{missing} bytes too few", str(tier.directory))
+        return victims
 
-    def _evict(self, tier: Tier, resident: Resident) -> None:
-        """An entry has to leave a tier: from memory to disk, or for good. The caller removes it there."""
-        if tier is self._memory and len(self._tiers) > 1:
-            try:
-                data = tier.read(resident.response)
-                if data is not None:
-                    disk = self._tiers[-1]
-                    self._store(disk, resident.response, resident.num_bytes, resident.urgency, _copy(data))
-                    self._count(demoted=1)
-                    return
-            except OSError:
-                self._count(failed_writes=1)
-        self._count(evicted=1)
+    def _demote(self, victim: Resident) -> None:
+        """Move an entry from memory to disk, or drop it where more urgent ones leave no room. Raises OSError.
+
+        Nothing happens to one that was dropped, saved anew or marked meanwhile.
+        """
+        part, response = self._copy_down(victim), victim.response
+        with contextlib.closing(part) if part else contextlib.nullcontext(), self._memory.exclusive():
+            if self._memory.find(response) != victim:
+                return
+            if part is not None:
+                with self._tiers[-1].exclusive():
+                    self._tiers[-1].settle(part, response, victim.urgency)
+            self._memory.remove(response)
+        self._count(**{"evicted" if part is None else "demoted": 1})
+
+    def _copy_down(self, victim: Resident) -> Part | None:
+        newcomer = _Newcomer(victim.response, victim.num_bytes, victim.urgency, spares_urgent=True)
+        try:
+            return self._copy(self._memory, self._tiers[-1], newcomer)
+        except (_NoRoomError, FileNotFoundError):
+            return None
+        except OSError:
+            self._count(failed_writes=1)
+            return None
+
+
+def _may_leave(resident: Resident, newcomer: _Newcomer) -> bool:
+    if resident.response == newcomer.response:
+        return True
+    is_urgent = newcomer.spares_urgent and resident.urgency > newcomer.urgency
+    return resident.response not in newcomer.spares and not is_urgent
 
 
 def _close_all(tiers: Sequence[Tier]) -> None:
@@ -326,11 +420,3 @@ def _chain_checksum(pieces: Sequence[memoryview]) -> int:
     for piece in pieces:
         checksum = zlib.crc32(piece, checksum)
     return checksum
-
-
-def _copy(data: memoryview) -> Callable[[Part], None]:
-    def write(part: Part) -> None:
-        for start in range(0, len(data), _COPY_BYTES):
-            part.write([data[start : start + _COPY_BYTES]], start)
-
-    return write

@@ -36,11 +36,13 @@ _LOCK_POLL_S = 0.0005
 
 @dataclass(frozen=True, slots=True)
 class Resident:
-    """An entry as the directory shows it."""
+    """An entry as the directory shows it. One that was replaced or whose urgency changed is not equal."""
 
     response: str
     num_bytes: int
     urgency: int
+    file: int
+    """The file's number in its file system."""
 
 
 class Part:
@@ -53,7 +55,7 @@ class Part:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.ftruncate(self._fd, num_bytes)  # counts for the bound from now on
         except OSError:
-            self.discard()
+            self.close()
             raise
 
     def write(self, pieces: Sequence[memoryview | bytes], offset: int) -> int:
@@ -70,13 +72,54 @@ class Part:
         os.close(self._fd)
         self._fd = -1
 
-    def discard(self) -> None:
-        """Remove the file."""
+    def close(self) -> None:
+        """Remove the file, unless it is in its place."""
         if self._fd >= 0:
             with contextlib.suppress(OSError):
                 self.path.unlink()
             os.close(self._fd)
             self._fd = -1
+
+
+class EntryFile:
+    """An entry that was opened for reading, which stays readable when it is removed.
+
+    From memory it is mapped. From disk it is read: an error of the disk is then an exception, not a signal.
+    """
+
+    def __init__(self, path: Path, *, is_memory: bool) -> None:
+        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self._mapped: memoryview | None = None
+        try:
+            self.num_bytes = os.fstat(self._fd).st_size
+            if is_memory and self.num_bytes:
+                self._mapped = memoryview(mmap.mmap(self._fd, self.num_bytes, access=mmap.ACCESS_COPY))
+        except OSError:
+            self.close()
+            raise
+
+    def read(self, start: int, end: int) -> memoryview:
+        """These bytes, or those of them that there are. They outlive the file."""
+        end = min(end, self.num_bytes)
+        if self._mapped is not None:
+            return self._mapped[start:end]
+        data = memoryview(bytearray(max(end - start, 0)))
+        done = 0
+        while done < len(data) and (got := os.preadv(self._fd, [data[done:]], start + done)):
+            done += got
+        return data[:done]
+
+    def close(self) -> None:
+        """Read nothing more."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def __enter__(self) -> EntryFile:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
 
 
 class Tier:
@@ -86,22 +129,42 @@ class Tier:
         self.directory, self.limit_bytes = directory, limit_bytes
         self._is_memory = is_memory
         self._owner = os.getpid()
+        self._lock = self._users = -1
         try:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._check_size()
             self._lock = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             self._users = os.open(directory / "users", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             self._empty_if_alone()
-            fcntl.flock(self._users, fcntl.LOCK_SH)
+            _take(self._users, fcntl.LOCK_SH, directory / "users")
         except OSError as error:
+            self._release()
             raise ConfigError(
                 f"the KV pool cannot use {directory} ({error.strerror}): give a directory that this user can write "
                 "to, on one machine, for this run alone"
             ) from error
 
+    def _check_size(self) -> None:
+        stats = os.statvfs(self.directory)
+        size = stats.f_frsize * stats.f_blocks
+        if 0 < size < self.limit_bytes:
+            name = "memory_bytes" if self._is_memory else "disk_bytes"
+            raise ConfigError(
+                f"kv_pool.{name}={self.limit_bytes} is more than the file system of {self.directory} has, {size} "
+                "bytes: lower it, or enlarge the file system (in a container, docker run --shm-size for /dev/shm)"
+            )
+
     def _empty_if_alone(self) -> None:
         with contextlib.suppress(BlockingIOError):
             fcntl.flock(self._users, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self.clear()
+
+    def _release(self) -> None:
+        for fd in (self._users, self._lock):
+            if fd >= 0:
+                fcntl.flock(fd, fcntl.LOCK_UN)  # or a forked child would keep what it shares
+                os.close(fd)
+        self._users = self._lock = -1
 
     def close(self) -> None:
         """Leave the directory, emptying it if nobody else has it open; nothing in a forked child."""
@@ -109,21 +172,16 @@ class Tier:
             return
         with contextlib.suppress(OSError):
             self._empty_if_alone()
-        os.close(self._users)
-        os.close(self._lock)
+        self._release()
+
+    def is_same_as(self, other: Tier) -> bool:
+        """Whether both have one directory, under whatever names."""
+        return os.path.samestat(os.stat(self.directory), os.stat(other.directory))
 
     @contextlib.contextmanager
     def exclusive(self) -> Iterator[None]:
-        """Keep the other processes from making room, placing and dropping. Raises TimeoutError, an OSError."""
-        deadline_s = time.monotonic() + LOCK_WAIT_S
-        while True:
-            try:
-                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline_s:
-                    raise TimeoutError(f"{self.directory} was locked for {LOCK_WAIT_S} s") from None
-                time.sleep(_LOCK_POLL_S)
+        """Keep the other processes from making room and placing. Raises TimeoutError, an OSError."""
+        _take(self._lock, fcntl.LOCK_EX, self.directory)
         try:
             yield
         finally:
@@ -147,7 +205,7 @@ class Tier:
                         stat = file.stat()
                         used += stat.st_size
                         if suffix == ENTRY:
-                            residents.append(Resident(stem, stat.st_size, stat.st_mtime_ns))
+                            residents.append(_resident(stem, stat))
         residents.sort(key=lambda resident: (resident.urgency, resident.response))
         return residents, used
 
@@ -167,31 +225,17 @@ class Tier:
             for resident in self.take_stock()[0]:
                 self.remove(resident.response)
 
-    def read(self, response: str) -> memoryview | None:
-        """The bytes of an entry, which stay readable when it is removed; None if there is none.
-
-        From memory they are mapped. From disk they are read: an error of the disk is then an exception, not a signal.
-        """
+    def open_entry(self, response: str) -> EntryFile | None:
+        """An entry to be read and closed; None if there is none."""
         try:
-            fd = os.open(self._path(response), os.O_RDONLY | os.O_CLOEXEC)
+            return EntryFile(self._path(response), is_memory=self._is_memory)
         except FileNotFoundError:
             return None
-        try:
-            size = os.fstat(fd).st_size
-            if self._is_memory and size:
-                return memoryview(mmap.mmap(fd, size, access=mmap.ACCESS_COPY))
-            data = bytearray(size)
-            done = 0
-            while done < size and (got := os.preadv(fd, [memoryview(data)[done:]], done)):
-                done += got
-            return memoryview(data)[:done]
-        finally:
-            os.close(fd)
 
-    def measure(self, response: str) -> int | None:
-        """Bytes of an entry; None if there is none."""
+    def find(self, response: str) -> Resident | None:
+        """What the directory shows of an entry; None if there is none."""
         try:
-            return self._path(response).stat().st_size
+            return _resident(response, self._path(response).stat())
         except FileNotFoundError:
             return None
 
@@ -210,6 +254,24 @@ class Tier:
 
     def _path(self, response: str) -> Path:
         return self.directory / f"{response}{ENTRY}"
+
+
+def _resident(response: str, stat: os.stat_result) -> Resident:
+    return Resident(response, stat.st_size, stat.st_mtime_ns, stat.st_ino)
+
+
+def _take(fd: int, how: int, path: Path) -> None:
+    """Lock a file. Raises TimeoutError after LOCK_WAIT_S."""
+    deadline_s = time.monotonic() + LOCK_WAIT_S
+    while True:
+        try:
+            fcntl.flock(fd, how | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() > deadline_s:
+                reason = f"locked by another process for {LOCK_WAIT_S} s"
+                raise TimeoutError(errno.ETIMEDOUT, reason, str(path)) from None
+            time.sleep(_LOCK_POLL_S)
 
 
 def _is_locked(path: str) -> bool:
