@@ -260,6 +260,10 @@ class FleetSettings(Section):
     draft_server: bool = True
     """Start a draft server for the fleet unless `EngineSettings.draft_servers` names some. Needs the suffix drafter;
     on a cluster that was joined by address none is started."""
+    kv_pool_gib: float = Field(default=1.0, ge=0.0)
+    """Shared memory in which chunks leave keys and values for the next worker, so that nothing is prefilled twice
+    (docs/kv-pool.md); at most half of what is free, 0: none. On a cluster that was joined by address, and for the
+    variant `group`, none is made; `EngineSettings.kv_pool` names one of your own."""
     progress_ms: float = Field(default=100.0, gt=0.0, le=60_000.0)
     """How often a worker tells what it has generated; a lost worker costs at most so much of its work."""
     silence_s: float = Field(default=300.0, gt=0.0)

@@ -61,6 +61,9 @@ def test_tokens_are_those_of_a_single_plain_engine(
     assert max(Counter(chunk.request.key for chunk in chunks).values()) == -(-400 // 64)
     assert sum(finished.response.num_accepted_tokens for finished in found.values()) > 0
     assert fleet.board.num_preemptions == 0
+    resumed = sum(bool(chunk.request.generated) for chunk in chunks)
+    loaded = sum(status.num_kv_loads for status in fleet.board.workers.values())
+    assert 0.9 * resumed <= loaded <= resumed, "nothing is prefilled twice"
 
 
 def test_requests_that_cannot_run_are_refused_before_any_work(

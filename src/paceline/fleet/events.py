@@ -62,6 +62,8 @@ class Telemetry:
     """Chunks that it has."""
     steps: tuple[WorkerStep, ...]
     """Engine steps since the last report."""
+    num_kv_loads: int = 0
+    """Chunks of this life that found the keys and values of the one before in the KV pool."""
 
 
 @dataclass(frozen=True, slots=True)

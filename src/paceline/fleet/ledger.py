@@ -72,8 +72,14 @@ class LiveResponse:
             )
 
     def next_request(self, chunk_tokens: int) -> RolloutRequest:
-        """The request of the next chunk."""
-        return replace(self.request, generated=tuple(self.tokens), max_tokens=len(self.tokens) + chunk_tokens)
+        """The request of the next chunk; a KV pool keeps nothing of the last one."""
+        end = len(self.tokens) + chunk_tokens
+        return replace(
+            self.request,
+            generated=tuple(self.tokens),
+            max_tokens=end,
+            keep_kv=end < self.request.max_tokens,
+        )
 
     def keep(self, num_new: int, finish_reason: str | None) -> Keep:
         """What a journal needs to know of the last `num_new` tokens."""

@@ -42,6 +42,7 @@ from paceline.fleet.events import (
     WorkerLost,
 )
 from paceline.fleet.journal import Journal
+from paceline.fleet.kv_pool import open_pool
 from paceline.fleet.rewards import Reward, RewardFunction
 from paceline.fleet.status import StatusBoard, WorkerStatus
 from paceline.fleet.weights import pack_weights
@@ -113,6 +114,9 @@ class Fleet:
         self._rewards: RewardPool | None = None
         self._owns_ray = cluster.connect(self.settings)
         self._draft_server = self._start_draft_server()
+        self._kv_pool = open_pool(self.settings, self.engine_settings)
+        if self._kv_pool is not None:
+            self.engine_settings = self.engine_settings.model_copy(update={"kv_pool": self._kv_pool.settings})
         from paceline.fleet.actors import Actors
 
         spec = EngineSpec(
@@ -240,6 +244,8 @@ class Fleet:
             self._tell(Abandoned())
             if self._rewards is not None:
                 self._rewards.clear()
+            if self._kv_pool is not None:
+                self._kv_pool.clear()
         self._finished.clear()
         self._journal = None
 
@@ -336,6 +342,8 @@ class Fleet:
             self._actors.order(worker, own, self._params)
 
     def _deliver(self, index: int, response: Response) -> None:
+        if self._kv_pool is not None:
+            self._kv_pool.drop(self._requests[index])
         if self._rewards is None:
             self._finished.append(Finished(index, response, None))
         else:
@@ -389,6 +397,8 @@ class Fleet:
         self._actors.close()
         if self._draft_server is not None:
             self._draft_server.close()
+        if self._kv_pool is not None:
+            self._kv_pool.close()
         if self._owns_ray:
             ray.shutdown()
 

@@ -209,7 +209,7 @@ class RolloutWorker:
             self._changed.notify_all()
 
     def _cancel(self, order: CancelChunk) -> None:
-        self._engine.abort([order.chunk])
+        self._engine.abort([order.chunk], keep_kv=False)
         with self._changed:
             self._chunks.pop(order.chunk, None)
 
@@ -271,7 +271,12 @@ class RolloutWorker:
             endings=tuple(self._endings),
             refused=tuple(self._refused),
             rejected=tuple(self._rejected),
-            telemetry=Telemetry(read_kv_use(self._engine.scheduler), len(self._chunks), tuple(self._steps)),
+            telemetry=Telemetry(
+                read_kv_use(self._engine.scheduler),
+                len(self._chunks),
+                tuple(self._steps),
+                self._engine.kv_pool_counters().hits,
+            ),
         )
         for news in (self._endings, self._refused, self._rejected, self._steps):
             news.clear()

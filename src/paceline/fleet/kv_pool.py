@@ -1,0 +1,56 @@
+"""The fleet's own KV pool: where chunks of a response leave keys and values for the next worker (docs/kv-pool.md).
+
+Owned by `Fleet` on one machine; the engines open the same directory. Nothing here changes a token: without the pool, or
+without room in it, the next worker prefills.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+from paceline.config import EngineSettings, FleetSettings, KvPoolSettings
+from paceline.kvpool import KvPool, response_identity
+from paceline.types import RolloutRequest
+
+SHARED_MEMORY = Path("/dev/shm")
+LEAST_BYTES = 64 << 20
+"""A pool smaller than this holds hardly a response, and is left out."""
+
+
+class FleetKvPool:
+    """A directory in shared memory, and the driver's handle on it. Close it."""
+
+    def __init__(self, num_bytes: int) -> None:
+        base = SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
+        self._folder = Path(tempfile.mkdtemp(prefix="paceline-kv-", dir=base))
+        self.settings = KvPoolSettings(
+            directory=str(self._folder), memory_bytes=num_bytes, namespace=self._folder.name
+        )
+        self._pool = KvPool.open(self.settings)
+
+    def drop(self, request: RolloutRequest) -> None:
+        """The response has ended: nobody will go on with it."""
+        assert request.key is not None
+        self._pool.drop(response_identity(request.key, request.prompt))
+
+    def clear(self) -> None:
+        """The rollout is over."""
+        self._pool.clear()
+
+    def close(self) -> None:
+        """Leave nothing behind."""
+        self._pool.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def open_pool(settings: FleetSettings, engine: EngineSettings) -> FleetKvPool | None:
+    """The pool that the fleet wants; None: it wants none, the engines have one, or memory has no room for one."""
+    wanted = settings.workers > 1 and settings.address is None and settings.variant != "group"
+    if not wanted or engine.kv_pool is not None:
+        return None
+    base = SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
+    num_bytes = min(int(settings.kv_pool_gib * (1 << 30)), shutil.disk_usage(base).free // 2)
+    return FleetKvPool(num_bytes) if num_bytes >= LEAST_BYTES else None
