@@ -197,7 +197,13 @@ def main() -> None:
             base = base or runs
             rows.append(row_of(case, runs, base, preemptions))
     columns = DRAFT_COLUMNS if options.drafts else COLUMNS
-    publish("fleet", rows, columns, options.json, options={k: str(v) for k, v in vars(options).items()})
+    publish(
+        "fleet",
+        rows,
+        columns,
+        options.json,
+        options={k: str(v) for k, v in vars(options).items() if k != "json"},
+    )
 
 
 if __name__ == "__main__":
