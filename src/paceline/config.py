@@ -264,6 +264,8 @@ class FleetSettings(Section):
     """Shared memory in which chunks leave keys and values for the next worker, so that nothing is prefilled twice
     (docs/kv-pool.md); at most half of what is free, 0: none. On a cluster that was joined by address, and for the
     variant `group`, none is made; `EngineSettings.kv_pool` names one of your own."""
+    metrics_port: int | None = Field(default=None, ge=0, le=65_535)
+    """Port at which the driver serves metrics for Prometheus (`/metrics`); 0: a free one, unset: none."""
     progress_ms: float = Field(default=100.0, gt=0.0, le=60_000.0)
     """How often a worker tells what it has generated; a lost worker costs at most so much of its work."""
     silence_s: float = Field(default=300.0, gt=0.0)

@@ -98,6 +98,12 @@ def rollout(
             rich_help_panel="Fleet",
         ),
     ] = None,
+    metrics_port: Annotated[
+        int | None,
+        typer.Option(
+            help="Serve metrics of the workers for Prometheus at this port.", rich_help_panel="Fleet"
+        ),
+    ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Make only what is missing in OUT.jsonl.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT.jsonl.")] = False,
 ) -> None:
@@ -109,7 +115,11 @@ def rollout(
 
     Example: paceline rollout models/policy prompts.jsonl --out responses.jsonl --samples 8 --workers 4
     """
-    fleet = None if workers is None else _fleet_settings(workers, variant, chunk_tokens, ray_address)
+    fleet = (
+        None
+        if workers is None
+        else _fleet_settings(workers, variant, chunk_tokens, ray_address, metrics_port)
+    )
     sampling = Sampling(max_tokens, temperature, top_p, top_k, min_p, tuple(stop or ()))
     _check_switches(samples, resume, overwrite, plain, model_drafter)
     check_seed(seed)
@@ -149,8 +159,16 @@ def rollout(
             run_fleet_job(job, fleet, file, Console(stderr=True), resume=resume)
 
 
-def _fleet_settings(workers: int, variant: str, chunk_tokens: int, address: str | None) -> FleetSettings:
-    fields = {"workers": workers, "variant": variant, "chunk_tokens": chunk_tokens, "address": address}
+def _fleet_settings(
+    workers: int, variant: str, chunk_tokens: int, address: str | None, metrics_port: int | None
+) -> FleetSettings:
+    fields = {
+        "workers": workers,
+        "variant": variant,
+        "chunk_tokens": chunk_tokens,
+        "address": address,
+        "metrics_port": metrics_port,
+    }
     try:
         return FleetSettings.model_validate(fields)
     except ValidationError as error:

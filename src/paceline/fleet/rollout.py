@@ -43,6 +43,7 @@ from paceline.fleet.events import (
 )
 from paceline.fleet.journal import Journal
 from paceline.fleet.kv_pool import open_pool
+from paceline.fleet.metrics import MetricsServer
 from paceline.fleet.rewards import Reward, RewardFunction
 from paceline.fleet.status import StatusBoard, WorkerStatus
 from paceline.fleet.weights import pack_weights
@@ -112,6 +113,8 @@ class Fleet:
         self._journal: Journal | None = None
         self._finished: list[Finished] = []
         self._rewards: RewardPool | None = None
+        port = self.settings.metrics_port
+        self.metrics = None if port is None else MetricsServer(self.board, lambda: self.num_unfinished, port)
         self._owns_ray = cluster.connect(self.settings)
         self._draft_server = self._start_draft_server()
         self._kv_pool = open_pool(self.settings, self.engine_settings)
@@ -399,6 +402,8 @@ class Fleet:
             self._draft_server.close()
         if self._kv_pool is not None:
             self._kv_pool.close()
+        if self.metrics is not None:
+            self.metrics.close()
         if self._owns_ray:
             ray.shutdown()
 

@@ -1,0 +1,70 @@
+"""What the fleet's workers are doing, for Prometheus: an HTTP endpoint beside the driver.
+
+Every scrape reads the status board as it is then; nothing is counted twice. Owned by `Fleet`.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+from paceline.errors import ConfigError
+from paceline.fleet.status import StatusBoard, WorkerStatus
+
+GAUGES: dict[str, tuple[str, Callable[[WorkerStatus], float]]] = {
+    "up": ("1 while the worker takes chunks", lambda status: float(status.state == "up")),
+    "running_chunks": ("Chunks that the worker has", lambda status: status.num_running),
+    "waiting_chunks": ("Of these, how many wait in its engine", lambda status: status.num_waiting),
+    "kv_use": ("Share of the KV blocks in use", lambda status: status.kv_share),
+    "acceptance_length": ("Tokens per request and step so far", lambda status: status.acceptance_length),
+}
+COUNTERS: dict[str, tuple[str, Callable[[WorkerStatus], float]]] = {
+    "generated_tokens": ("Tokens generated", lambda status: status.num_tokens),
+    "accepted_tokens": ("Draft tokens accepted", lambda status: status.num_accepted),
+    "preemptions": ("Requests that lost their KV while they ran", lambda status: status.num_preemptions),
+    "kv_loads": ("Chunks that found their KV in the pool", lambda status: status.num_kv_loads),
+    "losses": ("Times that the worker was lost", lambda status: status.num_losses),
+}
+
+
+class MetricsServer:
+    """Serves the board at http://HOST:port/metrics. Close it."""
+
+    def __init__(self, board: StatusBoard, num_unfinished: Callable[[], int], port: int) -> None:
+        """port 0 takes a free one. Raises ConfigError if it is taken."""
+        self._board, self._num_unfinished = board, num_unfinished
+        registry = CollectorRegistry()
+        registry.register(self)  # type: ignore[arg-type]
+        try:
+            self._server, self._thread = start_http_server(port, registry=registry)
+        except OSError as error:
+            raise ConfigError(
+                f"metrics_port {port} cannot be used on {socket.gethostname()} ({error.strerror}): choose another one"
+            ) from error
+
+    @property
+    def port(self) -> int:
+        """Where it listens."""
+        return int(self._server.server_port)
+
+    def collect(self) -> Iterator[Any]:
+        """All metrics, as they are now (Prometheus' collector interface)."""
+        yield GaugeMetricFamily(
+            "paceline_unfinished_responses", "Responses of the rollout", self._num_unfinished()
+        )
+        for kind, metrics in ((GaugeMetricFamily, GAUGES), (CounterMetricFamily, COUNTERS)):
+            for name, (text, read) in metrics.items():
+                family = kind(f"paceline_worker_{name}", text, labels=["worker"])
+                for status in list(self._board.workers.values()):
+                    family.add_metric([status.name], float(read(status)))
+                yield family
+
+    def close(self) -> None:
+        """Stop serving."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
