@@ -180,4 +180,4 @@ class KvPoolCounters:
     failed_writes: int = 0
     """Entries that could not be saved or moved: no room, disk full, or the directory's lock was not to be had."""
     failed_drops: int = 0
-    """Entries that could not be removed."""
+    """Responses whose entry could not be removed, and tiers that could not be emptied."""

@@ -225,11 +225,13 @@ class KvPool:
     def drop(self, *responses: str) -> None:
         """Remove the entries of responses that have ended. Waits for nobody."""
         for response in responses:
+            failed = 0
             for tier in (*self._tiers, self._memory):  # it may move up from disk between the two looks
                 try:
                     tier.remove(response)
                 except OSError:
-                    self._count(failed_drops=1)
+                    failed = 1
+            self._count(failed_drops=failed)
 
     def mark_running(self, response: str) -> None:
         """The response goes on, with what was loaded: its entry is the least urgent from now on."""
