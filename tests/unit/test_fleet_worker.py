@@ -15,7 +15,7 @@ from paceline.errors import EngineError
 from paceline.fleet.events import CancelChunk, Report, RunChunk
 from paceline.fleet.weights import pack_weights, unpack_weights
 from paceline.fleet.worker import RolloutWorker
-from paceline.types import Response, RolloutRequest
+from paceline.types import KvPoolCounters, Response, RolloutRequest
 
 PARAMS: Any = object()
 
@@ -48,7 +48,10 @@ class CountingEngine:
             raise ValueError("empty prompt")
         self.running[index] = request
 
-    def abort(self, indices: list[int]) -> None:
+    def kv_pool_counters(self) -> KvPoolCounters:
+        return KvPoolCounters()
+
+    def abort(self, indices: list[int], *, keep_kv: bool = True) -> None:
         for index in indices:
             self.running.pop(index, None)
 

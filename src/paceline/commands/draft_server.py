@@ -50,16 +50,16 @@ def draft_server(
     from paceline.drafting.server import DraftServer
     from paceline.drafting.wire import read_secret
 
-    signal.signal(signal.SIGTERM, _stop)
     server = DraftServer(address, secret=read_secret(secret_file), max_bytes=memory_mib * MIB, ttl_s=ttl_s)
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        server.stop()
+
+    for number in (signal.SIGINT, signal.SIGTERM):  # named, as a shell ignores Ctrl-C for what it puts behind
+        signal.signal(number, stop)
     try:
         typer.echo(f"draft server: {server.address}")
         server.serve()
-    except KeyboardInterrupt:
         typer.echo(f"draft server: ended, {server.num_refused} messages refused")
     finally:
         server.close()
-
-
-def _stop(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt

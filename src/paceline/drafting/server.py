@@ -168,18 +168,23 @@ class DraftServer:
             ) from error
         self.address: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self.num_refused = 0
+        self._is_stopping = False
         """Messages that were damaged or not signed with the secret."""
 
     def serve(self, forever: bool = True) -> None:
-        """Answer until the process ends; with `forever` false, until nothing has come for POLL_MS."""
+        """Answer until `stop`; with `forever` false, until nothing has come for POLL_MS."""
         import zmq
 
-        while True:
+        while not self._is_stopping:
             if self._socket.poll(POLL_MS, zmq.POLLIN):
                 self._answer(*self._socket.recv_multipart())
             elif not forever:
                 return
             self._log.expire(time.monotonic())
+
+    def stop(self) -> None:
+        """End `serve` within POLL_MS. May be called by a signal handler."""
+        self._is_stopping = True
 
     def _answer(self, *frames: Any) -> None:
         sender, frame = frames[0], frames[-1]
