@@ -71,7 +71,7 @@ class Race:
         self.num_racers = 0
         self._rank_of: dict[
             int, int
-        ] = {}  # workers that are there for racers: the rank of the drafter they run
+        ] = {}  # of workers that are there for racers: rank of the drafter they run
         self._hosts: set[int] = set()  # workers whose devices draft for racers
         self._since_s: dict[int, float] = {}
         self._spans: list[list[tuple[float, float]]] = [[] for _ in fleet.workers]
