@@ -97,3 +97,22 @@ def test_weights_are_refused_while_responses_run(pair: tuple) -> None:
         engine.push_weights(policy.named_parameters())
     stream.close()
     assert engine.num_running() == 0
+
+
+def test_nothing_is_generated_after_a_push_that_failed(pair: tuple) -> None:
+    from vllm import SamplingParams
+
+    engine, policy = pair
+
+    def torn() -> Iterator[tuple[str, torch.Tensor]]:
+        yield next(iter(policy.named_parameters()))
+        raise RuntimeError("the connection broke")
+
+    with pytest.raises(RuntimeError, match="connection broke"):
+        engine.push_weights(torn())
+    with pytest.raises(EngineError, match="push them again"):
+        engine.submit(0, RolloutRequest((1, 5), max_tokens=30), SamplingParams())
+    with pytest.raises(EngineError, match="push them again"):
+        rollout(engine)
+    engine.push_weights(policy.named_parameters())
+    assert gap(rollout(engine), policy) < 1e-4

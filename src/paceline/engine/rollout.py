@@ -193,6 +193,7 @@ class RolloutEngine:
 
         With `step` the open form of `stream`, for who gets requests while others run. Raises as `generate` does.
         """
+        self._check_whole()
         self._check_params(params)
         self._check_request(index, request)
         self._submit(index, request, params)
@@ -228,13 +229,16 @@ class RolloutEngine:
             raise RequestError(
                 f"{len(self._pending)} responses are still running: finish or abort them first"
             )
+        self._check_whole()
+        self._check_params(params)
+        for index, request in enumerate(requests):
+            self._check_request(index, request)
+
+    def _check_whole(self) -> None:
         if self._is_torn:
             raise EngineError(
                 "the last push_weights failed, so the engine may have weights of two versions: push them again"
             )
-        self._check_params(params)
-        for index, request in enumerate(requests):
-            self._check_request(index, request)
 
     @staticmethod
     def _check_params(params: SamplingParams) -> None:
