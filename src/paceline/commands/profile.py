@@ -91,7 +91,7 @@ def profile(
     settings = profiling_settings(widths[-1])
     checkpoint = read_checkpoint(model)
     folders = _check_drafters(drafter or [], checkpoint)
-    length = lengths[-1] + longest_response(widths[-1])
+    length = lengths[-1] + longest_response(widths)
     if checkpoint.max_len is not None and length > checkpoint.max_len:
         raise ConfigError(
             f"contexts of {lengths[-1]} tokens and the drafts need {length} positions, {model} has "

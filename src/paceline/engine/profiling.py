@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from statistics import median
 
 import numpy as np
 
 from paceline.config import BudgetSettings, EngineSettings
-from paceline.engine.rollout import RolloutEngine, TokenEvent
+from paceline.engine.rollout import RolloutEngine
 from paceline.errors import ConfigError, EngineError
 from paceline.record.profile import StepPoint
 from paceline.types import DraftBatch, DraftQuery, Float32Array, Int32Array, Int64Array, RolloutRequest
@@ -87,9 +88,9 @@ def profiling_settings(tokens_per_request: int) -> EngineSettings:
     return EngineSettings(max_draft_tokens=max(tokens_per_request - 1, 1))
 
 
-def longest_response(tokens_per_request: int) -> int:
-    """Response tokens that a measurement may add to a context: drafts are rejected, but for chance."""
-    return 2 * STEPS + 2 * tokens_per_request
+def longest_response(widths: Sequence[int]) -> int:
+    """Response tokens that measuring these tokens per request adds to a context: drafts are rejected, but for chance."""
+    return 3 * STEPS * len(widths) + 2 * max(widths)
 
 
 def measure_steps(
@@ -110,10 +111,11 @@ def measure_steps(
     prompts = random.integers(0, engine.vocab_size, (max(s.batch for s in shapes), longest)).tolist()
     found: dict[Shape, list[float]] = {shape: [] for shape in shapes}
     order = sorted(shapes, key=lambda s: (-s.context, -s.batch, s.tokens_per_request))
+    batches = [list(same) for _, same in groupby(order, key=lambda s: (s.context, s.batch))]
     for turn in range(repetitions):
-        for shape in order if turn % 2 == 0 else order[::-1]:
-            tell(shape)
-            found[shape] += _measure(engine, shape, prompts)
+        for same in batches if turn % 2 == 0 else [batch[::-1] for batch in batches[::-1]]:
+            for shape, seconds in _measure(engine, same, prompts, tell):
+                found[shape] += seconds
     if missing := [shape for shape, seconds in found.items() if not seconds]:
         one = missing[0]
         raise EngineError(
@@ -126,40 +128,47 @@ def measure_steps(
     )
 
 
-def _measure(engine: RolloutEngine, shape: Shape, prompts: list[list[int]]) -> list[float]:
-    """Seconds of STEPS steps of this shape, after one that is not counted."""
-    num_drafts = shape.tokens_per_request - 1
-    loop = engine.scheduler.loop
-    loop.use_budget(BudgetSettings(policy="off"))
-    _generate(engine, shape, prompts, 1)  # prompts into the prefix cache, so that all of them decode together
-    if num_drafts:
-        loop.use_budget(BudgetSettings(policy="fixed", fixed_tokens=num_drafts, max_draft_tokens=num_drafts))
-    engine.take_observations()
-    seconds: list[float] = []
-    wanted = shape.batch, shape.batch * num_drafts, 0
-    for _ in _events(engine, shape, prompts, longest_response(shape.tokens_per_request)):
-        seconds += [
-            step.step_s
-            for step in engine.take_observations()
-            if (step.num_requests, step.num_draft_tokens, step.num_prefill_tokens) == wanted
-        ]
-        if len(seconds) > STEPS:
-            break
-    return seconds[1 : STEPS + 1]
+def _measure(
+    engine: RolloutEngine, shapes: Sequence[Shape], prompts: list[list[int]], tell: Callable[[Shape], None]
+) -> Iterator[tuple[Shape, list[float]]]:
+    """Seconds of STEPS steps of each shape, after one that is not counted; all of one batch and context.
 
-
-def _generate(engine: RolloutEngine, shape: Shape, prompts: list[list[int]], num_tokens: int) -> None:
-    for _ in _events(engine, shape, prompts, num_tokens):
-        pass
-
-
-def _events(
-    engine: RolloutEngine, shape: Shape, prompts: list[list[int]], num_tokens: int
-) -> Iterator[TokenEvent]:
+    The same requests go on from shape to shape, so that their prompts are computed once; they begin short of the
+    context by half of what they grow.
+    """
     from vllm import SamplingParams
 
-    requests = [
-        RolloutRequest(tuple(prompt[: shape.context]), num_tokens, key=number)
-        for number, prompt in enumerate(prompts[: shape.batch])
+    batch, context = shapes[0].batch, shapes[0].context
+    begin = max(context - (STEPS + 1) * len(shapes) // 2, 1)
+    max_tokens = longest_response([shape.tokens_per_request for shape in shapes])
+    params = SamplingParams(temperature=1.0, ignore_eos=True)
+    loop = engine.scheduler.loop
+    loop.use_budget(BudgetSettings(policy="off"))
+    for number, prompt in enumerate(prompts[:batch]):
+        engine.submit(number, RolloutRequest(tuple(prompt[:begin]), max_tokens, key=number), params)
+    try:
+        while engine.num_running() and not _steps(engine, (batch, 0)):
+            pass  # until all prompts are computed
+        for shape in shapes:
+            tell(shape)
+            if num := shape.tokens_per_request - 1:
+                loop.use_budget(BudgetSettings(policy="fixed", fixed_tokens=num, max_draft_tokens=num))
+            else:
+                loop.use_budget(BudgetSettings(policy="off"))
+            seconds: list[float] = []
+            for _ in range(2 * STEPS):
+                if engine.num_running() and len(seconds) <= STEPS:
+                    seconds += _steps(engine, (batch, batch * num))
+            yield shape, seconds[1 : STEPS + 1]
+    finally:
+        engine.abort(range(batch), keep_kv=False)
+
+
+def _steps(engine: RolloutEngine, wanted: tuple[int, int]) -> list[float]:
+    """Run a step: its seconds, if it had as many (requests, draft tokens) and nothing to prefill."""
+    engine.step()
+    return [
+        step.step_s
+        for step in engine.take_observations()
+        if (step.num_requests, step.num_draft_tokens) == wanted and not step.num_prefill_tokens
     ]
-    return engine.stream(requests, SamplingParams(temperature=1.0, ignore_eos=True))
