@@ -1,11 +1,12 @@
 """What does divided, context-aware rollout give over binding groups to workers, where KV cache is scarce?
 
-One fleet per variant, in turn: `group` (a whole group stays on one worker), `no-context` (divided, in order of
-submission), `context` (Seer) and `oracle` (longest first by the lengths that the run before gave). The target is the
-Countdown policy, inflated to `--hidden`; every repetition has new prompts, the same for all variants. KV cache is for
-`--kv-responses` responses at their limit on each worker. `tail_s` is the time from 90 % of the responses finished to
-the last one; `tail_ratio` and `ratio` compare tail and tokens per second with `group` of the same repetition.
-`equal` says whether all tokens are those of the first variant; `preemptions` must be 0.
+One fleet, the variants in turn in every repetition: `group` (a whole group stays on one worker), `no-context`
+(divided, in order of submission), `context` (Seer) and `oracle` (longest first by the lengths that the run before
+gave). The target is the Countdown policy, inflated to `--hidden`; every repetition has new prompts, the same for all
+variants. KV cache is for `--kv-responses` responses at their limit on each worker. `tail_s` is the time from 90 % of
+the responses finished to the last one; `tail_ratio` and `ratio` compare tail and tokens per second with `group` of the
+same repetition, `over_oracle` with its oracle. `equal` says whether all tokens are those of the first variant;
+`preemptions` must be 0.
 
 With `--drafts` it measures instead what the draft server is worth: one worker that sees everything, `--workers` workers
 with the server and without. `length_ratio` is the acceptance length over that of the one worker.
@@ -14,6 +15,7 @@ with the server and without. `length_ratio` is the acceptance length over that o
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 import tempfile
@@ -27,7 +29,7 @@ from harness import median, parser, publish
 ROOT = Path(__file__).resolve().parent.parent
 VARIANTS = ("group", "no-context", "context", "oracle")
 COLUMNS = (
-    "case", "wall_s", "tokens_per_s", "ratio", "tail_s", "tail_ratio", "acceptance_length", "preemptions", "equal",
+    "case", "wall_s", "tokens_per_s", "ratio", "over_oracle", "tail_s", "tail_ratio", "preemptions", "equal",
 )  # fmt: skip
 DRAFT_COLUMNS = ("case", "wall_s", "tokens_per_s", "acceptance_length", "length_ratio", "equal")
 BLOCK_TOKENS = 128
@@ -65,23 +67,18 @@ def make_requests(options: argparse.Namespace, seed: int) -> list[Any]:
     ]
 
 
-def start(options: argparse.Namespace, target: str, variant: str, workers: int, draft_server: bool) -> Any:
+def start(options: argparse.Namespace, target: str, workers: int, draft_server: bool) -> Any:
     """A fleet, with all its workers up."""
     from paceline.config import BudgetSettings, EngineSettings, FleetSettings
     from paceline.fleet.rollout import Fleet
 
-    policy = "marginal" if options.drafts else "off"
-    settings = FleetSettings(
-        workers=workers,
-        variant=variant,
-        chunk_tokens=options.chunk_tokens,
-        draft_server=draft_server,  # type: ignore[arg-type]
-    )
+    policy: Any = "marginal" if options.drafts else "off"
+    settings = FleetSettings(workers=workers, chunk_tokens=options.chunk_tokens, draft_server=draft_server)
     blocks = options.kv_responses * -(-(options.max_tokens + 32) // BLOCK_TOKENS) + 1
     fleet = Fleet(
         target,
         settings,
-        EngineSettings(budget=BudgetSettings(policy=policy)),  # type: ignore[arg-type]
+        EngineSettings(budget=BudgetSettings(policy=policy)),
         dtype="bfloat16",
         max_model_len=options.max_tokens + 64,
         kv_cache_bytes=blocks * BLOCK_TOKENS * kv_bytes_per_token(target),
@@ -120,28 +117,32 @@ def roll_out(fleet: Any, requests: list[Any], true_lengths: list[int]) -> Run:
     return Run(max(ends_s), measure_tail(ends_s), ordered, 1 + accepted / max(decoded, 1))
 
 
-def measure(options: argparse.Namespace, target: str, case: str, fleet_options: tuple[Any, ...],
-            lengths: dict[int, list[int]]) -> tuple[list[Run], int]:  # fmt: skip
-    """All repetitions of one case; the first rollout warms up."""
-    fleet = start(options, target, *fleet_options)
-    try:
-        runs = []
-        for repetition in range(-1, options.repetitions):
-            requests = make_requests(options, repetition + 1)
-            run = roll_out(fleet, requests, lengths.get(repetition, [options.max_tokens] * len(requests)))
+def measure(fleets: dict[str, Any], options: argparse.Namespace) -> dict[str, list[Run]]:
+    """All repetitions of all cases, in turn; the first rollout of each warms up.
+
+    fleets: by case; with one fleet for all, a case is its variant, and the oracle comes last.
+    """
+    runs: dict[str, list[Run]] = {case: [] for case in fleets}
+    for repetition in range(options.repetitions + 1):
+        requests = make_requests(options, repetition)
+        lengths: list[int] = []
+        cases = list(fleets)
+        turn = repetition % max(len(cases) - 1, 1)
+        for case in [*cases[turn:-1], *cases[:turn], cases[-1]]:
+            if not options.drafts:
+                fleets[case].use_variant(case)
+            run = roll_out(fleets[case], requests, lengths)
             print(
                 f"{case} {repetition}: {run.wall_s:.1f} s, tail {run.tail_s:.1f} s",
                 file=sys.stderr,
                 flush=True,
             )
-            lengths[repetition] = [len(tokens) for tokens in run.tokens]
-            runs.append(run)
-        return runs[1:], fleet.board.num_preemptions
-    finally:
-        fleet.close()
+            lengths = [len(tokens) for tokens in run.tokens]
+            runs[case].append(run)
+    return {case: found[1:] for case, found in runs.items()}
 
 
-def row_of(case: str, runs: list[Run], base: list[Run], preemptions: int) -> dict[str, Any]:
+def row_of(case: str, runs: list[Run], base: list[Run], best: list[Run], preemptions: int) -> dict[str, Any]:
     """Medians, and ratios of the same repetitions."""
     pairs = list(zip(runs, base, strict=True))
     return {
@@ -149,6 +150,12 @@ def row_of(case: str, runs: list[Run], base: list[Run], preemptions: int) -> dic
         "wall_s": median([run.wall_s for run in runs]),
         "tokens_per_s": median([run.tokens_per_s for run in runs]),
         "ratio": median([run.tokens_per_s / other.tokens_per_s for run, other in pairs]),
+        "ratio_range": [
+            pick(run.tokens_per_s / other.tokens_per_s for run, other in pairs) for pick in (min, max)
+        ],
+        "over_oracle": median(
+            [run.tokens_per_s / other.tokens_per_s for run, other in zip(runs, best, strict=True)]
+        ),
         "tail_s": median([run.tail_s for run in runs]),
         "tail_ratio": median([run.tail_s / max(other.tail_s, 1e-9) for run, other in pairs]),
         "acceptance_length": median([run.acceptance_length for run in runs]),
@@ -161,7 +168,7 @@ def row_of(case: str, runs: list[Run], base: list[Run], preemptions: int) -> dic
 def main() -> None:
     made = parser(__doc__)
     made.add_argument("--workers", type=int, default=2)
-    made.add_argument("--groups", type=int, default=16)
+    made.add_argument("--groups", type=int, default=40)
     made.add_argument("--group-size", type=int, default=8)
     made.add_argument("--max-tokens", type=int, default=640)
     made.add_argument("--chunk-tokens", type=int, default=128)
@@ -174,14 +181,7 @@ def main() -> None:
     made.add_argument("--hidden", type=int, default=512, help="width of the inflated target")
     options = made.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    cases: dict[str, tuple[Any, ...]] = {name: (name, options.workers, False) for name in options.variants}
-    if options.drafts:
-        cases = {
-            "one worker": ("context", 1, False),
-            f"{options.workers} workers, draft server": ("context", options.workers, True),
-            f"{options.workers} workers, each for itself": ("context", options.workers, False),
-        }
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as fleets:
         from paceline.tasks.inflation import inflate_checkpoint
 
         target, heads = str(Path(folder) / "target"), options.hidden // 64
@@ -189,13 +189,25 @@ def main() -> None:
             ROOT / "assets/countdown-policy", target, hidden=options.hidden,
             intermediate=11 * options.hidden // 4, layers=8, heads=heads, kv_heads=heads // 2,
         )  # fmt: skip
-        lengths: dict[int, list[int]] = {}
-        rows: list[dict[str, Any]] = []
-        base: list[Run] = []
-        for case, fleet_options in cases.items():
-            runs, preemptions = measure(options, target, case, fleet_options, lengths)
-            base = base or runs
-            rows.append(row_of(case, runs, base, preemptions))
+
+        def open_fleet(workers: int, draft_server: bool) -> Any:
+            return fleets.enter_context(start(options, target, workers, draft_server))
+
+        if options.drafts:
+            name = f"{options.workers} workers"
+            cases = {
+                "one worker": open_fleet(1, False),
+                f"{name}, draft server": open_fleet(options.workers, True),
+                f"{name}, each for itself": open_fleet(options.workers, False),
+            }
+        else:
+            cases = dict.fromkeys(options.variants, open_fleet(options.workers, False))
+        runs = measure(cases, options)
+        first, *_, last = runs.values()
+        rows = [
+            row_of(case, found, first, last, cases[case].board.num_preemptions)
+            for case, found in runs.items()
+        ]
     columns = DRAFT_COLUMNS if options.drafts else COLUMNS
     publish(
         "fleet",

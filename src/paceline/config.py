@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -237,12 +237,16 @@ class RewardSettings(Section):
     """Reward of a response that could not be scored; null: the rollout stops with an error."""
 
 
+Variant: TypeAlias = Literal["context", "no-context", "oracle", "group"]
+"""How responses are dispatched; `planning/dispatch.py` says what each means."""
+
+
 class FleetSettings(Section):
     """Divided rollout over several engines (fleet/). Nothing here changes a token."""
 
     workers: int = Field(default=2, ge=1, le=4096)
     """Engines, each in a Ray actor."""
-    variant: Literal["context", "no-context", "oracle", "group"] = "context"
+    variant: Variant = "context"
     """Order of responses, planning/dispatch.py. context: Seer's; no-context: divided, in order of submission; oracle:
     by true lengths, which must be given; group: a group stays on one worker, undivided."""
     chunk_tokens: int = Field(default=8192, ge=1)

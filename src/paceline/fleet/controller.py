@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from paceline.config import FleetSettings
+from paceline.config import FleetSettings, Variant
 from paceline.errors import EngineError, RequestError
 from paceline.fleet.events import (
     Abandoned,
@@ -130,6 +130,10 @@ class Controller:
                 return self._lose(worker, event.reason)
             case Reported():
                 return self._read(worker, event.report)
+
+    def use_variant(self, variant: Variant) -> None:
+        """Dispatch the next rollouts another way; one that runs goes on as it began."""
+        self._settings = self._settings.model_copy(update={"variant": variant})
 
     # -- views, for who shows the fleet
 

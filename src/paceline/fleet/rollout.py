@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.config import EngineSettings, FleetSettings, RewardSettings
+from paceline.config import EngineSettings, FleetSettings, RewardSettings, Variant
 from paceline.dice import derive_key
 from paceline.engine.keys import prompt_group
 from paceline.engine.rollout import check_checkpoint
@@ -303,6 +303,10 @@ class Fleet:
         if self.num_unfinished:
             raise EngineError(f"{self.num_unfinished} responses are running: finish or abandon them first")
         self._actors.set_drafting(wanted)
+
+    def use_variant(self, variant: Variant) -> None:
+        """Dispatch the next rollouts another way, for comparison; see `FleetSettings.variant`."""
+        self._controller.use_variant(variant)
 
     @property
     def vllm_engine(self) -> Any:
