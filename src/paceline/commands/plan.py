@@ -220,11 +220,12 @@ def _show_plans(options: Sequence[Option], job: Job) -> None:
     plain = max(option.tokens_per_s for option in options if option.plan == "plain")
     table = Table(
         title=f"{job.requests} responses on {job.devices} devices",
+        collapse_padding=True,  # so that it fits into 80 columns
         caption="on: devices of one drafter; engine: devices of one engine; tok/s: of one request",
     )
     texts = ("plan", "drafter")
     for column in (*texts, "on", "engine", "window", "batch", "tok/s", "x plain"):
-        table.add_column(column, justify="left" if column in texts else "right", no_wrap=column in texts)
+        table.add_column(column, justify="left" if column in texts else "right", no_wrap=True)
     for at, option in enumerate(ranked):
         table.add_row(
             option.plan,
