@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from paceline.dice import derive_key
 from paceline.integrations.interruption import Interrupted, Interruption
@@ -20,9 +20,12 @@ from paceline.integrations.randomness import read_randomness, unchanged_randomne
 from paceline.integrations.recipe import Recipe
 from paceline.integrations.rollouts import Rollout, Rollouts
 from paceline.integrations.run_folder import Past
-from paceline.record import Comparison, Evaluation, Phases, ResponseDone, TrainStep
+from paceline.record import ChunkDone, Comparison, Evaluation, Phases, ResponseDone, TrainStep
 from paceline.tasks import Row, Task
 from paceline.types import Response, RolloutRequest
+
+if TYPE_CHECKING:
+    from paceline.fleet.chunk_log import ChunkSpan
 
 SOLVED = 1.0
 EVALUATION_WORD = 1 << 30
@@ -287,6 +290,8 @@ class Conductor:
         rollout = step.rollout
         assert rollout is not None
         size = self.recipe.batch.group_size
+        for chunk in rollout.chunks:
+            self._record.write(_describe_chunk(chunk, rollout, number, chunk.index // size))
         for i, response in enumerate(rollout.responses):
             reward = step.rewards[i] if i < len(step.rewards) else None
             self._record.write(_describe(response, rollout, i, number, i // size, reward))
@@ -344,6 +349,20 @@ def _describe(
         accepted=response.num_accepted_tokens,
         finish_reason=response.finish_reason,
         reward=reward,
+    )
+
+
+def _describe_chunk(chunk: ChunkSpan, rollout: Rollout, step: int, group: int) -> ChunkDone:
+    return ChunkDone(
+        t_start_s=round(chunk.start_s, 6),
+        t_end_s=round(chunk.end_s, 6),
+        step=step,
+        group=group,
+        sample=rollout.responses[chunk.index].request.sample,
+        worker=chunk.worker,
+        start=chunk.start,
+        tokens=chunk.num_tokens,
+        finish_reason=chunk.finish_reason,
     )
 
 

@@ -1,14 +1,18 @@
-"""Watched rollouts on a fleet: what rollouts.py does on one engine, with rewards while others still run.
+"""Watched rollouts on a fleet: what rollouts.py does on one engine, with rewards while others still run, and what ran
+where.
 
 Called by training_run.py.
 """
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from paceline.fleet.chunk_log import ChunkSpan
 from paceline.fleet.rollout import Finished, Fleet
 from paceline.integrations.interruption import Interruption
 from paceline.integrations.randomness import unchanged_randomness
@@ -68,7 +72,10 @@ class FleetRollouts(Rollouts):
     def run(self, requests: Sequence[RolloutRequest], params: SamplingParams, step: int | None) -> Rollout:
         fleet = self._fleet
         fleet.board.take_steps()
+        fleet.chunks.take()
+        chunks: list[ChunkSpan] = []
         begin_s = self.record.now_s()
+        clock_s = begin_s - time.monotonic()
         done: dict[int, Finished] = {}
         ends_s = [0.0] * len(requests)
         num_tokens = 0
@@ -81,13 +88,21 @@ class FleetRollouts(Rollouts):
                     for one in finished:
                         done[one.index], ends_s[one.index] = one, now_s
                     num_tokens += self._note_steps(now_s, step)
+                    chunks += self._take_chunks(clock_s)
                     num_running = len(requests) - len(done)
                     self._watcher.show_rollout(num_running, len(requests), num_tokens, now_s - begin_s)
         finally:
             fleet.abandon()
         ordered = [done[index] for index in range(len(requests))]
         responses = tuple(one.response for one in ordered)
-        return Rollout(responses, begin_s, tuple(ends_s), self._take_rewards(ordered))
+        return Rollout(responses, begin_s, tuple(ends_s), self._take_rewards(ordered), tuple(chunks))
+
+    def _take_chunks(self, clock_s: float) -> list[ChunkSpan]:
+        """Chunks that have ended since the last call, on the run clock, which is `clock_s` ahead of the fleet's."""
+        return [
+            replace(one, start_s=one.start_s + clock_s, end_s=one.end_s + clock_s)
+            for one in self._fleet.chunks.take()
+        ]
 
     def _take_rewards(self, finished: Sequence[Finished]) -> tuple[float | None, ...]:
         """The rewards; what failed is noted in the record."""
