@@ -35,6 +35,9 @@ def free_port() -> int:
         (["--workers", 2, "--plain"], "--plain runs vLLM without Paceline"),
         (["--workers", 4096], "at most"),
         (["--workers", 2, "--variant", "magic"], "'context', 'no-context'"),
+        (["--record", "here"], "give --workers too"),
+        (["--workers", 2, "--record", __file__], "is a file: give a folder"),
+        (["--workers", 2, "--record", Path(__file__).parents[1] / "golden/run"], "already holds a run"),
         (["--workers", 2, "--ray-address", "nowhere"], "write it as HOST:PORT"),
     ],
 )

@@ -11,21 +11,19 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from paceline.dice import derive_key
+from paceline.integrations.fleet_course import describe_chunk
 from paceline.integrations.interruption import Interrupted, Interruption
 from paceline.integrations.progress import Progress
 from paceline.integrations.randomness import read_randomness, unchanged_randomness, write_randomness
 from paceline.integrations.recipe import Recipe
 from paceline.integrations.rollouts import Rollout, Rollouts
 from paceline.integrations.run_folder import Past
-from paceline.record import ChunkDone, Comparison, Evaluation, Phases, ResponseDone, TrainStep
+from paceline.record import Comparison, Evaluation, Phases, ResponseDone, TrainStep
 from paceline.tasks import Row, Task
 from paceline.types import Response, RolloutRequest
-
-if TYPE_CHECKING:
-    from paceline.fleet.chunk_log import ChunkSpan
 
 SOLVED = 1.0
 EVALUATION_WORD = 1 << 30
@@ -291,7 +289,8 @@ class Conductor:
         assert rollout is not None
         size = self.recipe.batch.group_size
         for chunk in rollout.chunks:
-            self._record.write(_describe_chunk(chunk, rollout, number, chunk.index // size))
+            sample = rollout.responses[chunk.index].request.sample
+            self._record.write(describe_chunk(chunk, number, chunk.index // size, sample))
         for i, response in enumerate(rollout.responses):
             reward = step.rewards[i] if i < len(step.rewards) else None
             self._record.write(_describe(response, rollout, i, number, i // size, reward))
@@ -349,20 +348,6 @@ def _describe(
         accepted=response.num_accepted_tokens,
         finish_reason=response.finish_reason,
         reward=reward,
-    )
-
-
-def _describe_chunk(chunk: ChunkSpan, rollout: Rollout, step: int, group: int) -> ChunkDone:
-    return ChunkDone(
-        t_start_s=round(chunk.start_s, 6),
-        t_end_s=round(chunk.end_s, 6),
-        step=step,
-        group=group,
-        sample=rollout.responses[chunk.index].request.sample,
-        worker=chunk.worker,
-        start=chunk.start,
-        tokens=chunk.num_tokens,
-        finish_reason=chunk.finish_reason,
     )
 
 
