@@ -1,6 +1,6 @@
 """Builds the record of a simulated training run on a fleet: responses in chunks, on workers with few places.
 
-Also a script: `python tests/builders/fleet_record.py FOLDER` writes a run of 6 steps on 4 workers, of which one is killed.
+Also a script: `python tests/builders/fleet_record.py FOLDER` writes 6 steps on 4 workers, of which one is killed once.
 """
 
 from __future__ import annotations
@@ -105,7 +105,9 @@ class FleetRun:
         shape = (self.num_groups, self.group_size)
         means = [120 + 300 * self.random.random() for _ in range(shape[0])]
         lengths = {
-            (group, sample): min(int(self.random.lognormvariate(math.log(means[group]), 0.5)) + 1, self.max_tokens)
+            (group, sample): min(
+                int(self.random.lognormvariate(math.log(means[group]), 0.5)) + 1, self.max_tokens
+            )
             for group in range(shape[0])
             for sample in range(shape[1])
         }
@@ -134,7 +136,9 @@ class FleetRun:
     ) -> list[ChunkDone]:
         """Whatever place is free first runs what waits longest."""
         waiting = deque((response, 0) for response in lengths)
-        free = [(begin_s, place, f"w{worker}") for place in range(self.places) for worker in range(self.workers)]
+        free = [
+            (begin_s, place, f"w{worker}") for place in range(self.places) for worker in range(self.workers)
+        ]
         heapq.heapify(free)
         running: list[tuple[float, tuple[int, int], int]] = []  # (end, response, tokens then)
         chunks: list[ChunkDone] = []
@@ -146,7 +150,9 @@ class FleetRun:
                 continue
             at_s, place, worker = heapq.heappop(free)
             response, have = waiting.popleft()
-            at_s = max(at_s, max((c.t_end_s for c in chunks if (c.group, c.sample) == response), default=at_s))
+            at_s = max(
+                at_s, max((c.t_end_s for c in chunks if (c.group, c.sample) == response), default=at_s)
+            )
             end = min(have + self.chunk_tokens, lengths[response])
             end_s = at_s + (end - have) * TOKEN_S
             reason = "length" if end < lengths[response] or end == self.max_tokens else "stop"

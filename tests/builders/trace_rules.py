@@ -20,7 +20,11 @@ REQUIRED = {
     "C": {"name": str, "pid": int, "ts": float, "args": dict},
     "i": {"name": str, "pid": int, "tid": int, "ts": float, "s": str},
 }
-METADATA = {"process_name": ("name", str), "thread_name": ("name", str), "thread_sort_index": ("sort_index", int)}
+METADATA = {
+    "process_name": ("name", str),
+    "thread_name": ("name", str),
+    "thread_sort_index": ("sort_index", int),
+}
 MOST_US = 2**53 / 1e3
 """Beyond, nanoseconds no longer fit into a JSON number."""
 

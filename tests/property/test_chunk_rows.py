@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from itertools import pairwise
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -38,7 +39,7 @@ def test_a_row_holds_one_span_at_a_time_and_no_row_is_spare(spans: list[tuple[fl
         by_row[row].append(span)
     for own in by_row.values():
         own.sort()
-        assert all(before[1] <= after[0] for before, after in zip(own, own[1:], strict=False))
+        assert all(before[1] <= after[0] for before, after in pairwise(own))
     assert sorted(by_row) == list(range(len(by_row)))
     solid = [span for span in spans if span[0] < span[1]]
     most = max((sum(start <= at < end for start, end in solid) for at, _ in solid), default=0)
@@ -72,5 +73,5 @@ def test_every_chunk_is_in_its_workers_lane(pieces: list[Piece]) -> None:
         assert drawn == sorted((p.start_s, p.end_s) for p in pieces if p.worker == worker)
         for row in lane.rows:
             own = sorted((one.start_s, one.end_s) for one in row)
-            assert all(before[1] <= after[0] for before, after in zip(own, own[1:], strict=False))
+            assert all(before[1] <= after[0] for before, after in pairwise(own))
     assert set(lanes) == {piece.worker for piece in pieces}

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -73,7 +74,11 @@ def test_a_killed_worker_is_marked_and_named(history: RunHistory) -> None:
 
 
 def test_a_response_is_one_shape_wherever_it_ran() -> None:
-    pieces = [Piece(0.0, 1.0, "w0", 2, 5, 300), Piece(1.0, 2.0, "w10", 2, 5, 20), Piece(0.0, 2.0, "w9", 1, 0, 9)]
+    pieces = [
+        Piece(0.0, 1.0, "w0", 2, 5, 300),
+        Piece(1.0, 2.0, "w10", 2, 5, 20),
+        Piece(0.0, 2.0, "w9", 1, 0, 9),
+    ]
     lanes = build_lanes(pieces, {})
     assert [lane.name for lane in lanes] == ["w0", "w9", "w10"]
     text = draw_timeline(lanes, 2.0, "", 2.0)
@@ -97,7 +102,7 @@ def test_names_are_left_out_where_there_is_no_room() -> None:
     text = draw_timeline(lanes, 1.0, "", 1.0)
     tops = [int(top) for top in re.findall(r'<span style="top:(-?\d+)px">w', text)]
     assert 20 < len(tops) < 70
-    assert all(after - before >= 14 for before, after in zip(tops, tops[1:], strict=False))
+    assert all(after - before >= 14 for before, after in pairwise(tops))
 
 
 def test_large_rollouts_are_thinned_and_say_so() -> None:
@@ -146,7 +151,9 @@ def test_the_slider_hides_all_but_the_newest(run_dir: Path) -> None:
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
 @pytest.mark.parametrize("width", [390, 1440])
-def test_a_browser_shows_the_timeline_without_a_script_error(tmp_path: Path, run_dir: Path, width: int) -> None:
+def test_a_browser_shows_the_timeline_without_a_script_error(
+    tmp_path: Path, run_dir: Path, width: int
+) -> None:
     report = build_report(run_dir)
     command = [
         str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-sync",

@@ -94,12 +94,16 @@ def test_chunks_lie_on_tracks_of_their_worker(tmp_path: Path) -> None:
     run_dir = FleetRun(num_steps=2, kill_in_step=1, workers=3, places=4).build(tmp_path / "fleet")
     write_trace(run_dir, tmp_path / "trace.json")
     events = check_trace(tmp_path / "trace.json")
-    tracks = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name" and e["pid"] == ENGINES}
+    tracks = {
+        e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name" and e["pid"] == ENGINES
+    }
     drawn: Counter[tuple[str, int, int, int]] = Counter()
     for event in events:
         if event["ph"] == "X" and event["pid"] == ENGINES and "group" in event["args"]:
             args = event["args"]
-            drawn[tracks[event["tid"]].split()[0], args["step"], args["group"], args["sample"]] += args["tokens"]
+            drawn[tracks[event["tid"]].split()[0], args["step"], args["group"], args["sample"]] += args[
+                "tokens"
+            ]
     recorded: Counter[tuple[str, int, int, int]] = Counter()
     with RecordReader(run_dir) as record:
         for chunk in record:

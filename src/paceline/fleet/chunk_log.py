@@ -94,11 +94,15 @@ class ChunkLog:
     def _find(self, worker: str, life: int, chunk: int) -> _Open | None:
         """The chunk if this worker runs it; the controller believes nobody else either."""
         found = self._open.get(chunk)
-        return found if found is not None and (found.order.worker, found.order.life) == (worker, life) else None
+        return (
+            found if found is not None and (found.order.worker, found.order.life) == (worker, life) else None
+        )
 
     def _grow(self, worker: str, life: int, growth: Growth) -> None:
         chunk = self._find(worker, life, growth.chunk)
-        if chunk is not None and growth.start <= chunk.end:  # what lies beyond a gap, the controller leaves out
+        if (
+            chunk is not None and growth.start <= chunk.end
+        ):  # what lies beyond a gap, the controller leaves out
             chunk.end = max(chunk.end, growth.start + len(growth.tokens))
 
     def _end(self, worker: str, life: int, ending: Ending, now_s: float) -> None:

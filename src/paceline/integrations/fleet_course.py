@@ -27,7 +27,9 @@ class FleetCourse:
         fleet.board.take_steps()
         fleet.chunks.take()
         self.begin_s = record.now_s()
-        self._ahead_s = self.begin_s - time.monotonic()  # the same for all chunks: one may end when another begins
+        self._ahead_s = (
+            self.begin_s - time.monotonic()
+        )  # the same for all chunks: one may end when another begins
 
     def take_steps(self, now_s: float) -> list[WorkerStep]:
         """Engine steps since the last call; recorded as if they had ended one after another up to about `now_s`."""

@@ -152,7 +152,10 @@ class _Tracks:
         self._told_us[event.worker] = end_us
         yield _slice(text, ENGINES, self._tracks[event.worker, 0], begin_us, end_us, args)
         name = event.worker or "engine"
-        for counter, value in (("running", event.num_running), ("acceptance length", event.acceptance_length)):
+        for counter, value in (
+            ("running", event.num_running),
+            ("acceptance length", event.acceptance_length),
+        ):
             counted = {"": round(value, 3)}
             yield {"ph": "C", "name": f"{name}: {counter}", "pid": ENGINES, "ts": begin_us, "args": counted}
 

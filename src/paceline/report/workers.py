@@ -56,7 +56,9 @@ def build_lanes(
         for row, piece in zip(numbers, own, strict=True):
             colour = 1 + piece.group % NUM_COLOURS
             rows[row].append(Stretch(piece.start_s, piece.end_s, colour, titles[piece.response]))
-        lost = [(at_s, _loss(worker, at_s, count)) for (name, at_s), count in losses.items() if name == worker]
+        lost = [
+            (at_s, _loss(worker, at_s, count)) for (name, at_s), count in losses.items() if name == worker
+        ]
         lanes.append(Lane(rows, worker, lost))
     return lanes
 
