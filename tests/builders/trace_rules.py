@@ -46,7 +46,7 @@ def check_event(event: dict[str, Any]) -> None:
     """One event has the fields of its phase, of the right kind and size."""
     fields = REQUIRED[event["ph"]]
     assert set(fields) <= set(event), event
-    assert set(event) <= {*fields, "ph", "tid"}, event
+    assert set(event) <= {*fields, "ph", "tid", "args"}, event
     for name, kind in fields.items():
         value = event[name]
         if kind is float:

@@ -60,9 +60,15 @@ def test_thinning_keeps_times_tokens_and_the_longest(pieces: list[Piece], most: 
         assert sum(piece.num_chunks for piece in joined) == len(pieces)
         assert sum(piece.tokens for piece in joined) == sum(piece.tokens for piece in pieces)
         assert sum(piece.was_lost for piece in joined) == sum(piece.was_lost for piece in pieces)
-    shortest = min(piece.end_s - piece.start_s for piece in kept)
     left_out = [piece for piece in joined if piece not in kept]
-    assert all(piece.end_s - piece.start_s <= shortest + 1e-9 for piece in left_out)
+    assert not left_out or len(kept) == most
+    if not left_out:
+        return
+    late_from_s = sorted((piece.end_s for piece in kept), reverse=True)[most // 4 - 1] if most >= 4 else 1e9
+    early = [piece for piece in kept if piece.end_s < late_from_s]
+    for piece in left_out:
+        assert piece.end_s <= late_from_s
+        assert all(piece.end_s - piece.start_s <= other.end_s - other.start_s + 1e-9 for other in early)
 
 
 @given(pieces())

@@ -86,7 +86,7 @@ def test_a_rollout_is_one_step_of_a_run(job: Job, tmp_path: Path) -> None:
     assert [one.reason for one in read(tmp_path / "r", RunEnd)] == ["finished"]
     page = build_report(tmp_path / "r").read_text()
     assert page.count('class="timeline"') == 1
-    assert "No train step" not in page
+    assert "No train step ended" not in page
 
 
 def test_a_resumed_rollout_adds_a_step(job: Job, tmp_path: Path) -> None:

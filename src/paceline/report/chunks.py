@@ -51,14 +51,17 @@ class Piece:
 def thin_pieces(pieces: Sequence[Piece], most: int) -> list[Piece]:
     """At most `most` pieces, by their start; all of them if they are no more.
 
-    Else neighbours are joined, and if that is not enough, those that lasted longest stay (ties: what began first).
+    Else neighbours are joined. If that is not enough, a quarter of what stays is what ended last, so that the tail is
+    whole, and the others are what lasted longest (ties: what began first).
     """
     if len(pieces) <= most:
         return sorted(pieces, key=_by_start)
     span_s = max(piece.end_s for piece in pieces) - min(piece.start_s for piece in pieces)
     joined = _join(pieces, JOIN_SHARE * span_s)
-    longest = sorted(joined, key=lambda piece: (piece.start_s - piece.end_s, *_by_start(piece)))
-    return sorted(longest[:most], key=_by_start)
+    last = sorted(joined, key=lambda piece: (-piece.end_s, *_by_start(piece)))
+    late, early = last[: most // 4], last[most // 4 :]
+    early.sort(key=lambda piece: (piece.start_s - piece.end_s, *_by_start(piece)))
+    return sorted(late + early[: most - len(late)], key=_by_start)
 
 
 def _by_start(piece: Piece) -> tuple[float, int, int]:

@@ -31,7 +31,7 @@ from paceline.report.chunks import Piece, thin_pieces
 
 MAX_POINTS = 2000
 MAX_ROLLOUTS = 48
-MAX_PIECES = 2000
+MAX_PIECES = 4000
 """Kept of each rollout's chunks once it is over."""
 MAX_MESSAGES = 100
 

@@ -98,8 +98,7 @@ class _Tracks:
         yield from self._end_rollout()
 
     def _keep(self, event: ResponseDone | ChunkDone) -> Iterator[Line]:
-        kept: ResponseDone | ChunkDone | None = next(chain(self._responses, self._chunks), None)
-        if kept is not None and kept.step != event.step:
+        if any(kept[0].step != event.step for kept in (self._responses, self._chunks) if kept):
             yield from self._end_rollout()
         if isinstance(event, ResponseDone):
             self._responses.append(event)

@@ -92,7 +92,7 @@ def _summary(rollout: Rollout, pieces: Sequence[Piece], num_workers: int) -> str
     parts = [f"{number(rollout.num_chunks)} chunks on {num_workers} workers, coloured by group"]
     left_out = _count_left_out(rollout, pieces)
     if left_out:
-        parts.append(f"the {number(left_out)} shortest are left out")
+        parts.append(f"{number(left_out)} short ones are left out")
     else:
         workers: defaultdict[tuple[int, int], set[str]] = defaultdict(set)
         for piece in pieces:
@@ -105,5 +105,6 @@ def _summary(rollout: Rollout, pieces: Sequence[Piece], num_workers: int) -> str
     losses = [_loss(worker, at_s, count) for (worker, at_s), count in rollout.losses.items()]
     if losses:
         more = f" and {number(len(losses) - 3)} more" if len(losses) > 3 else ""
-        text += f" Upright lines: {'; '.join(losses[:3])}{more}, which went on elsewhere."
+        lines = "lines" if len(losses) > 1 else "line"
+        text += f" Upright {lines}: {'; '.join(losses[:3])}{more}, which went on elsewhere."
     return text
