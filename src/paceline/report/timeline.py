@@ -63,7 +63,7 @@ def draw_timeline(lanes: Sequence[Lane], end_s: float, label: str, tail_from_s: 
     drawing = (
         f'<svg class="timeline" style="height:{bottom:.0f}px" viewBox="0 0 {WIDTH} {bottom:.1f}" '
         f'preserveAspectRatio="none" role="img" aria-label="{escape(label)}">{"".join(shapes)}</svg>'
-        f'<div class="ticks">{ticks}<span class="unit">seconds</span></div>'
+        f'<div class="ticks">{ticks}<span class="unit">s</span></div>'
     )
     names = _names(bands)
     return f'<div class="lanes">{names}<div>{drawing}</div></div>' if names else drawing
