@@ -143,6 +143,11 @@ def test_runs_without_a_fleet_have_no_timeline() -> None:
     assert "<svg" in drawn[1]
 
 
+def test_a_rollout_of_no_length_can_be_drawn() -> None:
+    [drawn] = draw_workers(collect(HEADER, [chunk(1, 5.0, 5.0), response(1, 5.0, 5.0)]))
+    assert "1 chunk on 1 worker, coloured" in drawn
+
+
 def test_the_slider_hides_all_but_the_newest(run_dir: Path) -> None:
     page = build_report(run_dir).read_text()
     cells = page[page.index("data-chosen-by=") :]

@@ -65,7 +65,8 @@ class RolloutRecord:
         self._course: FleetCourse
         self._seen: list[StepObservation] = []
         self._ends_s: list[float] = []
-        self._num_tokens = self._num_decodes = 0
+        self._last_s = 0.0
+        self._num_tokens = 0
 
     def begin(self, fleet: Fleet) -> None:
         """The rollout begins: call it before requests are submitted."""
@@ -75,7 +76,7 @@ class RolloutRecord:
 
     def look(self, finished: Sequence[Finished]) -> None:
         """The fleet has advanced, and these responses have finished."""
-        now_s = self._record.now_s()
+        now_s = self._last_s = self._record.now_s()
         self._seen += [step.seen for step in self._course.take_steps(now_s)]
         self._write_chunks()
         for one in finished:
@@ -90,6 +91,7 @@ class RolloutRecord:
         from paceline.integrations.fleet_course import describe_chunk
 
         for chunk in self._course.take_chunks():
+            self._num_tokens += chunk.num_tokens
             self._record.write(describe_chunk(chunk, self._step, *self._place(chunk.index)))
 
     def _place(self, index: int) -> tuple[int, int]:
@@ -100,8 +102,6 @@ class RolloutRecord:
     def _write_response(self, index: int, response: Response, now_s: float) -> None:
         group, sample = self._place(index)
         self._ends_s.append(now_s)
-        self._num_tokens += len(response.logprobs)
-        self._num_decodes += response.num_steps
         self._record.write(
             ResponseDone(
                 t_start_s=self._course.begin_s,
@@ -122,19 +122,16 @@ class RolloutRecord:
         """Record what is still open, then the rollout as a whole."""
         if self._ends_s:
             self._write_chunks()
-        end_s = self._record.now_s()
-        if self._ends_s:
             self._record.write(
                 TrainStep(
                     step=self._step,
                     t_start_s=self._course.begin_s,
-                    phases=Phases(rollout_s=end_s - self._course.begin_s),
+                    phases=Phases(rollout_s=self._last_s - self._course.begin_s),
                     tokens=self._num_tokens,
                     tail_s=measure_tail(self._ends_s),
-                    acceptance_length=self._num_tokens / max(self._num_decodes, 1),
                 )
             )
-        self._record.write(RunEnd(t_s=end_s, reason=reason))
+        self._record.write(RunEnd(t_s=self._record.now_s(), reason=reason))
 
     def __enter__(self) -> Self:
         return self

@@ -51,9 +51,10 @@ class _Band(NamedTuple):
 
 def draw_timeline(lanes: Sequence[Lane], end_s: float, label: str, tail_from_s: float) -> str:
     """HTML of the lanes over an axis in seconds, the tail shaded. label: what a screen reader says."""
+    end_s = max(end_s, 1e-9)
     row_height, bands = _lay_out(lanes)
     bottom = bands[-1].bottom if bands else 0.0
-    scale = WIDTH / max(end_s, 1e-9)
+    scale = WIDTH / end_s
     tail = (
         f'<rect class="tail" x="{tail_from_s * scale:.1f}" y="0" width="{(end_s - tail_from_s) * scale:.1f}" '
         f'height="{bottom:.1f}"/>'

@@ -22,7 +22,7 @@ def draw_workers(history: RunHistory) -> list[str]:
     rollouts = list(history.drawn_rollouts.values())
     if not any(rollout.pieces for rollout in rollouts):
         return []
-    share = MAX_BARS // len(rollouts)
+    share = min(MAX_BARS // len(rollouts), MAX_PIECES)
     drawn = [_draw(rollout, thin_pieces(rollout.pieces, share)) for rollout in rollouts[:-1]]
     return [*drawn, _draw(rollouts[-1], thin_pieces(rollouts[-1].pieces, MAX_PIECES))]
 
@@ -32,7 +32,7 @@ def _draw(rollout: Rollout, pieces: Sequence[Piece]) -> str:
         return '<p class="none">No chunk of this rollout was recorded.</p>'
     end_s = max(max(piece.end_s for piece in pieces), max(rollout.ends_s, default=0.0))
     lanes = build_lanes(pieces, rollout.losses, is_whole=not _count_left_out(rollout, pieces))
-    label = f"Chunks on {len(lanes)} workers over {duration(end_s)}"
+    label = f"Chunks on {_count(len(lanes), 'worker')} over {duration(end_s)}"
     timeline = draw_timeline(lanes, end_s, label, end_s - measure_tail(rollout.ends_s))
     return f'{timeline}<p class="summary">{escape(_summary(rollout, pieces, len(lanes)))}</p>'
 
@@ -73,8 +73,7 @@ def _titles(pieces: Sequence[Piece], is_whole: bool) -> dict[tuple[int, int], st
         title = f"group {group}, sample {sample}"
         if is_whole:
             chunks = sum(piece.num_chunks for piece in own)
-            title += f": {number(sum(piece.tokens for piece in own))} tokens"
-            title += f" in {chunks} chunks" if chunks > 1 else ""
+            title += f": {_count(sum(piece.tokens for piece in own), 'token')} in {_count(chunks, 'chunk')}"
         titles[group, sample] = f"{title} on {', '.join(dict.fromkeys(piece.worker for piece in own))}"
     return titles
 
@@ -84,12 +83,16 @@ def _count_left_out(rollout: Rollout, pieces: Sequence[Piece]) -> int:
     return rollout.num_chunks - sum(piece.num_chunks for piece in pieces)
 
 
+def _count(count: int, noun: str) -> str:
+    return f"{number(count)} {noun}{'' if count == 1 else 's'}"
+
+
 def _loss(worker: str, at_s: float, count: int) -> str:
-    return f"{worker} lost after {duration(at_s)} with {number(count)} chunks"
+    return f"{worker} lost after {duration(at_s)} with {_count(count, 'chunk')}"
 
 
 def _summary(rollout: Rollout, pieces: Sequence[Piece], num_workers: int) -> str:
-    parts = [f"{number(rollout.num_chunks)} chunks on {num_workers} workers, coloured by group"]
+    parts = [f"{_count(rollout.num_chunks, 'chunk')} on {_count(num_workers, 'worker')}, coloured by group"]
     left_out = _count_left_out(rollout, pieces)
     if left_out:
         parts.append(f"{number(left_out)} short ones are left out")
