@@ -160,5 +160,5 @@ def _describe(job: Job, settings: FleetSettings) -> Header:
             "engine": None if engine is None else engine.model_dump(mode="json"),
         },
         model=job.launch.model.resolve().name,
-        task="rollout",
+        task="Rollout",
     )
