@@ -72,6 +72,8 @@ def test_nothing_is_lost_and_no_token_changes(
     ]
     chaos = Chaos(fleet, random.Random(7))
     losses = sum(status.num_losses for status in fleet.board.workers.values())
+    fleet.chunks.take()
+    lost: set[tuple[str, float]] = set()
     num_rounds = 0
     while sum(chaos.left.values()) and num_rounds < MOST_ROUNDS:
         num_rounds += 1
@@ -85,8 +87,13 @@ def test_nothing_is_lost_and_no_token_changes(
         assert [found[i].response.tokens for i in range(len(requests))] == wanted
         assert [found[i].reward.value for i in range(len(requests))] == rewards
         assert all(len(one.response.logprobs) == 700 for one in found.values())
+        spans = fleet.chunks.take()
+        gained = [sum(span.num_tokens for span in spans if span.index == i) for i in range(len(requests))]
+        assert gained == [700] * len(requests)
+        lost |= {(span.worker, span.end_s) for span in spans if span.finish_reason == "lost"}
     assert not sum(chaos.left.values()), f"{chaos.left} kills were left after {num_rounds} rollouts"
     assert sum(status.num_losses for status in fleet.board.workers.values()) == losses + ENGINE_KILLS
+    assert 1 <= len(lost) <= ENGINE_KILLS, "what busy engines ran is told of as lost"
     assert fleet._draft_server is not None
     assert fleet._draft_server.num_starts >= DRAFT_KILLS
     assert fleet.board.num_preemptions == 0

@@ -15,6 +15,8 @@ import pytest
 from conftest import POLICY, Generate
 from vllm import SamplingParams
 
+from paceline.record import ChunkDone, RecordReader, ResponseDone, RunEnd
+from paceline.report import build_report
 from paceline.types import RolloutRequest
 
 SAMPLES = 8
@@ -48,13 +50,31 @@ def count(path: Path) -> int:
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
+def check_record(folder: Path, num_resumed: int) -> None:
+    """Both parts of the rollout are recorded, and the report shows the whole one."""
+    with RecordReader(folder) as reader:
+        events = list(reader)
+    steps = {event.step for event in events if isinstance(event, ChunkDone)}
+    assert len(steps) == 2
+    responses = [event for event in events if isinstance(event, ResponseDone) and event.step == max(steps)]
+    assert len(responses) == num_resumed
+    for response in responses:
+        place = (response.step, response.group, response.sample)
+        own = [e for e in events if isinstance(e, ChunkDone) and (e.step, e.group, e.sample) == place]
+        assert own[0].start + sum(chunk.tokens for chunk in own) == response.response_tokens
+    assert any(event.start for event in events if isinstance(event, ChunkDone) and event.step == max(steps))
+    assert isinstance(events[-1], RunEnd)
+    assert events[-1].reason == "finished"
+    assert build_report(folder).read_text().count('class="timeline"') == 1
+
+
 def test_killed_and_resumed(plain: Generate, tmp_path: Path) -> None:
     prompts, out = tmp_path / "prompts.jsonl", tmp_path / "o.jsonl"
     journal = tmp_path / "o.jsonl.progress"
     prompts.write_text("".join(json.dumps({"prompt": f"{i},{i + 2},3:21 "}) + "\n" for i in range(1, 9)))
     environment = {**os.environ, "COLUMNS": "120"}
     first = subprocess.Popen(
-        command(prompts, out, "--workers", 2, "--chunk-tokens", 64),
+        command(prompts, out, "--workers", 2, "--chunk-tokens", 64, "--record", tmp_path / "record"),
         stderr=subprocess.PIPE,
         text=True,
         env=environment,
@@ -70,13 +90,17 @@ def test_killed_and_resumed(plain: Generate, tmp_path: Path) -> None:
     kept = count(out)
     assert 3 <= kept < 8 * SAMPLES
 
-    arguments = command(prompts, out, "--workers", 1, "--chunk-tokens", 100, "--resume")
+    arguments = command(
+        prompts, out, "--workers", 1, "--chunk-tokens", 100, "--resume", "--record", tmp_path / "record"
+    )
     done = subprocess.run(arguments, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr
     assert f"{kept} are there already" in done.stderr.replace("\n", " ")
     assert "Traceback" not in done.stderr
     assert done.stdout == ""
     assert not journal.exists()
+
+    check_record(tmp_path / "record", 8 * SAMPLES - kept)
 
     lines = read(out)
     assert len(lines) == 8 * SAMPLES

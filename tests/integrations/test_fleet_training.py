@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import io
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 from conftest import DigitTask
 from rich.console import Console
+from trace_rules import check_trace
 
 import paceline.integrations.training_run as training_run
 from paceline.fleet.cluster import import_ray
@@ -17,7 +19,15 @@ from paceline.integrations.conductor import Summary
 from paceline.integrations.fleet_rollouts import FleetRollouts
 from paceline.integrations.recipe import Recipe
 from paceline.integrations.training_run import TrainingRun
-from paceline.record import Comparison, EngineStepSample, RecordReader, ResponseDone, TrainStep
+from paceline.record import (
+    ChunkDone,
+    Comparison,
+    EngineStepSample,
+    RecordReader,
+    ResponseDone,
+    TrainStep,
+)
+from paceline.report.trace import write_trace
 
 pytest.importorskip("ray", reason="Ray is not installed")
 
@@ -56,6 +66,30 @@ def weights(folder: Path) -> dict[str, Any]:
     return load_file(folder / "policy" / "model.safetensors")
 
 
+def check_chunks(folder: Path) -> None:
+    """The record tells what ran where, and report and trace show it."""
+    chunks, responses = read(folder, ChunkDone), read(folder, ResponseDone)
+    for response in responses:
+        place = (response.step, response.group, response.sample)
+        own = [chunk for chunk in chunks if (chunk.step, chunk.group, chunk.sample) == place]
+        assert sum(chunk.tokens for chunk in own) == response.response_tokens
+        assert [chunk.start for chunk in own] == [16 * i for i in range(len(own))]
+        assert all(before.t_end_s <= after.t_start_s for before, after in pairwise(own))
+        assert response.t_start_s - 1e-6 <= own[0].t_start_s
+        assert own[-1].t_end_s <= response.t_end_s
+        assert own[-1].finish_reason == response.finish_reason
+    assert {chunk.worker for chunk in chunks} == {"w0", "w1"}
+    assert len(chunks) > len(responses)
+    page = (folder / "report.html").read_text()
+    assert page.count('class="timeline"') == len(read(folder, TrainStep))
+    newest = max(chunk.step for chunk in chunks)
+    count = sum(chunk.step == newest for chunk in chunks)
+    assert f"{count} chunks on 2 workers" in page
+    write_trace(folder, folder / "trace.json")
+    drawn = [e for e in check_trace(folder / "trace.json") if e["ph"] == "X" and "first_token" in e["args"]]
+    assert len(drawn) == len(chunks)
+
+
 @pytest.mark.slow
 def test_a_fleet_trains_the_same_policy(
     policy_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -89,6 +123,7 @@ def test_a_fleet_trains_the_same_policy(
     assert scored, "rewards must come while others still run"
     assert all(None not in rewards and max(rewards) > 0 for rewards in scored)
     assert len(read(many, Comparison)) == 2
+    check_chunks(many)
     samples = read(many, EngineStepSample)
     assert {sample.worker for sample in samples} == {"w0", "w1"}
     assert sum(sample.num_generated_tokens for sample in samples) == sum(

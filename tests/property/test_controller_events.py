@@ -5,12 +5,14 @@ from __future__ import annotations
 import random
 from collections import Counter
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.config import FleetSettings
+from paceline.fleet.chunk_log import ChunkLog
 from paceline.fleet.controller import Controller
 from paceline.fleet.events import (
     Abandoned,
@@ -84,6 +86,8 @@ class World:
     now_s: float = 0.0
     num_lives: Counter[str] = field(default_factory=Counter)
     num_given: Counter[int] = field(default_factory=Counter)  # tokens that a response's chunks began with
+    log: ChunkLog = field(default_factory=ChunkLog)
+    clock_s: float = 0.0
 
     def truth(self, index: int) -> tuple[int, ...]:
         key = self.requests[index].key
@@ -91,7 +95,11 @@ class World:
         return tuple(token(key, self.version, place) for place in range(self.lengths[index]))
 
     def tell(self, event: Event) -> None:
-        for action in self.controller.decide(event):
+        self.clock_s += 1.0
+        self.log.hear(event, self.clock_s)
+        actions = self.controller.decide(event)
+        self.log.note(actions, self.clock_s)
+        for action in actions:
             match action:
                 case StartWorker(name, life):
                     assert name not in self.workers
@@ -145,6 +153,17 @@ class World:
             keep.num_draft_tokens,
             keep.finish_reason,
         )
+
+    def check_log(self) -> None:
+        """The chunks of each response follow one another, and their tokens are all that it has."""
+        spans = self.log.take()
+        for index, response in self.delivered.items():
+            own = [span for span in spans if span.index == index]
+            assert all(before.end_s <= after.start_s for before, after in pairwise(own))
+            assert all(before.start + before.num_tokens == after.start for before, after in pairwise(own))
+            assert (own[0].start, own[-1].start + own[-1].num_tokens) == (0, len(response.tokens))
+            assert own[-1].finish_reason == response.finish_reason
+            assert {span.finish_reason for span in own[:-1]} <= {"length", "lost", "abort"}
 
     def check_rooms(self) -> None:
         for name, worker in self.workers.items():
@@ -244,6 +263,7 @@ class World:
         for index in range(len(requests)):
             assert self.kept[index].tokens == self.truth(index)
             assert self.kept[index].finish_reason is not None
+        self.check_log()
 
 
 @st.composite
@@ -297,6 +317,7 @@ def test_a_restarted_driver_goes_on_from_what_was_kept(world: World) -> None:
     before = dict(world.kept)
     world.tell(Abandoned())
     assert all(not worker.chunks for worker in world.workers.values())
+    assert not world.log._open
     world.delivered, world.kept = {}, dict(before)
     world.tell(Submitted(requests, before, tuple(world.lengths)))
     while len(world.delivered) < len(requests):

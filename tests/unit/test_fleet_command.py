@@ -35,6 +35,8 @@ def free_port() -> int:
         (["--workers", 2, "--plain"], "--plain runs vLLM without Paceline"),
         (["--workers", 4096], "at most"),
         (["--workers", 2, "--variant", "magic"], "'context', 'no-context'"),
+        (["--record", "here"], "give --workers too"),
+        (["--workers", 2, "--record", __file__], "is a file: give a folder"),
         (["--workers", 2, "--ray-address", "nowhere"], "write it as HOST:PORT"),
     ],
 )
@@ -45,6 +47,15 @@ def test_a_fleet_that_cannot_be_is_refused(
     done = run("rollout", model, prompts, "--out", out, "--kv-cache-gib", 0.0001, *options)
     assert done.code == 2, done.error
     assert message in done.error.replace("\n", " ")
+    assert not out.exists()
+
+
+def test_a_recorded_run_is_not_replaced_unasked(run: Run, model: Path, prompts: Path, tmp_path: Path) -> None:
+    (tmp_path / "record.jsonl").write_text("{}")
+    out = tmp_path / "o.jsonl"
+    done = run("rollout", model, prompts, "--out", out, "--workers", 2, "--record", tmp_path)
+    assert done.code != 0
+    assert "already holds a run" in done.error.replace("\n", " ")
     assert not out.exists()
 
 

@@ -70,7 +70,7 @@ def test_a_response_runs_in_chunks_until_it_stops() -> None:
     fleet = controller()
     fleet.decide(up())
     [first] = fleet.decide(Submitted((request(1),)))
-    assert first == RunChunk("w0", 0, 0, request(1, max_tokens=8), 0)
+    assert first == RunChunk("w0", 0, 0, request(1, max_tokens=8), 0, 0)
     kept, second = fleet.decide(Reported("w0", 0, ended(0, 0, *range(8), reason="length")))
     assert kept == Keep(0, 0, tuple(range(8)), (-1.0,) * 8, 2, 5, None)
     assert isinstance(second, RunChunk)

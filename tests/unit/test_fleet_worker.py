@@ -111,7 +111,7 @@ def worker(engine: CountingEngine) -> Iterator[RolloutWorker]:
 
 def chunk(number: int, max_tokens: int, generated: tuple[int, ...] = (), version: int = 0) -> RunChunk:
     request = RolloutRequest((1, 2), max_tokens, key=number, group=0, generated=generated)
-    return RunChunk("w0", 0, number, request, version)
+    return RunChunk("w0", 0, number, request, version, number)
 
 
 def wait_for(worker: RolloutWorker, found: Callable[[Report], bool]) -> Report:
@@ -176,7 +176,7 @@ def test_a_chunk_of_another_version_is_refused(worker: RolloutWorker, engine: Co
 
 
 def test_a_chunk_that_cannot_run_is_rejected_alone(worker: RolloutWorker, engine: CountingEngine) -> None:
-    bad = RunChunk("w0", 0, 1, RolloutRequest((), 5), 0)
+    bad = RunChunk("w0", 0, 1, RolloutRequest((), 5), 0, 1)
     worker.take([bad, chunk(2, 1)], PARAMS)
     engine.gate.release(1)
     rejected: list[tuple[int, str]] = []

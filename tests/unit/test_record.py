@@ -205,7 +205,7 @@ def test_a_newer_schema_is_refused_by_name(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "broken",
-    [b"not json", b'{"event":"note"}', b'{"event":"dance","t_s":1}', b"", msgspec.json.encode(HEADER)],
+    [b"not json", b'{"event":"note"}', b'{"t_s":1}', b'{"event":1}', b"", msgspec.json.encode(HEADER)],
 )
 def test_a_broken_line_is_named(tmp_path: Path, broken: bytes) -> None:
     with RecordWriter.create(tmp_path, HEADER) as writer:
@@ -218,6 +218,19 @@ def test_a_broken_line_is_named(tmp_path: Path, broken: bytes) -> None:
             list(reader)
     with pytest.raises(RecordError, match="line 3"):
         RecordWriter.resume(tmp_path)
+
+
+def test_events_that_a_later_version_has_added_are_passed_over(tmp_path: Path) -> None:
+    with RecordWriter.create(tmp_path, HEADER) as writer:
+        writer.write(Note(t_s=1.0, text="before"))
+    with open(tmp_path / FILE_NAME, "ab") as file:
+        file.write(b'{"event":"dance","t_s":1,"partners":["a"]}\n')
+    with RecordWriter.resume(tmp_path, machine=MACHINE, versions={}) as writer:
+        writer.write(Note(t_s=2.0, text="after"))
+    assert b"dance" in (tmp_path / FILE_NAME).read_bytes()
+    before, resumed, after = read_all(tmp_path)
+    assert isinstance(resumed, Resumed)
+    assert [before, after] == [Note(t_s=1.0, text="before"), Note(t_s=2.0, text="after")]
 
 
 def test_an_unwritable_folder_is_named(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 from command_line import Run
 from test_scenario import write
 
-from paceline.report.timeline import Stretch, draw_timeline
+from paceline.report.timeline import Lane, Stretch, draw_timeline
 
 CLAIM = {
     "text": "Seer is faster",
@@ -89,7 +89,8 @@ def test_bad_input_is_refused_before_work(
 
 
 def test_timelines_draw_every_stretch() -> None:
-    drawn = draw_timeline([[Stretch(0.0, 5.0, 1), Stretch(5.0, 10.0, 3)], []], 10.0, "a <label>", 9.0)
+    lanes = [Lane([[Stretch(0.0, 5.0, 1), Stretch(5.0, 10.0, 3)]]), Lane([])]
+    drawn = draw_timeline(lanes, 10.0, "a <label>", 9.0)
     assert drawn.count('class="bar') == 2
-    assert 'width="500.0"' in drawn
+    assert drawn.count("h500v") == 2
     assert "a &lt;label&gt;" in drawn

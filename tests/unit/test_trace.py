@@ -9,11 +9,23 @@ from typing import Any
 
 import pytest
 from command_line import Run
-from recorded_run import SimulatedRun
+from fleet_record import FleetRun
+from recorded_run import MACHINE, SimulatedRun
+from trace_rules import check_trace
 
 from paceline.errors import RecordError
-from paceline.record import EngineStepSample, RecordReader, ResponseDone, TrainStep
+from paceline.record import (
+    ChunkDone,
+    EngineStepSample,
+    Header,
+    RecordReader,
+    RecordWriter,
+    ResponseDone,
+    TrainStep,
+)
 from paceline.report.trace import ENGINES, RESPONSES, TRAINER, write_trace
+
+HEADER = Header(machine=MACHINE, versions={}, started_unix_s=0.0)
 
 
 @pytest.fixture
@@ -60,14 +72,66 @@ def test_phases_lie_within_their_step(run_dir: Path, tmp_path: Path) -> None:
         assert sum(event["dur"] for event in inside) == pytest.approx(step["dur"], abs=10.0)
 
 
-def test_every_event_has_what_the_format_asks_for(run_dir: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["one engine", "fleet"])
+def test_the_trace_keeps_the_rules_of_the_format(run_dir: Path, tmp_path: Path, kind: str) -> None:
+    if kind == "fleet":
+        run_dir = FleetRun(num_steps=3, kill_in_step=2).build(tmp_path / "fleet")
     write_trace(run_dir, tmp_path / "trace.json")
-    for event in read(tmp_path / "trace.json"):
-        assert {"ph", "name", "pid"} <= event.keys()
-        if event["ph"] != "M":
-            assert event["ts"] >= 0.0
-        if event["ph"] == "X":
-            assert event["dur"] >= 0.0
+    assert check_trace(tmp_path / "trace.json")
+
+
+def test_engine_steps_told_late_do_not_overlap(tmp_path: Path) -> None:
+    """A fleet knows when a worker's steps ended to some milliseconds, so that reports may overlap."""
+    with RecordWriter.create(tmp_path, HEADER) as writer:
+        for begin_s in (1.0, 1.4, 1.3):
+            writer.write(EngineStepSample(t_s=begin_s, num_steps=2, step_s=0.5, num_running=1.0, worker="w0"))
+    write_trace(tmp_path, tmp_path / "trace.json")
+    steps = [event for event in check_trace(tmp_path / "trace.json") if event["ph"] == "X"]
+    assert [(step["ts"], step["dur"]) for step in steps] == [(1.0e6, 5e5), (1.5e6, 4e5), (1.9e6, 0.0)]
+
+
+def test_chunks_lie_on_tracks_of_their_worker(tmp_path: Path) -> None:
+    run_dir = FleetRun(num_steps=2, kill_in_step=1, workers=3, places=4).build(tmp_path / "fleet")
+    write_trace(run_dir, tmp_path / "trace.json")
+    events = check_trace(tmp_path / "trace.json")
+    tracks = {
+        e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name" and e["pid"] == ENGINES
+    }
+    drawn: Counter[tuple[str, int, int, int]] = Counter()
+    for event in events:
+        if event["ph"] == "X" and event["pid"] == ENGINES and "group" in event["args"]:
+            args = event["args"]
+            drawn[tracks[event["tid"]].split()[0], args["step"], args["group"], args["sample"]] += args[
+                "tokens"
+            ]
+    recorded: Counter[tuple[str, int, int, int]] = Counter()
+    with RecordReader(run_dir) as record:
+        for chunk in record:
+            if isinstance(chunk, ChunkDone):
+                recorded[chunk.worker, chunk.step, chunk.group, chunk.sample] += chunk.tokens
+    assert drawn == recorded
+    assert sum(name.startswith("w1 chunks") for name in tracks.values()) == 4
+    assert any(event["name"].endswith(", lost") for event in events)
+
+
+def test_responses_of_more_samples_or_groups_than_ids_are_told_apart(tmp_path: Path) -> None:
+    with RecordWriter.create(tmp_path, HEADER) as writer:
+        for sample in range(100):
+            writer.write(
+                ResponseDone(
+                    t_start_s=0.001 * sample,
+                    t_end_s=1.0 + sample,
+                    step=1,
+                    group=2**63,
+                    sample=sample,
+                    prompt_tokens=1,
+                    response_tokens=1,
+                    num_steps=1,
+                )
+            )
+    write_trace(tmp_path, tmp_path / "trace.json")
+    slices = [event for event in check_trace(tmp_path / "trace.json") if event["ph"] == "X"]
+    assert len({event["tid"] for event in slices}) == 100
 
 
 def test_the_command_writes_it(run: Run, run_dir: Path, tmp_path: Path) -> None:

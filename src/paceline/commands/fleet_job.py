@@ -24,6 +24,7 @@ from paceline.engine.rollout import prepare_environment
 from paceline.errors import ConfigError, EngineError, PacelineError
 
 if TYPE_CHECKING:
+    from paceline.commands.rollout_record import RolloutRecord
     from paceline.fleet.journal import Journal
     from paceline.fleet.rollout import Fleet
 
@@ -47,11 +48,17 @@ def check_fleet_job(launch: Launch, sampling: Sampling, settings: FleetSettings)
 
 
 def run_fleet_job(
-    job: Job, settings: FleetSettings, file: ResponseFile, console: Console, *, resume: bool
+    job: Job,
+    settings: FleetSettings,
+    file: ResponseFile,
+    console: Console,
+    *,
+    resume: bool,
+    record: RolloutRecord | None = None,
 ) -> None:
     """Make the missing responses on `settings.workers` engines and write each as it finishes.
 
-    Raises as `run_job` does.
+    record: is told how it goes. Raises as `run_job` does.
     """
     from paceline.fleet.journal import Journal
 
@@ -60,7 +67,7 @@ def run_fleet_job(
     journal = Journal.open(path, _identity(job), resume=resume)
     try:
         if job.todo:
-            _run(job, settings, file, journal, console)
+            _run(job, settings, file, journal, console, record)
         journal.discard()
     finally:
         journal.close()
@@ -71,7 +78,14 @@ def _identity(job: Job) -> str:
     return msgspec.json.encode({"policy": job.fingerprint, "options": dict(job.options)}).decode()
 
 
-def _run(job: Job, settings: FleetSettings, file: ResponseFile, journal: Journal, console: Console) -> None:
+def _run(
+    job: Job,
+    settings: FleetSettings,
+    file: ResponseFile,
+    journal: Journal,
+    console: Console,
+    record: RolloutRecord | None,
+) -> None:
     tokenizer = load_tokenizer(job.checkpoint) if job.checkpoint.has_tokenizer else None
     console.print(f"starting {settings.workers} engines", highlight=False)
     prepare_environment()
@@ -80,15 +94,21 @@ def _run(job: Job, settings: FleetSettings, file: ResponseFile, journal: Journal
         params = job.sampling.build()
     reasons: Counter[str] = Counter()
     view = FleetView(fleet)
+    observations = fleet.take_observations if record is None else record.take_observations
     with fleet, Interrupt() as interrupt, Progress(len(job.todo), console, below=view.table) as progress:
+        if record is not None:
+            record.begin(fleet)
         fleet.submit(job.requests(), params, journal=journal)
         while fleet.num_unfinished and not interrupt.requested:
             finished = _advance(fleet, file)
             for one in finished:
                 file.append(encode_response(job, one.index, one.response, tokenizer))
                 reasons[one.response.finish_reason] += 1
-            progress.count(view.look(), len(finished), fleet.take_observations)
-        progress.observe(fleet.take_observations())
+            if record is not None:
+                record.look(finished)
+            progress.count(view.look(), len(finished), observations)
+        fleet.abandon()
+        progress.observe(observations())
     if journal.failure is not None:
         console.print(f"note: {journal.failure}; unfinished responses would begin anew", highlight=False)
     tell_end(job, file, progress, reasons, console)

@@ -31,6 +31,7 @@ from paceline.commands.options import (
 )
 from paceline.commands.prompts import read_prompts
 from paceline.commands.responses import RESERVED, ResponseFile, refuse_existing
+from paceline.commands.rollout_record import RolloutRecord, refuse_existing_record
 from paceline.commands.sampling import Sampling
 from paceline.config import FleetSettings, describe
 from paceline.errors import ConfigError
@@ -104,6 +105,14 @@ def rollout(
             help="Serve metrics of the workers for Prometheus at this port.", rich_help_panel="Fleet"
         ),
     ] = None,
+    record: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Record what ran when on which worker; 'paceline report DIR' shows it.",
+            rich_help_panel="Fleet",
+        ),
+    ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Make only what is missing in OUT.jsonl.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT.jsonl.")] = False,
 ) -> None:
@@ -122,9 +131,12 @@ def rollout(
     )
     sampling = Sampling(max_tokens, temperature, top_p, top_k, min_p, tuple(stop or ()))
     _check_switches(samples, resume, overwrite, plain, model_drafter)
+    _check_record(record, workers)
     check_seed(seed)
     if not (resume or overwrite):
         refuse_existing(out)
+        if record is not None:
+            refuse_existing_record(record)
     checkpoint = read_checkpoint(model)
     check_model_drafter(model_drafter, checkpoint)
     if sampling.stop:
@@ -155,8 +167,11 @@ def rollout(
         job = plan_job(checkpoint, launch, sampling, seed, known_prompts, samples, out, done)
         if fleet is None:
             run_job(job, file, Console(stderr=True))
-        else:
+        elif record is None:
             run_fleet_job(job, fleet, file, Console(stderr=True), resume=resume)
+        else:
+            with RolloutRecord(record, job, fleet, resume=resume, overwrite=overwrite) as told:
+                run_fleet_job(job, fleet, file, Console(stderr=True), resume=resume, record=told)
 
 
 def _fleet_settings(
@@ -173,6 +188,15 @@ def _fleet_settings(
         return FleetSettings.model_validate(fields)
     except ValidationError as error:
         raise ConfigError(f"fleet: {describe(error)}") from error
+
+
+def _check_record(record: Path | None, workers: int | None) -> None:
+    if record is None:
+        return
+    if workers is None:
+        raise ConfigError("--record tells what ran on which worker of a fleet: give --workers too")
+    if record.exists() and not record.is_dir():
+        raise ConfigError(f"--record {record} is a file: give a folder")
 
 
 def _check_switches(

@@ -218,7 +218,7 @@ class Controller:
             assignment, response, worker.name, len(response.tokens), response.num_steps
         )
         request = response.next_request(assignment.chunk_tokens)
-        return RunChunk(worker.name, worker.life, number, request, self._version)
+        return RunChunk(worker.name, worker.life, number, request, self._version, response.index)
 
     def _abandon(self) -> list[Action]:
         actions: list[Action] = [

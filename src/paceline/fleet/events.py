@@ -215,6 +215,8 @@ class RunChunk:
     """`generated` holds the tokens so far, `max_tokens` is where the chunk ends."""
     version: int
     """Policy version that the engine must have."""
+    index: int
+    """Place of the response's request in the rollout."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ from paceline.engine.keys import prompt_group
 from paceline.engine.rollout import check_checkpoint
 from paceline.errors import EngineError, RequestError, UnsupportedError
 from paceline.fleet import cluster
+from paceline.fleet.chunk_log import ChunkLog
 from paceline.fleet.controller import Controller
 from paceline.fleet.draft_process import DraftProcess
 from paceline.fleet.events import (
@@ -106,6 +107,7 @@ class Fleet:
         self.policy_version = 0
         folder = check_checkpoint(model).resolve()
         self._controller = Controller(self.settings)
+        self.chunks = ChunkLog()
         self.board = StatusBoard({name: WorkerStatus(name) for name in self._controller.workers})
         self._weights: Any = None
         self._requests: tuple[RolloutRequest, ...] = ()
@@ -318,7 +320,11 @@ class Fleet:
     # -- inside
 
     def _tell(self, event: Event) -> None:
-        self._act(self._controller.decide(event))
+        now_s = time.monotonic()
+        self.chunks.hear(event, now_s)
+        actions = self._controller.decide(event)
+        self.chunks.note(actions, now_s)
+        self._act(actions)
 
     def _hear(self, event: Event) -> None:
         if isinstance(event, Reported):

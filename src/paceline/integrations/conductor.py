@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.dice import derive_key
+from paceline.integrations.fleet_course import describe_chunk
 from paceline.integrations.interruption import Interrupted, Interruption
 from paceline.integrations.progress import Progress
 from paceline.integrations.randomness import read_randomness, unchanged_randomness, write_randomness
@@ -287,6 +288,9 @@ class Conductor:
         rollout = step.rollout
         assert rollout is not None
         size = self.recipe.batch.group_size
+        for chunk in rollout.chunks:
+            sample = rollout.responses[chunk.index].request.sample
+            self._record.write(describe_chunk(chunk, number, chunk.index // size, sample))
         for i, response in enumerate(rollout.responses):
             reward = step.rewards[i] if i < len(step.rewards) else None
             self._record.write(_describe(response, rollout, i, number, i // size, reward))

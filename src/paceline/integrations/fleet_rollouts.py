@@ -1,15 +1,17 @@
-"""Watched rollouts on a fleet: what rollouts.py does on one engine, with rewards while others still run.
+"""Watched rollouts on a fleet: what rollouts.py does on one engine, with rewards while others still run, and what ran
+where.
 
 Called by training_run.py.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from paceline.fleet.chunk_log import ChunkSpan
 from paceline.fleet.rollout import Finished, Fleet
+from paceline.integrations.fleet_course import FleetCourse
 from paceline.integrations.interruption import Interruption
 from paceline.integrations.randomness import unchanged_randomness
 from paceline.integrations.rollouts import Rollout, Rollouts, Watcher
@@ -67,8 +69,8 @@ class FleetRollouts(Rollouts):
 
     def run(self, requests: Sequence[RolloutRequest], params: SamplingParams, step: int | None) -> Rollout:
         fleet = self._fleet
-        fleet.board.take_steps()
-        begin_s = self.record.now_s()
+        course = FleetCourse(fleet, self.record, step)
+        chunks: list[ChunkSpan] = []
         done: dict[int, Finished] = {}
         ends_s = [0.0] * len(requests)
         num_tokens = 0
@@ -80,14 +82,15 @@ class FleetRollouts(Rollouts):
                     finished, now_s = fleet.advance(), self.record.now_s()
                     for one in finished:
                         done[one.index], ends_s[one.index] = one, now_s
-                    num_tokens += self._note_steps(now_s, step)
+                    num_tokens += sum(one.num_tokens for one in course.take_steps(now_s))
+                    chunks += course.take_chunks()
                     num_running = len(requests) - len(done)
-                    self._watcher.show_rollout(num_running, len(requests), num_tokens, now_s - begin_s)
+                    self._watcher.show_rollout(num_running, len(requests), num_tokens, now_s - course.begin_s)
         finally:
             fleet.abandon()
         ordered = [done[index] for index in range(len(requests))]
         responses = tuple(one.response for one in ordered)
-        return Rollout(responses, begin_s, tuple(ends_s), self._take_rewards(ordered))
+        return Rollout(responses, course.begin_s, tuple(ends_s), self._take_rewards(ordered), tuple(chunks))
 
     def _take_rewards(self, finished: Sequence[Finished]) -> tuple[float | None, ...]:
         """The rewards; what failed is noted in the record."""
@@ -100,16 +103,3 @@ class FleetRollouts(Rollouts):
             text = f"{len(failures)} of {len(rewards)} responses have no reward of their own: {failures[0]}"
             self.record.write(Note(t_s=self.record.now_s(), text=text))
         return tuple(None if reward is None else reward.value for reward in rewards)
-
-    def _note_steps(self, now_s: float, step: int | None) -> int:
-        """Record what workers told of: their steps ended one after another up to about now. Returns the tokens."""
-        steps = self._fleet.board.take_steps()
-        lasted_s: defaultdict[str, float] = defaultdict(float)
-        for worker, one in steps:
-            lasted_s[worker] += one.seen.step_s
-        for worker, (seen, num_tokens) in steps:
-            begin_s = max(now_s - lasted_s[worker], 0.0)
-            lasted_s[worker] -= seen.step_s
-            if step is not None:
-                self.record.add_step(begin_s, seen, num_generated_tokens=num_tokens, step=step, worker=worker)
-        return sum(one.num_tokens for _, one in steps)

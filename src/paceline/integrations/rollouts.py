@@ -21,6 +21,8 @@ from paceline.types import Response, RolloutRequest, StepObservation
 if TYPE_CHECKING:
     from vllm import SamplingParams
 
+    from paceline.fleet.chunk_log import ChunkSpan
+
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
@@ -31,6 +33,8 @@ class Rollout:
     ends_s: tuple[float, ...]  # [num_responses]
     rewards: tuple[float | None, ...] = ()
     """By response, where they were scored while others still ran; None: this one was not."""
+    chunks: tuple[ChunkSpan, ...] = ()
+    """On a fleet: what ran where, on the run clock."""
 
     @property
     def wall_s(self) -> float:

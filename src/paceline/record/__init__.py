@@ -8,6 +8,7 @@ line; read by `paceline report` and by policy replay.
 from paceline.record.events import (
     FILE_NAME,
     SCHEMA_VERSION,
+    ChunkDone,
     Comparison,
     EngineStepSample,
     Evaluation,
@@ -32,6 +33,7 @@ from paceline.record.writer import RecordWriter
 __all__ = [
     "FILE_NAME",
     "SCHEMA_VERSION",
+    "ChunkDone",
     "Comparison",
     "EngineStepSample",
     "Evaluation",

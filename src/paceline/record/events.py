@@ -3,7 +3,7 @@
 Times named `t_s`, `t_start_s`, `t_end_s` are seconds since the run began on the run clock
 (`RecordWriter.now_s`), which stands still between an interruption and its `--resume`. `docs/run-folder.md`
 describes every field. A change that an older reader would misread raises `SCHEMA_VERSION`; a new optional
-field does not.
+field or a new kind of event, which readers pass over, does not.
 """
 
 from __future__ import annotations
@@ -117,6 +117,25 @@ class ResponseDone(_Event, frozen=True, tag="response"):
     worker: str = ""
 
 
+class ChunkDone(_Event, frozen=True, tag="chunk"):
+    """A rollout worker of a fleet has run a chunk of a response, or was lost with it."""
+
+    t_start_s: float
+    """When it was given to the worker."""
+    t_end_s: float
+    step: int
+    """Train step, from 1."""
+    group: int
+    sample: int
+    worker: str
+    start: int = 0
+    """Tokens that the response had before."""
+    tokens: int = 0
+    """Tokens that it gained."""
+    finish_reason: str = "length"
+    """`length` (the chunk's limit), `stop`, `abort` (cancelled) or `lost` (with its worker)."""
+
+
 class TrainStep(_Event, frozen=True, tag="train_step"):
     """One train step ended."""
 
@@ -192,7 +211,16 @@ class RunEnd(_Event, frozen=True, tag="end"):
 
 
 Event = (
-    EngineStepSample | ResponseDone | TrainStep | Evaluation | Comparison | Note | Failure | Resumed | RunEnd
+    EngineStepSample
+    | ResponseDone
+    | ChunkDone
+    | TrainStep
+    | Evaluation
+    | Comparison
+    | Note
+    | Failure
+    | Resumed
+    | RunEnd
 )
 Line = Header | Event
 
@@ -202,7 +230,7 @@ def end_of(event: Event) -> float:
     match event:
         case EngineStepSample():
             return event.t_s + event.step_s
-        case ResponseDone():
+        case ResponseDone() | ChunkDone():
             return event.t_end_s
         case TrainStep():
             return event.t_start_s + event.phases.total_s

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO, Self
+from typing import BinaryIO, Self, get_args
 
 import msgspec
 
@@ -13,6 +13,7 @@ from paceline.errors import RecordError
 from paceline.record.events import FILE_NAME, SCHEMA_VERSION, Event, Header, Line
 
 _decoder: msgspec.json.Decoder[Line] = msgspec.json.Decoder(Line)
+_KINDS = frozenset(kind.__struct_config__.tag for kind in get_args(Line))
 
 
 class _Schema(msgspec.Struct):
@@ -22,11 +23,17 @@ class _Schema(msgspec.Struct):
     schema: int
 
 
+class _Kind(msgspec.Struct):
+    """What every line has."""
+
+    event: str
+
+
 class RecordReader:
     """Streams a record: `header` at once, then the events by iteration. Close it, or use it in `with`.
 
-    A torn last line (a crash, or a run that is being written) is passed over and `torn` becomes True; any
-    other line that cannot be read is a RecordError that names it.
+    A torn last line (a crash, or a run that is being written) is passed over and `torn` becomes True. Kinds of events
+    that a newer Paceline has added are passed over. Any other line that cannot be read is a RecordError that names it.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -71,10 +78,13 @@ class RecordReader:
         self.num_bytes = len(line)
         return header
 
-    def _decode(self, line: bytes) -> Line:
+    def _decode(self, line: bytes) -> Line | None:
+        """The line, None for a kind of event that this Paceline does not know."""
         try:
             return _decoder.decode(line)
         except msgspec.MsgspecError as error:
+            if _is_of_unknown_kind(line):
+                return None
             raise RecordError(
                 f"{self.path}, line {self._line_number}: not a record event ({error}); "
                 "restore the file, or delete that line to go on without it"
@@ -92,7 +102,8 @@ class RecordReader:
                     f"{self.path}, line {self._line_number}: a second header; two runs were mixed"
                 )
             self.num_bytes += len(line)
-            yield event
+            if event is not None:
+                yield event
 
     def close(self) -> None:
         """Close the file."""
@@ -105,3 +116,10 @@ class RecordReader:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _is_of_unknown_kind(line: bytes) -> bool:
+    try:
+        return msgspec.json.decode(line, type=_Kind).event not in _KINDS
+    except msgspec.MsgspecError:
+        return False

@@ -309,6 +309,9 @@
       if (choose) {
         choose.parentElement.querySelector("output").textContent = data.names[Number(choose.value)];
         holder.parentElement.querySelector(".summary").textContent = figure.summary;
+        document.querySelectorAll(`[data-chosen-by="${holder.dataset.figure}"] > *`).forEach((one, i) => {
+          one.hidden = i !== Number(choose.value);
+        });
       }
       draw(holder, figure, small);
     };

@@ -249,11 +249,11 @@ def length_figure(history: RunHistory) -> Drawing | str:
 
 def running_figure(history: RunHistory) -> Drawing | str:
     """Requests running over the time of one rollout, the tail marked; the reader chooses the rollout."""
-    steps = sorted(s for s, r in history.rollouts.items() if r.running.num_used or r.ends_s)
-    if not steps:
+    rollouts = history.drawn_rollouts
+    if not rollouts:
         return "No engine step and no finished response was recorded."
-    figures = [_one_rollout(history.rollouts[step]) for step in steps]
-    return Choice(label="train step", names=[str(step) for step in steps], figures=figures)
+    figures = [_one_rollout(rollout) for rollout in rollouts.values()]
+    return Choice(label="train step", names=[str(step) for step in rollouts], figures=figures)
 
 
 def _one_rollout(rollout: Rollout) -> Figure:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from paceline.record import (
+    ChunkDone,
     Comparison,
     EngineStepSample,
     Evaluation,
@@ -25,9 +27,12 @@ from paceline.record import (
     measure_tail,
 )
 from paceline.report.bins import Bins
+from paceline.report.chunks import Piece, thin_pieces
 
 MAX_POINTS = 2000
 MAX_ROLLOUTS = 48
+MAX_PIECES = 4000
+"""Kept of each rollout's chunks once it is over."""
 MAX_MESSAGES = 100
 
 
@@ -89,6 +94,11 @@ class Rollout:
     ends_s: array[float] = field(default_factory=lambda: array("d"))
     running: Bins = field(default_factory=lambda: Bins(2, width=0.05, capacity=400))
     """Columns: running requests x seconds, waiting requests x seconds."""
+    pieces: list[Piece] = field(default_factory=list)
+    """What ran where."""
+    num_chunks: int = 0
+    losses: Counter[tuple[str, float]] = field(default_factory=Counter)
+    """Chunks lost with their worker, by its name and when."""
 
 
 class RunHistory:
@@ -131,6 +141,8 @@ class RunHistory:
                 self._add_sample(event)
             case ResponseDone():
                 self._add_response(event)
+            case ChunkDone():
+                self._add_chunk(event)
             case TrainStep():
                 self._add_train_step(event)
             case Evaluation():
@@ -184,11 +196,25 @@ class RunHistory:
         rollout.starts_s.append(response.t_start_s - rollout.begin_s)
         rollout.ends_s.append(response.t_end_s - rollout.begin_s)
 
+    def _add_chunk(self, chunk: ChunkDone) -> None:
+        if chunk.step == 0:
+            return
+        self._row(chunk.step)
+        rollout = self._rollout(chunk.step, chunk.t_start_s)
+        piece = Piece.of(chunk, rollout.begin_s)
+        rollout.pieces.append(piece)
+        rollout.num_chunks += 1
+        if piece.was_lost:
+            rollout.losses[piece.worker, piece.end_s] += 1
+
     def _add_train_step(self, train: TrainStep) -> None:
         row = self._row(train.step)
         row.train = train
         row.tail_s = train.tail_s
-        if row.tail_s is None and (rollout := self.rollouts.get(train.step)) and rollout.ends_s:
+        if (rollout := self.rollouts.get(train.step)) is None:
+            return
+        rollout.pieces = thin_pieces(rollout.pieces, MAX_PIECES)
+        if row.tail_s is None and rollout.ends_s:
             row.tail_s = measure_tail(rollout.ends_s)
 
     def _rollout(self, step: int, begin_s: float) -> Rollout:
@@ -219,6 +245,11 @@ class RunHistory:
         for step in [step for step, row in self.steps.items() if row.train is None]:
             del self.steps[step]
             self.rollouts.pop(step, None)
+
+    @property
+    def drawn_rollouts(self) -> dict[int, Rollout]:
+        """The rollouts of which something is known, by train step in order."""
+        return {s: r for s, r in sorted(self.rollouts.items()) if r.running.num_used or r.ends_s}
 
     @property
     def rows(self) -> list[StepRow]:

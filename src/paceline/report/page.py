@@ -25,6 +25,7 @@ from paceline.report.figures import (
 from paceline.report.headline import headline, missing, verdict
 from paceline.report.history import MAX_MESSAGES, RunHistory, StepRow, read_history
 from paceline.report.shell import canvas, document, embed, facts_table, write_page
+from paceline.report.workers import draw_workers
 
 FILE_NAME = "report.html"
 MAX_ROWS = 400
@@ -136,7 +137,19 @@ def _section(history: RunHistory, name: str, drawing: Drawing | str) -> str:
     else:
         content = canvas(name) + f'<p class="summary">{escape(drawing.summary)}</p>'
     extra = _strip(history) if name == "phases" else ""
-    return f'<section class="figure{size}" id="{name}"><h2>{escape(title)}</h2>{extra}{content}</section>'
+    below = _workers(history) if name == "running" else ""
+    return (
+        f'<section class="figure{size}" id="{name}"><h2>{escape(title)}</h2>{extra}{content}{below}</section>'
+    )
+
+
+def _workers(history: RunHistory) -> str:
+    """The timelines of a fleet's workers; the slider above shows one of them at a time, the newest first."""
+    drawn = draw_workers(history)
+    if not drawn:
+        return ""
+    cells = "".join(f"<div hidden>{one}</div>" for one in drawn[:-1]) + f"<div>{drawn[-1]}</div>"
+    return f'<h3 class="inset">Workers</h3><div data-chosen-by="running">{cells}</div>'
 
 
 def _slider(name: str, choice: Choice) -> str:

@@ -11,7 +11,7 @@ import numpy as np
 
 from paceline.report.figures import Axis, Figure, Series, number, percent
 from paceline.report.shell import canvas, document, embed, facts_table, write_page
-from paceline.report.timeline import Stretch, draw_timeline
+from paceline.report.timeline import Lane, Stretch, draw_timeline
 from paceline.sim.comparison import ClaimResult, SystemResult
 from paceline.sim.fleet import RolloutResult
 
@@ -147,6 +147,6 @@ def _timeline(rollout: RolloutResult) -> str:
         for since, until in rollout.racing[at]:
             overlaps = ((max(start, since), min(end, until)) for start, end in busy)
             lane += [Stretch(start, end, 3) for start, end in overlaps if start < end]
-        lanes.append(lane)
+        lanes.append(Lane([lane]))
     tail_from_s = rollout.rollout_s - rollout.tail_s
     return draw_timeline(lanes, rollout.rollout_s, "When each worker was busy", tail_from_s)

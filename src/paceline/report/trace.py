@@ -1,8 +1,9 @@
 """A run as a trace for Perfetto (ui.perfetto.dev) or chrome://tracing, in the Trace Event Format.
 
-Tracks: the trainer with its steps and phases; each engine worker with its engine steps, and counters of what runs and
-of the acceptance length; each rollout group with its responses. Written as a stream: memory does not grow with the run.
-Called by `paceline report --trace`.
+Tracks: the trainer with its steps and phases; each engine worker with its engine steps, counters of what runs and of
+the acceptance length, and on a fleet the chunks that it ran; each response of a rollout beside its siblings. Slices of
+one track never overlap unless one lies within the other, and a track is named before it is used. Written as a stream:
+memory does not grow with the run, only with its largest rollout. Called by `paceline report --trace`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 
 from paceline.errors import RecordError
 from paceline.record import (
+    ChunkDone,
     EngineStepSample,
     Evaluation,
     Event,
@@ -25,10 +27,16 @@ from paceline.record import (
     ResponseDone,
     TrainStep,
 )
+from paceline.report.chunks import pack_rows
 
 TRAINER, ENGINES, RESPONSES = 1, 2, 3
 """Process ids, which the viewer groups tracks by."""
 PROCESSES = {TRAINER: "trainer", ENGINES: "engines", RESPONSES: "responses by group"}
+
+MOST_ROWS = 1 << 16
+"""Tracks of one worker that the viewer is asked to keep together."""
+
+Line = dict[str, Any]
 
 
 def write_trace(run_dir: Path, path: Path) -> int:
@@ -39,7 +47,7 @@ def write_trace(run_dir: Path, path: Path) -> int:
     try:
         with RecordReader(run_dir) as record, draft.open("w", encoding="utf-8") as file:
             file.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
-            for line in chain(_names(), _convert(record)):
+            for line in chain(_names(), _Tracks().convert(record)):
                 file.write(",\n" * (count > 0) + json.dumps(line))
                 count += 1
             file.write("\n]}\n")
@@ -52,51 +60,121 @@ def write_trace(run_dir: Path, path: Path) -> int:
     return count
 
 
-def _names() -> Iterator[dict[str, Any]]:
+def _names() -> Iterator[Line]:
     for process, name in PROCESSES.items():
         yield {"ph": "M", "name": "process_name", "pid": process, "args": {"name": name}}
+    yield _track_name(TRAINER, 1, "steps")
 
 
-def _convert(events: Iterable[Event]) -> Iterator[dict[str, Any]]:
-    tracks: dict[str, int] = {}
-    for event in events:
-        match event:
-            case EngineStepSample():
-                name = event.worker or "engine"
-                if name not in tracks:
-                    tracks[name] = len(tracks) + 1
-                    yield {
-                        "ph": "M", "name": "thread_name", "pid": ENGINES, "tid": tracks[name], "args": {"name": name}
-                    }  # fmt: skip
-                yield from _engine_events(event, name, tracks[name])
-            case ResponseDone():
-                yield _response_event(event)
-            case TrainStep():
-                yield from _step_events(event)
-            case Evaluation():
-                args = {"solve_rate": event.solve_rate, "problems": event.n}
-                yield _instant(f"evaluation after step {event.step}", event.t_s, args)
-            case Note() | Failure():
-                yield _instant(event.text, event.t_s, {})
+class _Tracks:
+    """Turns events into lines, and knows which tracks there are.
+
+    Responses and chunks are kept until their rollout is over, as their places depend on each other.
+    """
+
+    def __init__(self) -> None:
+        self._tracks: dict[tuple[str, int], int] = {}  # (worker, row), row 0 for its engine steps
+        self._places: dict[str, int] = {}
+        self._told_us: dict[str, float] = {}  # end of the last engine step
+        self._responses: list[ResponseDone] = []
+        self._chunks: list[ChunkDone] = []
+        self._num_response_tracks = 0
+
+    def convert(self, events: Iterable[Event]) -> Iterator[Line]:
+        for event in events:
+            match event:
+                case EngineStepSample():
+                    yield from self._engine_events(event)
+                case ResponseDone() | ChunkDone():
+                    yield from self._keep(event)
+                case TrainStep():
+                    yield from self._end_rollout()
+                    yield from _step_events(event)
+                case Evaluation():
+                    args = {"solve_rate": event.solve_rate, "problems": event.n}
+                    yield _instant(f"evaluation after step {event.step}", event.t_s, args)
+                case Note() | Failure():
+                    yield _instant(event.text, event.t_s, {})
+        yield from self._end_rollout()
+
+    def _keep(self, event: ResponseDone | ChunkDone) -> Iterator[Line]:
+        if any(kept[0].step != event.step for kept in (self._responses, self._chunks) if kept):
+            yield from self._end_rollout()
+        if isinstance(event, ResponseDone):
+            self._responses.append(event)
+        else:
+            self._chunks.append(event)
+
+    def _end_rollout(self) -> Iterator[Line]:
+        yield from self._chunk_events()
+        self._responses.sort(key=lambda one: (one.group, one.sample, one.t_start_s))
+        for track, response in enumerate(self._responses, start=1):  # siblings side by side
+            if track > self._num_response_tracks:
+                self._num_response_tracks = track
+                yield _track_name(RESPONSES, track, f"response {track}")
+            yield _response_event(response, track)
+        self._responses.clear()
+        self._chunks.clear()
+
+    def _chunk_events(self) -> Iterator[Line]:
+        by_worker: dict[str, list[ChunkDone]] = {}
+        for chunk in self._chunks:
+            by_worker.setdefault(chunk.worker, []).append(chunk)
+        for worker, chunks in sorted(by_worker.items()):
+            rows = pack_rows([(_us(chunk.t_start_s), _us(chunk.t_end_s)) for chunk in chunks])
+            for row, chunk in zip(rows, chunks, strict=True):
+                yield from self._begin_track(worker, 1 + row)
+                yield _chunk_event(chunk, self._tracks[worker, 1 + row])
+
+    def _begin_track(self, worker: str, row: int) -> Iterator[Line]:
+        """Name a worker's track before its first event."""
+        if (worker, row) not in self._tracks:
+            number = self._tracks[worker, row] = len(self._tracks) + 1
+            name = worker or "engine"
+            yield _track_name(ENGINES, number, f"{name} chunks {row:03}" if row else name)
+            place = self._places.setdefault(worker, len(self._places)) * MOST_ROWS + row
+            yield _metadata("thread_sort_index", ENGINES, number, {"sort_index": place})
+
+    def _engine_events(self, event: EngineStepSample) -> Iterator[Line]:
+        yield from self._begin_track(event.worker, 0)
+        args = {
+            "running": round(event.num_running, 2),
+            "tokens": event.num_generated_tokens,
+            "drafted": event.num_draft_tokens,
+            "accepted": event.num_accepted_tokens,
+            "prefilled": event.num_prefill_tokens,
+        }
+        text = "1 step" if event.num_steps == 1 else f"{event.num_steps} steps"
+        # When a fleet's worker ran a step is known to some milliseconds: never before the last one ended.
+        begin_us = max(_us(event.t_s), self._told_us.get(event.worker, 0.0))
+        end_us = max(_us(event.t_s + event.step_s), begin_us)
+        self._told_us[event.worker] = end_us
+        yield _slice(text, ENGINES, self._tracks[event.worker, 0], begin_us, end_us, args)
+        name = event.worker or "engine"
+        for counter, value in (
+            ("running", event.num_running),
+            ("acceptance length", event.acceptance_length),
+        ):
+            counted = {"": round(value, 3)}
+            yield {"ph": "C", "name": f"{name}: {counter}", "pid": ENGINES, "ts": begin_us, "args": counted}
 
 
-def _engine_events(event: EngineStepSample, name: str, track: int) -> Iterator[dict[str, Any]]:
+def _chunk_event(event: ChunkDone, track: int) -> Line:
     args = {
-        "running": round(event.num_running, 2),
-        "tokens": event.num_generated_tokens,
-        "drafted": event.num_draft_tokens,
-        "accepted": event.num_accepted_tokens,
-        "prefilled": event.num_prefill_tokens,
+        "step": event.step,
+        "group": event.group,
+        "sample": event.sample,
+        "first_token": event.start,
+        "tokens": event.tokens,
+        "finish_reason": event.finish_reason,
     }
-    text = "1 step" if event.num_steps == 1 else f"{event.num_steps} steps"
-    yield _slice(text, ENGINES, track, event.t_s, event.step_s, args)
-    for counter, value in (("running", event.num_running), ("acceptance length", event.acceptance_length)):
-        yield {
-            "ph": "C", "name": f"{name}: {counter}", "pid": ENGINES, "ts": _us(event.t_s), "args": {"": round(value, 3)}
-        }  # fmt: skip
+    name = f"group {event.group} sample {event.sample}"
+    if event.finish_reason == "lost":
+        name += ", lost"
+    return _slice(name, ENGINES, track, _us(event.t_start_s), _us(event.t_end_s), args)
 
 
-def _response_event(event: ResponseDone) -> dict[str, Any]:
+def _response_event(event: ResponseDone, track: int) -> Line:
     args = {
         "group": event.group,
         "prompt_tokens": event.prompt_tokens,
@@ -106,31 +184,42 @@ def _response_event(event: ResponseDone) -> dict[str, Any]:
         "reward": event.reward,
         "worker": event.worker,
     }
-    name = f"step {event.step} sample {event.sample}: {event.response_tokens} tokens"
-    track = event.group % 2**31 * 64 + event.sample % 64  # siblings side by side
-    return _slice(name, RESPONSES, track, event.t_start_s, event.t_end_s - event.t_start_s, args)
+    name = f"step {event.step} group {event.group} sample {event.sample}: {event.response_tokens} tokens"
+    return _slice(name, RESPONSES, track, _us(event.t_start_s), _us(event.t_end_s), args)
 
 
-def _step_events(event: TrainStep) -> Iterator[dict[str, Any]]:
+def _step_events(event: TrainStep) -> Iterator[Line]:
     args = {"tokens": event.tokens, "reward": event.reward_mean, "tail_s": event.tail_s}
-    yield _slice(f"step {event.step}", TRAINER, 1, event.t_start_s, event.phases.total_s, args)
+    end_us = _us(event.t_start_s + event.phases.total_s)
+    yield _slice(f"step {event.step}", TRAINER, 1, _us(event.t_start_s), end_us, args)
     begin_s = event.t_start_s
     for name in event.phases.__struct_fields__:
         seconds = getattr(event.phases, name)
         if seconds > 0.0:
-            yield _slice(name.removesuffix("_s").replace("_", " "), TRAINER, 1, begin_s, seconds, {})
+            text = name.removesuffix("_s").replace("_", " ")
+            begin_us, phase_end_us = min(_us(begin_s), end_us), min(_us(begin_s + seconds), end_us)
+            yield _slice(text, TRAINER, 1, begin_us, phase_end_us, {})
         begin_s += seconds
 
 
+def _track_name(process: int, track: int, name: str) -> Line:
+    return _metadata("thread_name", process, track, {"name": name})
+
+
+def _metadata(kind: str, process: int, track: int, args: Mapping[str, Any]) -> Line:
+    return {"ph": "M", "name": kind, "pid": process, "tid": track, "args": args}
+
+
 def _slice(
-    name: str, process: int, track: int, start_s: float, seconds: float, args: Mapping[str, Any]
-) -> dict[str, Any]:
+    name: str, process: int, track: int, begin_us: float, end_us: float, args: Mapping[str, Any]
+) -> Line:
+    duration_us = round(max(end_us - begin_us, 0.0), 1)
     return {
-        "ph": "X", "name": name, "pid": process, "tid": track, "ts": _us(start_s), "dur": _us(seconds), "args": args
+        "ph": "X", "name": name, "pid": process, "tid": track, "ts": begin_us, "dur": duration_us, "args": args
     }  # fmt: skip
 
 
-def _instant(name: str, at_s: float, args: Mapping[str, Any]) -> dict[str, Any]:
+def _instant(name: str, at_s: float, args: Mapping[str, Any]) -> Line:
     return {"ph": "i", "s": "g", "name": name, "pid": TRAINER, "tid": 1, "ts": _us(at_s), "args": args}
 
 

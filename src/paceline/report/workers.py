@@ -1,0 +1,113 @@
+"""What ran on which worker of a fleet, for every rollout that the report shows. Called by page.py."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from html import escape
+
+from paceline.record import measure_tail
+from paceline.report.chunks import Piece, pack_rows, thin_pieces
+from paceline.report.figures import duration, number
+from paceline.report.history import MAX_PIECES, Rollout, RunHistory
+from paceline.report.timeline import Lane, Stretch, draw_timeline
+
+MAX_BARS = 16_000
+"""In all rollouts but the newest, which may have `MAX_PIECES`."""
+NUM_COLOURS = 5
+
+
+def draw_workers(history: RunHistory) -> list[str]:
+    """HTML of each rollout's timeline, in the order of `history.drawn_rollouts`; empty if no chunk was recorded."""
+    rollouts = list(history.drawn_rollouts.values())
+    if not any(rollout.pieces for rollout in rollouts):
+        return []
+    share = min(MAX_BARS // len(rollouts), MAX_PIECES)
+    drawn = [_draw(rollout, thin_pieces(rollout.pieces, share)) for rollout in rollouts[:-1]]
+    return [*drawn, _draw(rollouts[-1], thin_pieces(rollouts[-1].pieces, MAX_PIECES))]
+
+
+def _draw(rollout: Rollout, pieces: Sequence[Piece]) -> str:
+    if not pieces:
+        return '<p class="none">No chunk of this rollout was recorded.</p>'
+    end_s = max(max(piece.end_s for piece in pieces), max(rollout.ends_s, default=0.0))
+    lanes = build_lanes(pieces, rollout.losses, is_whole=not _count_left_out(rollout, pieces))
+    label = f"Chunks on {_count(len(lanes), 'worker')} over {duration(end_s)}"
+    timeline = draw_timeline(lanes, end_s, label, end_s - measure_tail(rollout.ends_s))
+    return f'{timeline}<p class="summary">{escape(_summary(rollout, pieces, len(lanes)))}</p>'
+
+
+def build_lanes(
+    pieces: Sequence[Piece], losses: Mapping[tuple[str, float], int], *, is_whole: bool = True
+) -> list[Lane]:
+    """A lane for every worker, with as many rows as it had chunks at once.
+
+    losses: chunks lost, by worker and time. is_whole: whether these are all chunks of their responses.
+    """
+    by_worker: defaultdict[str, list[Piece]] = defaultdict(list)
+    for piece in pieces:
+        by_worker[piece.worker].append(piece)
+    titles = _titles(pieces, is_whole)
+    lanes = []
+    for worker in sorted({*by_worker, *(worker for worker, _ in losses)}, key=lambda name: (len(name), name)):
+        own = by_worker[worker]
+        numbers = pack_rows([(piece.start_s, piece.end_s) for piece in own])
+        rows: list[list[Stretch]] = [[] for _ in range(max(numbers, default=-1) + 1)]
+        for row, piece in zip(numbers, own, strict=True):
+            colour = 1 + piece.group % NUM_COLOURS
+            rows[row].append(Stretch(piece.start_s, piece.end_s, colour, titles[piece.response]))
+        lost = [
+            (at_s, _loss(worker, at_s, count)) for (name, at_s), count in losses.items() if name == worker
+        ]
+        lanes.append(Lane(rows, worker, lost))
+    return lanes
+
+
+def _titles(pieces: Sequence[Piece], is_whole: bool) -> dict[tuple[int, int], str]:
+    """What to say of each response."""
+    by_response: defaultdict[tuple[int, int], list[Piece]] = defaultdict(list)
+    for piece in pieces:
+        by_response[piece.response].append(piece)
+    titles = {}
+    for (group, sample), own in by_response.items():
+        title = f"group {group}, sample {sample}"
+        if is_whole:
+            chunks = sum(piece.num_chunks for piece in own)
+            title += f": {_count(sum(piece.tokens for piece in own), 'token')} in {_count(chunks, 'chunk')}"
+        titles[group, sample] = f"{title} on {', '.join(dict.fromkeys(piece.worker for piece in own))}"
+    return titles
+
+
+def _count_left_out(rollout: Rollout, pieces: Sequence[Piece]) -> int:
+    """Chunks that are not drawn."""
+    return rollout.num_chunks - sum(piece.num_chunks for piece in pieces)
+
+
+def _count(count: int, noun: str) -> str:
+    return f"{number(count)} {noun}{'' if count == 1 else 's'}"
+
+
+def _loss(worker: str, at_s: float, count: int) -> str:
+    return f"{worker} lost after {duration(at_s)} with {_count(count, 'chunk')}"
+
+
+def _summary(rollout: Rollout, pieces: Sequence[Piece], num_workers: int) -> str:
+    parts = [f"{_count(rollout.num_chunks, 'chunk')} on {_count(num_workers, 'worker')}, coloured by group"]
+    left_out = _count_left_out(rollout, pieces)
+    if left_out:
+        parts.append(f"{number(left_out)} short ones are left out")
+    else:
+        workers: defaultdict[tuple[int, int], set[str]] = defaultdict(set)
+        for piece in pieces:
+            workers[piece.response].add(piece.worker)
+        moved = sum(len(own) > 1 for own in workers.values())
+        parts.append(f"{number(moved)} of {number(len(workers))} responses ran on more than one")
+    if len(pieces) < rollout.num_chunks - left_out:
+        parts.append("chunks of a response that follow one another on a worker are drawn as one")
+    text = "; ".join(parts) + ". Point at a bar to see its response. Shaded: the tail."
+    losses = [_loss(worker, at_s, count) for (worker, at_s), count in rollout.losses.items()]
+    if losses:
+        more = f" and {number(len(losses) - 3)} more" if len(losses) > 3 else ""
+        lines = "lines" if len(losses) > 1 else "line"
+        text += f" Upright {lines}: {'; '.join(losses[:3])}{more}, which went on elsewhere."
+    return text

@@ -1,0 +1,79 @@
+"""What ran where: every chunk is told of once, whatever ended it. Random events: test_controller_events.py."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline.fleet.chunk_log import ChunkLog, ChunkSpan
+from paceline.fleet.events import (
+    CancelChunk,
+    Ending,
+    Growth,
+    Report,
+    Reported,
+    RunChunk,
+    StopWorker,
+    WorkerLost,
+)
+from paceline.types import RolloutRequest
+
+
+def order(chunk: int, index: int = 0, have: int = 0, worker: str = "w0", life: int = 0) -> RunChunk:
+    request = RolloutRequest((1, 2), have + 8, key=index, generated=tuple(range(have)))
+    return RunChunk(worker, life, chunk, request, 0, index)
+
+
+def ended(chunk: int, start: int, count: int, reason: str) -> Report:
+    return Report(1, endings=(Ending(chunk, start, (7,) * count, (-1.0,) * count, count, 0, reason),))
+
+
+def grown(chunk: int, start: int, count: int) -> Report:
+    return Report(1, growths=(Growth(chunk, start, (7,) * count, (-1.0,) * count, count),))
+
+
+@pytest.fixture
+def log() -> ChunkLog:
+    return ChunkLog()
+
+
+def test_a_chunk_is_told_of_once_it_has_ended(log: ChunkLog) -> None:
+    log.note([order(0, index=3, have=16)], 1.0)
+    assert log.take() == []
+    log.hear(Reported("w0", 0, ended(0, 16, 8, "length")), 2.5)
+    assert log.take() == [ChunkSpan(3, "w0", 1.0, 2.5, 16, 8, "length")]
+    log.hear(Reported("w0", 0, ended(0, 16, 8, "length")), 3.0)
+    assert log.take() == []
+
+
+def test_a_chunk_that_stops_says_so(log: ChunkLog) -> None:
+    log.note([order(0)], 1.0)
+    log.hear(Reported("w0", 0, ended(0, 0, 5, "stop")), 2.0)
+    [span] = log.take()
+    assert (span.num_tokens, span.finish_reason) == (5, "stop")
+
+
+def test_what_a_lost_worker_had_told_is_counted(log: ChunkLog) -> None:
+    log.note([order(0, have=4), order(1, index=1), order(2, index=2, worker="w1")], 1.0)
+    log.hear(Reported("w0", 0, grown(0, 4, 3)), 1.5)
+    log.hear(Reported("w0", 0, grown(0, 9, 1)), 1.6)  # beyond a gap
+    log.hear(WorkerLost("w0", 0, "killed"), 2.0)
+    spans = {span.index: span for span in log.take()}
+    assert spans[0] == ChunkSpan(0, "w0", 1.0, 2.0, 4, 3, "lost")
+    assert spans[1].num_tokens == 0
+    assert 2 not in spans
+
+
+def test_late_and_foreign_reports_change_nothing(log: ChunkLog) -> None:
+    log.note([order(0, life=1)], 1.0)
+    log.hear(Reported("w0", 0, ended(0, 0, 8, "length")), 2.0)
+    log.hear(Reported("w1", 1, ended(0, 0, 8, "length")), 2.0)
+    log.hear(WorkerLost("w0", 0, "killed"), 2.0)
+    assert log.take() == []
+    log.hear(WorkerLost("w0", 1, "killed"), 3.0)
+    assert len(log.take()) == 1
+
+
+def test_cancelled_chunks_and_stopped_workers_end_too(log: ChunkLog) -> None:
+    log.note([order(0), order(1, worker="w1")], 1.0)
+    log.note([CancelChunk("w0", 0, 0), StopWorker("w1", 0)], 2.0)
+    assert [(span.worker, span.finish_reason) for span in log.take()] == [("w0", "abort"), ("w1", "lost")]

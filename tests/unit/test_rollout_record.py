@@ -1,0 +1,115 @@
+"""`rollout --record`: the rollout as a run folder that the report understands."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from paceline.commands.job import Job
+from paceline.commands.launch import Launch
+from paceline.commands.prompts import Prompt
+from paceline.commands.rollout_record import RolloutRecord
+from paceline.config import EngineSettings, FleetSettings
+from paceline.engine.kv_use import KvUse
+from paceline.errors import EngineError, RecordError
+from paceline.fleet.chunk_log import ChunkLog
+from paceline.fleet.events import Ending, Report, Reported, RunChunk, Telemetry, WorkerStep
+from paceline.fleet.rollout import Finished
+from paceline.fleet.status import StatusBoard, WorkerStatus
+from paceline.record import ChunkDone, EngineStepSample, Event, RecordReader, ResponseDone, RunEnd, TrainStep
+from paceline.report import build_report
+from paceline.types import Response, RolloutRequest, StepObservation
+
+
+@dataclass
+class Told:
+    """A fleet that generates nothing: what a record hears of one."""
+
+    board: StatusBoard = field(default_factory=lambda: StatusBoard({"w0": WorkerStatus("w0")}))
+    chunks: ChunkLog = field(default_factory=ChunkLog)
+
+    def run(self, index: int, tokens: int) -> Finished:
+        """A response runs in one chunk and is finished."""
+        request = RolloutRequest((1, 2), 9, key=index, group=77)
+        self.chunks.note([RunChunk("w0", 0, index, request, 0, index)], 1.0)
+        step = WorkerStep(StepObservation(1, 0, 0, 0, 0.01), tokens)
+        ending = Ending(index, 0, (5,) * tokens, (-1.0,) * tokens, tokens, 0, "stop")
+        report = Report(1, endings=(ending,), telemetry=Telemetry(KvUse(10, 16, 1, 0), 1, (step,)))
+        self.board.hear("w0", report)
+        self.chunks.hear(Reported("w0", 0, report), 2.0)
+        response = Response(request, (5,) * tokens, (-1.0,) * tokens, "stop", index, 77, 0, 0, 0, tokens)
+        return Finished(index, response, None)
+
+
+@pytest.fixture
+def job() -> Job:
+    launch = Launch(Path("models/policy"), EngineSettings(), "float32", 64, 8, 1 << 20, True)
+    todo = [(Prompt(line, line, {}, (1, 2)), sample, None) for line in (1, 2) for sample in (0, 1)]
+    unused: Any = None
+    return Job(unused, launch, unused, "abc", {"seed": 3}, todo, 0)
+
+
+def record_of(job: Job, folder: Path, **switches: bool) -> RolloutRecord:
+    return RolloutRecord(folder, job, FleetSettings(), **{"resume": False, "overwrite": False} | switches)
+
+
+def read(folder: Path, kind: type[Event]) -> list[Any]:
+    with RecordReader(folder) as reader:
+        return [event for event in reader if isinstance(event, kind)]
+
+
+def roll_out(record: RolloutRecord, count: int) -> None:
+    fleet = Told()
+    with record:
+        record.begin(fleet)  # type: ignore[arg-type]
+        for index in range(count):
+            record.look([fleet.run(index, 4 + index)])
+
+
+def test_a_rollout_is_one_step_of_a_run(job: Job, tmp_path: Path) -> None:
+    record = record_of(job, tmp_path / "r")
+    roll_out(record, 4)
+    assert len(record.take_observations()) == 4
+    assert record.take_observations() == []
+    chunks, responses = read(tmp_path / "r", ChunkDone), read(tmp_path / "r", ResponseDone)
+    places = [(1, 0), (1, 1), (2, 0), (2, 1)]
+    assert [(one.group, one.sample) for one in chunks] == places
+    assert [(one.group, one.sample) for one in responses] == places
+    assert [one.tokens for one in chunks] == [one.response_tokens for one in responses] == [4, 5, 6, 7]
+    assert {one.worker for one in read(tmp_path / "r", EngineStepSample)} == {"w0"}
+    [step] = read(tmp_path / "r", TrainStep)
+    assert (step.step, step.tokens) == (1, 22)
+    assert [one.reason for one in read(tmp_path / "r", RunEnd)] == ["finished"]
+    page = build_report(tmp_path / "r").read_text()
+    assert page.count('class="timeline"') == 1
+    assert "No train step ended" not in page
+
+
+def test_a_resumed_rollout_adds_a_step(job: Job, tmp_path: Path) -> None:
+    roll_out(record_of(job, tmp_path), 2)
+    roll_out(record_of(job, tmp_path, resume=True), 4)
+    assert [(one.step, one.tokens) for one in read(tmp_path, TrainStep)] == [(1, 9), (2, 22)]
+    assert [one.reason for one in read(tmp_path, RunEnd)] == ["interrupted", "finished"]
+
+
+def test_a_record_is_not_replaced_unasked(job: Job, tmp_path: Path) -> None:
+    roll_out(record_of(job, tmp_path), 1)
+    with pytest.raises(RecordError, match="already holds a run"):
+        record_of(job, tmp_path)
+    roll_out(record_of(job, tmp_path, overwrite=True), 4)
+    assert len(read(tmp_path, ResponseDone)) == 4
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"), [(EngineError("x"), "failed"), (typer.Exit(130), "interrupted")]
+)
+def test_how_it_ended_is_recorded(job: Job, tmp_path: Path, error: Exception, reason: str) -> None:
+    record = record_of(job, tmp_path)
+    with pytest.raises(type(error)), record:
+        raise error
+    assert [one.reason for one in read(tmp_path, RunEnd)] == [reason]
+    assert read(tmp_path, TrainStep) == []
