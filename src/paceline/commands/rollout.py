@@ -28,6 +28,7 @@ from paceline.commands.options import (
     TopK,
     TopP,
     check_seed,
+    check_writable,
 )
 from paceline.commands.prompts import read_prompts
 from paceline.commands.responses import RESERVED, ResponseFile, refuse_existing
@@ -104,6 +105,12 @@ def rollout(
             help="Serve metrics of the workers for Prometheus at this port.", rich_help_panel="Fleet"
         ),
     ] = None,
+    decisions: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="Log what was decided, and on what grounds, into this folder, for 'paceline replay'."
+        ),
+    ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Make only what is missing in OUT.jsonl.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT.jsonl.")] = False,
 ) -> None:
@@ -123,6 +130,7 @@ def rollout(
     sampling = Sampling(max_tokens, temperature, top_p, top_k, min_p, tuple(stop or ()))
     _check_switches(samples, resume, overwrite, plain, model_drafter)
     check_seed(seed)
+    _check_decisions(decisions, plain)
     if not (resume or overwrite):
         refuse_existing(out)
     checkpoint = read_checkpoint(model)
@@ -141,7 +149,7 @@ def rollout(
     )
     launch = Launch(
         model=model,
-        settings=None if plain else build_settings(seed, drafter, model_drafter),
+        settings=None if plain else build_settings(seed, drafter, model_drafter, decisions),
         dtype=dtype,
         max_model_len=length,
         max_num_seqs=max_num_seqs,
@@ -173,6 +181,16 @@ def _fleet_settings(
         return FleetSettings.model_validate(fields)
     except ValidationError as error:
         raise ConfigError(f"fleet: {describe(error)}") from error
+
+
+def _check_decisions(folder: Path | None, plain: bool) -> None:
+    if folder is None:
+        return
+    if plain:
+        raise ConfigError("--plain runs vLLM without Paceline, which decides nothing: drop --decisions")
+    if folder.is_file():
+        raise ConfigError(f"--decisions {folder} is a file: give a folder")
+    check_writable("--decisions", folder / "engine")
 
 
 def _check_switches(

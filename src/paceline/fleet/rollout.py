@@ -23,6 +23,7 @@ from paceline.engine.rollout import check_checkpoint
 from paceline.errors import EngineError, RequestError, UnsupportedError
 from paceline.fleet import cluster
 from paceline.fleet.controller import Controller
+from paceline.fleet.decision_log import ControllerLog, open_log
 from paceline.fleet.draft_process import DraftProcess
 from paceline.fleet.events import (
     Abandoned,
@@ -106,6 +107,7 @@ class Fleet:
         self.policy_version = 0
         folder = check_checkpoint(model).resolve()
         self._controller = Controller(self.settings)
+        self._decision_log = self._open_decision_log()
         self.board = StatusBoard({name: WorkerStatus(name) for name in self._controller.workers})
         self._weights: Any = None
         self._requests: tuple[RolloutRequest, ...] = ()
@@ -146,6 +148,13 @@ class Fleet:
             self._rewards = RewardPool(reward, self.settings.rewards or RewardSettings())
         self._tell(Opened())
         self._wait_while(lambda: "up" not in self._states())
+
+    def _open_decision_log(self) -> ControllerLog | None:
+        """Begin the controller's log, and name the engines the same folder wherever they run."""
+        if (folder := self.engine_settings.decision_log) is not None:
+            folder = str(Path(folder).resolve())
+            self.engine_settings = self.engine_settings.model_copy(update={"decision_log": folder})
+        return open_log(self.settings, folder)
 
     def _start_draft_server(self) -> DraftProcess | None:
         """Start a draft server and point the engines at it, if there is to be one."""
@@ -314,7 +323,8 @@ class Fleet:
     # -- inside
 
     def _tell(self, event: Event) -> None:
-        self._act(self._controller.decide(event))
+        log = self._decision_log
+        self._act(self._controller.decide(event) if log is None else log.decide(self._controller, event))
 
     def _hear(self, event: Event) -> None:
         if isinstance(event, Reported):
@@ -404,6 +414,8 @@ class Fleet:
             self._kv_pool.close()
         if self.metrics is not None:
             self.metrics.close()
+        if self._decision_log is not None:
+            self._decision_log.close()
         if self._owns_ray:
             ray.shutdown()
 
