@@ -48,9 +48,7 @@ class RandomDrafter:
         calibration: Float32Array,
         floor: float,
     ) -> DraftBatch:
-        made = self.draft_paths(
-            query, num_paths=1, sharpness=sharpness, calibration=calibration, floor=floor
-        )
+        made = self.draft_paths(query, num_paths=1, sharpness=sharpness, calibration=calibration, floor=floor)
         probes = np.full((len(query.groups), len(sharpness_grid)), -1, np.int32)
         return DraftBatch(
             made.tokens[:, 0], made.num_tokens[:, 0], made.acceptance[:, 0], made.cells[:, 0], probes

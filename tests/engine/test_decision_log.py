@@ -24,7 +24,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def engine(model_dir: Path, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RolloutEngine]:
+def engine(
+    model_dir: Path, folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[RolloutEngine]:
     """The marginal budget over group drafts, a model drafter's and further paths."""
     small = make_model(tmp_path_factory.mktemp("drafter"), layers=1)
     settings = EngineSettings(

@@ -33,10 +33,10 @@ def engines(draw: st.DrawFn) -> EngineSettings:
 
 
 @given(engines(), st.integers(0, 2**32 - 1))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_a_logged_engine_is_replayed_without_a_difference(engine: EngineSettings, seed: int) -> None:
     with TemporaryDirectory() as folder:
-        proposals = live(engine.model_copy(update={"decision_log": folder}), seed, 60)
+        proposals = live(engine.model_copy(update={"decision_log": folder}), seed, 40)
         with DecisionReader(Path(folder) / "engine-1.decisions") as reader:
             tallies = {tally.kind: tally for tally in replay_engine(reader)}
     assert tallies["draft budget"].num_planned == len(proposals)

@@ -12,7 +12,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from paceline.config import EngineSettings, FleetSettings
+from paceline import __version__
+from paceline.config import BudgetSettings, EngineSettings, FleetSettings
 from paceline.errors import RecordError
 from paceline.record import decisions
 from paceline.record.decisions import (
@@ -33,7 +34,8 @@ from paceline.record.decisions import (
 )
 from paceline.types import StepObservation
 
-HEADER = DecisionHeader(kind="engine", settings=EngineSettings(sharpness=math.inf).model_dump())
+SETTINGS = EngineSettings(sharpness=math.inf, budget=BudgetSettings(bandit_epsilon=1 / 3))
+HEADER = DecisionHeader(kind="engine", settings=SETTINGS.model_dump())
 DRAFTS = Rows.pack(np.array([[0.9, 0.1, 0.0], [0.0, 0.0, 0.0], [1.0, 1e-38, 1e-45]], np.float32))
 STEP = StepLine(step=StepObservation(3, 4, 2, 0, 0.1 + 0.2, num_context_tokens=99), expected_tokens=1 / 3)
 LINES: list[DecisionLine] = [
@@ -72,8 +74,8 @@ def write(folder: Path, *lines: DecisionLine) -> Path:
 
 def test_every_line_is_read_back_as_it_was(tmp_path: Path) -> None:
     with DecisionReader(write(tmp_path, *LINES)) as reader:
-        assert reader.header == HEADER
-        assert reader.settings(EngineSettings).sharpness == math.inf
+        assert (reader.header.kind, reader.header.paceline) == ("engine", __version__)
+        assert reader.settings(EngineSettings) == SETTINGS
         found = list(reader)
         assert not reader.torn
     for line, mine in zip(found, LINES, strict=True):
@@ -113,7 +115,7 @@ def test_every_log_gets_a_file_of_its_own(tmp_path: Path) -> None:
 def test_what_was_torn_is_passed_over(tmp_path: Path) -> None:
     path = write(tmp_path, STEP, STEP)
     whole = path.read_bytes()
-    for cut in (1, 10, len(whole) // 4):
+    for cut in (1, 10, 150):
         path.write_bytes(whole[:-cut])
         with DecisionReader(path) as reader:
             assert list(reader) == [STEP]
@@ -138,7 +140,7 @@ def test_settings_that_this_version_does_not_know_are_refused(tmp_path: Path) ->
     ("content", "message"),
     [
         (b"", "is empty"),
-        (b"{\"event\": \"header\"}\n", "is not a decision log, or damaged"),
+        (b'{"event": "header"}\n', "is not a decision log, or damaged"),
         (b"\xce\x00\x00\x00\x01\xc0", "is not a decision log"),
         (b"\xce\x00\x00\x00\x0f\x81\xa7version\xa5wrong", "is not a decision log"),
     ],
@@ -158,7 +160,9 @@ def test_a_damaged_line_is_named(tmp_path: Path) -> None:
 
 
 def test_where_nothing_was_logged_the_remedy_is_named(tmp_path: Path) -> None:
-    with pytest.raises(RecordError, match=r"--decisions DIR`, or `paceline train --set record.decisions=true"):
+    with pytest.raises(
+        RecordError, match=r"--decisions DIR`, or `paceline train --set record.decisions=true"
+    ):
         find_decisions(tmp_path)
 
 
@@ -196,6 +200,14 @@ def test_a_folder_that_cannot_be_made_is_warned_of(tmp_path: Path, caplog: pytes
 
 def test_what_cannot_be_encoded_ends_the_log_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     writer = DecisionWriter.create(tmp_path, HEADER)
-    writer.write(BudgetLine(num_context_tokens=1 << 70, num_other_tokens=0, max_total_draft_tokens=0, drafts=DRAFTS, lengths=()))
+    writer.write(
+        BudgetLine(
+            num_context_tokens=1 << 70,
+            num_other_tokens=0,
+            max_total_draft_tokens=0,
+            drafts=DRAFTS,
+            lengths=(),
+        )
+    )
     assert not writer.is_open
     assert "no longer logged" in caplog.text

@@ -79,7 +79,9 @@ def _table(logs: list[_Replayed]) -> Table:
 def _print_difference(console: Console, name: str, tally: Tally) -> None:
     if tally.first is None:
         return
-    console.print(f"\n{name}, {tally.kind}: decision {tally.first.number} is the first that differs", markup=False)
+    console.print(
+        f"\n{name}, {tally.kind}: decision {tally.first.number} is the first that differs", markup=False
+    )
     console.print(f"  recorded: {tally.first.recorded}", markup=False)
     console.print(f"  planned:  {tally.first.planned}", markup=False)
     if tally.num_left:

@@ -108,7 +108,8 @@ def rollout(
     decisions: Annotated[
         Path | None,
         typer.Option(
-            metavar="DIR", help="Log what was decided, and on what grounds, into this folder, for 'paceline replay'."
+            metavar="DIR",
+            help="Log what was decided, and on what grounds, into this folder, for 'paceline replay'.",
         ),
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Make only what is missing in OUT.jsonl.")] = False,

@@ -140,9 +140,13 @@ class _Replay:
 
 def _tell_lengths(one: tuple[int, ...], other: tuple[int, ...]) -> str:
     """The sum, and the requests in which two decisions of one step differ."""
-    differing = [(row, mine) for row, (mine, theirs) in enumerate(zip(one, other, strict=True)) if mine != theirs]
+    differing = [
+        (row, mine) for row, (mine, theirs) in enumerate(zip(one, other, strict=True)) if mine != theirs
+    ]
     named = ", ".join(f"request {row} takes {length}" for row, length in differing[:_MOST_SHOWN])
-    more = f", and {len(differing) - _MOST_SHOWN} more requests differ" if len(differing) > _MOST_SHOWN else ""
+    more = (
+        f", and {len(differing) - _MOST_SHOWN} more requests differ" if len(differing) > _MOST_SHOWN else ""
+    )
     return f"{sum(one)} draft tokens of {len(one)} requests: {named}{more}"
 
 
@@ -151,7 +155,9 @@ def _tell_paths(one: Paths, _: Paths) -> str:
     if not made:
         return "no alternatives are made: none can pay"
     rows = [f"{row} ({length} tokens)" for row, length in zip(chosen, lengths, strict=True)]
-    return f"{len(rows)} alternatives are verified: candidates {', '.join(rows)}" if rows else "none is verified"
+    return (
+        f"{len(rows)} alternatives are verified: candidates {', '.join(rows)}" if rows else "none is verified"
+    )
 
 
 def _tell_drafter(one: tuple[float | None, bytes], _: tuple[float | None, bytes]) -> str:

@@ -98,8 +98,8 @@ def describe(action: Action) -> str:
             return f"cancel chunk {chunk} on {worker} (life {life})"
         case Keep(index, start, tokens, logprobs):
             return (
-                f"keep of response {index} tokens {start} to {start + len(tokens)}, in all {action.num_steps} steps and "
-                f"{action.num_draft_tokens} draft tokens, finish reason {action.finish_reason}, digest "
+                f"keep of response {index} tokens {start} to {start + len(tokens)}, in all {action.num_steps} steps "
+                f"and {action.num_draft_tokens} draft tokens, finish reason {action.finish_reason}, digest "
                 f"{_digest(tokens, logprobs)}"
             )
         case Deliver(index, response):

@@ -41,7 +41,9 @@ def replay_controller(reader: DecisionReader) -> list[Tally]:
 def _read_event(reader: DecisionReader, line: ControllerLine) -> Event:
     kind = EVENTS.get(line.event)
     if kind is None:
-        raise RecordError(f"{reader.path} has an event {line.event!r}: this Paceline's fleet knows none of that name")
+        raise RecordError(
+            f"{reader.path} has an event {line.event!r}: this Paceline's fleet knows none of that name"
+        )
     try:
         return msgspec.msgpack.decode(line.body, type=kind)
     except msgspec.MsgspecError as error:

@@ -244,15 +244,18 @@ class DecisionReader:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.torn = False
-        try:
-            self._file: BinaryIO = open(path, "rb")
-        except OSError as error:
-            raise RecordError(f"cannot read {path}: {error.strerror}") from error
+        self._file = self._open()
         try:
             self.header = self._read_header()
         except BaseException:
             self.close()
             raise
+
+    def _open(self) -> BinaryIO:
+        try:
+            return open(self.path, "rb")
+        except OSError as error:
+            raise RecordError(f"cannot read {self.path}: {error.strerror}") from error
 
     def settings(self, kind: type[_Settings]) -> _Settings:
         """The header's settings. Raises RecordError for those of another Paceline that do not fit this one."""

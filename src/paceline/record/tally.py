@@ -1,4 +1,4 @@
-"""The tally of a replay: how many decisions were planned again, how many came out differently, and the first of those."""
+"""The tally of a replay: decisions planned again, how many came out differently, and the first of those."""
 
 from __future__ import annotations
 
