@@ -98,16 +98,15 @@ def describe(action: Action) -> str:
             return f"cancel chunk {chunk} on {worker} (life {life})"
         case Keep(index, start, tokens, logprobs):
             return (
-                f"keep of response {index} tokens {start} to {start + len(tokens)}, in all {action.num_steps} steps "
-                f"and {action.num_draft_tokens} draft tokens, finish reason {action.finish_reason}, digest "
-                f"{_digest(tokens, logprobs)}"
+                f"keep response {index}: tokens {start} to {start + len(tokens)}, in all {action.num_steps} steps, "
+                f"{action.num_draft_tokens} drafts, {action.finish_reason}, digest {_digest(tokens, logprobs)}"
             )
         case Deliver(index, response):
             return (
-                f"deliver response {index}: {len(response.tokens)} tokens in {response.num_steps} steps with "
-                f"{response.num_draft_tokens} draft tokens, {response.num_accepted_tokens} accepted, finish reason "
-                f"{response.finish_reason}, weights {response.policy_version}, digest "
-                f"{_digest(response.tokens, response.logprobs)}"
+                f"deliver response {index}: {len(response.tokens)} tokens, {response.num_steps} steps, "
+                f"{response.num_draft_tokens} drafts, {response.num_accepted_tokens} accepted, "
+                f"{response.finish_reason}, weights {response.policy_version}, "
+                f"digest {_digest(response.tokens, response.logprobs)}"
             )
 
 
