@@ -20,6 +20,7 @@ from paceline.commands.doctor import doctor
 from paceline.commands.draft_server import draft_server
 from paceline.commands.plan import ladder, plan
 from paceline.commands.profile import profile
+from paceline.commands.replay import replay
 from paceline.commands.report import report
 from paceline.commands.rollout import rollout
 from paceline.commands.simulate import simulate
@@ -46,6 +47,7 @@ app.command()(train)
 app.command()(rollout)
 app.command()(bench)
 app.command()(report)
+app.command()(replay)
 app.command()(profile)
 app.command()(ladder)
 app.command()(plan)

@@ -21,6 +21,8 @@ class RecordConfig(Section):
     """Engine steps are merged into samples of about this many milliseconds; 0 records every step."""
     sync_s: float = Field(default=5.0, ge=0.0)
     """Seconds after which the disk is asked to keep what was written; a power cut loses at most so much."""
+    decisions: bool = False
+    """Log what was decided, and on what grounds, into `decisions/` of the run folder, for `paceline replay`."""
 
 
 def describe(error: ValidationError) -> str:
@@ -80,6 +82,10 @@ class EngineSettings(Section):
 
     budget: BudgetSettings = Field(default_factory=lambda: BudgetSettings())
     """How many drafted tokens are verified in each step."""
+
+    decision_log: str | None = None
+    """Folder in which every engine process, and a fleet's controller, logs its decisions for `paceline replay`. Unset:
+    nowhere. A run folder's is switched on by `record.decisions`."""
 
     kv_pool: KvPoolSettings | None = None
     """Where responses that go on later, perhaps on another worker, leave their keys and values. Unset: nowhere; a

@@ -115,7 +115,8 @@ def test_ctrl_c_then_resume_gives_the_same_with_drafts(
     whole: Path, model_dir: Path, prompts: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "o.jsonl"
-    arguments = ("rollout", model_dir, prompts, "--out", out, *OPTIONS)
+    decisions = tmp_path / "decisions"
+    arguments = ("rollout", model_dir, prompts, "--out", out, *OPTIONS, "--decisions", decisions)
     process = subprocess.Popen(command(*arguments), stderr=subprocess.PIPE, text=True, env=environment())
     wait_for_lines(process, out, 3)
     process.send_signal(signal.SIGINT)
@@ -136,6 +137,11 @@ def test_ctrl_c_then_resume_gives_the_same_with_drafts(
         name: essence(line) for name, line in wanted.items()
     }
     assert sum(line["num_draft_tokens"] for line in resumed.values()) > 0
+    replayed = run("replay", decisions)
+    assert replayed.returncode == 0, replayed.stdout + replayed.stderr
+    rows = [line.split() for line in replayed.stdout.splitlines()]
+    assert [row[0] for row in rows[1:]] == ["engine-1.decisions", "engine-2.decisions"]
+    assert all(int(row[-2]) > 10 and row[-1] == "0" for row in rows[1:])
 
     before = out.read_bytes()
     again = run(*arguments, "--resume")

@@ -53,15 +53,19 @@ def ray() -> Iterator[Any]:
 
 
 @pytest.fixture(scope="session")
-def fleet(ray: Any) -> Iterator[Fleet]:
-    """Two workers, small chunks, drafts, a draft server and a reward worker."""
+def fleet(ray: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    """Two workers, small chunks, drafts, a draft server, a reward worker and decision logs."""
     settings = FleetSettings(
         workers=2,
         chunk_tokens=64,
         progress_ms=20.0,
         rewards=RewardSettings(workers=2, max_crashes=50, timeout_s=30.0),
     )
-    engine = EngineSettings(run_seed=3, budget=BudgetSettings(policy="fixed", fixed_tokens=3))
+    engine = EngineSettings(
+        run_seed=3,
+        budget=BudgetSettings(policy="fixed", fixed_tokens=3),
+        decision_log=str(tmp_path_factory.mktemp("decisions")),
+    )
     with Fleet(POLICY, settings, engine, kv_cache_bytes=KV_BYTES, reward=make_score(), **ENGINE) as made:
         yield made
 

@@ -11,10 +11,13 @@ import pytest
 from conftest import Generate, make_requests, make_score
 from vllm import SamplingParams
 
+from paceline.engine.replay import replay_engine
 from paceline.errors import EngineError, RequestError, UnsupportedError
 from paceline.fleet.events import Event, RunChunk
 from paceline.fleet.journal import Journal
+from paceline.fleet.replay import replay_controller
 from paceline.fleet.rollout import Fleet
+from paceline.record.decisions import DecisionReader, find_decisions
 
 PARAMS = SamplingParams(temperature=1.0)
 
@@ -141,3 +144,20 @@ def test_every_worker_reports_what_it_does(fleet: Fleet, prompts: list[tuple[int
     assert told == sum(len(response.tokens) for response in responses)
     assert sum(step.num_tokens for _, step in steps) == told
     assert all(status.num_kv_blocks > 0 for status in fleet.board.workers.values())
+
+
+def test_what_the_fleet_decided_is_planned_again(fleet: Fleet, prompts: list[tuple[int, ...]]) -> None:
+    """The controller's events since the fleet began, killed workers among them, and every engine's steps."""
+    fleet.generate(make_requests(prompts[:2], 4, 100), PARAMS)
+    folder = fleet.engine_settings.decision_log
+    assert folder is not None
+    planned: Counter[str] = Counter()
+    for path in find_decisions(Path(folder)):
+        with DecisionReader(path) as reader:
+            plan = replay_engine if reader.header.kind == "engine" else replay_controller
+            [tally] = plan(reader)
+        assert (tally.first, tally.num_left) == (None, 0)
+        planned[path.name] += tally.num_planned
+    assert {"controller-1.decisions", "engine-1.decisions", "engine-2.decisions"} <= set(planned)
+    assert planned.pop("controller-1.decisions") > 20
+    assert planned.total() > 20

@@ -13,6 +13,7 @@ from conftest import DigitTask
 from rich.console import Console
 
 import paceline.integrations.training_run as training_run
+from paceline.engine.replay import replay_engine
 from paceline.errors import ConfigError
 from paceline.integrations.conductor import Conductor, Summary
 from paceline.integrations.recipe import Recipe
@@ -26,6 +27,7 @@ from paceline.record import (
     RunEnd,
     TrainStep,
 )
+from paceline.record.decisions import DecisionReader, find_decisions
 
 
 @pytest.fixture(autouse=True)
@@ -73,7 +75,7 @@ def whole(policy_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[P
     folder = tmp_path_factory.mktemp("run") / "whole"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(training_run, "load_task", lambda name, **options: DigitTask())
-        summary, screen = run(make_recipe(policy_dir), folder)
+        summary, screen = run(make_recipe(policy_dir, record={"decisions": True}), folder)
     return folder, summary, screen
 
 
@@ -97,6 +99,17 @@ def test_run_records_everything(whole: tuple[Path, Summary, str]) -> None:
     assert (folder / "report.html").is_file()
     assert "\x1b" not in screen
     assert "step 4/4" in screen
+
+
+def test_decisions_of_the_run_are_the_same_again(whole: tuple[Path, Summary, str]) -> None:
+    """Over pushed weights, evaluations and comparisons with plain rollouts."""
+    folder, _, _ = whole
+    [path] = find_decisions(folder)
+    with DecisionReader(path) as reader:
+        [tally] = replay_engine(reader)
+        assert not reader.torn
+    assert tally.num_planned > 100
+    assert tally.num_different == 0
 
 
 def test_comparison_finds_the_same_tokens(whole: tuple[Path, Summary, str]) -> None:

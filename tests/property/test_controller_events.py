@@ -6,6 +6,9 @@ import random
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -14,6 +17,7 @@ from hypothesis import strategies as st
 from paceline.config import FleetSettings
 from paceline.fleet.chunk_log import ChunkLog
 from paceline.fleet.controller import Controller
+from paceline.fleet.decision_log import open_log
 from paceline.fleet.events import (
     Abandoned,
     CancelChunk,
@@ -37,6 +41,8 @@ from paceline.fleet.events import (
     WorkerLost,
     WorkerUp,
 )
+from paceline.fleet.replay import replay_controller
+from paceline.record.decisions import DecisionReader
 from paceline.types import Response, RolloutRequest
 
 BLOCK, LIMIT, CHUNK = 4, 40, 8
@@ -345,6 +351,23 @@ def test_the_same_events_give_the_same_actions(world: World) -> None:
     world.tell(Opened())
     world.roll_out(make_requests(world, 100))
     assert seen
+
+
+@given(worlds())
+@settings(max_examples=40, deadline=None)
+def test_a_logged_run_is_replayed_without_a_difference(world: World) -> None:
+    with TemporaryDirectory() as folder:
+        log = open_log(world.controller._settings, folder)
+        assert log is not None
+        unlogged = SimpleNamespace(decide=world.controller.decide)
+        world.controller.decide = lambda event: log.decide(unlogged, event)  # type: ignore[method-assign, arg-type]
+        world.tell(Opened())
+        world.roll_out(make_requests(world, 100))
+        log.close()
+        with DecisionReader(Path(folder) / "controller-1.decisions") as reader:
+            [tally] = replay_controller(reader)
+    assert tally.num_planned > len(world.requests)
+    assert (tally.num_different, tally.num_left) == (0, 0)
 
 
 def test_a_token_that_differs_is_an_error_that_names_it() -> None:

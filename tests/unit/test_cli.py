@@ -12,7 +12,18 @@ from command_line import CONFIG, Run, make_model, write
 from paceline import cli
 from paceline.errors import PacelineError
 
-COMMANDS = ("train", "rollout", "bench", "report", "profile", "ladder", "plan", "draft-server", "doctor")
+COMMANDS = (
+    "train",
+    "rollout",
+    "bench",
+    "report",
+    "replay",
+    "profile",
+    "ladder",
+    "plan",
+    "draft-server",
+    "doctor",
+)
 
 
 def test_importing_the_command_line_imports_nothing_heavy() -> None:

@@ -25,10 +25,11 @@ def write(folder: Path, text: str) -> Path:
 
 
 def test_minimal_recipe_has_defaults_and_paths_relative_to_the_file(tmp_path: Path) -> None:
-    text = MINIMAL + "engine: {model_drafter: small}\n"
+    text = MINIMAL + "engine: {model_drafter: small, decision_log: logs}\n"
     recipe = load_recipe(write(tmp_path, text))
     assert recipe.model == str(tmp_path / "policy")
     assert recipe.engine.model_drafter == str(tmp_path / "small")
+    assert recipe.engine.decision_log == str(tmp_path / "logs")
     assert recipe.batch.responses == 64
     assert recipe.batch.accumulation == 8
     assert recipe.context_tokens == 768

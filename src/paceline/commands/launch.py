@@ -144,7 +144,9 @@ def check_model_drafter(folder: Path | None, target: Checkpoint) -> None:
         check_drafter(read_checkpoint(folder), target)
 
 
-def build_settings(seed: int, drafter: str, model_drafter: Path | None) -> EngineSettings:
+def build_settings(
+    seed: int, drafter: str, model_drafter: Path | None, decisions: Path | None = None
+) -> EngineSettings:
     """Paceline's settings for the engine; without any drafter the budget is off too."""
     drafts = drafter != "none" or model_drafter is not None
     return EngineSettings.model_validate(
@@ -153,5 +155,6 @@ def build_settings(seed: int, drafter: str, model_drafter: Path | None) -> Engin
             "drafter": drafter,
             "model_drafter": None if model_drafter is None else str(model_drafter),
             "budget": {} if drafts else {"policy": "off"},
+            "decision_log": None if decisions is None else str(decisions.resolve()),
         }
     )

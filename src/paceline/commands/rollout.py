@@ -28,6 +28,7 @@ from paceline.commands.options import (
     TopK,
     TopP,
     check_seed,
+    check_writable,
 )
 from paceline.commands.prompts import read_prompts
 from paceline.commands.responses import RESERVED, ResponseFile, refuse_existing
@@ -113,6 +114,13 @@ def rollout(
             rich_help_panel="Fleet",
         ),
     ] = None,
+    decisions: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Log what was decided, and on what grounds, into this folder, for 'paceline replay'.",
+        ),
+    ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Make only what is missing in OUT.jsonl.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT.jsonl.")] = False,
 ) -> None:
@@ -133,6 +141,7 @@ def rollout(
     _check_switches(samples, resume, overwrite, plain, model_drafter)
     _check_record(record, workers)
     check_seed(seed)
+    _check_decisions(decisions, plain)
     if not (resume or overwrite):
         refuse_existing(out)
         if record is not None:
@@ -153,7 +162,7 @@ def rollout(
     )
     launch = Launch(
         model=model,
-        settings=None if plain else build_settings(seed, drafter, model_drafter),
+        settings=None if plain else build_settings(seed, drafter, model_drafter, decisions),
         dtype=dtype,
         max_model_len=length,
         max_num_seqs=max_num_seqs,
@@ -197,6 +206,16 @@ def _check_record(record: Path | None, workers: int | None) -> None:
         raise ConfigError("--record tells what ran on which worker of a fleet: give --workers too")
     if record.exists() and not record.is_dir():
         raise ConfigError(f"--record {record} is a file: give a folder")
+
+
+def _check_decisions(folder: Path | None, plain: bool) -> None:
+    if folder is None:
+        return
+    if plain:
+        raise ConfigError("--plain runs vLLM without Paceline, which decides nothing: drop --decisions")
+    if folder.is_file():
+        raise ConfigError(f"--decisions {folder} is a file: give a folder")
+    check_writable("--decisions", folder / "engine")
 
 
 def _check_switches(

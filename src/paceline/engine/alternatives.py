@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from paceline.config import BudgetSettings, EngineSettings
 from paceline.drafting.drafter import PathDrafter
+from paceline.engine.decision_log import EngineLog
 from paceline.engine.learned import Learned
 from paceline.planning import paths
 from paceline.planning.acceptance import BoolArray
@@ -49,8 +50,9 @@ class StepDrafts:
 class AlternativePaths:
     """One per engine."""
 
-    def __init__(self, settings: EngineSettings) -> None:
+    def __init__(self, settings: EngineSettings, log: EngineLog) -> None:
         self._settings = settings
+        self._log = log
         self._trust = paths.PathTrust()
 
     @property
@@ -80,6 +82,7 @@ class AlternativePaths:
             state,
             policy,
         ):
+            self._log.write_no_paths()
             return None
         made = drafter.draft_paths(
             step.query,
@@ -111,6 +114,7 @@ class AlternativePaths:
             max_rows=max_alternatives,
         )
         choice = paths.choose_paths(snapshot, state, policy, self._trust)
+        self._log.write_paths(snapshot, choice)
         if not len(choice.candidates):
             return None
         rows = choice.candidates
@@ -135,6 +139,7 @@ class AlternativePaths:
             most = accepted.copy()
             np.maximum.at(most, alternatives.owners, others_accepted)
             promised, gained = alternatives.expected_accepted, float((most - accepted).sum())
+        self._log.write_paths_gain(promised, gained)
         self._trust = paths.update_trust(self._trust, promised, gained)
 
 

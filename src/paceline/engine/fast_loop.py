@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from paceline.config import BudgetSettings, EngineSettings
 from paceline.drafting.drafter import Drafter, PathDrafter
 from paceline.engine.alternatives import AlternativePaths, Alternatives, StepDrafts, outcomes_of
+from paceline.engine.decision_log import open_log
 from paceline.engine.learned import Learned
 from paceline.engine.model_steering import ModelSteering
 from paceline.engine.sharing import SharedDrafts
@@ -78,7 +79,8 @@ class FastLoop:
         self._batch_size = 0
         self._num_drafted = 0
         self._expected = 0.0
-        self._paths = AlternativePaths(settings)
+        self._log = open_log(settings)
+        self._paths = AlternativePaths(settings, self._log)
         self._sharing = _connect(settings, vocab_size)
         self.drafting = True
         self._resting: Drafter | None = None
@@ -124,10 +126,11 @@ class FastLoop:
             self._sharing.close(group, response)
 
     def shut_down(self) -> None:
-        """Disconnect from the draft servers."""
+        """Disconnect from the draft servers, end the decision log."""
         if self._sharing is not None:
             self._sharing.close_client()
             self._sharing = None
+        self._log.close()
 
     def forget_tokens(self) -> None:
         """Drop all groups; what was learned about acceptance and time stays."""
@@ -156,8 +159,12 @@ class FastLoop:
         return PolicyState(self.budget, self._steering)
 
     def use_budget(self, settings: BudgetSettings, state: PolicyState | None = None) -> None:
-        """Go on with another policy, and with `state` if it was used before; only between responses."""
+        """Go on with another policy, and with `state` if it was used before; only between responses.
+
+        The decision log, which tells of one policy, ends here.
+        """
         self._flush()
+        self._log.close()
         self._settings = self._settings.model_copy(update={"budget": settings})
         fresh = PolicyState(budget.BudgetState.initial(settings), ModelSteering())
         self.budget, self._steering = fresh if state is None else state
@@ -180,7 +187,8 @@ class FastLoop:
             max_alternatives: draft paths beyond one per request that the step has room for.
         """
         self._flush()
-        self._now = self.budget.at_context(int(query.positions.sum()))
+        num_context_tokens = int(query.positions.sum())
+        self._now = self.budget.at_context(num_context_tokens)
         self._batch_size = len(query.groups)
         free = self._draft_free(query)
         model = self._match_model(query)
@@ -189,8 +197,11 @@ class FastLoop:
         lengths = budget.decide(snapshot, self._now, self._settings.budget)
         self._expected = budget.expected_accepted(snapshot, lengths)
         self._num_drafted = int(lengths.sum())
-        if model is not None and num_other_tokens == 0:
-            self._judge_model(free)
+        judged = model is not None and num_other_tokens == 0
+        alone = free.path_probability if judged and free is not None else None
+        self._log.write_budget(num_context_tokens, snapshot, lengths, judged, alone)
+        if judged:
+            self._steering.judge(snapshot, lengths, alone, self._now, self._settings.budget)
         alternatives = None
         if max_alternatives and isinstance(self.drafter, PathDrafter):
             alternatives = self._paths.choose(
@@ -212,21 +223,6 @@ class FastLoop:
             num_other_tokens=num_other_tokens,
             path_probability=batch.path_probability,
             max_total_draft_tokens=num_requests * self._settings.max_draft_tokens,
-        )
-
-    def _judge_model(self, free: DraftBatch | None) -> None:
-        """Compare the decided step with the one that would have been decided without the model drafter."""
-        batch, trust = self._batch_size, self.budget.confidence
-        num_drafted, expected = 0, 0.0
-        if free is not None:
-            alone = self._snapshot(free, 0)
-            lengths = budget.decide(alone, self._now, self._settings.budget)
-            num_drafted, expected = int(lengths.sum()), budget.expected_accepted(alone, lengths)
-        self._steering.judge(
-            batch,
-            self._now.decode_time,
-            with_drafts=(self._num_drafted, trust * self._expected),
-            without=(num_drafted, trust * expected),
         )
 
     def _choose(
@@ -269,6 +265,7 @@ class FastLoop:
     def receive(self, drafts: ModelDrafts) -> None:
         """Take the model drafter's work; its time is taken out of the step's, so that T(n) is the target's alone."""
         self._arrived = drafts
+        self._log.write_growth(drafts.growth)
         self._steering.receive(drafts.growth)
         if self._pending is not None:
             step, expected = self._pending
@@ -280,10 +277,12 @@ class FastLoop:
             return None
         batch, step_time = max(self._batch_size, 1), self._now.decode_time
         if not self._steering.advance(batch, self._settings.budget.refresh_steps):
+            self._log.write_drafter(None)
             return None
         floor, level_costs = self._steering.limits(
             batch, self._num_drafted, step_time, self._settings.draft_floor
         )
+        self._log.write_drafter((floor, level_costs))
         return DraftOrder(
             self._settings.max_draft_tokens,
             self.model.beta,
@@ -346,6 +345,7 @@ class FastLoop:
     def _flush(self) -> None:
         if self._pending is not None:
             step, expected = self._pending
+            self._log.write_step(step, expected)
             self.budget = budget.update(self.budget, step, self._settings.budget, expected)
             self._pending = None
 

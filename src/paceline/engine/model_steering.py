@@ -5,11 +5,15 @@ Holds the state of the decisions in planning/drafter_worth.py. One thread.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
+from paceline.config import BudgetSettings
 from paceline.planning import drafter_worth
+from paceline.planning.budget import BudgetSnapshot, BudgetState, decide, expected_accepted
 from paceline.planning.latency import StepTimeModel, predict_s, update_measured_time
-from paceline.types import DraftGrowth, Float32Array
+from paceline.types import DraftGrowth, Float32Array, Int32Array
 
 
 class ModelSteering:
@@ -31,21 +35,30 @@ class ModelSteering:
 
     def judge(
         self,
-        batch: int,
-        step_time: StepTimeModel,
-        with_drafts: tuple[int, float],
-        without: tuple[int, float],
+        snapshot: BudgetSnapshot,
+        lengths: Int32Array,
+        free: Float32Array | None,
+        state: BudgetState,
+        settings: BudgetSettings,
     ) -> None:
-        """Compare the decided step of `batch` requests with the one decided without the model drafter.
+        """Compare the decided step with the one that would have been decided without the model drafter.
 
-        Both are given as (draft tokens to verify, accepted ones expected).
+        lengths: the decision about `snapshot`. free: path probabilities of the model-free drafts, None without any.
+        [num_requests, max_draft_tokens]. state: what the budget knew.
         """
-        step_s = predict_s(step_time, np.array([batch + with_drafts[0], batch + without[0]])).tolist()
+        batch, trust = snapshot.num_requests, state.confidence
+        drafted, expected = int(lengths.sum()), expected_accepted(snapshot, lengths)
+        drafted_alone, expected_alone = 0, 0.0
+        if free is not None:
+            alone = replace(snapshot, path_probability=free)
+            lengths = decide(alone, state, settings)
+            drafted_alone, expected_alone = int(lengths.sum()), expected_accepted(alone, lengths)
+        step_s = predict_s(state.decode_time, np.array([batch + drafted, batch + drafted_alone])).tolist()
         self._worth = drafter_worth.update_worth(
             self._worth,
             batch,
-            (batch + with_drafts[1], step_s[0] + self._drafting_s),
-            (batch + without[1], step_s[1]),
+            (batch + trust * expected, step_s[0] + self._drafting_s),
+            (batch + trust * expected_alone, step_s[1]),
         )
 
     def advance(self, batch: int, longest_rest: int) -> bool:

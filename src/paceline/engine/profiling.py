@@ -89,7 +89,7 @@ def profiling_settings(tokens_per_request: int) -> EngineSettings:
 
 
 def longest_response(widths: Sequence[int]) -> int:
-    """Response tokens that measuring these tokens per request adds to a context: drafts are rejected, but for chance."""
+    """Response tokens that measuring these tokens per request adds to a context; by chance, drafts are accepted."""
     return 3 * STEPS * len(widths) + 2 * max(widths)
 
 

@@ -72,6 +72,7 @@ class _Rollout:
     """What `Submitted` gave. Groups as the dispatcher knows them: equal prompts of one group with one limit."""
 
     true_lengths: Sequence[int]
+    variant: Variant
     groups: dict[tuple[int, tuple[int, ...], int], list[LiveResponse]] = field(default_factory=dict)
     places: dict[tuple[int, int], LiveResponse] = field(default_factory=dict)  # by dispatch group and sample
 
@@ -131,10 +132,6 @@ class Controller:
             case Reported():
                 return self._read(worker, event.report)
 
-    def use_variant(self, variant: Variant) -> None:
-        """Dispatch the next rollouts another way; one that runs goes on as it began."""
-        self._settings = self._settings.model_copy(update={"variant": variant})
-
     # -- views, for who shows the fleet
 
     def state_of(self, worker: str) -> WorkerState:
@@ -158,7 +155,10 @@ class Controller:
             raise RequestError(
                 f"{self.num_unfinished} responses are still running: finish or abandon them first"
             )
-        self._dispatcher, self._rollout = None, _Rollout(event.true_lengths)
+        self._dispatcher, self._rollout = (
+            None,
+            _Rollout(event.true_lengths, event.variant or self._settings.variant),
+        )
         actions: list[Action] = []
         for index, request in enumerate(event.requests):
             kept = event.kept.get(index)
@@ -182,7 +182,7 @@ class Controller:
         groups = list(rollout.groups.values())
         dispatcher = Dispatcher(
             DispatchSettings(
-                variant=self._settings.variant,
+                variant=rollout.variant,
                 chunk_tokens=self._settings.chunk_tokens,
                 block_tokens=up[0].facts.block_tokens,
                 guard_interval=self._settings.guard_interval,

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
+from paceline.config import Variant
 from paceline.engine.kv_use import KvUse
 from paceline.types import Response, RolloutRequest, StepObservation
 
@@ -111,6 +112,8 @@ class Submitted:
     kept: Mapping[int, Kept] = field(default_factory=dict)
     true_lengths: tuple[int, ...] = ()
     """Response tokens of each request, for the oracle."""
+    variant: Variant | None = None
+    """How this rollout is dispatched, if not as the settings say."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,7 @@ from paceline.errors import EngineError, RequestError, UnsupportedError
 from paceline.fleet import cluster
 from paceline.fleet.chunk_log import ChunkLog
 from paceline.fleet.controller import Controller
+from paceline.fleet.decision_log import ControllerLog, open_log
 from paceline.fleet.draft_process import DraftProcess
 from paceline.fleet.events import (
     Abandoned,
@@ -108,9 +109,11 @@ class Fleet:
         folder = check_checkpoint(model).resolve()
         self._controller = Controller(self.settings)
         self.chunks = ChunkLog()
+        self._decision_log = self._open_decision_log()
         self.board = StatusBoard({name: WorkerStatus(name) for name in self._controller.workers})
         self._weights: Any = None
         self._requests: tuple[RolloutRequest, ...] = ()
+        self._variant: Variant | None = None
         self._params: SamplingParams | None = None
         self._journal: Journal | None = None
         self._finished: list[Finished] = []
@@ -148,6 +151,13 @@ class Fleet:
             self._rewards = RewardPool(reward, self.settings.rewards or RewardSettings())
         self._tell(Opened())
         self._wait_while(lambda: "up" not in self._states())
+
+    def _open_decision_log(self) -> ControllerLog | None:
+        """Begin the controller's log, and name the engines the same folder wherever they run."""
+        if (folder := self.engine_settings.decision_log) is not None:
+            folder = str(Path(folder).resolve())
+            self.engine_settings = self.engine_settings.model_copy(update={"decision_log": folder})
+        return open_log(self.settings, folder)
 
     def _start_draft_server(self) -> DraftProcess | None:
         """Start a draft server and point the engines at it, if there is to be one."""
@@ -209,7 +219,7 @@ class Fleet:
         kept = {} if journal is None else journal.find(resolved)
         self._requests, self._params, self._journal = resolved, params, journal
         try:
-            self._tell(Submitted(resolved, kept, tuple(true_lengths)))
+            self._tell(Submitted(resolved, kept, tuple(true_lengths), self._variant))
         except RequestError:
             self.abandon()
             raise
@@ -308,7 +318,7 @@ class Fleet:
 
     def use_variant(self, variant: Variant) -> None:
         """Dispatch the next rollouts another way, for comparison; see `FleetSettings.variant`."""
-        self._controller.use_variant(variant)
+        self._variant = variant
 
     @property
     def vllm_engine(self) -> Any:
@@ -320,9 +330,9 @@ class Fleet:
     # -- inside
 
     def _tell(self, event: Event) -> None:
-        now_s = time.monotonic()
+        now_s, log = time.monotonic(), self._decision_log
         self.chunks.hear(event, now_s)
-        actions = self._controller.decide(event)
+        actions = self._controller.decide(event) if log is None else log.decide(self._controller, event)
         self.chunks.note(actions, now_s)
         self._act(actions)
 
@@ -414,6 +424,8 @@ class Fleet:
             self._kv_pool.close()
         if self.metrics is not None:
             self.metrics.close()
+        if self._decision_log is not None:
+            self._decision_log.close()
         if self._owns_ray:
             ray.shutdown()
 

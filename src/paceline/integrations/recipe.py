@@ -233,7 +233,12 @@ def check_resumable(recipe: Recipe, recorded: Mapping[str, Any]) -> None:
 
 
 def _resolve_paths(fields: dict[str, Any], folder: Path) -> None:
-    for keys in (("model",), ("engine", "model_drafter"), ("task", "options", "prompts")):
+    for keys in (
+        ("model",),
+        ("engine", "model_drafter"),
+        ("engine", "decision_log"),
+        ("task", "options", "prompts"),
+    ):
         holder: Any = fields
         for key in keys[:-1]:
             holder = holder.get(key) if isinstance(holder, dict) else None

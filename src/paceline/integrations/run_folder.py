@@ -2,6 +2,7 @@
 
     record.jsonl          every measurement (paceline.record)
     checkpoints/          the trainer's checkpoints, from which --resume continues exactly
+    decisions/            what was decided, if asked for (paceline.record.decisions)
     policy/               the trained policy in Hugging Face format, once the run has finished
     report.html           the page of the run
     log.txt               what the libraries printed
@@ -19,6 +20,7 @@ from typing import Any
 
 from paceline.errors import ConfigError
 from paceline.record import FILE_NAME, Comparison, Evaluation, RecordReader
+from paceline.record.decisions import DECISIONS_FOLDER
 
 CHECKPOINTS, POLICY, REPORT, LOG = "checkpoints", "policy", "report.html", "log.txt"
 
@@ -64,7 +66,7 @@ def check_folder(folder: Path, *, resume: bool, overwrite: bool) -> None:
 
 def clear_folder(folder: Path) -> None:
     """Delete what an earlier run left in its folder, and nothing else."""
-    for name in (CHECKPOINTS, POLICY):
+    for name in (CHECKPOINTS, POLICY, DECISIONS_FOLDER):
         shutil.rmtree(folder / name, ignore_errors=True)
     (folder / REPORT).unlink(missing_ok=True)
 

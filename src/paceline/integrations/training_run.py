@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from paceline.config import EngineSettings
 from paceline.engine.rollout import RolloutEngine, check_checkpoint, prepare_environment
 from paceline.errors import ConfigError, PacelineError
 from paceline.integrations.checkpoints import load_policy, load_tokenizer, model_length
@@ -40,6 +41,7 @@ from paceline.record import (
     describe_machine,
     describe_versions,
 )
+from paceline.record.decisions import DECISIONS_FOLDER
 from paceline.tasks import Row, load_task
 
 if TYPE_CHECKING:
@@ -182,14 +184,21 @@ class TrainingRun:
         }
         if recipe.fleet is None:
             self._console.print("starting the engine")
-            return RolloutEngine(recipe.model, recipe.engine, **options)
+            return RolloutEngine(recipe.model, self._engine_settings(), **options)
         from paceline.fleet.rollout import Fleet
         from paceline.integrations.fleet_rollouts import TaskReward
 
         self._console.print(f"starting {recipe.fleet.workers} engines")
         if recipe.fleet.rewards is not None:
             self._fleet_reward = TaskReward(self._task, self._tokenizer, [*self._train_rows, *self._held_out])
-        return Fleet(recipe.model, recipe.fleet, recipe.engine, reward=self._fleet_reward, **options)
+        engine = self._engine_settings()
+        return Fleet(recipe.model, recipe.fleet, engine, reward=self._fleet_reward, **options)
+
+    def _engine_settings(self) -> EngineSettings:
+        if not self.recipe.record.decisions:
+            return self.recipe.engine
+        folder = (self.folder / DECISIONS_FOLDER).resolve()
+        return self.recipe.engine.model_copy(update={"decision_log": str(folder)})
 
     def _build_trainer(self, conductor: Conductor) -> Any:
         from datasets import Dataset

@@ -2,7 +2,8 @@
 
 Owns the schema (`events`), the writer and the reader. At most the last line can be torn (by a crash);
 `RecordWriter.resume` cuts it off. Written by the trainer, the owner of the rollout engine and the command
-line; read by `paceline report` and by policy replay.
+line; read by `paceline report`. Beside it, with schemas of their own: the decision log (`decisions`), which `paceline
+replay` reads, and profiles (`profile`).
 """
 
 from paceline.record.events import (

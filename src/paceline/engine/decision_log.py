@@ -1,0 +1,122 @@
+"""What the fast loop tells the decision log. Called by fast_loop.py and alternatives.py, in the order of events.
+
+Without a log every call returns at once, so that callers need not ask.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from paceline.config import EngineSettings
+from paceline.planning.budget import BudgetSnapshot
+from paceline.planning.paths import PathChoice, PathSnapshot
+from paceline.record.decisions import (
+    BudgetLine,
+    DecisionHeader,
+    DecisionWriter,
+    DrafterLine,
+    GrowthLine,
+    PathCandidates,
+    PathsGainLine,
+    PathsLine,
+    Rows,
+    StepLine,
+)
+from paceline.types import DraftGrowth, Float32Array, Int32Array, StepObservation
+
+
+class EngineLog:
+    """One per engine, open or not."""
+
+    def __init__(self, writer: DecisionWriter | None, num_paths: int) -> None:
+        self._writer = writer
+        self._has_paths = num_paths > 1
+
+    def write_budget(
+        self,
+        num_context_tokens: int,
+        snapshot: BudgetSnapshot,
+        lengths: Int32Array,
+        judged: bool,
+        free: Float32Array | None,
+    ) -> None:
+        """The draft budget's decision; `free`: see `ModelSteering.judge`, called if `judged`."""
+        if self._writer is None:
+            return
+        line = BudgetLine(
+            num_context_tokens=num_context_tokens,
+            num_other_tokens=snapshot.num_other_tokens,
+            max_total_draft_tokens=snapshot.max_total_draft_tokens,
+            drafts=Rows.pack(snapshot.path_probability),
+            lengths=tuple(lengths.tolist()),
+            judged=judged,
+            free=None if free is None else Rows.pack(free),
+        )
+        self._writer.write(line)
+
+    def write_no_paths(self) -> None:
+        """No alternative could pay, so none were made."""
+        if self._writer is not None:
+            self._writer.write(PathsLine())
+
+    def write_paths(self, snapshot: PathSnapshot, choice: PathChoice) -> None:
+        """Alternatives were made and chosen from."""
+        if self._writer is None:
+            return
+        made = PathCandidates(
+            owners=tuple(snapshot.owners.tolist()),
+            tokens=snapshot.tokens.tobytes(),
+            path_probability=Rows.pack(snapshot.path_probability),
+            limits=tuple(snapshot.limits.tolist()),
+            covered=tuple(snapshot.covered.tolist()),
+            contexts=tuple(snapshot.contexts.tolist()),
+        )
+        line = PathsLine(
+            max_rows=snapshot.max_rows,
+            candidates=made,
+            chosen=tuple(choice.candidates.tolist()),
+            lengths=tuple(choice.lengths.tolist()),
+        )
+        self._writer.write(line)
+
+    def write_paths_gain(self, promised: float, gained: float) -> None:
+        """What came of a step's alternatives."""
+        if self._writer is not None and self._has_paths:
+            self._writer.write(PathsGainLine(promised=promised, gained=gained))
+
+    def write_drafter(self, limits: tuple[float, Float32Array] | None) -> None:
+        """What the model drafter shall do after the step: (floor, level costs), or None, rest."""
+        if self._writer is None:
+            return
+        if limits is None:
+            self._writer.write(DrafterLine())
+        else:
+            self._writer.write(DrafterLine(floor=limits[0], level_costs=limits[1].tobytes()))
+
+    def write_growth(self, growth: DraftGrowth) -> None:
+        """What the model drafter's drafts cost."""
+        if self._writer is not None:
+            self._writer.write(
+                GrowthLine(
+                    num_levels=growth.num_levels, num_rows=growth.num_rows, seconds=float(growth.seconds)
+                )
+            )
+
+    def write_step(self, step: StepObservation, expected_tokens: float) -> None:
+        """A measured step, when the budget learns from it."""
+        if self._writer is not None:
+            self._writer.write(StepLine(step=step, expected_tokens=expected_tokens))
+
+    def close(self) -> None:
+        """Write no more."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+
+def open_log(settings: EngineSettings) -> EngineLog:
+    """The log of a new engine, if there is to be one."""
+    if settings.decision_log is None:
+        return EngineLog(None, settings.num_paths)
+    header = DecisionHeader(kind="engine", settings=settings.model_dump())
+    return EngineLog(DecisionWriter.create(Path(settings.decision_log), header), settings.num_paths)

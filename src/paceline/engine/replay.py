@@ -1,0 +1,168 @@
+"""Replay of an engine's decision log: every decision planned again by the functions that the fast loop calls.
+
+Each decision is planned on the recorded grounds, whatever an earlier one has become: the budget learns from the steps
+as they were, with the drafts as they were. Only whether the model drafter rests follows from what is planned now.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from paceline.config import EngineSettings
+from paceline.engine.model_steering import ModelSteering
+from paceline.planning import paths
+from paceline.planning.budget import BudgetSnapshot, BudgetState, decide, expected_accepted, update
+from paceline.record.decisions import (
+    BudgetLine,
+    DecisionReader,
+    DrafterLine,
+    GrowthLine,
+    PathCandidates,
+    PathsGainLine,
+    PathsLine,
+    StepLine,
+)
+from paceline.record.tally import Tally
+from paceline.types import DraftGrowth, Int32Array
+
+_MOST_SHOWN = 8
+"""Requests or numbers that a difference names."""
+
+Paths = tuple[bool, tuple[int, ...], tuple[int, ...]]
+"""Whether alternatives were made, which were chosen, and their lengths."""
+
+
+def replay_engine(reader: DecisionReader) -> list[Tally]:
+    """Plan everything in an engine's log again. Raises RecordError for a damaged log."""
+    replay = _Replay(reader.settings(EngineSettings))
+    for line in reader:
+        match line:
+            case BudgetLine():
+                replay.plan_budget(line)
+            case PathsLine():
+                replay.plan_paths(line)
+            case DrafterLine():
+                replay.plan_drafter(line)
+            case StepLine():
+                replay.learn(line)
+            case GrowthLine():
+                growth = DraftGrowth(line.num_levels, line.num_rows, line.seconds)
+                replay.steering.receive(growth)
+            case PathsGainLine():
+                replay.trust = paths.update_trust(replay.trust, line.promised, line.gained)
+            case _:
+                reader.refuse(line)
+    return [tally for tally in replay.tallies if tally.num_planned or tally is replay.tallies[0]]
+
+
+class _Replay:
+    """What the fast loop knew at a point of the log."""
+
+    def __init__(self, settings: EngineSettings) -> None:
+        self._settings = settings
+        self._budget = self._now = BudgetState.initial(settings.budget)
+        self.steering = ModelSteering()
+        self.trust = paths.PathTrust()
+        self._snapshot = BudgetSnapshot(0, 0, np.zeros((0, 1), np.float32), 0)
+        self._lengths: Int32Array = np.zeros(0, np.int32)
+        self._budgets = Tally("draft budget")
+        self._alternatives = Tally("draft paths")
+        self._orders = Tally("model drafter")
+        self.tallies = [self._budgets, self._alternatives, self._orders]
+
+    def plan_budget(self, line: BudgetLine) -> None:
+        """Draft lengths of a step."""
+        self._now = self._budget.at_context(line.num_context_tokens)
+        probability = line.drafts.unpack()
+        self._snapshot = BudgetSnapshot(
+            len(probability), line.num_other_tokens, probability, line.max_total_draft_tokens
+        )
+        self._lengths = np.array(line.lengths, np.int32)
+        planned = decide(self._snapshot, self._now, self._settings.budget)
+        self._budgets.compare(line.lengths, tuple(planned.tolist()), _tell_lengths)
+        if line.judged:
+            free = None if line.free is None else line.free.unpack()
+            self.steering.judge(self._snapshot, self._lengths, free, self._now, self._settings.budget)
+
+    def plan_paths(self, line: PathsLine) -> None:
+        """Whether alternatives are made, and which are verified."""
+        snapshot, budget = self._snapshot, self._settings.budget
+        expected = expected_accepted(snapshot, self._lengths)
+        pays = paths.may_pay(
+            snapshot.path_probability,
+            self._lengths,
+            snapshot.num_other_tokens,
+            expected,
+            self._now,
+            budget,
+        )
+        planned: Paths = (pays, (), ())
+        if pays and line.candidates is not None:
+            candidates = self._path_snapshot(line.candidates, line.max_rows, expected)
+            choice = paths.choose_paths(candidates, self._now, budget, self.trust)
+            planned = (pays, tuple(choice.candidates.tolist()), tuple(choice.lengths.tolist()))
+        recorded: Paths = (line.candidates is not None, line.chosen, line.lengths)
+        self._alternatives.compare(recorded, planned, _tell_paths)
+
+    def _path_snapshot(
+        self, candidates: PathCandidates, max_rows: int, expected: float
+    ) -> paths.PathSnapshot:
+        probability = candidates.path_probability.unpack()
+        return paths.PathSnapshot(
+            num_requests=self._snapshot.num_requests,
+            num_other_tokens=self._snapshot.num_other_tokens,
+            num_draft_tokens=int(self._lengths.sum()),
+            expected_accepted=expected,
+            owners=np.array(candidates.owners, np.int64),
+            tokens=np.frombuffer(candidates.tokens, np.int32).reshape(probability.shape),
+            path_probability=probability,
+            limits=np.array(candidates.limits, np.int32),
+            covered=np.array(candidates.covered, np.int32),
+            contexts=np.array(candidates.contexts, np.int64),
+            max_rows=max_rows,
+        )
+
+    def plan_drafter(self, line: DrafterLine) -> None:
+        """Whether the model drafter works after the step, and how far its drafts go."""
+        batch = max(self._snapshot.num_requests, 1)
+        floor, costs = None, b""
+        if self.steering.advance(batch, self._settings.budget.refresh_steps):
+            floor, table = self.steering.limits(
+                batch, int(self._lengths.sum()), self._now.decode_time, self._settings.draft_floor
+            )
+            costs = table.tobytes()
+        self._orders.compare((line.floor, line.level_costs), (floor, costs), _tell_drafter)
+
+    def learn(self, line: StepLine) -> None:
+        """A step was measured."""
+        self._budget = update(self._budget, line.step, self._settings.budget, line.expected_tokens)
+
+
+def _tell_lengths(one: tuple[int, ...], other: tuple[int, ...]) -> str:
+    """The sum, and the requests in which two decisions of one step differ."""
+    differing = [
+        (row, mine) for row, (mine, theirs) in enumerate(zip(one, other, strict=True)) if mine != theirs
+    ]
+    named = ", ".join(f"request {row} takes {length}" for row, length in differing[:_MOST_SHOWN])
+    more = (
+        f", and {len(differing) - _MOST_SHOWN} more requests differ" if len(differing) > _MOST_SHOWN else ""
+    )
+    return f"{sum(one)} draft tokens of {len(one)} requests: {named}{more}"
+
+
+def _tell_paths(one: Paths, _: Paths) -> str:
+    made, chosen, lengths = one
+    if not made:
+        return "no alternatives are made: none can pay"
+    rows = [f"{row} ({length} tokens)" for row, length in zip(chosen, lengths, strict=True)]
+    return (
+        f"{len(rows)} alternatives are verified: candidates {', '.join(rows)}" if rows else "none is verified"
+    )
+
+
+def _tell_drafter(one: tuple[float | None, bytes], _: tuple[float | None, bytes]) -> str:
+    floor, costs = one
+    if floor is None:
+        return "it rests"
+    shown = ", ".join(f"{cost:.9g}" for cost in np.frombuffer(costs, np.float32)[-_MOST_SHOWN:])
+    return f"it drafts down to path probability {floor:.17g}; accepted tokens that a level must be worth: .. {shown}"

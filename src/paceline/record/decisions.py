@@ -1,0 +1,350 @@
+"""The decision log: what live planning was given and what it decided, so that it can be planned again.
+
+One file per process that decides, `<folder>/engine-1.decisions`, `controller-1.decisions`, ..; the header, then a line
+per input or decision, in the order in which they happened. Written by engine/decision_log.py and
+fleet/decision_log.py, read by `paceline replay`. `docs/run-folder.md` describes every line.
+
+MessagePack, not JSON as `record.jsonl` is: a replay needs every number bit for bit (not-a-number included), and half of
+the bytes are path probabilities. Each line is preceded by its length as a MessagePack number of five bytes, so that the
+file is a plain stream of MessagePack objects. Invariants: a line that was written is never changed, at most the last
+one is torn; whatever keeps a line from being written ends the log, never the rollout.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO, Literal, NoReturn, Self, TypeVar
+
+import msgspec
+import numpy as np
+from pydantic import BaseModel, ValidationError
+
+from paceline import __version__
+from paceline.config import describe
+from paceline.errors import RecordError
+from paceline.types import Float32Array, StepObservation
+
+LOGGER = logging.getLogger(__name__)
+
+DECISIONS_VERSION = 1
+DECISIONS_FOLDER = "decisions"
+"""In a run folder."""
+SUFFIX = ".decisions"
+
+Kind = Literal["engine", "controller"]
+_Settings = TypeVar("_Settings", bound=BaseModel)
+
+_FRAME = struct.Struct(">BI")
+_UINT32 = 0xCE  # MessagePack's mark of a number in the four bytes that follow
+
+
+class DecisionHeader(msgspec.Struct, frozen=True, kw_only=True):
+    """The first line."""
+
+    version: int = DECISIONS_VERSION
+    kind: Kind
+    paceline: str = __version__
+    settings: dict[str, Any]
+    """EngineSettings or FleetSettings, all fields."""
+
+
+class _Version(msgspec.Struct):
+    """What every version of the first line has in common."""
+
+    version: int
+
+
+class Rows(msgspec.Struct, frozen=True, array_like=True):
+    """Path probabilities, [num_rows, width] float32: positive up to a row's end and 0 behind it."""
+
+    width: int
+    lengths: bytes  # [num_rows] uint8
+    values: bytes  # [sum of lengths] float32, row by row
+
+    @classmethod
+    def pack(cls, table: Float32Array) -> Rows:
+        """The rows of `table`, at most 255 wide."""
+        inside = table > 0
+        lengths = np.count_nonzero(inside, axis=1).astype(np.uint8)
+        return cls(table.shape[1], lengths.tobytes(), table[inside].tobytes())
+
+    def unpack(self) -> Float32Array:
+        """The table again, bit for bit."""
+        lengths = np.frombuffer(self.lengths, np.uint8)
+        table = np.zeros((len(lengths), self.width), np.float32)
+        table[np.arange(self.width) < lengths[:, None]] = np.frombuffer(self.values, np.float32)
+        return table
+
+
+class PathCandidates(msgspec.Struct, frozen=True, array_like=True):
+    """The candidates of a `PathSnapshot`."""
+
+    owners: tuple[int, ...]
+    tokens: bytes  # [num_candidates, width] int32
+    path_probability: Rows
+    limits: tuple[int, ...]
+    covered: tuple[int, ...]
+    contexts: tuple[int, ...]
+
+
+class _Line(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="line"):
+    """Base of every line but the header."""
+
+
+class BudgetLine(_Line, frozen=True, tag="budget"):
+    """The draft budget of a step."""
+
+    num_context_tokens: int
+    """Of the requests that may draft, all together."""
+    num_other_tokens: int
+    max_total_draft_tokens: int
+    drafts: Rows
+    lengths: tuple[int, ...]
+    """The decision: draft tokens of each request."""
+    judged: bool = False
+    """Whether the step was compared with what `free` alone would have made of it."""
+    free: Rows | None = None
+    """The model-free drafter's drafts, if the step was judged and there were any."""
+
+
+class PathsLine(_Line, frozen=True, tag="paths"):
+    """The alternatives of the step of the budget line before."""
+
+    max_rows: int = 0
+    candidates: PathCandidates | None = None
+    """None, the first decision: none could pay, so none were made."""
+    chosen: tuple[int, ...] = ()
+    """The second: which candidates."""
+    lengths: tuple[int, ...] = ()
+
+
+class PathsGainLine(_Line, frozen=True, tag="gain"):
+    """What the alternatives of a step promised and gained."""
+
+    promised: float
+    gained: float
+
+
+class DrafterLine(_Line, frozen=True, tag="drafter"):
+    """What the model drafter shall do after the step."""
+
+    floor: float | None = None
+    """None: it rests."""
+    level_costs: bytes = b""  # [num_requests + 1] float32
+
+
+class GrowthLine(_Line, frozen=True, tag="growth"):
+    """What the model drafter's last drafts cost; see DraftGrowth."""
+
+    num_levels: int
+    num_rows: int
+    seconds: float
+
+
+class StepLine(_Line, frozen=True, tag="step"):
+    """A measured step, as the budget learns from it."""
+
+    step: StepObservation
+    expected_tokens: float
+    """Accepted tokens that its drafts promised."""
+
+
+class ControllerLine(_Line, frozen=True, tag="controller"):
+    """An event, and what the controller answered."""
+
+    event: str
+    """Name of its class in fleet/events.py."""
+    body: msgspec.Raw
+    actions: tuple[str, ...] = ()
+    """Each as text, with a digest of its tokens (fleet/decision_log.py)."""
+    error: str | None = None
+    """What was raised instead."""
+
+
+EngineLine = BudgetLine | PathsLine | PathsGainLine | DrafterLine | GrowthLine | StepLine
+DecisionLine = EngineLine | ControllerLine
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[DecisionLine] = msgspec.msgpack.Decoder(DecisionLine)
+
+
+class DecisionWriter:
+    """Appends to a new file; made by `create`. One thread. Each line is one write, which a killed process keeps."""
+
+    def __init__(self, path: Path, fd: int) -> None:
+        self.path = path
+        self._fd = fd
+        self._size = 0
+
+    @classmethod
+    def create(cls, folder: Path, header: DecisionHeader) -> Self:
+        """Begin the next file of this kind in `folder`; no file is ever replaced.
+
+        Never raises for a disk that refuses: it warns, and the writer writes nothing.
+        """
+        writer = cls(folder, -1)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            writer.path, writer._fd = _open_next(folder, header.kind)
+        except OSError as error:
+            writer._give_up(error)
+        writer._append(header)
+        return writer
+
+    @property
+    def is_open(self) -> bool:
+        """Whether lines are still written."""
+        return self._fd >= 0
+
+    def write(self, line: DecisionLine) -> None:
+        """Append a line. Whatever goes wrong is warned of once and ends the log."""
+        self._append(line)
+
+    def close(self) -> None:
+        """Close the file; a second call does nothing."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def _append(self, line: DecisionHeader | DecisionLine) -> None:
+        if self._fd < 0:
+            return
+        try:
+            data = _encoder.encode(line)
+            data = _FRAME.pack(_UINT32, len(data)) + data
+            done = 0
+            while done < len(data):
+                done += os.write(self._fd, data[done:])
+            self._size += done
+        except (OSError, TypeError, ValueError, OverflowError, struct.error) as error:
+            self._give_up(error)
+
+    def _give_up(self, error: Exception) -> None:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        LOGGER.warning("decisions are no longer logged to %s: %s; the rollout goes on", self.path, reason)
+        if self._fd >= 0:
+            try:
+                os.ftruncate(self._fd, self._size)
+            except OSError:  # the torn line stays; readers pass over it
+                LOGGER.debug("the torn line at the end of %s could not be cut off", self.path)
+        self.close()
+
+
+class DecisionReader:
+    """Streams a log: `header` at once, then the lines by iteration. Close it, or use it in `with`.
+
+    A torn last line (a process was killed, or still writes) is passed over and `torn` becomes True.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.torn = False
+        self._file = self._open()
+        try:
+            self.header = self._read_header()
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self) -> BinaryIO:
+        try:
+            return open(self.path, "rb")
+        except OSError as error:
+            raise RecordError(f"cannot read {self.path}: {error.strerror}") from error
+
+    def settings(self, kind: type[_Settings]) -> _Settings:
+        """The header's settings. Raises RecordError for those of another Paceline that do not fit this one."""
+        try:
+            return kind.model_validate(self.header.settings)
+        except ValidationError as error:
+            raise RecordError(
+                f"{self.path} was written by Paceline {self.header.paceline}, whose settings this one does not know "
+                f"({describe(error)}): replay it with that Paceline"
+            ) from error
+
+    def refuse(self, line: DecisionLine) -> NoReturn:
+        """Raise RecordError for a line that has no place in a log of this kind."""
+        raise RecordError(
+            f"{self.path} is of kind {self.header.kind} and has a {type(line).__name__}: it is damaged"
+        )
+
+    def _read_header(self) -> DecisionHeader:
+        try:
+            line = self._read_line()
+            if line is None:
+                raise RecordError(f"{self.path} is empty: the process that began it was killed at once")
+            version = msgspec.msgpack.decode(line, type=_Version).version
+            if version != DECISIONS_VERSION:
+                raise RecordError(
+                    f"{self.path} is a decision log of version {version}, this Paceline reads version "
+                    f"{DECISIONS_VERSION}: replay it with the Paceline that wrote it"
+                )
+            return msgspec.msgpack.decode(line, type=DecisionHeader)
+        except msgspec.MsgspecError as error:
+            raise RecordError(f"{self.path} is not a decision log ({error})") from error
+
+    def _read_line(self) -> bytes | None:
+        """The next whole line; None at the end, or where a line is torn."""
+        frame = self._file.read(_FRAME.size)
+        if len(frame) < _FRAME.size:
+            self.torn = bool(frame)
+            return None
+        mark, size = _FRAME.unpack(frame)
+        if mark != _UINT32:
+            raise RecordError(f"{self.path} is not a decision log, or damaged at byte {self._file.tell()}")
+        line = self._file.read(size)
+        if len(line) < size:
+            self.torn = True
+            return None
+        return line
+
+    def __iter__(self) -> Iterator[DecisionLine]:
+        while (line := self._read_line()) is not None:
+            try:
+                yield _decoder.decode(line)
+            except msgspec.MsgspecError as error:
+                raise RecordError(
+                    f"{self.path}, the line that ends at byte {self._file.tell()}: not a decision ({error}); the file "
+                    "is damaged"
+                ) from error
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def find_decisions(path: Path) -> list[Path]:
+    """The logs of a file, a folder of logs or a run folder, in order. Raises RecordError if there are none."""
+    folder = path / DECISIONS_FOLDER if (path / DECISIONS_FOLDER).is_dir() else path
+    found = [path] if path.is_file() else [*folder.glob(f"*{SUFFIX}")]
+    if not found:
+        raise RecordError(
+            f"{path} holds no decision log: record one with `paceline rollout --decisions DIR`, or `paceline train "
+            "--set record.decisions=true`"
+        )
+    return sorted(found, key=lambda file: (len(file.name), file.name))
+
+
+def _open_next(folder: Path, kind: Kind) -> tuple[Path, int]:
+    """Create the first file of this kind that nobody has; several processes may ask at once."""
+    number = 1
+    while True:
+        path = folder / f"{kind}-{number}{SUFFIX}"
+        try:
+            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+            return path, os.open(path, flags, 0o644)
+        except FileExistsError:
+            number += 1
