@@ -90,7 +90,9 @@ def _run(job: Job, settings: FleetSettings, file: ResponseFile, journal: Journal
             progress.count(view.look(), len(finished), fleet.take_observations)
         progress.observe(fleet.take_observations())
     if journal.failure is not None:
-        console.print(f"note: {journal.failure}; unfinished responses would begin anew", highlight=False)
+        console.print(
+            f"note: {journal.failure}; what is missing there would be generated again", highlight=False
+        )
     tell_end(job, file, progress, reasons, console)
     if progress.num_finished < len(job.todo):
         raise typer.Exit(INTERRUPTED)
