@@ -375,7 +375,7 @@ class Controller:
         return lost
 
     def _renew(self, worker: _Worker) -> list[Action]:
-        """A worker has refused a chunk, so it has missed new weights; version 0 is the model's, there from the start."""
+        """A worker has refused a chunk, so it has missed new weights; those of version 0 nobody can give it."""
         if self._version == 0:
             stop = StopWorker(worker.name, worker.life)
             return [stop, *self._lose(worker, "it refused a chunk with the model's own weights")]

@@ -103,8 +103,8 @@ class Journal:
     def open(cls, path: Path, job: str, *, resume: bool) -> Self:
         """Open a journal, or begin it anew: without `resume`, or if it is of another job.
 
-        job: names everything that decides the tokens beside key and given tokens. Raises RecordError if the file cannot be
-        opened, or another process writes it.
+        job: names everything that decides the tokens beside key and given tokens. Raises RecordError if the file
+        cannot be opened, or another process writes it.
         """
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
