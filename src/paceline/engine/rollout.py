@@ -336,7 +336,9 @@ class RolloutEngine:
             response = self._finish(pending, reason)
             if reason not in FINISH_REASONS:
                 response = None
-                failure = f"response {pending.index} ended with {reason!r}: the engine reported an internal error"
+                failure = (
+                    f"response {pending.index} ended with {reason!r}: the engine reported an internal error"
+                )
         return TokenEvent(pending.index, tokens, logprobs, response, failure)
 
     def _finish(self, pending: _Pending, reason: str) -> Response:
