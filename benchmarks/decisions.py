@@ -84,7 +84,7 @@ def dispatch(variant: str) -> Callable[[], object]:
 
 
 def control(num_workers: int) -> Callable[[], object]:
-    """10^4 chunks end, one after another; 100 responses of 8 tokens a chunk for each worker. Each tells once a second."""
+    """10^4 chunks end, one after another; 100 responses of 8 tokens a chunk a worker, which tells once a second."""
     controller = Controller(FleetSettings(workers=num_workers, chunk_tokens=8))
     controller.decide(Opened())
     for name in controller.workers:
