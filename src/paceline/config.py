@@ -284,6 +284,9 @@ class FleetSettings(Section):
     """An engine that takes longer to start, or to load weights, counts as lost."""
     max_failed_starts: int = Field(default=3, ge=1)
     """A worker that is lost so many times in a row without generating anything is given up."""
+    max_crashes: int = Field(default=3, ge=0)
+    """How many workers in a row may be lost that generated for others and brought a response no token. One more, and
+    the rollout ends with an error that names the response: it is what ends them."""
     rewards: RewardSettings | None = None
     """The pool of reward workers. Unset, `Fleet` uses one with the defaults where it is given a reward function, and
     `train` computes rewards in the trainer's process after the rollout."""

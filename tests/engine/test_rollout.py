@@ -9,7 +9,7 @@ import pytest
 
 from paceline.config import EngineSettings
 from paceline.engine.rollout import RolloutEngine
-from paceline.errors import CheckpointError, ConfigError, RequestError, UnsupportedError
+from paceline.errors import CheckpointError, ConfigError, EngineError, RequestError, UnsupportedError
 from paceline.types import RolloutRequest
 
 
@@ -129,3 +129,30 @@ def test_impossible_settings_are_named() -> None:
         engine_arguments(num_paths=99)
     with pytest.raises(ConfigError, match="drafterr"):
         engine_arguments(drafterr="suffix")
+
+
+def test_a_response_that_the_engine_gives_up_leaves_the_rest(engine: RolloutEngine) -> None:
+    wanted = [RolloutRequest((1, 7, i), max_tokens=12) for i in range(3, 6)]
+    whole = engine.generate(wanted, params(ignore_eos=True))
+    engine.set_drafting(False)  # else a response may end with the first step
+    for index, request in enumerate(wanted):
+        engine.submit(index, request, params(ignore_eos=True))
+    events = engine.step()
+    [lost] = [pending for pending in engine._pending.values() if pending.index == 1]
+    engine.scheduler.encoder_cache_mismatch_reqs.add(lost.internal_id)  # what vLLM ends a request for
+    while engine.num_running():
+        events += engine.step()
+    [failed] = [event for event in events if event.failure is not None]
+    assert failed.index == 1
+    assert failed.response is None
+    assert "response 1 ended with 'error'" in str(failed.failure)
+    found = {event.index: event.response.tokens for event in events if event.response is not None}
+    assert found == {0: whole[0].tokens, 2: whole[2].tokens}
+    assert lost.internal_id not in engine.scheduler.finished
+    stream = engine.stream(wanted, params(ignore_eos=True))
+    next(stream)
+    engine.scheduler.encoder_cache_mismatch_reqs.add(next(iter(engine._pending.values())).internal_id)
+    with pytest.raises(EngineError, match="ended with 'error': the engine reported an internal error"):
+        list(stream)
+    assert engine.num_running() == 0
+    engine.set_drafting(True)

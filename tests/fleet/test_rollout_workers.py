@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -68,6 +69,13 @@ def check_record(folder: Path, num_resumed: int) -> None:
     assert build_report(folder).read_text().count('class="timeline"') == 1
 
 
+def count_journal(path: Path, without: set[int]) -> int:
+    """Tokens that it has of responses, but for those with the keys in `without`."""
+    _, *lines = path.read_bytes().split(b"\n")[:-1]  # behind the last one, what was torn
+    entries = map(json.loads, lines)
+    return sum(len(entry["tokens"]) for entry in entries if entry["key"] not in without)
+
+
 def test_killed_and_resumed(plain: Generate, tmp_path: Path) -> None:
     prompts, out = tmp_path / "prompts.jsonl", tmp_path / "o.jsonl"
     journal = tmp_path / "o.jsonl.progress"
@@ -89,6 +97,10 @@ def test_killed_and_resumed(plain: Generate, tmp_path: Path) -> None:
     first.communicate()
     kept = count(out)
     assert 3 <= kept < 8 * SAMPLES
+    written = [json.loads(line) for line in out.read_bytes().split(b"\n")[:-1]]
+    from_journal = count_journal(journal, {line["key"] for line in written})
+    assert from_journal > 0, "the control: nothing to go on from"
+    num_kept = from_journal + sum(len(line["tokens"]) for line in written)
 
     arguments = command(
         prompts, out, "--workers", 1, "--chunk-tokens", 100, "--resume", "--record", tmp_path / "record"
@@ -104,6 +116,8 @@ def test_killed_and_resumed(plain: Generate, tmp_path: Path) -> None:
 
     lines = read(out)
     assert len(lines) == 8 * SAMPLES
+    num_made = int(re.findall(r"(\d+) tokens in", done.stderr)[-1])
+    assert 0 < num_made <= sum(len(line["tokens"]) for line in lines.values()) - num_kept
     requests = [RolloutRequest(tuple(line["prompt_ids"]), 600, key=line["key"]) for line in lines.values()]
     for line, response in zip(lines.values(), plain(requests, SamplingParams(temperature=1.0)), strict=True):
         assert tuple(line["tokens"]) == response.tokens

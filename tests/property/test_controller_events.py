@@ -1,4 +1,4 @@
-"""The controller under random orders of events: losses, late and doubled reports, restarts, silence, new weights."""
+"""The controller under random orders of events: losses, late and doubled reports, silence, new and missed weights."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.config import FleetSettings
+from paceline.errors import EngineError
 from paceline.fleet.chunk_log import ChunkLog
 from paceline.fleet.controller import Controller
 from paceline.fleet.decision_log import open_log
@@ -24,6 +25,7 @@ from paceline.fleet.events import (
     Deliver,
     Ending,
     Event,
+    Fail,
     Growth,
     Keep,
     Kept,
@@ -73,6 +75,10 @@ class Worker:
     loads: int | None = None
     chunks: dict[int, Running] = field(default_factory=dict)
     num_steps: int = 0
+    is_stale: bool = False
+    """Its weights are not those that it told of: it refuses every chunk."""
+    has_run: bool = False
+    has_generated: bool = False
 
 
 @dataclass
@@ -92,8 +98,20 @@ class World:
     now_s: float = 0.0
     num_lives: Counter[str] = field(default_factory=Counter)
     num_given: Counter[int] = field(default_factory=Counter)  # tokens that a response's chunks began with
+    num_fruitless: Counter[str] = field(default_factory=Counter)  # lives in a row, by worker
+    num_crashes: Counter[int] = field(default_factory=Counter)  # workers in a row, by response
+    failure: Fail | None = None
     log: ChunkLog = field(default_factory=ChunkLog)
     clock_s: float = 0.0
+
+    @property
+    def settings(self) -> FleetSettings:
+        return self.controller._settings
+
+    @property
+    def is_over(self) -> bool:
+        """Every worker was lost too often."""
+        return all(self.num_fruitless[name] >= self.settings.max_failed_starts for name in self.rooms)
 
     def truth(self, index: int) -> tuple[int, ...]:
         key = self.requests[index].key
@@ -105,17 +123,23 @@ class World:
         self.log.hear(event, self.clock_s)
         actions = self.controller.decide(event)
         self.log.note(actions, self.clock_s)
+        if isinstance(event, Reported) and any(isinstance(action, Keep) for action in actions):
+            self.workers[event.worker].has_generated = True
         for action in actions:
             match action:
                 case StartWorker(name, life):
                     assert name not in self.workers
+                    assert self.num_fruitless[name] < self.settings.max_failed_starts
                     assert life == self.num_lives[name], "each life has a number of its own"
                     self.num_lives[name] += 1
                     self.workers[name] = Worker(life)
                 case StopWorker(name, life):
-                    assert self.workers.pop(name).life == life
+                    assert self.workers[name].life == life
+                    self.bury(name)
                 case LoadWeights(name, life, version):
                     assert self.workers[name].life == life
+                    assert version > 0, "nobody has the weights of the checkpoint"
+                    assert not self.workers[name].chunks, "an engine that generates cannot load"
                     self.workers[name].loads = version
                 case RunChunk():
                     self.begin(action)
@@ -129,12 +153,43 @@ class World:
                     assert response.tokens == self.truth(index)
                     assert response.policy_version == self.version
                     self.delivered[index] = response
+                case Fail():
+                    self.fail(action)
+        for name in set(self.rooms) - set(self.workers):
+            assert self.failure or self.num_fruitless[name] >= self.settings.max_failed_starts
         self.check_rooms()
+
+    def bury(self, name: str) -> int:
+        """A worker's life is over: what follows from it, by the rules of FleetSettings. Gives its number."""
+        worker = self.workers.pop(name)
+        is_up = worker.version is not None and worker.loads is None
+        if worker.has_generated:
+            self.num_fruitless[name] = 0
+            for running in worker.chunks.values():
+                index = self.index_of(running.order)
+                known = self.kept.get(index, Kept((), ()))
+                self.num_crashes[index] += len(known.tokens) == len(running.order.request.generated)
+        elif not is_up or worker.has_run:
+            self.num_fruitless[name] += 1
+        return worker.life
+
+    def fail(self, failure: Fail) -> None:
+        assert failure.error is EngineError
+        self.failure = failure
+        if "no worker is left" in failure.message:
+            assert self.is_over
+        else:
+            assert "before they brought a token to response" in failure.message
+            assert max(self.num_crashes.values()) == self.settings.max_crashes + 1
+
+    def index_of(self, order: RunChunk) -> int:
+        return next(i for i, request in enumerate(self.requests) if request.key == order.request.key)
 
     def begin(self, order: RunChunk) -> None:
         worker = self.workers[order.worker]
         assert (order.life, order.version, worker.version) == (worker.life, self.version, self.version)
-        index = next(i for i, request in enumerate(self.requests) if request.key == order.request.key)
+        index = self.index_of(order)
+        assert self.num_crashes[index] <= self.settings.max_crashes
         assert index not in self.delivered
         assert all(
             running.order.request.key != order.request.key
@@ -145,6 +200,7 @@ class World:
         assert order.request.generated == self.truth(index)[:done]
         assert self.num_given[index] <= done < order.request.max_tokens <= LIMIT
         self.num_given[index] = done
+        worker.has_run = True
         worker.chunks[order.chunk] = Running(order)
 
     def keep(self, keep: Keep) -> None:
@@ -152,6 +208,8 @@ class World:
         assert known.finish_reason is None
         assert keep.start == len(known.tokens)
         assert len(keep.tokens) == len(keep.logprobs)
+        if keep.tokens:
+            self.num_crashes[keep.index] = 0
         self.kept[keep.index] = Kept(
             known.tokens + keep.tokens,
             known.logprobs + keep.logprobs,
@@ -183,12 +241,13 @@ class World:
 
     def come_up(self, name: str) -> None:
         worker = self.workers[name]
-        worker.version = 0
+        worker.version, worker.is_stale = 0, self.rng.random() < 0.05
         self.say(WorkerUp(name, worker.life, 0, self.rooms[name][0], BLOCK, self.rooms[name][1]))
 
     def load(self, name: str) -> None:
         worker = self.workers[name]
         worker.version, worker.loads = worker.loads, None
+        worker.is_stale = self.rng.random() < 0.2
         assert worker.version is not None
         self.say(WeightsLoaded(name, worker.life, worker.version))
 
@@ -199,13 +258,16 @@ class World:
     def work(self, name: str) -> None:
         """Some chunks grow or end; what the report says of them may be lost on the way."""
         worker = self.workers[name]
+        if worker.is_stale:
+            self.say(Reported(name, worker.life, Report(worker.num_steps, refused=tuple(worker.chunks))))
+            return
         growths, endings = [], []
         worker.num_steps += 1
         for number, running in list(worker.chunks.items()):
             request = running.order.request
             start, key = len(request.generated), request.key
             assert key is not None
-            index = next(i for i, r in enumerate(self.requests) if r.key == key)
+            index = self.index_of(running.order)
             end = min(self.lengths[index], request.max_tokens)
             running.num_made = min(running.num_made + self.rng.randrange(6), end - start)
             tokens = tuple(token(key, self.version, start + i) for i in range(running.num_made))
@@ -226,13 +288,12 @@ class World:
         self.say(Reported(name, worker.life, report))
 
     def lose(self, name: str) -> None:
-        life = self.workers.pop(name).life
-        self.say(WorkerLost(name, life, "killed"))
+        self.say(WorkerLost(name, self.bury(name), "killed"))
 
     def repeat(self) -> None:
         """Something that was said before arrives again."""
         again = self.rng.choice(self.told)
-        if isinstance(again, WorkerUp | WeightsLoaded) and again.life == self.workers[again.worker].life:
+        if isinstance(again, WorkerUp | WeightsLoaded) and again.life == self.num_lives[again.worker] - 1:
             return  # Ray answers a call once
         self.tell(again)
 
@@ -252,18 +313,25 @@ class World:
         elif worker.version is None:
             self.come_up(name)
         elif worker.loads is not None:
-            self.load(name)
+            self.lose(name) if chance > 0.9 else self.load(name)
         else:
             self.work(name)
 
-    def roll_out(self, requests: tuple[RolloutRequest, ...]) -> None:
-        self.requests, self.delivered, self.kept = requests, {}, {}
+    def begin_rollout(self, requests: tuple[RolloutRequest, ...], kept: dict[int, Kept]) -> None:
+        self.requests, self.delivered, self.kept, self.failure = requests, {}, dict(kept), None
         self.num_given.clear()
-        self.tell(Submitted(requests, true_lengths=tuple(self.lengths)))
+        self.num_crashes.clear()
+        self.tell(Submitted(requests, kept, tuple(self.lengths)))
+
+    def roll_out(self, requests: tuple[RolloutRequest, ...]) -> None:
+        self.log.take()  # chunks of a rollout that failed
+        self.begin_rollout(requests, {})
         for _ in range(20_000):
-            if len(self.delivered) == len(requests):
+            if self.failure or len(self.delivered) == len(requests):
                 break
             self.happen()
+        if self.failure:
+            return
         assert self.controller.num_unfinished == 0
         assert sorted(self.delivered) == list(range(len(requests)))
         for index in range(len(requests)):
@@ -283,7 +351,8 @@ def worlds(draw: st.DrawFn) -> World:
         guard_interval=draw(st.integers(0, 3)),
         silence_s=SILENCE_S,
         start_timeout_s=SILENCE_S,
-        max_failed_starts=10_000,
+        max_failed_starts=draw(st.sampled_from([1, 2, 3, 10_000])),
+        max_crashes=draw(st.sampled_from([0, 1, 10_000])),
     )
     least = -(-(3 + LIMIT) // BLOCK)
     rooms = {
@@ -306,9 +375,15 @@ def make_requests(world: World, first_key: int) -> tuple[RolloutRequest, ...]:
 def test_every_response_comes_once_and_right_whatever_happens(world: World) -> None:
     world.tell(Opened())
     world.roll_out(make_requests(world, 100))
+    world.tell(Abandoned())
     world.version = 1
     world.tell(WeightsChanged(1))
-    world.roll_out(make_requests(world, 900))
+    if not world.is_over:
+        world.roll_out(make_requests(world, 900))
+    if world.is_over:
+        world.tell(Abandoned())
+        with pytest.raises(EngineError, match="no worker is left, all have been given up"):
+            world.tell(Submitted(world.requests, true_lengths=tuple(world.lengths)))
 
 
 @given(worlds())
@@ -316,17 +391,18 @@ def test_every_response_comes_once_and_right_whatever_happens(world: World) -> N
 def test_a_restarted_driver_goes_on_from_what_was_kept(world: World) -> None:
     world.tell(Opened())
     requests = make_requests(world, 100)
-    world.requests = requests
-    world.tell(Submitted(requests, true_lengths=tuple(world.lengths)))
+    world.begin_rollout(requests, {})
     for _ in range(world.rng.randrange(60)):
-        world.happen()
+        if not world.failure:
+            world.happen()
     before = dict(world.kept)
     world.tell(Abandoned())
     assert all(not worker.chunks for worker in world.workers.values())
     assert not world.log._open
-    world.delivered, world.kept = {}, dict(before)
-    world.tell(Submitted(requests, before, tuple(world.lengths)))
-    while len(world.delivered) < len(requests):
+    if world.is_over:
+        return
+    world.begin_rollout(requests, before)
+    while len(world.delivered) < len(requests) and not world.failure:
         world.happen()
     for index, response in world.delivered.items():
         assert response.tokens == world.truth(index)
@@ -371,8 +447,6 @@ def test_a_logged_run_is_replayed_without_a_difference(world: World) -> None:
 
 
 def test_a_token_that_differs_is_an_error_that_names_it() -> None:
-    from paceline.errors import EngineError
-
     world = World(
         Controller(FleetSettings(workers=1, chunk_tokens=CHUNK)), [30], random.Random(0), {"w0": (99, 4)}
     )

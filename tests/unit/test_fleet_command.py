@@ -116,7 +116,7 @@ def test_preemptions_are_counted_over_all_lives() -> None:
     board = Shown().board
     board.hear("w0", report(1, 1))
     board.hear("w0", report(1, 2))
-    board.lose("w0")
+    board.lose("w0", 0)
     board.hear("w0", report(1, 1))
     assert board.num_preemptions == 3
     assert board.workers["w0"].num_losses == 1

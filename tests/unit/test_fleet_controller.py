@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 
 from paceline.config import FleetSettings
-from paceline.errors import EngineError, RequestError
+from paceline.errors import EngineError, PacelineError, RequestError
 from paceline.fleet.controller import Controller
 from paceline.fleet.events import (
     Abandoned,
@@ -13,6 +15,7 @@ from paceline.fleet.events import (
     CancelChunk,
     Deliver,
     Ending,
+    Fail,
     Growth,
     Keep,
     Kept,
@@ -30,6 +33,7 @@ from paceline.fleet.events import (
     WorkerLost,
     WorkerUp,
 )
+from paceline.fleet.ledger import LiveResponse
 from paceline.types import RolloutRequest
 
 
@@ -59,6 +63,12 @@ def ended(chunk: int, start: int, *tokens: int, reason: str = "stop") -> Report:
 
 def run_of(actions: list[Action]) -> list[RunChunk]:
     return [action for action in actions if isinstance(action, RunChunk)]
+
+
+def failure_of(actions: list[Action], kind: type[PacelineError]) -> str:
+    [failure] = (action for action in actions if isinstance(action, Fail))
+    assert failure.error is kind
+    return failure.message
 
 
 def test_every_worker_is_started() -> None:
@@ -133,10 +143,23 @@ def test_new_weights_reach_a_worker_before_any_chunk() -> None:
 def test_a_worker_that_refuses_a_chunk_gets_the_weights_it_missed() -> None:
     fleet = controller()
     fleet.decide(up())
+    fleet.decide(WeightsChanged(1))
+    fleet.decide(WeightsLoaded("w0", 0, 1))
     fleet.decide(Submitted((request(1),)))
     actions = fleet.decide(Reported("w0", 0, Report(0, refused=(0,))))
-    assert actions == [CancelChunk("w0", 0, 0), LoadWeights("w0", 0, 0)]
-    assert len(run_of(fleet.decide(WeightsLoaded("w0", 0, 0)))) == 1
+    assert actions == [CancelChunk("w0", 0, 0), LoadWeights("w0", 0, 1)]
+    assert len(run_of(fleet.decide(WeightsLoaded("w0", 0, 1)))) == 1
+
+
+def test_a_worker_that_has_not_even_the_models_own_weights_is_replaced() -> None:
+    fleet = controller(2)
+    fleet.decide(up("w0"))
+    fleet.decide(up("w1"))
+    fleet.decide(Submitted((request(1),)))
+    stop, start, run = fleet.decide(Reported("w0", 0, Report(0, refused=(0,))))
+    assert (stop, start) == (StopWorker("w0", 0), StartWorker("w0", 1))
+    assert isinstance(run, RunChunk)
+    assert run.worker == "w1"
 
 
 def test_weights_have_to_wait_for_the_rollout() -> None:
@@ -191,8 +214,19 @@ def test_a_worker_that_never_generates_is_given_up() -> None:
     assert fleet.decide(WorkerLost("w0", 1, "no memory")) == []
     assert fleet.state_of("w0") == "given up"
     fleet.decide(WorkerLost("w1", 0, "no memory"))
-    with pytest.raises(EngineError, match=r"lost 2 times in a row .* w1 last: no disk"):
-        fleet.decide(WorkerLost("w1", 1, "no disk"))
+    failure = failure_of(fleet.decide(WorkerLost("w1", 1, "no disk")), EngineError)
+    assert "lost 2 times in a row before it generated anything, w1 last: no disk" in failure
+    with pytest.raises(EngineError, match="no worker is left, all have been given up: start another fleet"):
+        fleet.decide(Submitted((request(1),)))
+    assert fleet.num_unfinished == 0
+
+
+def test_the_last_workers_end_names_what_they_ran() -> None:
+    fleet = controller(max_failed_starts=1)
+    fleet.decide(up())
+    fleet.decide(Submitted((request(1), request(2))))
+    failure = failure_of(fleet.decide(WorkerLost("w0", 0, "killed")), EngineError)
+    assert "w0 last while it ran responses 0, 1: killed" in failure
 
 
 def test_a_worker_that_has_generated_begins_anew() -> None:
@@ -205,6 +239,83 @@ def test_a_worker_that_has_generated_begins_anew() -> None:
         assert fleet.decide(WorkerLost("w0", life, "killed")) == [StartWorker("w0", life + 1)]
 
 
+def test_a_worker_that_has_generated_may_be_lost_while_loading() -> None:
+    fleet = controller(max_failed_starts=1)
+    fleet.decide(up())
+    fleet.decide(Submitted((request(1),)))
+    fleet.decide(Reported("w0", 0, ended(0, 0, 4, 5)))
+    assert fleet.decide(WeightsChanged(1)) == [LoadWeights("w0", 0, 1)]
+    assert fleet.decide(WorkerLost("w0", 0, "killed")) == [StartWorker("w0", 1)]
+
+
+def test_a_response_that_ends_its_workers_is_named() -> None:
+    fleet = controller(4, max_crashes=2)
+    for name in fleet.workers:
+        fleet.decide(up(name))
+    runs = run_of(fleet.decide(Submitted(tuple(request(key, max_tokens=90) for key in range(8)))))
+    placed = {run.request.key: (run.worker, run.chunk) for run in runs}
+    for key in range(1, 8):
+        worker, chunk = placed[key]
+        fleet.decide(Reported(worker, 0, grown(chunk, 0, 4)))
+    for _ in range(2):
+        worker, _ = placed[0]
+        actions = fleet.decide(WorkerLost(worker, 0, "killed"))
+        placed |= {run.request.key: (run.worker, run.chunk) for run in run_of(actions)}
+    worker, _ = placed[0]
+    actions = fleet.decide(WorkerLost(worker, 0, "bad memory access"))
+    assert actions[0] == StartWorker(worker, 1), "the fleet is whole for the next rollout"
+    assert not run_of(actions)
+    failure = failure_of(actions, EngineError)
+    assert "3 workers in a row were lost before they brought a token to response 0, the last" in failure
+    assert "thus: bad memory access; leave it out, or raise max_crashes (2)" in failure
+
+
+def test_a_worker_that_never_worked_is_not_held_against_a_response() -> None:
+    fleet = controller(max_failed_starts=3, max_crashes=0)
+    fleet.decide(Submitted((request(1),)))
+    for life in range(2):
+        fleet.decide(up(life=life))
+        assert fleet.decide(WorkerLost("w0", life, "killed")) == [StartWorker("w0", life + 1)]
+
+
+def test_a_delivered_response_is_forgotten() -> None:
+    def count() -> int:
+        gc.collect()
+        return sum(isinstance(one, LiveResponse) for one in gc.get_objects())
+
+    before = count()
+    fleet = controller()
+    fleet.decide(up())
+    fleet.decide(Submitted((request(1), request(2))))
+    assert count() == before + 2
+    fleet.decide(Reported("w0", 0, ended(0, 0, 4, 5)))
+    assert count() == before + 1
+
+
+def test_a_rollout_is_not_stuck_while_a_larger_worker_is_starting() -> None:
+    fleet = controller(2)
+    fleet.decide(up("w1", blocks=30))
+    fleet.decide(Submitted((request(1, max_tokens=100, generated=(4,) * 20), request(2, max_tokens=4))))
+    fleet.decide(WorkerLost("w1", 0, "killed"))
+    [run] = run_of(fleet.decide(up("w0", blocks=3)))
+    assert run.request.key == 2
+    kept, delivered = fleet.decide(Reported("w0", 0, ended(run.chunk, 0, 4)))
+    assert isinstance(kept, Keep)
+    assert isinstance(delivered, Deliver)
+    assert len(run_of(fleet.decide(up("w1", life=1, blocks=30)))) == 1
+
+
+def test_a_rollout_that_is_stuck_keeps_what_it_has() -> None:
+    fleet = controller(2, max_failed_starts=1)
+    fleet.decide(up("w1", blocks=30))
+    fleet.decide(Submitted((request(1, max_tokens=100, generated=(4,) * 20), request(2, max_tokens=4))))
+    fleet.decide(WorkerLost("w1", 0, "killed"))
+    [run] = run_of(fleet.decide(up("w0", blocks=3)))
+    actions = fleet.decide(Reported("w0", 0, ended(run.chunk, 0, 4)))
+    assert [type(action) for action in actions] == [Keep, Deliver, Fail]
+    assert "may need 26 KV blocks of 4 tokens" in failure_of(actions, RequestError)
+
+
 def test_requests_that_cannot_run_are_refused() -> None:
     fleet = controller()
     fleet.decide(up(blocks=3))
@@ -213,11 +324,16 @@ def test_requests_that_cannot_run_are_refused() -> None:
     fleet.decide(Abandoned())
     with pytest.raises(RequestError, match="max_tokens=2 is already reached"):
         fleet.decide(Submitted((request(1, max_tokens=2, generated=(4, 5)),)))
-    fleet.decide(Abandoned())
-    [run] = fleet.decide(Submitted((request(1, max_tokens=4),)))
-    assert isinstance(run, RunChunk)
-    with pytest.raises(RequestError, match="response 0 cannot run on worker w0: bad"):
-        fleet.decide(Reported("w0", 0, Report(0, rejected=((run.chunk, "bad"),))))
+
+
+def test_a_rejected_chunk_ends_the_rollout_with_what_it_has() -> None:
+    fleet = controller()
+    fleet.decide(up())
+    first, second = run_of(fleet.decide(Submitted((request(1, max_tokens=4), request(2, max_tokens=4)))))
+    growth = grown(second.chunk, 0, 4).growths
+    actions = fleet.decide(Reported("w0", 0, Report(1, growth, rejected=((first.chunk, "bad"),))))
+    assert isinstance(actions[0], Keep)
+    assert failure_of(actions, RequestError) == "response 0 cannot run on worker w0: bad"
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,14 @@ def test_responses_are_scored_in_turn_once_a_worker_is_up() -> None:
     assert pool.num_open == 1
 
 
-@pytest.mark.parametrize("value", [None, "much", float("nan"), float("inf"), [1.0]])
+class Pair:
+    """Fails as a tensor of two elements does."""
+
+    def __float__(self) -> float:
+        raise RuntimeError("a Tensor with 2 elements cannot be converted to Scalar")
+
+
+@pytest.mark.parametrize("value", [None, "much", float("nan"), float("inf"), [1.0], 10**400, Pair()])
 def test_what_is_no_number_is_a_failure(value: object) -> None:
     pool = desk(failure_reward=-1.0)
     pool.up(0, 1, 0.0)

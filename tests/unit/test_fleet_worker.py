@@ -29,6 +29,7 @@ class CountingEngine:
     vocab_size: int = 64
     running: dict[int, RolloutRequest] = field(default_factory=dict)
     failure: Exception | None = None
+    failing: set[int] = field(default_factory=set)
     scheduler: Any = field(
         default_factory=lambda: SimpleNamespace(
             block_size=16,
@@ -62,6 +63,9 @@ class CountingEngine:
         return [self._grow(index, request) for index, request in list(self.running.items())]
 
     def _grow(self, index: int, request: RolloutRequest) -> TokenEvent:
+        if index in self.failing:
+            del self.running[index]
+            return TokenEvent(index, (), (), None, "the engine reported an internal error")
         token = len(request.generated)
         tokens = (*request.generated, token)
         grown = RolloutRequest(request.prompt, request.max_tokens, key=request.key, generated=tokens)
@@ -186,6 +190,23 @@ def test_a_chunk_that_cannot_run_is_rejected_alone(worker: RolloutWorker, engine
         rejected += report.rejected
         endings += [ending.chunk for ending in report.endings]
     assert rejected == [(1, "ValueError: empty prompt")]
+    assert endings == [2]
+
+
+def test_a_chunk_that_the_engine_gives_up_is_rejected_alone(
+    worker: RolloutWorker, engine: CountingEngine
+) -> None:
+    engine.failing.add(1)
+    worker.take([chunk(1, 5), chunk(2, 5)], PARAMS)
+    engine.gate.release(5)
+    rejected: list[tuple[int, str]] = []
+    endings: list[int] = []
+    while not (rejected and endings):
+        report = worker.report(0.05)
+        assert all(growth.chunk == 2 for growth in report.growths)
+        rejected += report.rejected
+        endings += [ending.chunk for ending in report.endings]
+    assert rejected == [(1, "the engine reported an internal error")]
     assert endings == [2]
 
 

@@ -110,7 +110,9 @@ def _run(
         fleet.abandon()
         progress.observe(observations())
     if journal.failure is not None:
-        console.print(f"note: {journal.failure}; unfinished responses would begin anew", highlight=False)
+        console.print(
+            f"note: {journal.failure}; what is missing there would be generated again", highlight=False
+        )
     tell_end(job, file, progress, reasons, console)
     if progress.num_finished < len(job.todo):
         raise typer.Exit(INTERRUPTED)

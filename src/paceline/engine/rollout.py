@@ -33,13 +33,15 @@ DEFAULT_KV_BYTES = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class TokenEvent:
-    """Newly accepted tokens of one response, in order; `response` is set once it has finished."""
+    """Newly accepted tokens of one response, in order; `response` or `failure` is set once it has finished."""
 
     index: int
     """Position of the request in the list that was given to `stream`."""
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
     response: Response | None
+    failure: str | None = None
+    """The engine gave this response up, and goes on with the others."""
 
 
 @dataclass(slots=True)
@@ -184,7 +186,10 @@ class RolloutEngine:
                 for output in self._engine.step():
                     # Outputs of a request that was aborted while this step's others were handed out are dropped.
                     if output.request_id in self._pending:
-                        yield self._take(output)
+                        event = self._take(output)
+                        if event.failure is not None:
+                            raise EngineError(event.failure)
+                        yield event
         finally:
             self._abort([name for name in started if name in self._pending], keep_kv=False)
 
@@ -199,7 +204,7 @@ class RolloutEngine:
         self._submit(index, request, params)
 
     def step(self) -> list[TokenEvent]:
-        """Run one engine step and return the tokens that it brought. Raises EngineError when the engine fails."""
+        """Run one engine step and return what it brought. Raises EngineError when the engine fails."""
         return [self._take(output) for output in self._engine.step() if output.request_id in self._pending]
 
     def abort(self, indices: Iterable[int], *, keep_kv: bool = True) -> None:
@@ -324,17 +329,19 @@ class RolloutEngine:
         )
         pending.tokens += tokens
         pending.logprobs += logprobs
-        response = None
+        response = failure = None
         if output.finished:
             del self._pending[output.request_id]
-            response = self._finish(pending, completion.finish_reason)
-        return TokenEvent(pending.index, tokens, logprobs, response)
+            reason = completion.finish_reason
+            response = self._finish(pending, reason)
+            if reason not in FINISH_REASONS:
+                response = None
+                failure = (
+                    f"response {pending.index} ended with {reason!r}: the engine reported an internal error"
+                )
+        return TokenEvent(pending.index, tokens, logprobs, response, failure)
 
     def _finish(self, pending: _Pending, reason: str) -> Response:
-        if reason not in FINISH_REASONS:
-            raise EngineError(
-                f"response {pending.index} ended with {reason!r}: the engine reported an internal error"
-            )
         request = pending.request
         live = self.scheduler.finished.pop(pending.internal_id, None) if self.settings is not None else None
         return Response(

@@ -26,7 +26,7 @@ FAREWELL_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    kind: Literal["start", "load", "report"]
+    kind: Literal["start", "load", "report", "order"]
     worker: str
     life: int
 
@@ -79,7 +79,8 @@ class Actors:
 
     def order(self, worker: str, orders: Sequence[Order], params: Any) -> None:
         """Run and cancel chunks."""
-        self._actors[worker].handle.take.remote(orders, params)
+        actor = self._actors[worker]
+        self._calls[actor.handle.take.remote(orders, params)] = _Call("order", worker, actor.life)
 
     def tell_all(self, method: str, *arguments: Any) -> None:
         """Call a method of every worker that is up, without waiting for it."""
@@ -92,8 +93,8 @@ class Actors:
         self._drafting = wanted
         self.tell_all("set_drafting", wanted)
 
-    def take(self, ref: Any) -> WorkerEvent:
-        """One of `calls` has been answered: what it tells."""
+    def take(self, ref: Any) -> WorkerEvent | None:
+        """One of `calls` has been answered: what it tells, if anything."""
         call = self._calls.pop(ref)
         worker, life = call.worker, call.life
         try:
@@ -101,6 +102,8 @@ class Actors:
         except ray.exceptions.RayError as error:
             self.stop(worker, life)
             return WorkerLost(worker, life, _reason(error))
+        if call.kind == "order":
+            return None
         if call.kind == "load":
             return WeightsLoaded(worker, life, answer)
         actor = self._actors.get(worker)

@@ -13,7 +13,7 @@ those that are up are known to the dispatcher.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -26,6 +26,7 @@ from paceline.fleet.events import (
     Deliver,
     Ending,
     Event,
+    Fail,
     Growth,
     Keep,
     LoadWeights,
@@ -61,6 +62,8 @@ class _Worker:
     has_run: bool = False
     """Chunks, in this life."""
     has_generated: bool = False
+    chunks: dict[int, RunningChunk] = field(default_factory=dict)
+    """Those that run here, by number."""
     num_fruitless: int = 0
     """Lives in a row that came to nothing."""
     waiting_since_s: float | None = None
@@ -91,7 +94,6 @@ class Controller:
         self._version = 0
         self._rollout: _Rollout | None = None
         self._dispatcher: Dispatcher | None = None
-        self._chunks: dict[int, RunningChunk] = {}
         self._numbers = itertools.count()
         self.num_unfinished = 0
         """Responses of the rollout that are not delivered."""
@@ -99,8 +101,9 @@ class Controller:
     def decide(self, event: Event) -> list[Action]:
         """What to do now that `event` has happened, in order.
 
-        Raises RequestError for a rollout that cannot run, EngineError when engines disagree about a token or none is
-        left. After an error the rollout cannot go on: `Abandoned` gives it up.
+        Raises RequestError for a rollout that cannot begin, EngineError when engines disagree about a token. `Fail` is
+        an error that comes with other things to be done. After an error the rollout cannot go on: `Abandoned` gives it
+        up.
         """
         actions: list[Action] = []
         match event:
@@ -118,6 +121,8 @@ class Controller:
                 return []
             case _:
                 actions = self._hear(event, self._workers[event.worker])
+        if any(isinstance(action, Fail) for action in actions):
+            return actions
         return [*actions, *self._match()]
 
     def _hear(self, event: WorkerEvent, worker: _Worker) -> list[Action]:
@@ -146,7 +151,7 @@ class Controller:
     @property
     def num_running(self) -> int:
         """Chunks that run somewhere."""
-        return len(self._chunks)
+        return sum(len(worker.chunks) for worker in self._workers.values())
 
     # -- the rollout
 
@@ -155,6 +160,8 @@ class Controller:
             raise RequestError(
                 f"{self.num_unfinished} responses are still running: finish or abandon them first"
             )
+        if all(worker.state == "given up" for worker in self._workers.values()):
+            raise EngineError("no worker is left, all have been given up: start another fleet")
         self._dispatcher, self._rollout = (
             None,
             _Rollout(event.true_lengths, event.variant or self._settings.variant),
@@ -197,12 +204,18 @@ class Controller:
             held = [len(response.tokens) for response in responses]
             dispatcher.submit(number, len(responses), len(request.prompt), request.max_tokens, held)
             rollout.places |= {(number, sample): response for sample, response in enumerate(responses)}
+        rollout.groups.clear()  # a response is forgotten when it is delivered
 
     def _match(self) -> list[Action]:
-        """Give out chunks until nothing waits or nobody has room."""
+        """Give out chunks until nothing waits or nobody has room, nor ever will, not even a worker that is starting."""
         actions: list[Action] = []
         while self._dispatcher is not None:
-            assignment = self._dispatcher.next_assignment()
+            try:
+                assignment = self._dispatcher.next_assignment()
+            except RequestError as error:
+                if all(worker.state in {"up", "given up"} for worker in self._workers.values()):
+                    actions.append(Fail(RequestError, str(error)))
+                break
             if assignment is None:
                 break
             actions.append(self._run(assignment))
@@ -214,18 +227,17 @@ class Controller:
         worker = self._workers[assignment.worker]
         worker.has_run = True
         number = response.chunk = next(self._numbers)
-        self._chunks[number] = RunningChunk(
+        worker.chunks[number] = RunningChunk(
             assignment, response, worker.name, len(response.tokens), response.num_steps
         )
         request = response.next_request(assignment.chunk_tokens)
         return RunChunk(worker.name, worker.life, number, request, self._version, response.index)
 
     def _abandon(self) -> list[Action]:
-        actions: list[Action] = [
-            CancelChunk(chunk.worker, self._workers[chunk.worker].life, number)
-            for number, chunk in self._chunks.items()
-        ]
-        self._chunks.clear()
+        actions: list[Action] = []
+        for worker in self._workers.values():
+            actions += [CancelChunk(worker.name, worker.life, number) for number in worker.chunks]
+            worker.chunks.clear()
         self._rollout = self._dispatcher = None
         self.num_unfinished = 0
         return actions
@@ -240,22 +252,18 @@ class Controller:
             actions += self._grow(worker, growth)
         for ending in report.endings:
             actions += self._end(worker, ending)
-        for number, reason in report.rejected:
-            if number in self._chunks:
-                index = self._chunks[number].response.index
-                raise RequestError(f"response {index} cannot run on worker {worker.name}: {reason}")
-        if any(number in self._chunks for number in report.refused):
+        if any(number in worker.chunks for number in report.refused):
             actions += self._renew(worker)
+        for number, reason in report.rejected:
+            if number in worker.chunks:
+                index = worker.chunks[number].response.index
+                message = f"response {index} cannot run on worker {worker.name}: {reason}"
+                actions.append(Fail(RequestError, message))
         return actions
 
-    def _find(self, worker: _Worker, number: int) -> RunningChunk | None:
-        """The chunk if it runs on this worker: one that was taken away or ended is told of too late."""
-        chunk = self._chunks.get(number)
-        return chunk if chunk is not None and chunk.worker == worker.name else None
-
     def _grow(self, worker: _Worker, growth: Growth) -> list[Action]:
-        chunk = self._find(worker, growth.chunk)
-        if chunk is None:
+        chunk = worker.chunks.get(growth.chunk)
+        if chunk is None:  # it was taken away or has ended
             return []
         chunk.check_extent(growth.start, growth.start + len(growth.tokens) + 1)
         response = chunk.response
@@ -267,7 +275,7 @@ class Controller:
         return [response.keep(num_new, None)]
 
     def _end(self, worker: _Worker, ending: Ending) -> list[Action]:
-        chunk = self._find(worker, ending.chunk)
+        chunk = worker.chunks.get(ending.chunk)
         if chunk is None:
             return []
         chunk.check_extent(ending.start, ending.start + len(ending.tokens))
@@ -281,7 +289,7 @@ class Controller:
         is_final = ending.finish_reason == "stop" or num_tokens == response.request.max_tokens
         assert self._dispatcher is not None
         self._dispatcher.chunk_finished(chunk.assignment, num_tokens, is_final)
-        del self._chunks[ending.chunk]
+        del worker.chunks[ending.chunk]
         response.chunk = None
         reason = ending.finish_reason if is_final else None
         kept: Keep = response.keep(num_new, reason)
@@ -320,33 +328,50 @@ class Controller:
 
     def _lose(self, worker: _Worker, reason: str) -> list[Action]:
         """A worker is gone: what it ran goes on elsewhere from the last token told, and another engine is started."""
-        self._withdraw(worker)
-        if worker.state != "up" or (worker.has_run and not worker.has_generated):
-            worker.num_fruitless += 1
-        elif worker.has_generated:
+        lost = self._withdraw(worker).values()
+        actions: list[Action] = []
+        if worker.has_generated:
             worker.num_fruitless = 0
+            actions = self._blame(lost, reason)
+        elif worker.state != "up" or worker.has_run:
+            worker.num_fruitless += 1
         worker.life += 1
         worker.facts, worker.waiting_since_s, worker.num_steps = None, None, 0
         worker.has_run = worker.has_generated = False
         if worker.num_fruitless < self._settings.max_failed_starts:
             worker.state = "starting"
-            return [StartWorker(worker.name, worker.life)]
+            return [StartWorker(worker.name, worker.life), *actions]
         worker.state = "given up"
         if all(other.state == "given up" for other in self._workers.values()):
-            raise EngineError(
+            running = f" while it ran {_name(lost)}" if lost else ""
+            message = (
                 f"no worker is left: each was lost {self._settings.max_failed_starts} times in a row before it "
-                f"generated anything, {worker.name} last: {reason}"
+                f"generated anything, {worker.name} last{running}: {reason}"
             )
-        return []
+            actions.append(Fail(EngineError, message))
+        return actions
 
-    def _withdraw(self, worker: _Worker) -> list[int]:
-        """Take the worker out of the rollout; its chunks wait again. Gives their numbers."""
-        if worker.state != "up" or self._dispatcher is None:
+    def _blame(self, chunks: Collection[RunningChunk], reason: str) -> list[Action]:
+        """A worker that could work was lost with these chunks: does a response end every worker that runs it?"""
+        for chunk in chunks:
+            chunk.response.num_losses += len(chunk.response.tokens) == chunk.start
+        most = self._settings.max_crashes
+        suspects = [chunk for chunk in chunks if chunk.response.num_losses > most]
+        if not suspects:
             return []
-        lost = [number for number, chunk in self._chunks.items() if chunk.worker == worker.name]
+        message = (
+            f"{most + 1} workers in a row were lost before they brought a token to {_name(suspects)}, the last one "
+            f"thus: {reason}; leave it out, or raise max_crashes ({most}) if something else ends the workers"
+        )
+        return [Fail(EngineError, message)]
+
+    def _withdraw(self, worker: _Worker) -> dict[int, RunningChunk]:
+        """Take the worker out of the rollout; its chunks wait again. Gives them by number."""
+        if worker.state != "up" or self._dispatcher is None:
+            return {}
+        lost, worker.chunks = worker.chunks, {}
         progress = {}
-        for number in lost:
-            chunk = self._chunks.pop(number)
+        for chunk in lost.values():
             chunk.response.chunk = None
             place = chunk.assignment.group, chunk.assignment.sample
             progress[place] = len(chunk.response.tokens)
@@ -354,7 +379,10 @@ class Controller:
         return lost
 
     def _renew(self, worker: _Worker) -> list[Action]:
-        """A worker has refused a chunk, so it has missed new weights."""
+        """A worker has refused a chunk, so it has missed new weights; those of version 0 nobody can give it."""
+        if self._version == 0:
+            stop = StopWorker(worker.name, worker.life)
+            return [stop, *self._lose(worker, "it refused a chunk with the model's own weights")]
         cancels = [CancelChunk(worker.name, worker.life, number) for number in self._withdraw(worker)]
         worker.state, worker.waiting_since_s = "loading", None
         return [*cancels, LoadWeights(worker.name, worker.life, self._version)]
@@ -374,10 +402,9 @@ class Controller:
 
     def _look_for_silence(self, now_s: float) -> list[Action]:
         """Give up on workers of which something has been expected for too long."""
-        busy = {chunk.worker for chunk in self._chunks.values()}
         actions: list[Action] = []
         for worker in self._workers.values():
-            if worker.state == "given up" or (worker.state == "up" and worker.name not in busy):
+            if worker.state == "given up" or (worker.state == "up" and not worker.chunks):
                 worker.waiting_since_s = None
                 continue
             if worker.waiting_since_s is None:
@@ -389,6 +416,13 @@ class Controller:
                 actions.append(StopWorker(worker.name, worker.life))
                 actions += self._lose(worker, f"it {what} after {limit_s:g} s")
         return actions
+
+
+def _name(chunks: Collection[RunningChunk]) -> str:
+    """The responses of chunks, the first ones by number."""
+    indices = [str(chunk.response.index) for chunk in chunks]
+    more = f" and {len(indices) - 8} more" if len(indices) > 8 else ""
+    return f"response{'s' * (len(indices) > 1)} {', '.join(indices[:8])}{more}"
 
 
 def _true_lengths(

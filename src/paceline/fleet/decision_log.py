@@ -24,6 +24,7 @@ from paceline.fleet.events import (
     CancelChunk,
     Deliver,
     Event,
+    Fail,
     Keep,
     LoadWeights,
     Reported,
@@ -101,6 +102,8 @@ def describe(action: Action) -> str:
                 f"keep response {index}: tokens {start} to {start + len(tokens)}, in all {action.num_steps} steps, "
                 f"{action.num_draft_tokens} drafts, {action.finish_reason}, digest {_digest(tokens, logprobs)}"
             )
+        case Fail(error, message):
+            return f"fail: {error.__name__}: {message}"
         case Deliver(index, response):
             return (
                 f"deliver response {index}: {len(response.tokens)} tokens, {response.num_steps} steps, "

@@ -13,6 +13,7 @@ from typing import NamedTuple, TypeAlias
 
 from paceline.config import Variant
 from paceline.engine.kv_use import KvUse
+from paceline.errors import PacelineError
 from paceline.types import Response, RolloutRequest, StepObservation
 
 # ---------------------------------------------------------------- what workers tell
@@ -254,5 +255,13 @@ class Deliver:
     response: Response
 
 
+@dataclass(frozen=True, slots=True)
+class Fail:
+    """The rollout cannot go on: raise this error once everything else is carried out."""
+
+    error: type[PacelineError]
+    message: str
+
+
 Order: TypeAlias = RunChunk | CancelChunk
-Action: TypeAlias = StartWorker | StopWorker | LoadWeights | Order | Keep | Deliver
+Action: TypeAlias = StartWorker | StopWorker | LoadWeights | Order | Keep | Deliver | Fail

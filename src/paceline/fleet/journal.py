@@ -2,8 +2,8 @@
 
 One JSON line per growth of a response, appended as workers report it. Invariants: what is read back of a response is a
 prefix of its tokens, whatever was torn or lost; a journal of another job is never used. A response is known by its
-dice key and its prompt. The journal saves work and is not the result: when the disk is full the rollout goes on
-without, and lines that no longer connect are passed over when it is read.
+dice key and the tokens that it was given, `generated` included: what follows them is always the same. The journal
+saves work and is not the result: while the disk is full the rollout goes on and lines wait in memory, up to a limit.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+from collections import defaultdict
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
@@ -22,8 +24,11 @@ from paceline.errors import RecordError
 from paceline.fleet.events import Keep, Kept
 from paceline.types import RolloutRequest
 
+MOST_WAITING_BYTES = 1 << 28
+"""Lines that the disk does not take wait in memory up to so much; then the journal ends where it is."""
+
 Name = tuple[int, int]
-"""Key, and digest of the prompt."""
+"""Key, and digest of the tokens that the response was given."""
 
 
 class _Head(msgspec.Struct, frozen=True):
@@ -34,13 +39,46 @@ class _Head(msgspec.Struct, frozen=True):
 
 class _Line(msgspec.Struct, frozen=True):
     key: int
-    prompt: int
+    given: int
     start: int
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
     num_steps: int
     num_draft_tokens: int
     finish_reason: str | None = None
+
+
+@dataclass(slots=True)
+class _Known:
+    """What the lines so far tell of a response."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    num_steps: int = 0
+    num_draft_tokens: int = 0
+    finish_reason: str | None = None
+
+    def take(self, line: _Line) -> None:
+        """Go on with a line that connects; any other one is passed over."""
+        overlap = len(self.tokens) - line.start
+        if overlap < 0 or self.finish_reason is not None or len(line.tokens) != len(line.logprobs):
+            return
+        if overlap > len(line.tokens) and line.finish_reason is None:
+            return
+        self.tokens += line.tokens[overlap:]
+        self.logprobs += line.logprobs[overlap:]
+        self.num_steps, self.num_draft_tokens = line.num_steps, line.num_draft_tokens
+        self.finish_reason = line.finish_reason
+
+    def freeze(self) -> Kept:
+        """As the controller takes it."""
+        return Kept(
+            tuple(self.tokens),
+            tuple(self.logprobs),
+            self.num_steps,
+            self.num_draft_tokens,
+            self.finish_reason,
+        )
 
 
 _encoder = msgspec.json.Encoder()
@@ -54,16 +92,19 @@ class Journal:
     def __init__(self, path: Path, fd: int) -> None:
         self.path = path
         self._fd = fd
-        self._kept: dict[Name, Kept] = {}
+        self._kept: defaultdict[Name, _Known] = defaultdict(_Known)
+        self._names: list[Name] = []
+        self._waiting = bytearray()
+        self._has_ended = False
         self.failure: str | None = None
-        """Why the last line could not be written; None: it was."""
+        """Why something is not on the disk; None: all is."""
 
     @classmethod
     def open(cls, path: Path, job: str, *, resume: bool) -> Self:
         """Open a journal, or begin it anew: without `resume`, or if it is of another job.
 
-        job: names everything that decides the tokens beside key and prompt. Raises RecordError if the file cannot be
-        opened, or another process writes it.
+        job: names everything that decides the tokens beside key and given tokens. Raises RecordError if the file
+        cannot be opened, or another process writes it.
         """
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -85,24 +126,15 @@ class Journal:
         return journal
 
     def find(self, requests: Iterable[RolloutRequest]) -> dict[int, Kept]:
-        """What is known of the requests, by their place."""
-        names = (self._name(request) for request in requests)
-        return {index: self._kept[name] for index, name in enumerate(names) if name in self._kept}
+        """A rollout of these requests begins: what is known of them, by their place."""
+        self._names = [self._name(request) for request in requests]
+        return {
+            index: self._kept[name].freeze() for index, name in enumerate(self._names) if name in self._kept
+        }
 
-    def write(self, request: RolloutRequest, keep: Keep) -> None:
-        """Append what a response has grown by. A disk that refuses is noted in `failure` and asked again next time."""
-        key, prompt = self._name(request)
-        line = _Line(
-            key,
-            prompt,
-            keep.start,
-            keep.tokens,
-            keep.logprobs,
-            keep.num_steps,
-            keep.num_draft_tokens,
-            keep.finish_reason,
-        )
-        self._append(_encoder.encode(line) + b"\n")
+    def write(self, keeps: Iterable[Keep]) -> None:
+        """Append what responses have grown by. A disk that refuses is noted in `failure` and asked again next time."""
+        self._append(b"".join(self._encode(keep) for keep in keeps))
 
     def close(self) -> None:
         """Close the file; a second call does nothing."""
@@ -115,17 +147,32 @@ class Journal:
         self.close()
         self.path.unlink(missing_ok=True)
 
-    def _append(self, line: bytes) -> None:
-        begin = os.fstat(self._fd).st_size
-        done = 0
+    def _encode(self, keep: Keep) -> bytes:
+        line = _Line(
+            *self._names[keep.index],
+            keep.start,
+            keep.tokens,
+            keep.logprobs,
+            keep.num_steps,
+            keep.num_draft_tokens,
+            keep.finish_reason,
+        )
+        return _encoder.encode(line) + b"\n"
+
+    def _append(self, lines: bytes) -> None:
+        """Write what waits and these. A line may be cut in two for a time, for the next call goes on where it ends."""
+        if self._has_ended:
+            return
+        self._waiting += lines
         try:
-            while done < len(line):
-                done += os.write(self._fd, line[done:])
+            while self._waiting:
+                del self._waiting[: os.write(self._fd, self._waiting)]
             self.failure = None
         except OSError as error:
             self.failure = f"cannot write to {self.path}: {error.strerror}"
-            with contextlib.suppress(OSError):
-                os.ftruncate(self._fd, begin)
+            if len(self._waiting) > MOST_WAITING_BYTES:  # a line that is left out would be a gap
+                self._has_ended = True
+                self._waiting.clear()
 
     def _read(self, job: str) -> int:
         """Take in the file; returns the length of its whole lines, 0 for a journal that is of no use."""
@@ -139,30 +186,15 @@ class Journal:
                         if _heads.decode(text).job != job:
                             return 0
                     else:
-                        self._take(_lines.decode(text))
+                        line = _lines.decode(text)
+                        self._kept[line.key, line.given].take(line)
                 except msgspec.MsgspecError:
                     if number == 0:
                         return 0
                 num_bytes += len(text)
         return num_bytes
 
-    def _take(self, line: _Line) -> None:
-        name = line.key, line.prompt
-        known = self._kept.get(name, Kept((), ()))
-        overlap = len(known.tokens) - line.start
-        if overlap < 0 or known.finish_reason is not None or len(line.tokens) != len(line.logprobs):
-            return
-        if overlap > len(line.tokens) and line.finish_reason is None:
-            return
-        self._kept[name] = Kept(
-            known.tokens + line.tokens[overlap:],
-            known.logprobs + line.logprobs[overlap:],
-            line.num_steps,
-            line.num_draft_tokens,
-            line.finish_reason,
-        )
-
     @staticmethod
     def _name(request: RolloutRequest) -> Name:
         assert request.key is not None
-        return request.key, prompt_group(request.prompt)
+        return request.key, prompt_group((*request.prompt, *request.generated))

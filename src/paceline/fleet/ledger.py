@@ -23,6 +23,7 @@ class LiveResponse:
         "index",
         "logprobs",
         "num_draft_tokens",
+        "num_losses",
         "num_steps",
         "request",
         "tokens",
@@ -35,6 +36,8 @@ class LiveResponse:
         self.logprobs: list[float] = []
         self.num_steps = 0
         self.num_draft_tokens = 0
+        self.num_losses = 0
+        """Workers in a row that were lost while they ran it, had worked before, and brought it no token."""
         self.chunk: int | None = None
         """The chunk that runs."""
         if kept is not None:
@@ -60,6 +63,8 @@ class LiveResponse:
                 )
         self.tokens += tokens[known - start :]
         self.logprobs += logprobs[known - start :]
+        if len(self.tokens) > known:
+            self.num_losses = 0
         return len(self.tokens) - known
 
     def check_room(self) -> None:

@@ -119,7 +119,7 @@ class RewardDesk:
         """A worker's function returned."""
         try:
             number = float(value)
-        except (TypeError, ValueError):
+        except Exception:  # whatever a function may return: a tensor, an integer beyond all floats
             number = math.nan
         if math.isfinite(number):
             return self._leave(worker, life, Reward(number), now_s)

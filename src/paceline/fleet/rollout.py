@@ -29,13 +29,16 @@ from paceline.fleet.draft_process import DraftProcess
 from paceline.fleet.events import (
     Abandoned,
     Action,
+    CancelChunk,
     Deliver,
     Event,
+    Fail,
     Keep,
     LoadWeights,
     Opened,
     Order,
     Reported,
+    RunChunk,
     StartWorker,
     StopWorker,
     Submitted,
@@ -117,6 +120,7 @@ class Fleet:
         self._params: SamplingParams | None = None
         self._journal: Journal | None = None
         self._finished: list[Finished] = []
+        self._next_tick_s = 0.0
         self._rewards: RewardPool | None = None
         port = self.settings.metrics_port
         self.metrics = None if port is None else MetricsServer(self.board, lambda: self.num_unfinished, port)
@@ -234,7 +238,7 @@ class Fleet:
 
         if self._draft_server is not None:
             self._draft_server.check()
-        self._tell(Tick(time.monotonic()))
+        self._tick(time.monotonic())
         calls = [*self._actors.calls, *(self._rewards.calls if self._rewards else ())]
         ready, waiting = ray.wait(calls, num_returns=1, timeout=0.0 if self._finished else wait_s)
         if waiting:
@@ -243,7 +247,8 @@ class Fleet:
         workers = set(self._actors.calls)
         for ref in ready:
             if ref in workers:
-                self._hear(self._actors.take(ref))
+                if (event := self._actors.take(ref)) is not None:
+                    self._hear(event)
             elif self._rewards is not None:
                 self._settle(self._rewards.take(ref))
         if self._rewards is not None:
@@ -336,33 +341,47 @@ class Fleet:
         self.chunks.note(actions, now_s)
         self._act(actions)
 
+    def _tick(self, now_s: float) -> None:
+        """Tell the time, not more often than anyone wants to know: it takes a look at every worker."""
+        if now_s >= self._next_tick_s:
+            self._next_tick_s = now_s + TICK_S
+            self._tell(Tick(now_s))
+
     def _hear(self, event: Event) -> None:
         if isinstance(event, Reported):
             self.board.hear(event.worker, event.report)
         elif isinstance(event, WorkerLost):
-            self.board.lose(event.worker)
+            self.board.lose(event.worker, event.life)
         self._tell(event)
 
-    def _act(self, actions: Iterable[Action]) -> None:
+    def _act(self, actions: Sequence[Action]) -> None:
+        if self._journal is not None:
+            self._journal.write([action for action in actions if isinstance(action, Keep)])
         orders: dict[str, list[Order]] = {}
         for action in actions:
             match action:
                 case StartWorker(worker, life):
                     self._actors.start(worker, life)
                 case StopWorker(worker, life):
-                    self.board.lose(worker)
+                    self.board.lose(worker, life)
                     self._actors.stop(worker, life)
                 case LoadWeights(worker, life, version):
+                    self._order(orders, [worker])  # a worker with chunks cannot load: cancel them before
                     self._actors.load(worker, life, self._weights, version)
-                case Keep(index):
-                    if self._journal is not None:
-                        self._journal.write(self._requests[index], action)
                 case Deliver(index, response):
                     self._deliver(index, response)
-                case _:
-                    orders.setdefault(action.worker, []).append(action)
-        for worker, own in orders.items():
-            self._actors.order(worker, own, self._params)
+                case RunChunk(worker) | CancelChunk(worker):
+                    orders.setdefault(worker, []).append(action)
+        self._order(orders, list(orders))
+        for action in actions:
+            if isinstance(action, Fail):
+                raise action.error(action.message)
+
+    def _order(self, orders: dict[str, list[Order]], workers: Iterable[str]) -> None:
+        """Send, and forget, what has been collected for these workers."""
+        for worker in workers:
+            if worker in orders:
+                self._actors.order(worker, orders.pop(worker), self._params)
 
     def _deliver(self, index: int, response: Response) -> None:
         if self._kv_pool is not None:

@@ -73,10 +73,12 @@ class StatusBoard:
             status.num_tokens += step.num_tokens
             self._steps.append((status.name, step))
 
-    def lose(self, worker: str) -> None:
-        """A worker is gone."""
+    def lose(self, worker: str, life: int) -> None:
+        """A life of a worker is over; every life is, once, so what is told again or late changes nothing."""
         status = self.workers[worker]
-        status.num_losses += 1
+        if life < status.num_losses:
+            return
+        status.num_losses = life + 1
         status.num_running = status.num_waiting = status.num_kv_used = 0
         self._preempted.pop(worker, None)
         self._loaded.pop(worker, None)

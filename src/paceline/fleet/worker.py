@@ -241,6 +241,9 @@ class RolloutWorker:
         chunk.tokens += event.tokens
         chunk.logprobs += event.logprobs
         chunk.num_steps += bool(event.tokens)
+        if event.failure is not None:
+            del self._chunks[event.index]
+            self._rejected.append((event.index, event.failure))
         if event.response is None:
             return
         del self._chunks[event.index]

@@ -1,0 +1,106 @@
+"""Fleet carries out what the controller says: in an order that workers can follow, failures last. Without Ray."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from paceline.config import FleetSettings
+from paceline.errors import EngineError
+from paceline.fleet.controller import Controller
+from paceline.fleet.events import (
+    Action,
+    CancelChunk,
+    Event,
+    Fail,
+    LoadWeights,
+    Opened,
+    Order,
+    StartWorker,
+    StopWorker,
+    Submitted,
+    Tick,
+    WorkerLost,
+    WorkerUp,
+)
+from paceline.fleet.rollout import TICK_S, Fleet
+from paceline.fleet.status import StatusBoard, WorkerStatus
+from paceline.types import RolloutRequest
+
+
+class Calls:
+    """Stands where the actors are, and writes down what they are told."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[Any, ...]] = []
+
+    def start(self, worker: str, life: int) -> None:
+        self.told.append(("start", worker, life))
+
+    def stop(self, worker: str, life: int) -> None:
+        self.told.append(("stop", worker, life))
+
+    def load(self, worker: str, life: int, weights: Any, version: int) -> None:
+        self.told.append(("load", worker, version))
+
+    def order(self, worker: str, orders: Sequence[Order], params: Any) -> None:
+        self.told.append(("order", worker, *(one.chunk for one in orders)))
+
+
+@pytest.fixture
+def fleet() -> Fleet:
+    """A fleet of two workers without processes."""
+    made = Fleet.__new__(Fleet)
+    made.settings = FleetSettings(workers=2, silence_s=10.0)
+    made.board = StatusBoard({name: WorkerStatus(name) for name in ("w0", "w1")})
+    made._controller = Controller(made.settings)
+    made._actors = Calls()  # type: ignore[assignment]
+    made._journal = made._params = made._weights = None
+    made._next_tick_s = 0.0
+    return made
+
+
+def told(fleet: Fleet) -> list[tuple[Any, ...]]:
+    calls = fleet._actors.told  # type: ignore[attr-defined]
+    fleet._actors.told = []  # type: ignore[attr-defined]
+    return calls
+
+
+def test_orders_go_out_once_per_worker_and_before_its_weights(fleet: Fleet) -> None:
+    chunks: list[Action] = [CancelChunk("w1", 0, 1), CancelChunk("w0", 0, 7), CancelChunk("w0", 0, 8)]
+    fleet._act([*chunks, LoadWeights("w0", 0, 3), CancelChunk("w1", 0, 2)])
+    assert told(fleet) == [("order", "w0", 7, 8), ("load", "w0", 3), ("order", "w1", 1, 2)]
+
+
+def test_a_failure_is_raised_when_all_else_is_done(fleet: Fleet) -> None:
+    with pytest.raises(EngineError, match="it cannot go on"):
+        fleet._act([Fail(EngineError, "it cannot go on"), StartWorker("w0", 1), CancelChunk("w1", 0, 7)])
+    assert told(fleet) == [("start", "w0", 1), ("order", "w1", 7)]
+
+
+def test_a_loss_counts_once_however_often_it_is_told(fleet: Fleet) -> None:
+    events: list[Event] = [Opened(), WorkerUp("w0", 0, 0, 100, 4, 10), WorkerUp("w1", 0, 0, 100, 4, 10)]
+    for event in events:
+        fleet._hear(event)
+    fleet._tell(Submitted((RolloutRequest((1,), 8, key=1, group=0),)))
+    fleet._tell(Tick(0.0))
+    fleet._tell(Tick(11.0))
+    stopped = [call for call in told(fleet) if call[0] == "stop"]
+    assert stopped == [("stop", "w0", 0)]
+    fleet._hear(WorkerLost("w0", 0, "its report was cut off"))
+    fleet._hear(WorkerLost("w0", 0, "its orders were cut off"))
+    assert fleet.board.workers["w0"].num_losses == 1
+    fleet._hear(WorkerLost("w0", 1, "killed"))
+    assert fleet.board.workers["w0"].num_losses == 2
+    fleet._act([StopWorker("w0", 2)])
+    assert fleet.board.workers["w0"].num_losses == 3
+
+
+def test_time_is_told_no_oftener_than_it_matters(fleet: Fleet) -> None:
+    events: list[Event] = []
+    fleet._tell = events.append  # type: ignore[method-assign]
+    for step in range(1000):
+        fleet._tick(step * TICK_S / 100)
+    assert len(events) == 10
