@@ -26,6 +26,7 @@ from paceline.errors import ConfigError, EngineError, PacelineError
 if TYPE_CHECKING:
     from paceline.fleet.journal import Journal
     from paceline.fleet.rollout import Fleet
+    from paceline.types import KvPoolCounters
 
 JOURNAL_SUFFIX = ".progress"
 """Beside the output: what unfinished responses have so far. Removed once all are finished."""
@@ -89,11 +90,25 @@ def _run(job: Job, settings: FleetSettings, file: ResponseFile, journal: Journal
                 reasons[one.response.finish_reason] += 1
             progress.count(view.look(), len(finished), fleet.take_observations)
         progress.observe(fleet.take_observations())
-    if journal.failure is not None:
-        console.print(f"note: {journal.failure}; unfinished responses would begin anew", highlight=False)
+        notes = find_troubles(fleet.kv_pool_counters(), journal)
+    for note in notes:
+        console.print(f"note: {note}", highlight=False)
     tell_end(job, file, progress, reasons, console)
     if progress.num_finished < len(job.todo):
         raise typer.Exit(INTERRUPTED)
+
+
+def find_troubles(pool: KvPoolCounters, journal: Journal) -> list[str]:
+    """What went wrong and cost work, never tokens."""
+    notes = []
+    if journal.failure is not None:
+        notes.append(f"{journal.failure}; unfinished responses would begin anew")
+    if pool.misses and (pool.corrupt or pool.evicted or pool.failed_writes):
+        notes.append(
+            f"{pool.misses} of {pool.misses + pool.hits} chunks were prefilled again: of the KV pool's entries "
+            f"{pool.corrupt} were damaged, {pool.evicted} dropped for want of room and {pool.failed_writes} not written"
+        )
+    return notes
 
 
 def start_fleet(job: Job, settings: FleetSettings) -> Fleet:
