@@ -35,7 +35,7 @@ ENGINE = {"dtype": "bfloat16", "max_model_len": MAX_LEN}
 SLOTS = 4
 """Responses that run at once on a worker: most of them wait, so the pool is in use."""
 BLOCK_BYTES = 256 << 10
-MEMORY_BYTES, DISK_BYTES, FILE_SYSTEM_BYTES = 3 << 20, 48 << 20, 64 << 20
+MEMORY_BYTES, DISK_BYTES, FILE_SYSTEM_BYTES = 4 << 20, 48 << 20, 64 << 20
 MAX_TOKENS = 384
 PARAMS = SamplingParams(temperature=1.0, ignore_eos=True)
 
@@ -157,7 +157,7 @@ def test_damaged_entries_cost_work_alone(
 ) -> None:
     watch, folders = Watch(small), [memory, disk / "kv"]
     losses = [status.num_losses for status in small.board.workers.values()]
-    with Saboteur(folders, random.Random(11), 0.005) as saboteur:
+    with Saboteur(folders, random.Random(11), 0.03) as saboteur:
         assert_right(roll_out(small, requests, PARAMS), wanted)
     kinds = {(folder, harm) for folder in folders for harm in ("flip", "cut", "remove")}
     assert kinds == set(saboteur.harms), "every harm must have been done in both"
