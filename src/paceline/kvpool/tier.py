@@ -24,6 +24,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from paceline.errors import ConfigError
 
 ENTRY, PART = ".kv", ".part"
@@ -100,7 +102,7 @@ class EntryFile:
     def read(self, start: int, end: int) -> memoryview:
         """These bytes, or those of them that there are. They outlive the file."""
         end = min(end, self.num_bytes)
-        data = memoryview(bytearray(max(end - start, 0)))
+        data = memoryview(np.empty(max(end - start, 0), np.uint8))
         done = 0
         while done < len(data) and (got := os.preadv(self._fd, [data[done:]], start + done)):
             done += got
