@@ -61,6 +61,7 @@ class Killer:
     def __init__(self, fleet: Any, left: Counter[str], rng: random.Random) -> None:
         self.fleet, self.left, self.rng = fleet, left, rng
         self.done: Counter[str] = Counter()
+        self._killed: set[int] = set()
         self._next_s = 0.0
 
     def strike(self) -> None:
@@ -71,10 +72,11 @@ class Killer:
         self._next_s = now_s + self.rng.uniform(0.0, MOST_PAUSE_S)
         kind = self.rng.choice(kinds)
         process = self._choose(kind)
-        if process is None:
+        if process is None or process in self._killed:  # dead already, and nobody knows yet
             return
-        with contextlib.suppress(ProcessLookupError):  # it has just been killed, and nobody knows yet
+        with contextlib.suppress(ProcessLookupError):
             os.kill(process, signal.SIGKILL)
+            self._killed.add(process)
             self.left[kind] -= 1
             self.done[kind] += 1
 

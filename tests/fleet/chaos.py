@@ -10,7 +10,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
@@ -46,6 +46,7 @@ class Chaos:
     left: Counter[str]
     """Kills to come of "engine", "draft" and "reward"."""
     next_s: float = 0.0
+    killed: set[int] = field(default_factory=set)
 
     def strike(self) -> None:
         """Kill something if it is time to; cheap ones more often."""
@@ -56,11 +57,24 @@ class Chaos:
         self.next_s = now_s + self.rng.uniform(0.05, 1.5)
         kind = self.rng.choice(kinds)
         process = getattr(self, f"_{kind}")()
-        if process is None:
+        if process is None or process in self.killed:  # dead already, and nobody knows yet
             return
-        with contextlib.suppress(ProcessLookupError):  # it has just been killed, and nobody knows yet
+        with contextlib.suppress(ProcessLookupError):
             os.kill(process, signal.SIGKILL)
+            self.killed.add(process)
             self.left[kind] -= 1
+
+    def wait_for_losses(self, count: int) -> None:
+        """Until the fleet has noticed that it lost so many engines in all; a kill may fall on a rollout's end."""
+        deadline_s = time.monotonic() + 60
+        while self.count_losses() < count:
+            assert time.monotonic() < deadline_s, f"{self.count_losses()} losses instead of {count}"
+            self.fleet.advance()
+        assert self.count_losses() == count
+
+    def count_losses(self) -> int:
+        """Engines that the fleet has lost."""
+        return sum(status.num_losses for status in self.fleet.board.workers.values())
 
     def _engine(self) -> int | None:
         busy = [s.name for s in self.fleet.board.workers.values() if s.state == "up" and s.num_running]
