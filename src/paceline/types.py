@@ -5,7 +5,8 @@ Array shapes are given with names; `num_requests` counts the requests that decod
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
+from operator import add
 from typing import Any
 
 import numpy as np
@@ -164,6 +165,8 @@ class KvPoolCounters:
 
     hits: int = 0
     """Entries that gave something."""
+    disk_hits: int = 0
+    """Of these, those that were on disk."""
     misses: int = 0
     """Responses that were looked for in vain; damaged entries count here too."""
     corrupt: int = 0
@@ -181,3 +184,7 @@ class KvPoolCounters:
     """Entries that could not be saved or moved: no room, disk full, or the directory's lock was not to be had."""
     failed_drops: int = 0
     """Responses whose entry could not be removed, and tiers that could not be emptied."""
+
+    def __add__(self, other: KvPoolCounters) -> KvPoolCounters:
+        """What both have done."""
+        return KvPoolCounters(*map(add, astuple(self), astuple(other)))

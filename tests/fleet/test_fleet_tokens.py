@@ -38,7 +38,7 @@ def chunks(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> list[RunChunk]:
 
 
 def count_kv_loads(fleet: Fleet) -> int:
-    return sum(status.num_kv_loads for status in fleet.board.workers.values())
+    return fleet.kv_pool_counters().hits
 
 
 def test_tokens_are_those_of_a_single_plain_engine(

@@ -177,6 +177,58 @@ def test_decisions_are_those_of_algorithm_1(
     assert reference.finished == {(g, s): n for g, row in true.items() for s, n in enumerate(row)}
 
 
+@given(
+    rollouts(),
+    st.sampled_from(["context", "no-context", "oracle"]),
+    st.integers(0, 3),
+    st.integers(0, 12),
+    seeds,
+)
+@settings(max_examples=120, deadline=None)
+def test_who_is_next_is_foreseen_and_foreseeing_changes_nothing(
+    rollout: tuple[dict[int, list[int]], int, list[tuple[int, int]]],
+    variant: str,
+    guard: int,
+    count: int,
+    seed: int,
+) -> None:
+    """At a random moment so much room comes up that the whole buffer runs: in the order that was foreseen."""
+    true, max_tokens, workers = rollout
+    events = random.Random(seed)
+    dispatcher, twin = (started(variant, true, max_tokens, guard) for _ in range(2))
+    for number, room in enumerate(workers):
+        dispatcher.worker_up(f"w{number}", *room)
+        twin.worker_up(f"w{number}", *room)
+    running: list[Assignment] = []
+    tokens: Counter[Response] = Counter()
+    for _ in range(events.randrange(60)):
+        dispatcher.next_waiting(events.randrange(12))
+        more = all_assignments(dispatcher)
+        assert more == all_assignments(twin)
+        running += more
+        if not running:
+            break
+        ended = running.pop(events.randrange(len(running)))
+        response = ended.group, ended.sample
+        length = true[ended.group][ended.sample]
+        tokens[response] = min(length, tokens[response] + ended.chunk_tokens)
+        for each in (dispatcher, twin):
+            each.chunk_finished(ended, tokens[response], tokens[response] == length)
+    foreseen = dispatcher.next_waiting(count)
+    num_waiting = dispatcher.num_waiting
+    assert len(foreseen) == min(count, num_waiting)
+    dispatcher.worker_up("roomy", 10**6, 10**6)
+    found = responses(all_assignments(dispatcher))
+    assert len(found) == num_waiting
+    assert set(foreseen) <= set(found)
+    if variant != "context" or not guard:
+        assert foreseen == found[:count]
+
+
+def test_undivided_groups_foresee_nothing() -> None:
+    assert started("group", {0: [5, 5]}, 10).next_waiting(4) == []
+
+
 # ---------------------------------------------------------------- what holds for every variant
 
 

@@ -9,14 +9,14 @@ import pytest
 from command_line import Run
 from rich.console import Console
 
-from paceline.commands.fleet_job import FleetView
+from paceline.commands.fleet_job import FleetView, find_troubles
 from paceline.config import FleetSettings
 from paceline.engine.kv_use import KvUse
 from paceline.errors import ConfigError, InstallError
 from paceline.fleet import cluster
 from paceline.fleet.events import Report, Telemetry, WorkerStep
 from paceline.fleet.status import StatusBoard, WorkerStatus
-from paceline.types import StepObservation
+from paceline.types import KvPoolCounters, StepObservation
 
 pytest.importorskip("ray", reason="Ray is not installed")
 
@@ -122,3 +122,48 @@ def test_preemptions_are_counted_over_all_lives() -> None:
     assert board.workers["w0"].num_losses == 1
     assert len(board.take_steps()) == 6
     assert board.take_steps() == []
+
+
+def pool_report(hits: int, corrupt: int) -> Report:
+    counters = KvPoolCounters(hits=hits, corrupt=corrupt)
+    return Report(1, telemetry=Telemetry(KvUse(10, 16, 7, 0), 1, (), counters))
+
+
+def test_the_kv_pool_is_counted_over_all_lives() -> None:
+    board = Shown().board
+    board.hear("w0", pool_report(3, 1))
+    board.hear("w0", pool_report(5, 1))
+    board.lose("w0", 0)
+    board.lose("w0", 0)
+    assert board.workers["w0"].kv_pool == KvPoolCounters(hits=5, corrupt=1)
+    board.hear("w0", pool_report(2, 2))
+    assert board.workers["w0"].kv_pool == KvPoolCounters(hits=7, corrupt=3)
+    assert board.workers["w1"].kv_pool == KvPoolCounters()
+
+
+class Torn:
+    """A journal whose last line was not written, or was."""
+
+    def __init__(self, failure: str | None) -> None:
+        self.failure = failure
+
+
+@pytest.mark.parametrize(
+    ("pool", "failure", "told"),
+    [
+        (KvPoolCounters(hits=9), None, []),
+        (KvPoolCounters(hits=9, misses=3), None, []),
+        (KvPoolCounters(hits=9, evicted=3), None, []),
+        (
+            KvPoolCounters(hits=9, misses=3, corrupt=1, evicted=2),
+            "the disk is full",
+            [
+                "the disk is full; what is missing there would be generated again",
+                "3 of 12 chunks were prefilled again: of the KV pool's entries 1 were damaged, 2 dropped for want of "
+                "room and 0 not written",
+            ],
+        ),
+    ],
+)
+def test_what_cost_work_is_told(pool: KvPoolCounters, failure: str | None, told: list[str]) -> None:
+    assert find_troubles(pool, Torn(failure)) == told  # type: ignore[arg-type]

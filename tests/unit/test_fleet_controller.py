@@ -366,3 +366,16 @@ def test_oracle_runs_the_longest_first_and_group_does_not_divide() -> None:
     runs = run_of(bound.decide(Submitted(requests)))
     assert {run.worker for run in runs} == {"w0"}
     assert {run.request.max_tokens for run in runs} == {20}
+
+
+def test_who_runs_next_is_foreseen() -> None:
+    fleet = controller()
+    assert fleet.next_waiting(5) == []
+    fleet.decide(up(blocks=6))
+    requests = tuple(request(key) for key in (10, 20, 11, 21))
+    runs = run_of(fleet.decide(Submitted(requests)))
+    assert [run.request.key for run in runs] == [10, 20]
+    assert [r.key for r in fleet.next_waiting(1)] == [11]
+    assert [r.key for r in fleet.next_waiting(9)] == [11, 21]
+    fleet.decide(Abandoned())
+    assert fleet.next_waiting(5) == []

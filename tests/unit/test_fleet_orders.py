@@ -9,6 +9,7 @@ import pytest
 
 from paceline.config import FleetSettings
 from paceline.errors import EngineError
+from paceline.fleet.chunk_log import ChunkLog
 from paceline.fleet.controller import Controller
 from paceline.fleet.events import (
     Action,
@@ -57,7 +58,8 @@ def fleet() -> Fleet:
     made.board = StatusBoard({name: WorkerStatus(name) for name in ("w0", "w1")})
     made._controller = Controller(made.settings)
     made._actors = Calls()  # type: ignore[assignment]
-    made._journal = made._params = made._weights = None
+    made._journal = made._params = made._weights = made._decision_log = None
+    made.chunks = ChunkLog()
     made._next_tick_s = 0.0
     return made
 

@@ -145,6 +145,20 @@ def test_identities_depend_on_key_and_prompt() -> None:
 # -- damage
 
 
+@pytest.mark.parametrize("harm", ["flip", "cut"])
+def test_damage_after_the_check_does_not_reach_who_loads(pool: KvPool, memory: Path, harm: str) -> None:
+    save(pool, 1, 10)
+    held = load(pool, 1)
+    assert held is not None
+    size = entry_file(memory, 1).stat().st_size
+    with entry_file(memory, 1).open("r+b") as file:
+        if harm == "cut":
+            file.truncate(0)
+        else:
+            file.write(b"\xff" * size)
+    assert is_right(held, 1, 0, 10)
+
+
 def test_every_flipped_bit_is_a_miss(pool: KvPool, memory: Path) -> None:
     save(pool, 1, 10)
     whole = entry_file(memory, 1).read_bytes()

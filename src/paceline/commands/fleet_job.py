@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from paceline.commands.rollout_record import RolloutRecord
     from paceline.fleet.journal import Journal
     from paceline.fleet.rollout import Fleet
+    from paceline.types import KvPoolCounters
 
 JOURNAL_SUFFIX = ".progress"
 """Beside the output: what unfinished responses have so far. Removed once all are finished."""
@@ -109,13 +110,25 @@ def _run(
             progress.count(view.look(), len(finished), observations)
         fleet.abandon()
         progress.observe(observations())
-    if journal.failure is not None:
-        console.print(
-            f"note: {journal.failure}; what is missing there would be generated again", highlight=False
-        )
+        notes = find_troubles(fleet.kv_pool_counters(), journal)
+    for note in notes:
+        console.print(f"note: {note}", highlight=False)
     tell_end(job, file, progress, reasons, console)
     if progress.num_finished < len(job.todo):
         raise typer.Exit(INTERRUPTED)
+
+
+def find_troubles(pool: KvPoolCounters, journal: Journal) -> list[str]:
+    """What went wrong and cost work, never tokens."""
+    notes = []
+    if journal.failure is not None:
+        notes.append(f"{journal.failure}; what is missing there would be generated again")
+    if pool.misses and (pool.corrupt or pool.evicted or pool.failed_writes):
+        notes.append(
+            f"{pool.misses} of {pool.misses + pool.hits} chunks were prefilled again: of the KV pool's entries "
+            f"{pool.corrupt} were damaged, {pool.evicted} dropped for want of room and {pool.failed_writes} not written"
+        )
+    return notes
 
 
 def start_fleet(job: Job, settings: FleetSettings) -> Fleet:

@@ -46,6 +46,7 @@ from paceline.fleet.events import (
 )
 from paceline.fleet.ledger import LiveResponse, RunningChunk
 from paceline.planning.dispatch import Assignment, Dispatcher, DispatchSettings
+from paceline.types import RolloutRequest
 
 WorkerState = Literal["starting", "loading", "up", "given up"]
 
@@ -152,6 +153,13 @@ class Controller:
     def num_running(self) -> int:
         """Chunks that run somewhere."""
         return sum(len(worker.chunks) for worker in self._workers.values())
+
+    def next_waiting(self, count: int) -> list[RolloutRequest]:
+        """The requests whose next chunks will run next if nothing else happens, in that order; at most `count`."""
+        if self._dispatcher is None or self._rollout is None:
+            return []
+        places = self._rollout.places
+        return [places[place].request for place in self._dispatcher.next_waiting(count)]
 
     # -- the rollout
 

@@ -14,7 +14,7 @@ from typing import NamedTuple, TypeAlias
 from paceline.config import Variant
 from paceline.engine.kv_use import KvUse
 from paceline.errors import PacelineError
-from paceline.types import Response, RolloutRequest, StepObservation
+from paceline.types import KvPoolCounters, Response, RolloutRequest, StepObservation
 
 # ---------------------------------------------------------------- what workers tell
 
@@ -64,8 +64,8 @@ class Telemetry:
     """Chunks that it has."""
     steps: tuple[WorkerStep, ...]
     """Engine steps since the last report."""
-    num_kv_loads: int = 0
-    """Chunks of this life that found the keys and values of the one before in the KV pool."""
+    kv_pool: KvPoolCounters = field(default_factory=KvPoolCounters)
+    """What this life has done with the KV pool."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,21 +1,24 @@
-"""The fleet's own KV pool: where chunks of a response leave keys and values for the next worker (docs/kv-pool.md).
+"""The fleet's KV pool: where chunks of a response leave keys and values for the next worker (docs/kv-pool.md).
 
-Owned by `Fleet` on one machine; the engines open the same directory. Nothing here changes a token: without the pool, or
-without room in it, the next worker prefills.
+Owned by `Fleet` on one machine; the engines open the same directories. Nothing here changes a token: without the pool,
+or without room in it, the next worker prefills.
 """
 
 from __future__ import annotations
 
 import fcntl
 import os
+import secrets
 import shutil
 import tempfile
 import time
 from pathlib import Path
+from typing import Self
 
 from paceline.config import EngineSettings, FleetSettings, KvPoolSettings
+from paceline.fleet.prefetch import Prefetcher, Queue
 from paceline.kvpool import KvPool, response_identity
-from paceline.types import RolloutRequest
+from paceline.types import KvPoolCounters, RolloutRequest
 
 SHARED_MEMORY = Path("/dev/shm")
 PREFIX = "paceline-kv-"
@@ -26,14 +29,34 @@ LEFT_S = 60.0
 
 
 class FleetKvPool:
-    """A directory in shared memory, and the driver's handle on it. Close it."""
+    """The driver's handle on the pool. Close it."""
 
-    def __init__(self, base: Path, num_bytes: int) -> None:
-        self._folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=base))
-        self.settings = KvPoolSettings(
-            directory=str(self._folder), memory_bytes=num_bytes, namespace=self._folder.name
-        )
-        self._pool = KvPool.open(self.settings)
+    def __init__(self, settings: KvPoolSettings, own_folder: Path | None = None) -> None:
+        """own_folder: was made for this fleet alone, and goes with it. Raises ConfigError as `KvPool.open` does."""
+        self.settings = settings
+        self._own_folder = own_folder
+        self._pool = KvPool.open(settings)
+        self._prefetcher = Prefetcher(settings) if settings.disk_directory is not None else None
+
+    @classmethod
+    def make(cls, base: Path, num_bytes: int) -> Self:
+        """A pool in a new folder below `base`, in shared memory alone."""
+        folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=base))
+        settings = KvPoolSettings(directory=str(folder), memory_bytes=num_bytes, namespace=folder.name)
+        return cls(settings, folder)
+
+    @classmethod
+    def join(cls, settings: KvPoolSettings) -> Self:
+        """A pool that the user has named. What an earlier fleet may have left there never matches: it counted its
+        policy versions for itself.
+        """
+        namespace = f"{settings.namespace or ''}/{secrets.token_hex(8)}"
+        return cls(settings.model_copy(update={"namespace": namespace}))
+
+    def look_ahead(self, queue: Queue) -> None:
+        """Bring entries that will be needed next from disk to memory, in the background. Returns at once."""
+        if self._prefetcher is not None:
+            self._prefetcher.look_ahead(queue)
 
     def drop(self, request: RolloutRequest) -> None:
         """The response has ended: nobody will go on with it."""
@@ -44,21 +67,37 @@ class FleetKvPool:
         """The rollout is over."""
         self._pool.clear()
 
+    def counters(self) -> KvPoolCounters:
+        """What this process has done with the pool."""
+        own = self._pool.counters()
+        return own if self._prefetcher is None else own + self._prefetcher.counters()
+
     def close(self) -> None:
         """Leave nothing behind."""
+        if self._prefetcher is not None:
+            self._prefetcher.close()
         self._pool.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        if self._own_folder is not None:
+            shutil.rmtree(self._own_folder, ignore_errors=True)
 
 
 def open_pool(settings: FleetSettings, engine: EngineSettings) -> FleetKvPool | None:
-    """The pool that the fleet wants; None: it wants none, the engines have one, or memory has no room for one."""
-    wanted = settings.workers > 1 and settings.address is None and settings.variant != "group"
-    if not wanted or engine.kv_pool is not None:
+    """The pool of the fleet's workers: the one that the engines' settings name, or one of the fleet's own.
+
+    None: it wants none, memory has no room for one, or another program keeps it. Raises ConfigError for directories of
+    no use.
+    """
+    named = engine.kv_pool
+    if settings.address is not None or (named is not None and named.backend != "paceline"):
+        return None
+    if named is not None:
+        return FleetKvPool.join(named)
+    if settings.workers < 2 or settings.variant == "group":
         return None
     base = SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
     remove_leftovers(base)
     num_bytes = min(int(settings.kv_pool_gib * (1 << 30)), shutil.disk_usage(base).free // 2)
-    return FleetKvPool(base, num_bytes) if num_bytes >= LEAST_BYTES else None
+    return FleetKvPool.make(base, num_bytes) if num_bytes >= LEAST_BYTES else None
 
 
 def remove_leftovers(base: Path) -> None:

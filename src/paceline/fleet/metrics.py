@@ -26,7 +26,11 @@ COUNTERS: dict[str, tuple[str, Callable[[WorkerStatus], float]]] = {
     "generated_tokens": ("Tokens generated", lambda status: status.num_tokens),
     "accepted_tokens": ("Draft tokens accepted", lambda status: status.num_accepted),
     "preemptions": ("Requests that lost their KV while they ran", lambda status: status.num_preemptions),
-    "kv_loads": ("Chunks that found their KV in the pool", lambda status: status.num_kv_loads),
+    "kv_loads": ("Chunks that found their KV in the pool", lambda status: status.kv_pool.hits),
+    "kv_disk_loads": ("Of these, those that found it on disk", lambda status: status.kv_pool.disk_hits),
+    "kv_misses": ("Chunks that looked for their KV in vain", lambda status: status.kv_pool.misses),
+    "kv_damaged": ("Damaged entries of the pool", lambda status: status.kv_pool.corrupt),
+    "kv_failed_writes": ("Entries that the pool did not take", lambda status: status.kv_pool.failed_writes),
     "losses": ("Times that the worker was lost", lambda status: status.num_losses),
 }
 

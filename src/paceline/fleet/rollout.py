@@ -53,7 +53,7 @@ from paceline.fleet.rewards import Reward, RewardFunction
 from paceline.fleet.status import StatusBoard, WorkerStatus
 from paceline.fleet.weights import pack_weights
 from paceline.fleet.worker import EngineSpec
-from paceline.types import Response, RolloutRequest, StepObservation
+from paceline.types import KvPoolCounters, Response, RolloutRequest, StepObservation
 
 if TYPE_CHECKING:
     import torch
@@ -124,11 +124,11 @@ class Fleet:
         self._rewards: RewardPool | None = None
         port = self.settings.metrics_port
         self.metrics = None if port is None else MetricsServer(self.board, lambda: self.num_unfinished, port)
-        self._owns_ray = cluster.connect(self.settings)
-        self._draft_server = self._start_draft_server()
         self._kv_pool = open_pool(self.settings, self.engine_settings)
         if self._kv_pool is not None:
             self.engine_settings = self.engine_settings.model_copy(update={"kv_pool": self._kv_pool.settings})
+        self._owns_ray = cluster.connect(self.settings)
+        self._draft_server = self._start_draft_server()
         from paceline.fleet.actors import Actors
 
         spec = EngineSpec(
@@ -239,6 +239,8 @@ class Fleet:
         if self._draft_server is not None:
             self._draft_server.check()
         self._tick(time.monotonic())
+        if self._kv_pool is not None:
+            self._kv_pool.look_ahead(self._controller.next_waiting)
         calls = [*self._actors.calls, *(self._rewards.calls if self._rewards else ())]
         ready, waiting = ray.wait(calls, num_returns=1, timeout=0.0 if self._finished else wait_s)
         if waiting:
@@ -310,6 +312,11 @@ class Fleet:
         self._wait_while(lambda: "loading" in self._states())
         del before
         return self.policy_version
+
+    def kv_pool_counters(self) -> KvPoolCounters:
+        """What workers, over all their lives, and this process have done with the KV pool; zeros without one."""
+        own = KvPoolCounters() if self._kv_pool is None else self._kv_pool.counters()
+        return sum((status.kv_pool for status in self.board.workers.values()), own)
 
     def reset_prefix_cache(self) -> None:
         """Let every engine forget cached key-value blocks and the suffix trees of all groups."""

@@ -6,6 +6,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from paceline.fleet.events import Report, Telemetry, WorkerStep
+from paceline.types import KvPoolCounters
 
 MOST_STEPS = 1 << 14
 """Engine steps that are kept for a reader; older ones are dropped."""
@@ -24,8 +25,8 @@ class WorkerStatus:
     num_kv_blocks: int = 0
     num_kv_used: int = 0
     num_preemptions: int = 0
-    num_kv_loads: int = 0
-    """Chunks that found the keys and values of the one before in the KV pool."""
+    kv_pool: KvPoolCounters = field(default_factory=KvPoolCounters)
+    """What it has done with the KV pool; a hit is a chunk that found the keys and values of the one before."""
     num_tokens: int = 0
     """Tokens that it has generated."""
     num_decoded: int = 0
@@ -50,7 +51,7 @@ class StatusBoard:
     workers: dict[str, WorkerStatus] = field(default_factory=dict)
     _steps: deque[tuple[str, WorkerStep]] = field(default_factory=lambda: deque(maxlen=MOST_STEPS))
     _preempted: dict[str, int] = field(default_factory=dict)  # by the present engine, already counted
-    _loaded: dict[str, int] = field(default_factory=dict)
+    _kv_before: dict[str, KvPoolCounters] = field(default_factory=dict)  # of the lives before
 
     def hear(self, worker: str, report: Report) -> None:
         """A report has come."""
@@ -61,8 +62,7 @@ class StatusBoard:
         status.num_kv_blocks, status.num_kv_used = seen.kv.num_blocks, seen.kv.num_used
         status.num_preemptions += seen.kv.num_preemptions - self._preempted.get(worker, 0)
         self._preempted[worker] = seen.kv.num_preemptions
-        status.num_kv_loads += seen.num_kv_loads - self._loaded.get(worker, 0)
-        self._loaded[worker] = seen.num_kv_loads
+        status.kv_pool = self._kv_before.get(worker, KvPoolCounters()) + seen.kv_pool
         self._count(status, seen)
 
     def _count(self, status: WorkerStatus, seen: Telemetry) -> None:
@@ -81,7 +81,7 @@ class StatusBoard:
         status.num_losses = life + 1
         status.num_running = status.num_waiting = status.num_kv_used = 0
         self._preempted.pop(worker, None)
-        self._loaded.pop(worker, None)
+        self._kv_before[worker] = status.kv_pool
 
     def take_steps(self) -> list[tuple[str, WorkerStep]]:
         """Engine steps since the last call, with their workers."""

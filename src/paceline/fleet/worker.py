@@ -278,7 +278,7 @@ class RolloutWorker:
                 read_kv_use(self._engine.scheduler),
                 len(self._chunks),
                 tuple(self._steps),
-                self._engine.kv_pool_counters().hits,
+                self._engine.kv_pool_counters(),
             ),
         )
         for news in (self._endings, self._refused, self._rejected, self._steps):

@@ -203,7 +203,7 @@ class KvPool:
             return None
         if shared <= skip_tokens:
             return None
-        self._count(hits=1, loaded_bytes=len(blocks) * header.block_bytes)
+        self._count(hits=1, disk_hits=not entry.is_memory, loaded_bytes=len(blocks) * header.block_bytes)
         return Held(shared, first, blocks)
 
     def _open(self, response: str) -> EntryFile:

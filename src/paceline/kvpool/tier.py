@@ -17,13 +17,14 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import mmap
 import os
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import numpy as np
 
 from paceline.errors import ConfigError
 
@@ -84,16 +85,16 @@ class Part:
 class EntryFile:
     """An entry that was opened for reading, which stays readable when it is removed.
 
-    From memory it is mapped. From disk it is read: an error of the disk is then an exception, not a signal.
+    It is copied, from memory too: what was checked stays as it was, whatever becomes of the file. In a mapping, damage
+    between check and use would go unseen, and one that was cut short would be a signal that ends the process.
     """
 
     def __init__(self, path: Path, *, is_memory: bool) -> None:
+        self.is_memory = is_memory
+        """Whether it lies in shared memory."""
         self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        self._mapped: memoryview | None = None
         try:
             self.num_bytes = os.fstat(self._fd).st_size
-            if is_memory and self.num_bytes:
-                self._mapped = memoryview(mmap.mmap(self._fd, self.num_bytes, access=mmap.ACCESS_COPY))
         except OSError:
             self.close()
             raise
@@ -101,9 +102,7 @@ class EntryFile:
     def read(self, start: int, end: int) -> memoryview:
         """These bytes, or those of them that there are. They outlive the file."""
         end = min(end, self.num_bytes)
-        if self._mapped is not None:
-            return self._mapped[start:end]
-        data = memoryview(bytearray(max(end - start, 0)))
+        data = np.empty(max(end - start, 0), np.uint8).data
         done = 0
         while done < len(data) and (got := os.preadv(self._fd, [data[done:]], start + done)):
             done += got

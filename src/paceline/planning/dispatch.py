@@ -2,7 +2,7 @@
 
 Owns the request buffer of a rollout as a state machine without I/O, called by the fleet's controller and by the
 simulator: `submit` groups, report `worker_up` and `worker_lost`, ask `next_assignment` until it gives None, report
-`chunk_finished`. Each is O(log n) per response that it touches.
+`chunk_finished`; `next_waiting` looks ahead and changes nothing. Each is O(log n) per response that it touches.
 
 Invariants: a waiting or running response is in exactly one place; the chunks that run on a worker never need more KV
 blocks than it has nor exceed its concurrency, so no engine has to preempt; a response finishes once, whatever workers
@@ -215,6 +215,13 @@ class Dispatcher:
         self._running[number] = assignment, response
         self._rooms.take(room, number, response.num_blocks)
         return assignment
+
+    def next_waiting(self, count: int) -> list[tuple[int, int]]:
+        """Whose turn is next if nothing else happens, as (group, sample), in that order; at most `count`.
+
+        For who prepares their chunks. Left out is what the guard will draw; the variant `group` foresees nothing.
+        """
+        return [(response.group.number, response.sample) for response in self._buffer.peek(count)]
 
     def _wait(self, response: BufferedResponse) -> None:
         """Line 19, for the chunk that the response will run next; then into the buffer."""

@@ -8,8 +8,10 @@ while it is in the heap, so entries are checked when they come up (lazy deletion
 from __future__ import annotations
 
 from collections import deque
-from heapq import heapify, heappop, heappush, heapreplace
-from typing import Generic, Protocol, TypeAlias, TypeVar
+from collections.abc import Iterator
+from heapq import heapify, heappop, heappush, heapreplace, merge
+from itertools import islice
+from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
 from paceline.errors import EngineError
 from paceline.planning.length import LengthEstimator
@@ -129,6 +131,26 @@ class _LazyHeap(Generic[_Item]):
             heappop(heap)
         return None
 
+    def lowest(self, count: int) -> list[_Item]:
+        """The items with the lowest keys, from the lowest on; they stay. Amortised O(count log n)."""
+        found: list[_Entry[_Item]] = []
+        while len(found) < count and self.first() is not None:
+            found.append(heappop(self._heap))
+        for entry in found:
+            heappush(self._heap, entry)
+        return [entry[2] for entry in found]
+
+
+def _in_order(heap: list[tuple[int, int, BufferedResponse]]) -> Iterator[tuple[int, int, BufferedResponse]]:
+    """The entries of a heap from the lowest on, which stay: O(k log k) for the first k."""
+    ahead = [(heap[0], 0)] if heap else []
+    while ahead:
+        entry, place = heappop(ahead)
+        yield entry
+        for child in (2 * place + 1, 2 * place + 2):
+            if child < len(heap):
+                heappush(ahead, (heap[child], child))
+
 
 class Rooms:
     """The workers that are up; in the heap are those below their concurrency."""
@@ -193,6 +215,9 @@ class RequestBuffer(Protocol):
     def match(self) -> tuple[BufferedResponse, Room] | None:
         """Take out the response whose turn it is, if a worker has room for it."""
 
+    def peek(self, count: int) -> list[BufferedResponse]:
+        """The responses whose turn is next if nothing else happens, the first one first; they stay."""
+
     def returned(self, group: BufferedGroup, room: Room, finished: bool) -> None:
         """A response of the group has left the worker; the group's length estimate may have changed."""
 
@@ -227,6 +252,19 @@ class DividedBuffer:
             return None
         self._take(response)
         return response, room
+
+    def peek(self, count: int) -> list[BufferedResponse]:
+        """Without what the guard will draw."""
+        found = [response for *_, response in islice(_in_order(self._probes), count)]
+        groups = self._rest.lowest(count - len(found))
+        rest = merge(*map(self._foresee, groups))
+        return [*found, *(place[-1] for place in islice(rest, count - len(found)))]
+
+    def _foresee(self, group: BufferedGroup) -> Iterator[tuple[Any, ...]]:
+        """The waiting responses of a group, each with what its turn goes by."""
+        for rank, sample, response in _in_order(group.waiting):
+            key = -self._lengths.estimate(group.number, sample, group.max_tokens)
+            yield key, group.order, rank, sample, response
 
     def returned(self, group: BufferedGroup, room: Room, finished: bool) -> None:
         self._place(group)
@@ -308,6 +346,10 @@ class BoundBuffer:
                 return heappop(room.line)[1], room
             self._ready.popleft()
         return None
+
+    def peek(self, count: int) -> list[BufferedResponse]:
+        """None: nothing is divided here, so nothing that waits has run before."""
+        return []
 
     def returned(self, group: BufferedGroup, room: Room, finished: bool) -> None:
         group.num_unfinished -= finished
