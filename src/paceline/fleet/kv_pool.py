@@ -50,10 +50,10 @@ class FleetKvPool:
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def open_pool(settings: FleetSettings, engine: EngineSettings) -> FleetKvPool | None:
+def open_pool(settings: FleetSettings, engine: EngineSettings, is_one_machine: bool) -> FleetKvPool | None:
     """The pool that the fleet wants; None: it wants none, the engines have one, or memory has no room for one."""
-    wanted = settings.workers > 1 and settings.address is None and settings.variant != "group"
-    if not wanted or engine.kv_pool is not None:
+    wanted = settings.workers > 1 and settings.variant != "group"
+    if not wanted or not is_one_machine or engine.kv_pool is not None:
         return None
     base = SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
     remove_leftovers(base)
