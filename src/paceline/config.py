@@ -184,6 +184,10 @@ class KvPoolSettings(Section):
     namespace: str | None = None
     """Name of the run, the same for all its workers; runs of one store or directory must differ in it."""
 
+    required: bool = True
+    """paceline: an engine whose keys and values cannot be moved refuses to start; false: it does without the pool, as a
+    fleet's engines do with the pool that the fleet makes itself."""
+
     kv_transfer_config: dict[str, Any] = Field(default_factory=dict)
     """Other backends: fields of vLLM's KVTransferConfig, passed through (kv_connector_extra_config, kv_port, ..)."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace

@@ -27,6 +27,7 @@ class CountingEngine:
     gate: threading.Semaphore
     policy_version: int = 0
     vocab_size: int = 64
+    kv_pool_obstacle: str | None = None
     running: dict[int, RolloutRequest] = field(default_factory=dict)
     failure: Exception | None = None
     scheduler: Any = field(

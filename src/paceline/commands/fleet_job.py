@@ -78,6 +78,8 @@ def _run(job: Job, settings: FleetSettings, file: ResponseFile, journal: Journal
     with hush():
         fleet = start_fleet(job, settings)
         params = job.sampling.build()
+    if fleet.kv_pool_obstacle is not None:
+        console.print(f"note: no KV pool between the engines: {fleet.kv_pool_obstacle}", highlight=False)
     reasons: Counter[str] = Counter()
     view = FleetView(fleet)
     with fleet, Interrupt() as interrupt, Progress(len(job.todo), console, below=view.table) as progress:

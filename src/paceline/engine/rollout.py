@@ -422,6 +422,12 @@ class RolloutEngine:
         counters: KvPoolCounters = self._kv_pool.counters()
         return counters
 
+    @property
+    def kv_pool_obstacle(self) -> str | None:
+        """Why this engine goes without a KV pool that is not required; None where it has it, or is to have none."""
+        obstacle: str | None = self.scheduler.kv_pool_obstacle if self.settings is not None else None
+        return obstacle
+
     # -- inside
 
     @property

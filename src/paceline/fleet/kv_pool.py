@@ -31,7 +31,10 @@ class FleetKvPool:
     def __init__(self, base: Path, num_bytes: int) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=base))
         self.settings = KvPoolSettings(
-            directory=str(self._folder), memory_bytes=num_bytes, namespace=self._folder.name
+            directory=str(self._folder),
+            memory_bytes=num_bytes,
+            namespace=self._folder.name,
+            required=False,
         )
         self._pool = KvPool.open(self.settings)
 

@@ -325,6 +325,11 @@ class Fleet:
             "a fleet's engines live in processes of their own: use a single engine for tools"
         )
 
+    @property
+    def kv_pool_obstacle(self) -> str | None:
+        """Why the engines go without the fleet's own KV pool: chunks that move are prefilled again."""
+        return self._actors.kv_pool_obstacle
+
     # -- inside
 
     def _tell(self, event: Event) -> None:
