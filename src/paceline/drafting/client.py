@@ -197,6 +197,7 @@ class DraftClient:
             if news is not None:
                 self._hear(news, link)
         with self._lock:
+            epoch = self._epoch  # of what is asked for below
             mine = [
                 (number, group) for number, group in self._groups.items() if number % len(self._links) == at
             ]
@@ -212,7 +213,7 @@ class DraftClient:
             link.send(self._seal.pack(append))
         link.waited_ms += 1e3 * self._interval_s
         if wants and not is_full and (link.answered or link.waited_ms > ANSWER_MS):
-            link.number, link.answered, link.waited_ms, link.epoch = link.number + 1, False, 0.0, self._epoch
+            link.number, link.answered, link.waited_ms, link.epoch = link.number + 1, False, 0.0, epoch
             link.send(self._seal.pack(Fetch(link.number, wants)))
 
     def _hear(self, news: News, link: _Link) -> None:
