@@ -190,6 +190,10 @@ class KvPoolSettings(Section):
     namespace: str | None = None
     """Name of the run, the same for all its workers; runs of one store or directory must differ in it."""
 
+    required: bool = True
+    """paceline: an engine whose keys and values cannot be moved refuses to start; false: it does without the pool, as a
+    fleet's engines do with the pool that the fleet makes itself."""
+
     kv_transfer_config: dict[str, Any] = Field(default_factory=dict)
     """Other backends: fields of vLLM's KVTransferConfig, passed through (kv_connector_extra_config, kv_port, ..)."""
 
@@ -269,11 +273,11 @@ class FleetSettings(Section):
     """Further Ray resources that a node must have to get an engine."""
     draft_server: bool = True
     """Start a draft server for the fleet unless `EngineSettings.draft_servers` names some. Needs the suffix drafter;
-    on a cluster that was joined by address none is started."""
+    on a cluster, joined by address or connected with several nodes, none is started."""
     kv_pool_gib: float = Field(default=1.0, ge=0.0)
     """Shared memory in which chunks leave keys and values for the next worker, so that nothing is prefilled twice
-    (docs/kv-pool.md); at most half of what is free, 0: none. On a cluster that was joined by address, and for the
-    variant `group`, none is made; `EngineSettings.kv_pool` names one of your own."""
+    (docs/kv-pool.md); at most half of what is free, 0: none. On a cluster, and for the variant `group`, none is made;
+    `EngineSettings.kv_pool` names one of your own. Engines that cannot have one do without."""
     metrics_port: int | None = Field(default=None, ge=0, le=65_535)
     """Port at which the driver serves metrics for Prometheus (`/metrics`); 0: a free one, unset: none."""
     progress_ms: float = Field(default=100.0, gt=0.0, le=60_000.0)

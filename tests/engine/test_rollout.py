@@ -112,6 +112,14 @@ def test_refusals(
     assert engine.num_running() == 0
 
 
+def test_a_grammar_cannot_go_on_in_the_middle(engine: RolloutEngine) -> None:
+    from vllm.sampling_params import StructuredOutputsParams
+
+    wanted = params(structured_outputs=StructuredOutputsParams(regex="a+"))
+    with pytest.raises(UnsupportedError, match="grammar would begin anew"):
+        engine.generate([RolloutRequest((1, 2), 5, generated=(5, 6))], wanted)
+
+
 def test_missing_checkpoints_are_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="does not exist"):
         RolloutEngine(tmp_path / "nowhere")

@@ -45,10 +45,11 @@ def test_new_weights_reach_every_worker(fleet: Fleet, prompts: list[tuple[int, .
     stale = fleet.generate(requests, PARAMS)
     assert gap(stale, policy) > 0.05, "the control: stale weights must be visible"
     assert fleet.push_weights(policy.named_parameters()) == before + 1
+    old = {name: status.num_tokens for name, status in fleet.board.workers.items()}
     responses = fleet.generate(requests, PARAMS)
     assert gap(responses, policy) < 1e-4
     assert {response.policy_version for response in responses} == {before + 1}
-    assert {name for name, status in fleet.board.workers.items() if status.num_tokens} == {"w0", "w1"}
+    assert all(status.num_tokens > old[name] for name, status in fleet.board.workers.items())
     assert fleet.push_weights(original.items()) == before + 2
     assert [r.tokens for r in fleet.generate(requests, PARAMS)] == [r.tokens for r in stale]
 

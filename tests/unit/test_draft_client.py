@@ -17,6 +17,7 @@ import zmq
 
 from paceline.config import EngineSettings
 from paceline.drafting.client import DraftClient
+from paceline.drafting.suffix import SuffixForest
 from paceline.drafting.wire import MAX_TEXT_BYTES
 from paceline.engine.fast_loop import FastLoop
 from paceline.types import DraftQuery
@@ -298,3 +299,83 @@ def test_tokens_that_the_target_lacks_are_dropped(join: Callable[..., DraftClien
     hear(other, {3: [99]})
     time.sleep(0.05)
     assert other.take(10) == []
+
+
+def test_a_response_that_moved_away_is_heard_of(join: Callable[..., DraftClient]) -> None:
+    one, other = join(), join()
+    one.watch(GROUP, THERE)
+    one.watch(GROUP, HERE)
+    one.report(GROUP, HERE, 0, [1, 2])
+    one.leave(GROUP, HERE, 2)
+    other.watch(GROUP, HERE, [1, 2])
+    other.report(GROUP, HERE, 2, [3, 4])
+    hear(one, {HERE: [3, 4]})
+    other.leave(GROUP, HERE, 4)
+    one.watch(GROUP, HERE, [1, 2, 3, 4])
+    one.report(GROUP, HERE, 4, [5])
+    other.watch(GROUP, THERE + 1)
+    hear(other, {HERE: [5]})
+
+
+def test_what_others_told_of_a_response_while_it_was_here_is_heard_once_it_leaves(
+    join: Callable[..., DraftClient],
+) -> None:
+    """A worker that was given up went on for a while: its tokens are in the log, beyond the next worker's."""
+    lost, one = join(), join()
+    one.watch(GROUP, THERE)
+    one.watch(GROUP, HERE, [1, 2])
+    lost.watch(GROUP, HERE)
+    lost.report(GROUP, HERE, 0, [1, 2, 3, 4, 5])
+    time.sleep(0.1)
+    one.report(GROUP, HERE, 2, [3])
+    assert one.take(10) == []
+    one.leave(GROUP, HERE, 3)
+    hear(one, {HERE: [4, 5]})
+
+
+def test_counts_are_those_of_one_worker_when_responses_move(server: Server) -> None:
+    """Two fast loops, six responses in chunks that go back and forth: both forests have each token once."""
+    settings = EngineSettings(draft_servers=(server.address,))
+    loops = FastLoop(settings), FastLoop(settings)
+    prompt, chunk = [1, 2, 3], 7
+    texts = {1 << 63 | key: np.random.default_rng(key).integers(1, 5, 40).tolist() for key in range(6)}
+    whole = SuffixForest(settings.suffix_depth)
+    whole.open_group(GROUP, prompt)
+    for key, text in texts.items():
+        whole.append(GROUP, key & 7, text)
+    numbers = iter(range(1000))
+    nothing = DraftQuery(*(np.zeros(0, dtype) for dtype in ("i8", "i8", "u8", "i8", "f4", "i4")))
+    try:
+        for loop in loops:  # a response of its own that says nothing, so that the group is never without one
+            loop.open(GROUP, next(numbers), prompt, [], 99 + loops.index(loop))
+        for start in range(0, 40, chunk):
+            for key, text in texts.items():
+                loop, number = loops[(key + start) % 2], next(numbers)
+                loop.open(GROUP, number, prompt, text[:start], key)
+                for token in text[start : start + chunk]:
+                    loop.append([(GROUP, number, [token])])
+                loop.close(GROUP, number)
+            loops[start % 2].propose(nothing, 0)
+            time.sleep(0.01)
+        deadline_s = time.monotonic() + PATIENCE_S
+        while any(forest(loop).num_tokens != whole.num_tokens for loop in loops):
+            assert time.monotonic() < deadline_s, [forest(loop).num_tokens for loop in loops]
+            for loop in loops:
+                loop.propose(nothing, 0)
+            time.sleep(0.01)
+        for text in texts.values():
+            known = prompt + text
+            for end in range(1, len(known) + 1):
+                for size in range(1, min(end, 6) + 1):
+                    context = known[end - size : end]
+                    assert [forest(loop).count(GROUP, context) for loop in loops] == [
+                        whole.count(GROUP, context)
+                    ] * 2
+    finally:
+        for loop in loops:
+            loop.shut_down()
+
+
+def forest(loop: FastLoop) -> SuffixForest:
+    assert isinstance(loop.drafter, SuffixForest)
+    return loop.drafter

@@ -10,6 +10,7 @@ from command_line import Run
 from rich.console import Console
 
 from paceline.commands.fleet_job import FleetView, find_troubles
+from paceline.commands.launch import build_settings
 from paceline.config import FleetSettings
 from paceline.engine.kv_use import KvUse
 from paceline.errors import ConfigError, InstallError
@@ -38,6 +39,13 @@ def free_port() -> int:
         (["--record", "here"], "give --workers too"),
         (["--workers", 2, "--record", __file__], "is a file: give a folder"),
         (["--workers", 2, "--ray-address", "nowhere"], "write it as HOST:PORT"),
+        (["--variant", "group"], "--variant: for a fleet; add --workers N"),
+        (["--chunk-tokens", 8192], "--chunk-tokens: for a fleet"),
+        (["--ray-address", "a:1", "--metrics-port", 0], "--ray-address, --metrics-port: for a fleet"),
+        (["--draft-server", "tcp://a:1", "--plain"], "--draft-server cannot help"),
+        (["--draft-server", "tcp://a:1", "--drafter", "none"], "draft_servers need drafter='suffix'"),
+        (["--draft-secret-file", "nowhere"], "name the server that it is for"),
+        (["--draft-server", "tcp://a:1", "--draft-secret-file", "nowhere"], "secret nowhere"),
     ],
 )
 def test_a_fleet_that_cannot_be_is_refused(
@@ -59,6 +67,15 @@ def test_a_recorded_run_is_not_replaced_unasked(run: Run, model: Path, prompts: 
     assert not out.exists()
 
 
+def test_paths_reach_engines_that_run_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("secret").write_bytes(bytes(range(65, 85)))
+    settings = build_settings(0, "suffix", Path("small"), ["tcp://a:1"], Path("secret"))
+    assert settings.model_drafter == str(tmp_path / "small")
+    assert settings.draft_secret_file == str(tmp_path / "secret")
+    assert settings.draft_servers == ("tcp://a:1",)
+
+
 def test_an_address_where_nobody_listens_is_named(
     run: Run, model: Path, prompts: Path, tmp_path: Path
 ) -> None:
@@ -77,12 +94,41 @@ def test_without_ray_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_cluster_that_is_too_small_is_named() -> None:
-    settings = FleetSettings(workers=3, gpus_per_worker=2, resources_per_worker={"fast": 1})
-    cluster._check_size(settings, {"CPU": 3, "GPU": 6, "fast": 3})
+    settings = FleetSettings(workers=3, resources_per_worker={"fast": 1})
+    cluster._check_size(settings, 2, {"CPU": 3, "GPU": 6, "fast": 3})
     with pytest.raises(ConfigError, match="3 workers need 6 GPU, the Ray cluster has 4"):
-        cluster._check_size(settings, {"CPU": 3, "GPU": 4, "fast": 3})
+        cluster._check_size(settings, 2, {"CPU": 3, "GPU": 4, "fast": 3})
     with pytest.raises(ConfigError, match="3 workers need 3 fast, the Ray cluster has 0"):
-        cluster._check_size(settings, {"CPU": 3, "GPU": 6})
+        cluster._check_size(settings, 2, {"CPU": 3, "GPU": 6})
+
+
+class Ray:
+    """A Ray that is connected, with two nodes."""
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def cluster_resources(self) -> dict[str, float]:
+        return {"CPU": 8.0, "GPU": 2.0}
+
+    def nodes(self) -> list[dict[str, object]]:
+        return [{"Alive": True}, {"Alive": True}, {"Alive": False}]
+
+
+def test_gpus_that_vllm_needs_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster, "import_ray", Ray)
+    monkeypatch.setattr(cluster, "is_cpu_build", lambda: False)
+    assert not cluster.connect(FleetSettings(workers=2), {})
+    with pytest.raises(ConfigError, match="2 workers need 4 GPU, the Ray cluster has 2"):
+        cluster.connect(FleetSettings(workers=2), {"tensor_parallel_size": 2})
+
+
+def test_a_connected_cluster_is_not_one_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster, "import_ray", Ray)
+    assert not cluster.is_one_machine(FleetSettings())
+    monkeypatch.setattr(Ray, "nodes", lambda self: [{"Alive": True}, {"Alive": False}])
+    assert cluster.is_one_machine(FleetSettings())
+    assert not cluster.is_one_machine(FleetSettings(address="auto"))
 
 
 class Shown:

@@ -47,26 +47,30 @@ def test_pools_of_killed_fleets_are_removed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "engine"),
+    ("settings", "engine", "is_one_machine"),
     [
-        (FleetSettings(workers=1), EngineSettings()),
-        (FleetSettings(variant="group"), EngineSettings()),
-        (FleetSettings(address="host:1"), EngineSettings()),
-        (FleetSettings(kv_pool_gib=0.0), EngineSettings()),
-        (FleetSettings(), EngineSettings(kv_pool=OTHERS)),
+        (FleetSettings(workers=1), EngineSettings(), True),
+        (FleetSettings(variant="group"), EngineSettings(), True),
+        (FleetSettings(), EngineSettings(), False),
+        (FleetSettings(kv_pool_gib=0.0), EngineSettings(), True),
+        (FleetSettings(), EngineSettings(kv_pool=OTHERS), True),
     ],
 )
 def test_no_pool_where_there_is_no_use_for_one(
-    settings: FleetSettings, engine: EngineSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    settings: FleetSettings,
+    engine: EngineSettings,
+    is_one_machine: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(kv_pool, "SHARED_MEMORY", tmp_path)
-    assert open_pool(settings, engine) is None
+    assert open_pool(settings, engine, is_one_machine) is None
     assert not list(tmp_path.iterdir())
 
 
 def test_a_pool_of_the_size_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_pool, "SHARED_MEMORY", tmp_path)
-    pool = open_pool(FleetSettings(kv_pool_gib=0.125), EngineSettings())
+    pool = open_pool(FleetSettings(kv_pool_gib=0.125), EngineSettings(), True)
     assert pool is not None
     assert pool.settings.memory_bytes == 128 << 20
     pool.close()
@@ -91,7 +95,7 @@ def named(tmp_path: Path) -> KvPoolSettings:
 
 @pytest.fixture
 def joined(named: KvPoolSettings) -> Iterator[FleetKvPool]:
-    made = open_pool(FleetSettings(workers=1), EngineSettings(kv_pool=named))
+    made = open_pool(FleetSettings(workers=1), EngineSettings(kv_pool=named), True)
     assert made is not None
     yield made
     made.close()

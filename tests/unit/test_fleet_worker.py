@@ -27,6 +27,7 @@ class CountingEngine:
     gate: threading.Semaphore
     policy_version: int = 0
     vocab_size: int = 64
+    kv_pool_obstacle: str | None = "2 workers"
     running: dict[int, RolloutRequest] = field(default_factory=dict)
     failure: Exception | None = None
     failing: set[int] = field(default_factory=set)
@@ -134,6 +135,7 @@ def test_facts_come_from_the_engine(worker: RolloutWorker) -> None:
         8,
         64,
     )
+    assert facts.kv_pool_obstacle == "2 workers"
 
 
 def test_growth_is_told_piece_by_piece_and_the_ending_whole(

@@ -25,11 +25,19 @@ def write(folder: Path, text: str) -> Path:
 
 
 def test_minimal_recipe_has_defaults_and_paths_relative_to_the_file(tmp_path: Path) -> None:
-    text = MINIMAL + "engine: {model_drafter: small, decision_log: logs}\n"
+    pool = "kv_pool: {directory: pool, disk_directory: /disk, disk_bytes: 1}"
+    text = (
+        MINIMAL
+        + f"engine: {{model_drafter: small, decision_log: logs, draft_secret_file: ../secret, {pool}}}\n"
+    )
     recipe = load_recipe(write(tmp_path, text))
     assert recipe.model == str(tmp_path / "policy")
     assert recipe.engine.model_drafter == str(tmp_path / "small")
     assert recipe.engine.decision_log == str(tmp_path / "logs")
+    assert recipe.engine.draft_secret_file == str(tmp_path.parent / "secret")
+    assert recipe.engine.kv_pool is not None
+    assert recipe.engine.kv_pool.directory == str(tmp_path / "pool")
+    assert recipe.engine.kv_pool.disk_directory == "/disk"
     assert recipe.batch.responses == 64
     assert recipe.batch.accumulation == 8
     assert recipe.context_tokens == 768
@@ -63,6 +71,7 @@ def test_overrides_win_and_are_yaml(tmp_path: Path) -> None:
         ("optimizer: {learning_rate: .inf}", "optimizer.learning_rate = inf"),
         ("sampling: {temperature: 0}", "sampling.temperature = 0"),
         ("engine: {budget: {policy: fastest}}", "engine.budget.policy = 'fastest'"),
+        ("fleet: {variant: oracle}", "choose context, no-context or group"),
     ],
 )
 def test_bad_value_is_named_with_its_remedy(tmp_path: Path, text: str, message: str) -> None:

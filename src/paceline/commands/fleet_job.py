@@ -93,6 +93,8 @@ def _run(
     with hush():
         fleet = start_fleet(job, settings)
         params = job.sampling.build()
+    if fleet.kv_pool_obstacle is not None:
+        console.print(f"note: no KV pool between the engines: {fleet.kv_pool_obstacle}", highlight=False)
     reasons: Counter[str] = Counter()
     view = FleetView(fleet)
     observations = fleet.take_observations if record is None else record.take_observations

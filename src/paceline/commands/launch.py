@@ -11,9 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pydantic import ValidationError
+
 from paceline.commands.checkpoint import Checkpoint, check_drafter, read_checkpoint
 from paceline.commands.prompts import Prompt
 from paceline.config import EngineSettings
+from paceline.drafting.wire import Seal, read_secret
 from paceline.engine.build import is_cpu_build
 from paceline.errors import ConfigError, EngineError, PacelineError
 
@@ -145,16 +148,29 @@ def check_model_drafter(folder: Path | None, target: Checkpoint) -> None:
 
 
 def build_settings(
-    seed: int, drafter: str, model_drafter: Path | None, decisions: Path | None = None
+    seed: int,
+    drafter: str,
+    model_drafter: Path | None,
+    draft_servers: Sequence[str] = (),
+    draft_secret_file: Path | None = None,
+    decisions: Path | None = None,
 ) -> EngineSettings:
-    """Paceline's settings for the engine; without any drafter the budget is off too."""
+    """Paceline's settings for the engine, which may run in another folder; without any drafter the budget is off too.
+
+    Raises ConfigError for a secret that cannot be read or has the wrong length, or settings that do not fit together.
+    """
     drafts = drafter != "none" or model_drafter is not None
-    return EngineSettings.model_validate(
-        {
-            "run_seed": seed,
-            "drafter": drafter,
-            "model_drafter": None if model_drafter is None else str(model_drafter),
-            "budget": {} if drafts else {"policy": "off"},
-            "decision_log": None if decisions is None else str(decisions.resolve()),
-        }
-    )
+    Seal(read_secret(draft_secret_file))
+    fields = {
+        "run_seed": seed,
+        "drafter": drafter,
+        "model_drafter": None if model_drafter is None else str(model_drafter.resolve()),
+        "draft_servers": tuple(draft_servers),
+        "draft_secret_file": None if draft_secret_file is None else str(draft_secret_file.resolve()),
+        "decision_log": None if decisions is None else str(decisions.resolve()),
+        "budget": {} if drafts else {"policy": "off"},
+    }
+    try:
+        return EngineSettings.model_validate(fields)
+    except ValidationError as error:
+        raise ConfigError("; ".join(item["msg"] for item in error.errors())) from error

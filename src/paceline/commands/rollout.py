@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -61,6 +62,23 @@ def rollout(
         ),
     ] = "suffix",
     model_drafter: ModelDrafter = None,
+    draft_server: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="ADDRESS",
+            help="Draft server to share drafts over, tcp://HOST:PORT; may be given several times. With --workers on "
+            "this machine alone one is started by itself.",
+            rich_help_panel="Engine",
+        ),
+    ] = None,
+    draft_secret_file: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Secret that the draft servers were started with, at the same path everywhere.",
+            rich_help_panel="Engine",
+        ),
+    ] = None,
     dtype: Dtype = "auto",
     max_num_seqs: MaxNumSeqs = 128,
     kv_cache_gib: KvCacheGib = 1.0,
@@ -81,17 +99,22 @@ def rollout(
         ),
     ] = None,
     variant: Annotated[
-        Literal["context", "no-context", "group"],
+        Literal["context", "no-context", "group"] | None,
         typer.Option(
             help="Which responses run first and where: context (Seer), no-context (in order), group (a group stays on "
             "one worker).",
+            show_default="context",
             rich_help_panel="Fleet",
         ),
-    ] = "context",
+    ] = None,
     chunk_tokens: Annotated[
-        int,
-        typer.Option(help="Tokens after which a response may go on elsewhere.", rich_help_panel="Fleet"),
-    ] = 8192,
+        int | None,
+        typer.Option(
+            help="Tokens after which a response may go on elsewhere.",
+            show_default="8192",
+            rich_help_panel="Fleet",
+        ),
+    ] = None,
     ray_address: Annotated[
         str | None,
         typer.Option(
@@ -132,16 +155,22 @@ def rollout(
 
     Example: paceline rollout models/policy prompts.jsonl --out responses.jsonl --samples 8 --workers 4
     """
-    fleet = (
-        None
-        if workers is None
-        else _fleet_settings(workers, variant, chunk_tokens, ray_address, metrics_port)
+    fleet = _fleet_settings(
+        workers,
+        {
+            "variant": variant,
+            "chunk_tokens": chunk_tokens,
+            "ray_address": ray_address,
+            "metrics_port": metrics_port,
+        },
     )
     sampling = Sampling(max_tokens, temperature, top_p, top_k, min_p, tuple(stop or ()))
     _check_switches(samples, resume, overwrite, plain, model_drafter)
     _check_record(record, workers)
+    _check_sharing(plain, draft_server or (), draft_secret_file)
     check_seed(seed)
     _check_decisions(decisions, plain)
+    settings = build_settings(seed, drafter, model_drafter, draft_server or (), draft_secret_file, decisions)
     if not (resume or overwrite):
         refuse_existing(out)
         if record is not None:
@@ -162,7 +191,7 @@ def rollout(
     )
     launch = Launch(
         model=model,
-        settings=None if plain else build_settings(seed, drafter, model_drafter, decisions),
+        settings=None if plain else settings,
         dtype=dtype,
         max_model_len=length,
         max_num_seqs=max_num_seqs,
@@ -183,16 +212,17 @@ def rollout(
                 run_fleet_job(job, fleet, file, Console(stderr=True), resume=resume, record=told)
 
 
-def _fleet_settings(
-    workers: int, variant: str, chunk_tokens: int, address: str | None, metrics_port: int | None
-) -> FleetSettings:
-    fields = {
-        "workers": workers,
-        "variant": variant,
-        "chunk_tokens": chunk_tokens,
-        "address": address,
-        "metrics_port": metrics_port,
-    }
+def _fleet_settings(workers: int | None, options: Mapping[str, object]) -> FleetSettings | None:
+    """The fleet's, None without `--workers`. options: the other options of a fleet, None where they were not given."""
+    given = {name: value for name, value in options.items() if value is not None}
+    if workers is None:
+        if given:
+            names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+            raise ConfigError(f"{names}: for a fleet; add --workers N, or leave it away")
+        return None
+    fields = {"workers": workers, **given}
+    if "ray_address" in fields:
+        fields["address"] = fields.pop("ray_address")
     try:
         return FleetSettings.model_validate(fields)
     except ValidationError as error:
@@ -216,6 +246,15 @@ def _check_decisions(folder: Path | None, plain: bool) -> None:
     if folder.is_file():
         raise ConfigError(f"--decisions {folder} is a file: give a folder")
     check_writable("--decisions", folder / "engine")
+
+
+def _check_sharing(plain: bool, servers: Sequence[str], secret: Path | None) -> None:
+    if plain and servers:
+        raise ConfigError(
+            "--plain runs vLLM without Paceline, so --draft-server cannot help: drop one of them"
+        )
+    if secret is not None and not servers:
+        raise ConfigError("--draft-secret-file without --draft-server: name the server that it is for")
 
 
 def _check_switches(

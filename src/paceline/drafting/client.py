@@ -3,6 +3,9 @@
 All network work is done by a thread of its own; `watch`, `report`, `forget` and `take` touch memory alone, so that an
 engine step never waits. What a server lacks (it was started anew, or dropped the group) is sent to it again. Whatever
 fails, drafting goes on from what is here. `watch` to `take` are for one thread, the scheduler's.
+
+Responses move between workers. Invariant: `watch`, `report` and `take` together give the tokens of each response in
+order and without a gap; what was given before may come again after a `watch`, or from the response's beginning on.
 """
 
 from __future__ import annotations
@@ -52,15 +55,18 @@ class Growth(NamedTuple):
 
     group: int
     key: int
+    start: int
+    """Index of the first one; 0 again where the client begins anew with a group that it had forgotten."""
     tokens: Int32Array  # [num_tokens]
 
 
 @dataclass(slots=True)
 class _Own:
-    """A response that is generated here."""
+    """A response that is or was generated here: its tokens so far, or until it left."""
 
     tokens: bytearray = field(default_factory=bytearray)
     num_sent: int = 0  # bytes
+    is_here: bool = True
 
     def put(self, start: int, tokens: Sequence[int]) -> None:
         """Add what is new of the tokens from the `start`-th on; beyond a gap nothing."""
@@ -78,7 +84,8 @@ class _Group:
     is_ending: bool = False
     """Nothing is generated here any more; what was is still to be sent."""
     own: dict[int, _Own] = field(default_factory=dict)  # by key
-    heard: dict[int, int] = field(default_factory=dict)  # tokens taken of each foreign response, by key
+    heard: dict[int, int] = field(default_factory=dict)
+    """Tokens of each response, by key, from which on more is handed over; those that the log has while it is here."""
 
 
 class DraftClient:
@@ -103,7 +110,9 @@ class DraftClient:
         import zmq
 
         self._seal, self._interval_s = Seal(secret), interval_ms / 1e3
-        self._vocab_size, self._epoch = vocab_size, 0
+        self._vocab_size = vocab_size
+        self._epoch = 0
+        """Answers to what was asked in an earlier one are dropped."""
         self._lock = threading.Lock()  # held for moments: around the groups' small tables
         self._groups: dict[int, _Group] = {}
         self._arrived: deque[Growth] = deque()
@@ -122,8 +131,12 @@ class DraftClient:
             self._groups[group] = known  # the last one: dormant ones at the front are the oldest
             known.is_ending = False
             own = known.own.setdefault(key, _Own())
+            own.is_here = True
+            if heard := known.heard.get(key, 0):
+                if heard * TOKEN_BYTES > len(own.tokens):  # the server told it, so it need not be told
+                    own.num_sent = heard * TOKEN_BYTES
+                self._arrived = deque(one for one in self._arrived if (one.group, one.key) != (group, key))
             own.put(0, generated)
-            known.heard.pop(key, None)
 
     def report(self, group: int, key: int, start: int, tokens: Sequence[int]) -> None:
         """A watched response has grown by `tokens`, from its `start`-th on; what is known already is passed over."""
@@ -131,6 +144,17 @@ class DraftClient:
             known = self._groups.get(group)
             if known is not None and (own := known.own.get(key)) is not None:
                 own.put(start, tokens)
+
+    def leave(self, group: int, key: int, num_tokens: int) -> None:
+        """A watched response is not generated here any more; from its `num_tokens`-th on it may be elsewhere."""
+        with self._lock:
+            known = self._groups.get(group)
+            if known is not None and key in known.own:
+                known.own[key].is_here = False
+                if known.heard.get(key, 0) > num_tokens:  # others were ahead: the log is read again
+                    known.since = 0
+                    self._epoch += 1
+                known.heard[key] = num_tokens
 
     def unwatch(self, group: int) -> None:
         """The last response of the group here has ended. What was reported is still sent."""
@@ -173,6 +197,7 @@ class DraftClient:
             if news is not None:
                 self._hear(news, link)
         with self._lock:
+            epoch = self._epoch  # of what is asked for below
             mine = [
                 (number, group) for number, group in self._groups.items() if number % len(self._links) == at
             ]
@@ -188,7 +213,7 @@ class DraftClient:
             link.send(self._seal.pack(append))
         link.waited_ms += 1e3 * self._interval_s
         if wants and not is_full and (link.answered or link.waited_ms > ANSWER_MS):
-            link.number, link.answered, link.waited_ms, link.epoch = link.number + 1, False, 0.0, self._epoch
+            link.number, link.answered, link.waited_ms, link.epoch = link.number + 1, False, 0.0, epoch
             link.send(self._seal.pack(Fetch(link.number, wants)))
 
     def _hear(self, news: News, link: _Link) -> None:
@@ -218,14 +243,18 @@ class DraftClient:
         """Hand over what is new of a foreign response."""
         heard = group.heard.get(piece.key, 0)
         count, odd = divmod(len(piece.tokens), TOKEN_BYTES)
-        if odd or piece.key in group.own or not piece.start <= heard < piece.start + count:
+        if odd or not piece.start <= heard < piece.start + count:
             return
         tokens = np.frombuffer(piece.tokens, dtype="<i4")[heard - piece.start :].astype(np.int32)
         if tokens.min() < 0 or tokens.max() >= self._vocab_size:
             return
         group.heard[piece.key] = heard + len(tokens)
+        own = group.own.get(piece.key)
+        if own is not None and own.is_here:
+            return
         for first in range(0, len(tokens), MOST_TOKENS):
-            self._arrived.append(Growth(number, piece.key, tokens[first : first + MOST_TOKENS]))
+            part = tokens[first : first + MOST_TOKENS]
+            self._arrived.append(Growth(number, piece.key, heard + first, part))
 
 
 class _Link:

@@ -24,6 +24,9 @@ class Drafter(Protocol):
     ) -> None:
         """Many responses grow: response i by tokens[offsets[i]:offsets[i + 1]]."""
 
+    def resync(self, group: int, response: int, tokens: Int32Array) -> None:
+        """A response begins or goes on with exactly these tokens; none is counted twice. tokens: [num_tokens] int32"""
+
     def draft(
         self,
         query: DraftQuery,

@@ -76,6 +76,12 @@ class LookupDrafter:
         for i, (group, response) in enumerate(zip(groups.tolist(), responses.tolist(), strict=True)):
             self.append(group, response, tokens[offsets[i] : offsets[i + 1]])
 
+    def resync(self, group: int, response: int, tokens: ArrayLike) -> None:
+        """Index the tokens ([num_tokens] ids) of a response that begins or goes on; what it had before is forgotten."""
+        if group in self._groups:
+            self._groups[group].responses.pop(response, None)
+        self.append(group, response, tokens)
+
     def close_response(self, group: int, response: int) -> None:
         """Forget a response, which nothing else reads, and with its last response the group."""
         if group in self._groups:

@@ -25,7 +25,7 @@ from paceline.engine.alternatives import AlternativePaths, Alternatives, StepDra
 from paceline.engine.decision_log import open_log
 from paceline.engine.learned import Learned
 from paceline.engine.model_steering import ModelSteering
-from paceline.engine.sharing import SharedDrafts
+from paceline.engine.sharing import SharedDrafts, drafter_number
 from paceline.errors import RequestError
 from paceline.planning import budget, candidates, sharpness
 from paceline.types import (
@@ -34,11 +34,15 @@ from paceline.types import (
     DraftQuery,
     Float32Array,
     Int32Array,
+    Int64Array,
     ModelDrafts,
     StepObservation,
 )
 
 GRID = np.asarray(sharpness.SHARPNESS_GRID, dtype=np.float32)
+
+FIRST_COPY = 1 << 62
+"""Numbers in the drafter begin here for responses whose key is running in their group already."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +86,8 @@ class FastLoop:
         self._log = open_log(settings)
         self._paths = AlternativePaths(settings, self._log)
         self._sharing = _connect(settings, vocab_size)
+        self._numbers: dict[int, int] = {}  # the drafter's, of each open response
+        self._running: set[tuple[int, int]] = set()  # group and drafter's number of each
         self.drafting = True
         self._resting: Drafter | None = None
 
@@ -90,8 +96,9 @@ class FastLoop:
     def open(
         self, group: int, response: int, prompt: Sequence[int], generated: Sequence[int], key: int = 0
     ) -> None:
-        """A response begins (or resumes with `generated` tokens). key: its dice key, by which workers share it.
+        """A response begins (or resumes with `generated` tokens). key: its dice key.
 
+        The drafter knows a response by its key: what it has of it, told by whichever worker, is not counted again.
         A group has the first prompt that it was opened with; a response to another one (a later turn, say) shares the
         group's tokens all the same: drafts are proposals, and no mistake of the user's to end the engine for.
         """
@@ -99,8 +106,14 @@ class FastLoop:
             return
         with contextlib.suppress(RequestError):
             self.drafter.open_group(group, np.asarray(prompt, dtype=np.int32))
-        self.drafter.append(group, response, np.asarray(generated, dtype=np.int32))
-        if self._sharing is not None:
+        number = drafter_number(key)
+        is_copy = (group, number) in self._running
+        if is_copy:
+            number = FIRST_COPY + response
+        self._numbers[response] = number
+        self._running.add((group, number))
+        self.drafter.resync(group, number, np.asarray(generated, dtype=np.int32))
+        if self._sharing is not None and not is_copy:
             self._sharing.open(group, response, key, generated)
 
     def append(self, tokens: Iterable[tuple[int, int, list[int]]]) -> None:
@@ -115,15 +128,20 @@ class FastLoop:
         np.cumsum([len(item) for item in lists], out=offsets[1:])
         flat = np.fromiter((token for item in lists for token in item), np.int32, int(offsets[-1]))
         self.drafter.append_batch(
-            np.asarray(groups, np.int64), np.asarray(responses, np.int64), offsets, flat
+            np.asarray(groups, np.int64), self._drafter_numbers(responses), offsets, flat
         )
 
     def close(self, group: int, response: int) -> None:
         """A response has ended; its tokens go on serving its group."""
+        number = self._numbers.pop(response, response)
+        self._running.discard((group, number))
         if self.drafter is not None:
-            self.drafter.close_response(group, response)
+            self.drafter.close_response(group, number)
         if self._sharing is not None:
             self._sharing.close(group, response)
+
+    def _drafter_numbers(self, responses: Iterable[int]) -> Int64Array:
+        return np.asarray([self._numbers.get(response, response) for response in responses], np.int64)
 
     def shut_down(self) -> None:
         """Disconnect from the draft servers, end the decision log."""
@@ -190,7 +208,8 @@ class FastLoop:
         num_context_tokens = int(query.positions.sum())
         self._now = self.budget.at_context(num_context_tokens)
         self._batch_size = len(query.groups)
-        free = self._draft_free(query)
+        drafter_query = replace(query, responses=self._drafter_numbers(query.responses.tolist()))
+        free = self._draft_free(drafter_query)
         model = self._match_model(query)
         batch, from_model = self._choose(free, model, len(query.groups))
         snapshot = self._snapshot(batch, num_other_tokens)
@@ -205,7 +224,7 @@ class FastLoop:
         alternatives = None
         if max_alternatives and isinstance(self.drafter, PathDrafter):
             alternatives = self._paths.choose(
-                StepDrafts(query, batch, from_model, lengths, num_other_tokens, self._expected),
+                StepDrafts(drafter_query, batch, from_model, lengths, num_other_tokens, self._expected),
                 self.drafter,
                 self.free,
                 self._now,

@@ -23,7 +23,8 @@ until somebody names it (worker.py), and a request of another version takes no p
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
@@ -32,6 +33,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from paceline.config import KvPoolSettings
 from paceline.engine.arguments import read_settings
 from paceline.engine.compat import (
     FullAttentionSpec,
@@ -89,23 +91,39 @@ class PoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
-        check_kv_pool(vllm_config, kv_cache_config)
+        settings = read_settings(vllm_config).kv_pool
+        assert settings is not None
+        self._is_required = settings.required
+        self.obstacle: str | None = None
+        """Why this engine goes without the pool, where it may: then nothing takes part."""
         self._num_blocks: int = kv_cache_config.num_blocks
         self.blocks: KvBlocks | None = None
         self.policy_version: int | None = 0
         """On the worker's end: version of the model's weights, the checkpoint's is 0; None until an update is named."""
         self._spent_s = 0.0
-        if role is KVConnectorRole.WORKER:
-            return
-        settings = read_settings(vllm_config).kv_pool
-        assert settings is not None
+        self._guests: dict[str, Guest] = {}
+        self._loads: list[Load] = []
+        with self._or_without():
+            check_kv_pool(vllm_config, kv_cache_config)
+            if role is KVConnectorRole.SCHEDULER:
+                self._open(settings, vllm_config, kv_cache_config)
+
+    @contextmanager
+    def _or_without(self) -> Iterator[None]:
+        """Where the pool is not required, an engine that cannot use it does without."""
+        try:
+            yield
+        except UnsupportedError as error:
+            if self._is_required:
+                raise
+            self.obstacle = str(error)
+
+    def _open(self, settings: KvPoolSettings, vllm_config: Any, kv_cache_config: Any) -> None:
         self._worker = find_worker()
         self._block_tokens: int = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
         self._max_model_len: int = vllm_config.model_config.max_model_len
         self._layout = name_layout(vllm_config, self._worker.blocks, settings.namespace)
         self._pool = KvPool.open(settings)
-        self._guests: dict[str, Guest] = {}
-        self._loads: list[Load] = []
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -120,7 +138,9 @@ class PoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 "a process has one KV connector, and this one's belongs to an engine with a KV pool: close that "
                 "engine, or start the second one in a process of its own"
             )
-        self.blocks = KvBlocks(kv_caches, self._num_blocks)
+        if self.obstacle is None:
+            with self._or_without():
+                self.blocks = KvBlocks(kv_caches, self._num_blocks)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         loads = self._get_connector_metadata().loads
@@ -145,6 +165,8 @@ class PoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     # -- the scheduler's end: a response resumes
 
     def on_new_request(self, request: Request) -> None:
+        if self.obstacle is not None:
+            return
         params, prompt = request.sampling_params, request.prompt_token_ids
         version = None if params is None else policy_version_of(params)
         if version is None or prompt is None or request.resumable or request.lora_request is not None:
@@ -252,7 +274,7 @@ class PoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def shutdown(self) -> None:
         self.blocks = None
-        if self.role is KVConnectorRole.SCHEDULER:
+        if self.role is KVConnectorRole.SCHEDULER and self.obstacle is None:
             self._pool.close()
 
 
@@ -288,6 +310,8 @@ def worker_end() -> PoolConnector | None:
 def find_worker() -> PoolConnector:
     """The worker's end in this process. Raises UnsupportedError when the worker lives in another one."""
     found = worker_end()
+    if found is not None and found.obstacle is not None:
+        raise UnsupportedError(found.obstacle)
     if found is None or found.blocks is None:
         raise UnsupportedError(
             "kv_pool.backend='paceline' needs the worker in the engine's own process: start the engine with "

@@ -48,6 +48,9 @@ class RandomDrafts:
     def append(self, group: int, response: int, tokens: Int32Array) -> None:
         """Nothing to keep."""
 
+    def resync(self, group: int, response: int, tokens: Int32Array) -> None:
+        """Nothing to keep."""
+
     def append_batch(
         self, groups: Int64Array, responses: Int64Array, offsets: Int32Array, tokens: Int32Array
     ) -> None:

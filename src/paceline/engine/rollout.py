@@ -80,6 +80,18 @@ def check_checkpoint(path: str | Path) -> Path:
     return folder
 
 
+def check_params(params: SamplingParams) -> None:
+    """Raise UnsupportedError for options that no rollout has, on one engine or several."""
+    if params.n != 1:
+        raise UnsupportedError(f"n={params.n}: give one RolloutRequest per sample, n must be 1")
+    if params.prompt_logprobs is not None:
+        raise UnsupportedError("prompt_logprobs: score prompts with the trainer's model instead")
+    if params.logprobs is not None and params.logprobs < 0:
+        raise UnsupportedError(
+            f"logprobs={params.logprobs}: log-probabilities of the whole vocabulary are not kept; ask for a number"
+        )
+
+
 class RolloutEngine:
     """A vLLM engine that generates responses with the shared dice.
 
@@ -199,8 +211,8 @@ class RolloutEngine:
         With `step` the open form of `stream`, for who gets requests while others run. Raises as `generate` does.
         """
         self._check_whole()
-        self._check_params(params)
-        self._check_request(index, request)
+        check_params(params)
+        self._check_request(index, request, params)
         self._submit(index, request, params)
 
     def step(self) -> list[TokenEvent]:
@@ -235,9 +247,9 @@ class RolloutEngine:
                 f"{len(self._pending)} responses are still running: finish or abort them first"
             )
         self._check_whole()
-        self._check_params(params)
+        check_params(params)
         for index, request in enumerate(requests):
-            self._check_request(index, request)
+            self._check_request(index, request, params)
 
     def _check_whole(self) -> None:
         if self._is_torn:
@@ -245,19 +257,13 @@ class RolloutEngine:
                 "the last push_weights failed, so the engine may have weights of two versions: push them again"
             )
 
-    @staticmethod
-    def _check_params(params: SamplingParams) -> None:
-        if params.n != 1:
-            raise UnsupportedError(f"n={params.n}: give one RolloutRequest per sample, n must be 1")
-        if params.prompt_logprobs is not None:
-            raise UnsupportedError("prompt_logprobs: score prompts with the trainer's model instead")
-        if params.logprobs is not None and params.logprobs < 0:
-            raise UnsupportedError(
-                f"logprobs={params.logprobs}: log-probabilities of the whole vocabulary are not kept; ask for a number"
-            )
-
-    def _check_request(self, index: int, request: RolloutRequest) -> None:
+    def _check_request(self, index: int, request: RolloutRequest, params: SamplingParams) -> None:
         self._check_tokens(index, request)
+        if request.generated and params.structured_outputs is not None:
+            raise UnsupportedError(
+                f"request {index}: structured_outputs with {len(request.generated)} generated tokens: vLLM's grammar "
+                "would begin anew behind them; generate the response whole"
+            )
         length = len(request.prompt) + len(request.generated)
         if not request.prompt:
             raise RequestError(f"request {index}: the prompt is empty; begin it with a BOS token")
@@ -422,6 +428,12 @@ class RolloutEngine:
             return KvPoolCounters()
         counters: KvPoolCounters = self._kv_pool.counters()
         return counters
+
+    @property
+    def kv_pool_obstacle(self) -> str | None:
+        """Why this engine goes without a KV pool that is not required; None where it has it, or is to have none."""
+        obstacle: str | None = self.scheduler.kv_pool_obstacle if self.settings is not None else None
+        return obstacle
 
     # -- inside
 

@@ -78,7 +78,9 @@ class PacelineScheduler(Scheduler):  # type: ignore[misc]
         self._started_s = 0.0
         self.spare_blocks = self._lend_blocks() if self.settings.num_paths > 1 else None
         pool = self.settings.kv_pool
-        self.kv_pool = self.connector if pool is not None and pool.backend == "paceline" else None
+        has_pool = pool is not None and pool.backend == "paceline"
+        self.kv_pool_obstacle: str | None = self.connector.obstacle if has_pool else None
+        self.kv_pool = self.connector if has_pool and self.kv_pool_obstacle is None else None
 
     def _lend_blocks(self) -> SpareBlocks:
         pool, wanted = self.kv_cache_manager.block_pool, self.settings.max_alternatives

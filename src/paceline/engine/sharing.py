@@ -1,26 +1,28 @@
 """Drafts from what other workers generate: the fast loop's end of the draft server.
 
-Translates between the engine's response numbers and the dice keys by which workers speak of responses. Foreign
-responses get numbers of their own in the drafter. All of it is in memory; the client's thread does the rest.
+Translates between the engine's groups and responses and the numbers by which workers speak of them. In the drafter a
+response is known by its key, wherever it runs: it moves without being counted twice. All of it is in memory; the
+client's thread does the rest.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Sequence
 
 from paceline.drafting.client import DraftClient
 from paceline.drafting.drafter import Drafter
 
-FIRST_FOREIGN = 1 << 62
-"""Numbers of foreign responses begin here; the engine's own are counted from 0."""
-
 MOST_GROWTHS = 256
 """Pieces (of at most client.MOST_TOKENS) that one step takes over; the others wait for the next."""
 
 _EPOCH_STRIDE = 0x9E3779B97F4A7C15
 _GROUP_MASK = (1 << 63) - 1
+
+
+def drafter_number(key: int) -> int:
+    """The number of a response in the drafter: its 64-bit key, signed."""
+    return key - ((key >> 63) << 64)
 
 
 class SharedDrafts:
@@ -30,9 +32,7 @@ class SharedDrafts:
         self._client = client
         self._own: dict[int, tuple[int, int]] = {}  # key and number of tokens, by own response
         self._num_open: Counter[int] = Counter()  # own responses of each group
-        self._foreign: dict[tuple[int, int], int] = {}  # by shared group and key
         self._local: dict[int, int] = {}  # the engine's number of a shared group
-        self._numbers = itertools.count(FIRST_FOREIGN)
         self.epoch = 0
         """Workers share the groups of an equal epoch; set it between responses only."""
 
@@ -52,8 +52,9 @@ class SharedDrafts:
 
     def close(self, group: int, response: int) -> None:
         """A response has ended."""
-        if self._own.pop(response, None) is None:
+        if response not in self._own:
             return
+        self._client.leave(self._shared(group), *self._own.pop(response))
         self._num_open[group] -= 1
         if not self._num_open[group]:
             del self._num_open[group]
@@ -62,17 +63,14 @@ class SharedDrafts:
     def take_over(self, drafter: Drafter) -> None:
         """Give the drafter what has arrived."""
         for growth in self._client.take(MOST_GROWTHS):
-            place = growth.group, growth.key
-            if place not in self._foreign:
-                self._foreign[place] = next(self._numbers)
-            drafter.append(self._local[growth.group], self._foreign[place], growth.tokens)
+            tell = drafter.append if growth.start else drafter.resync
+            tell(self._local[growth.group], drafter_number(growth.key), growth.tokens)
 
     def forget(self) -> None:
         """The policy has changed: all tokens are of the old one, and groups are others from now on."""
         self._client.forget()
         self._own.clear()
         self._num_open.clear()
-        self._foreign.clear()
         self._local.clear()
         self.epoch += 1
 

@@ -6,6 +6,7 @@ Every present worker has one `report` call on its way at all times; a call that 
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -16,6 +17,8 @@ from paceline.config import FleetSettings
 from paceline.fleet.cluster import actor_options
 from paceline.fleet.events import Order, Reported, WeightsLoaded, WorkerEvent, WorkerLost, WorkerUp
 from paceline.fleet.worker import EngineSpec, Facts, RolloutWorker
+
+LOGGER = logging.getLogger(__name__)
 
 REPORT_WAIT_S = 1.0
 """A report is answered after so long even if nothing has happened."""
@@ -50,6 +53,8 @@ class Actors:
         self._drafting = True
         self.vocab_size = 0
         """The model's, once a worker has been up."""
+        self.kv_pool_obstacle: str | None = None
+        """Why the engines go without the fleet's KV pool, once a worker has been up."""
 
     @property
     def calls(self) -> Iterable[Any]:
@@ -114,9 +119,15 @@ class Actors:
             return Reported(worker, life, answer)
         if actor is not None and actor.life == life:
             actor.process, self.vocab_size = answer.process, answer.vocab_size
+            self._note_obstacle(answer.kv_pool_obstacle)
             if not self._drafting:
                 actor.handle.set_drafting.remote(False)
         return _up(worker, life, answer)
+
+    def _note_obstacle(self, obstacle: str | None) -> None:
+        if obstacle is not None and self.kv_pool_obstacle is None:
+            LOGGER.warning("chunks that move are prefilled again, for want of a KV pool: %s", obstacle)
+            self.kv_pool_obstacle = obstacle
 
     def close(self) -> None:
         """Shut all engines down."""

@@ -68,15 +68,16 @@ def import_ray() -> Any:
     return ray
 
 
-def connect(settings: FleetSettings) -> bool:
+def connect(settings: FleetSettings, vllm: Any) -> bool:
     """Join the cluster at `settings.address`, or start Ray on this machine; one that is connected already is used.
 
-    Returns whether Ray was connected here and is to be shut down here. Raises ConfigError for an address without Ray
-    behind it, or a cluster that is too small.
+    vllm: arguments of vLLM's EngineArgs. Returns whether Ray was connected here and is to be shut down here. Raises
+    ConfigError for an address without Ray behind it, or a cluster that is too small.
     """
     ray = import_ray()
+    gpus = _gpus(settings, vllm)
     if ray.is_initialized():
-        _check_size(settings, ray.cluster_resources())
+        _check_size(settings, gpus, ray.cluster_resources())
         return False
     options: dict[str, Any] = {"address": settings.address}
     if settings.address is None:
@@ -90,11 +91,17 @@ def connect(settings: FleetSettings) -> bool:
         where = "on this machine" if settings.address is None else f"at {settings.address}"
         raise ConfigError(f"no Ray {where}: {' '.join(str(error).split())[:300]}") from error
     try:
-        _check_size(settings, ray.cluster_resources())
+        _check_size(settings, gpus, ray.cluster_resources())
     except ConfigError:
         ray.shutdown()
         raise
     return True
+
+
+def is_one_machine(settings: FleetSettings) -> bool:
+    """Whether all workers will be on this machine: the Ray that is connected has no other node."""
+    nodes = import_ray().nodes()
+    return settings.address is None and sum(bool(node["Alive"]) for node in nodes) == 1
 
 
 def actor_options(settings: FleetSettings, vllm: Any) -> dict[str, Any]:
@@ -138,10 +145,9 @@ def _check_reachable(address: str) -> None:
         ) from error
 
 
-def _check_size(settings: FleetSettings, has: dict[str, float]) -> None:
-    needs = {"CPU": settings.cpus_per_worker, **settings.resources_per_worker}
-    if settings.gpus_per_worker is not None:
-        needs["GPU"] = settings.gpus_per_worker
+def _check_size(settings: FleetSettings, gpus: float, has: dict[str, float]) -> None:
+    """gpus: of each worker."""
+    needs = {"CPU": settings.cpus_per_worker, "GPU": gpus, **settings.resources_per_worker}
     for name, each in needs.items():
         if settings.workers * each > has.get(name, 0.0):
             raise ConfigError(

@@ -114,7 +114,7 @@ class Submitted:
     true_lengths: tuple[int, ...] = ()
     """Response tokens of each request, for the oracle."""
     variant: Variant | None = None
-    """How this rollout is dispatched, if not as the settings say."""
+    """How this rollout is dispatched; None: as the settings say."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,7 +42,9 @@ class FleetKvPool:
     def make(cls, base: Path, num_bytes: int) -> Self:
         """A pool in a new folder below `base`, in shared memory alone."""
         folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=base))
-        settings = KvPoolSettings(directory=str(folder), memory_bytes=num_bytes, namespace=folder.name)
+        settings = KvPoolSettings(
+            directory=str(folder), memory_bytes=num_bytes, namespace=folder.name, required=False
+        )
         return cls(settings, folder)
 
     @classmethod
@@ -81,14 +83,14 @@ class FleetKvPool:
             shutil.rmtree(self._own_folder, ignore_errors=True)
 
 
-def open_pool(settings: FleetSettings, engine: EngineSettings) -> FleetKvPool | None:
+def open_pool(settings: FleetSettings, engine: EngineSettings, is_one_machine: bool) -> FleetKvPool | None:
     """The pool of the fleet's workers: the one that the engines' settings name, or one of the fleet's own.
 
     None: it wants none, memory has no room for one, or another program keeps it. Raises ConfigError for directories of
     no use.
     """
     named = engine.kv_pool
-    if settings.address is not None or (named is not None and named.backend != "paceline"):
+    if not is_one_machine or (named is not None and named.backend != "paceline"):
         return None
     if named is not None:
         return FleetKvPool.join(named)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,13 +20,13 @@ from typing import TYPE_CHECKING, Any
 from paceline.config import EngineSettings, FleetSettings, RewardSettings, Variant
 from paceline.dice import derive_key
 from paceline.engine.keys import prompt_group
-from paceline.engine.rollout import check_checkpoint
+from paceline.engine.rollout import check_checkpoint, check_params
 from paceline.errors import EngineError, RequestError, UnsupportedError
 from paceline.fleet import cluster
 from paceline.fleet.chunk_log import ChunkLog
 from paceline.fleet.controller import Controller
 from paceline.fleet.decision_log import ControllerLog, open_log
-from paceline.fleet.draft_process import DraftProcess
+from paceline.fleet.draft_process import DraftProcess, start_draft_process
 from paceline.fleet.events import (
     Abandoned,
     Action,
@@ -116,45 +117,54 @@ class Fleet:
         self.board = StatusBoard({name: WorkerStatus(name) for name in self._controller.workers})
         self._weights: Any = None
         self._requests: tuple[RolloutRequest, ...] = ()
-        self._variant: Variant | None = None
+        self._variant: Variant = self.settings.variant
         self._params: SamplingParams | None = None
         self._journal: Journal | None = None
         self._finished: list[Finished] = []
         self._next_tick_s = 0.0
         self._rewards: RewardPool | None = None
+        with ExitStack() as made:
+            if self._decision_log is not None:
+                made.callback(self._decision_log.close)
+            self._prepare(made, vllm_arguments)
+            from paceline.fleet.actors import Actors
+
+            spec = EngineSpec(
+                str(folder),
+                self.engine_settings,
+                dtype,
+                max_model_len,
+                max_num_seqs,
+                kv_cache_bytes,
+                vllm_arguments,
+            )
+            self._actors = Actors(spec, self.settings)
+            made.callback(self._actors.close)
+            if reward is not None:
+                from paceline.fleet.reward_pool import RewardPool
+
+                self._rewards = RewardPool(reward, self.settings.rewards or RewardSettings())
+                made.callback(self._rewards.close)
+            self._tell(Opened())
+            self._wait_while(lambda: "up" not in self._states())
+            self._made = made.pop_all()
+
+    def _prepare(self, made: ExitStack, vllm_arguments: dict[str, Any]) -> None:
+        """Start what the engines need."""
         port = self.settings.metrics_port
         self.metrics = None if port is None else MetricsServer(self.board, lambda: self.num_unfinished, port)
-        self._kv_pool = open_pool(self.settings, self.engine_settings)
+        if self.metrics is not None:
+            made.callback(self.metrics.close)
+        if cluster.connect(self.settings, vllm_arguments):
+            made.callback(cluster.import_ray().shutdown)
+        is_one_machine = cluster.is_one_machine(self.settings)
+        self._kv_pool = open_pool(self.settings, self.engine_settings, is_one_machine)
         if self._kv_pool is not None:
+            made.callback(self._kv_pool.close)
             self.engine_settings = self.engine_settings.model_copy(update={"kv_pool": self._kv_pool.settings})
-        self._owns_ray = cluster.connect(self.settings)
-        self._draft_server = self._start_draft_server()
-        from paceline.fleet.actors import Actors
-
-        spec = EngineSpec(
-            str(folder),
-            self.engine_settings,
-            dtype,
-            max_model_len,
-            max_num_seqs,
-            kv_cache_bytes,
-            vllm_arguments,
-        )
-        self._actors = Actors(spec, self.settings)
-        try:
-            self._start(reward)
-        except BaseException:
-            self.close()
-            raise
-
-    def _start(self, reward: RewardFunction | None) -> None:
-        """Start everything and wait for the first engine."""
-        if reward is not None:
-            from paceline.fleet.reward_pool import RewardPool
-
-            self._rewards = RewardPool(reward, self.settings.rewards or RewardSettings())
-        self._tell(Opened())
-        self._wait_while(lambda: "up" not in self._states())
+        self._draft_server = self._start_draft_server(is_one_machine)
+        if self._draft_server is not None:
+            made.callback(self._draft_server.close)
 
     def _open_decision_log(self) -> ControllerLog | None:
         """Begin the controller's log, and name the engines the same folder wherever they run."""
@@ -163,14 +173,15 @@ class Fleet:
             self.engine_settings = self.engine_settings.model_copy(update={"decision_log": folder})
         return open_log(self.settings, folder)
 
-    def _start_draft_server(self) -> DraftProcess | None:
+    def _start_draft_server(self, is_one_machine: bool) -> DraftProcess | None:
         """Start a draft server and point the engines at it, if there is to be one."""
         settings, engine = self.settings, self.engine_settings
-        wanted = settings.draft_server and settings.address is None and settings.workers > 1
+        wanted = settings.draft_server and is_one_machine and settings.workers > 1
         if not wanted or engine.drafter != "suffix" or engine.draft_servers:
             return None
-        server = DraftProcess()
-        self.engine_settings = engine.model_copy(update={"draft_servers": (server.address,)})
+        server = start_draft_process()
+        if server is not None:
+            self.engine_settings = engine.model_copy(update={"draft_servers": (server.address,)})
         return server
 
     # -- generation
@@ -219,12 +230,17 @@ class Fleet:
                 f"{self.num_unfinished} responses are still running: finish or abandon them first"
             )
         _check_params(params)
+        if len(true_lengths) != len(requests) and (true_lengths or self._variant == "oracle"):
+            raise RequestError(
+                f"{len(true_lengths)} true lengths for {len(requests)} requests: the variant 'oracle' needs the length "
+                "of each, the others need none"
+            )
         resolved = tuple(self._resolve(index, request) for index, request in enumerate(requests))
         kept = {} if journal is None else journal.find(resolved)
         self._requests, self._params, self._journal = resolved, params, journal
         try:
             self._tell(Submitted(resolved, kept, tuple(true_lengths), self._variant))
-        except RequestError:
+        except Exception:
             self.abandon()
             raise
 
@@ -339,6 +355,11 @@ class Fleet:
             "a fleet's engines live in processes of their own: use a single engine for tools"
         )
 
+    @property
+    def kv_pool_obstacle(self) -> str | None:
+        """Why the engines go without the fleet's own KV pool: chunks that move are prefilled again."""
+        return self._actors.kv_pool_obstacle
+
     # -- inside
 
     def _tell(self, event: Event) -> None:
@@ -439,21 +460,7 @@ class Fleet:
 
     def close(self) -> None:
         """End all workers, and Ray if it was started here."""
-        import ray
-
-        if self._rewards is not None:
-            self._rewards.close()
-        self._actors.close()
-        if self._draft_server is not None:
-            self._draft_server.close()
-        if self._kv_pool is not None:
-            self._kv_pool.close()
-        if self.metrics is not None:
-            self.metrics.close()
-        if self._decision_log is not None:
-            self._decision_log.close()
-        if self._owns_ray:
-            ray.shutdown()
+        self._made.close()
 
     def __enter__(self) -> Fleet:
         return self
@@ -463,7 +470,12 @@ class Fleet:
 
 
 def _check_params(params: SamplingParams) -> None:
-    """Raise UnsupportedError for options that look at more than one chunk of a response."""
+    """Raise UnsupportedError for what no engine can, and for options that look at more than one chunk of a response."""
+    check_params(params)
+    if params.structured_outputs is not None:
+        raise UnsupportedError(
+            "structured_outputs: vLLM's grammar begins anew with every chunk of a response; use a single engine"
+        )
     if params.stop:
         raise UnsupportedError(
             f"stop={params.stop!r}: a stop text may lie across two chunks of a response, which run apart; use "

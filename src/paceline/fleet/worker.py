@@ -67,6 +67,8 @@ class Facts:
     max_concurrency: int
     vocab_size: int
     process: int
+    kv_pool_obstacle: str | None = None
+    """Why the engine goes without the fleet's KV pool."""
 
 
 @dataclass(slots=True)
@@ -177,7 +179,12 @@ class RolloutWorker:
     def _describe(self) -> Facts:
         kv = read_kv_use(self._engine.scheduler)
         return Facts(
-            kv.num_blocks, kv.block_tokens, self._spec.max_num_seqs, self._engine.vocab_size, os.getpid()
+            kv.num_blocks,
+            kv.block_tokens,
+            self._spec.max_num_seqs,
+            self._engine.vocab_size,
+            os.getpid(),
+            self._engine.kv_pool_obstacle,
         )
 
     def _obey(self) -> None:

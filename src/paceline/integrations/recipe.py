@@ -22,6 +22,18 @@ FREE_ON_RESUME = frozenset({"steps", "evaluation", "compare", "output", "record"
 """Sections that a resumed run may change: none of them has a say in the tokens or the gradients."""
 
 
+PATHS = (
+    ("model",),
+    ("engine", "model_drafter"),
+    ("engine", "draft_secret_file"),
+    ("engine", "decision_log"),
+    ("engine", "kv_pool", "directory"),
+    ("engine", "kv_pool", "disk_directory"),
+    ("task", "options", "prompts"),
+)
+"""Fields that are paths; relative ones are relative to the recipe's file."""
+
+
 class TaskSection(Section):
     """Where prompts come from and how responses are rewarded (paceline.tasks)."""
 
@@ -194,6 +206,15 @@ class Recipe(Section):
     trl: dict[str, Any] = Field(default_factory=dict)
     """Further fields of TRL's GRPOConfig (or RLOOConfig) that the recipe does not name itself."""
 
+    @model_validator(mode="after")
+    def _lengths_unknown(self) -> Recipe:
+        if self.fleet is not None and self.fleet.variant == "oracle":
+            raise ValueError(
+                "fleet.variant='oracle' needs the lengths of responses that are not generated yet: choose context, "
+                "no-context or group"
+            )
+        return self
+
     @property
     def context_tokens(self) -> int:
         """Longest prompt plus response."""
@@ -233,12 +254,7 @@ def check_resumable(recipe: Recipe, recorded: Mapping[str, Any]) -> None:
 
 
 def _resolve_paths(fields: dict[str, Any], folder: Path) -> None:
-    for keys in (
-        ("model",),
-        ("engine", "model_drafter"),
-        ("engine", "decision_log"),
-        ("task", "options", "prompts"),
-    ):
+    for keys in PATHS:
         holder: Any = fields
         for key in keys[:-1]:
             holder = holder.get(key) if isinstance(holder, dict) else None

@@ -1,0 +1,176 @@
+"""A fleet before and after its workers: what is refused, what is taken back, and the draft server's process."""
+
+from __future__ import annotations
+
+import signal
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from paceline.config import EngineSettings, FleetSettings
+from paceline.errors import ConfigError, RequestError, UnsupportedError
+from paceline.fleet import cluster, draft_process, rollout
+from paceline.fleet.chunk_log import ChunkLog
+from paceline.fleet.controller import Controller
+from paceline.fleet.draft_process import MAX_FAILED_STARTS, DraftProcess, start_draft_process
+from paceline.fleet.rollout import Fleet
+from paceline.types import RolloutRequest
+
+PLAIN: dict[str, Any] = {
+    "n": 1,
+    "prompt_logprobs": None,
+    "logprobs": None,
+    "stop": [],
+    "structured_outputs": None,
+    "repetition_detection": None,
+}
+
+
+def idle_fleet(variant: str = "context") -> Fleet:
+    """A fleet whose workers have never started."""
+    fleet = Fleet.__new__(Fleet)
+    fleet.settings = FleetSettings.model_validate({"variant": variant})
+    fleet.engine_settings = EngineSettings()
+    fleet.max_model_len = 100
+    fleet._controller = Controller(fleet.settings)
+    fleet._actors = SimpleNamespace(vocab_size=50)  # type: ignore[assignment]
+    fleet._rewards = fleet._kv_pool = fleet._journal = fleet._decision_log = None
+    fleet._variant, fleet.chunks = fleet.settings.variant, ChunkLog()
+    fleet._finished = []
+    return fleet
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("structured_outputs", object()),
+        ("stop", ["a"]),
+        ("repetition_detection", object()),
+        ("n", 2),
+        ("prompt_logprobs", 1),
+        ("logprobs", -1),
+    ],
+)
+def test_what_no_chunk_can_do_is_refused_before_any_work(option: str, value: object) -> None:
+    fleet = idle_fleet()
+    params: Any = SimpleNamespace(**{**PLAIN, option: value})
+    with pytest.raises(UnsupportedError, match=option):
+        fleet.submit([RolloutRequest((1, 2), 10)], params)
+    assert fleet.num_unfinished == 0
+    fleet.submit([RolloutRequest((1, 2), 10)], SimpleNamespace(**PLAIN))  # type: ignore[arg-type]
+    assert fleet.num_unfinished == 1
+
+
+@pytest.mark.parametrize(("variant", "lengths"), [("oracle", ()), ("oracle", (5, 6)), ("context", (5, 6))])
+def test_lengths_that_do_not_fit_leave_the_fleet_free(variant: str, lengths: tuple[int, ...]) -> None:
+    fleet = idle_fleet(variant)
+    with pytest.raises(RequestError, match="true lengths for 1 requests"):
+        fleet.submit(
+            [RolloutRequest((1, 2), 10)],
+            SimpleNamespace(**PLAIN),  # type: ignore[arg-type]
+            true_lengths=lengths,
+        )
+    assert fleet.num_unfinished == 0
+
+
+def test_a_submission_that_breaks_leaves_the_fleet_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet = idle_fleet()
+    act = fleet._act
+
+    def break_once(actions: Any) -> None:
+        monkeypatch.setattr(fleet, "_act", act)
+        raise ConfigError("broken")
+
+    monkeypatch.setattr(fleet, "_act", break_once)
+    with pytest.raises(ConfigError, match="broken"):
+        fleet.submit([RolloutRequest((1, 2), 10)], SimpleNamespace(**PLAIN))  # type: ignore[arg-type]
+    assert fleet.num_unfinished == 0
+
+
+@pytest.mark.parametrize("breaks", ["connect", "is_one_machine", "open_pool"])
+def test_what_was_made_goes_when_the_start_fails(
+    model: Path, monkeypatch: pytest.MonkeyPatch, breaks: str
+) -> None:
+    """Ray and the metrics server; the fault is an error of the next part."""
+    ended = []
+
+    class Metrics:
+        def __init__(self, *args: object) -> None: ...
+
+        def close(self) -> None:
+            ended.append("metrics")
+
+    def fail(*args: object) -> None:
+        raise ConfigError("broken")
+
+    ray = SimpleNamespace(shutdown=lambda: ended.append("ray"))
+    monkeypatch.setattr(rollout, "MetricsServer", Metrics)
+    monkeypatch.setattr(cluster, "import_ray", lambda: ray)
+    monkeypatch.setattr(cluster, "connect", lambda *args: True)
+    monkeypatch.setattr(cluster, "is_one_machine", lambda settings: True)
+    monkeypatch.setattr(rollout if breaks == "open_pool" else cluster, breaks, fail)
+    with pytest.raises(ConfigError, match="broken"):
+        Fleet(model, FleetSettings(metrics_port=0))
+    assert ended == (["metrics"] if breaks == "connect" else ["ray", "metrics"])
+
+
+# -- the draft server's process
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[DraftProcess]:
+    made = DraftProcess(tmp_path)
+    yield made
+    made.close()
+
+
+def wait_for_end(server: DraftProcess) -> None:
+    server._process.wait(timeout=20)
+
+
+def test_a_long_folder_for_temporary_files_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deep = tmp_path / ("x" * 100)
+    deep.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(deep))
+    made = start_draft_process()
+    assert made is not None
+    try:
+        assert len(made.address.removeprefix("ipc://")) <= draft_process.MAX_PATH_BYTES
+    finally:
+        made.close()
+    monkeypatch.setattr(draft_process, "MAX_PATH_BYTES", 10)
+    assert start_draft_process() is None
+
+
+def test_a_killed_server_is_started_again_at_once(server: DraftProcess) -> None:
+    for count in range(2, 2 + MAX_FAILED_STARTS):
+        server._process.send_signal(signal.SIGKILL)
+        wait_for_end(server)
+        server.check()
+        assert server.num_starts == count
+
+
+def test_a_server_that_cannot_start_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(draft_process.sys, "executable", "/bin/false")
+    now_s = [0.0]
+    monkeypatch.setattr(draft_process, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    server = DraftProcess(tmp_path / "drafts")
+    starts_s = []
+    for _ in range(200):
+        wait_for_end(server)
+        server.check()
+        if len(starts_s) < server.num_starts - 1:
+            starts_s.append(now_s[0])
+        now_s[0] += 0.25
+    assert server.num_starts == MAX_FAILED_STARTS
+    assert starts_s == sorted(starts_s)
+    pauses = [later - earlier for earlier, later in zip([0.0, *starts_s], starts_s, strict=False)]
+    assert pauses == sorted(pauses), pauses
+    assert pauses[-1] >= 4.0
+    server.close()
