@@ -2,11 +2,11 @@
 
 One fleet, the variants in turn in every repetition: `group` (a whole group stays on one worker), `no-context`
 (divided, in order of submission), `context` (Seer) and `oracle` (longest first by the lengths that the run before
-gave). The target is the Countdown policy, inflated to `--hidden`; every repetition has new prompts, the same for all
-variants. KV cache is for `--kv-responses` responses at their limit on each worker. `tail_s` is the time from 90 % of
-the responses finished to the last one; `tail_ratio` and `ratio` compare tail and tokens per second with `group` of the
-same repetition, `over_oracle` with its oracle. `equal` says whether all tokens are those of the first variant;
-`preemptions` must be 0.
+gave). The target is the Countdown policy, inflated to `--hidden`. Every repetition has new problems, the same for all
+variants, of 3 or 4 numbers: as in real data, some prompts are harder than others. KV cache is for `--kv-responses`
+responses at their limit on each worker. `tail_s` is the time from 90 % of the responses finished to the last one;
+`tail_ratio` and `ratio` compare tail and tokens per second with `group` of the same repetition, `over_oracle` with its
+oracle. `equal` says whether all tokens are those of the first variant; `preemptions` must be 0.
 
 With `--drafts` it measures instead what the draft server is worth: one worker that sees everything, `--workers` workers
 with the server and without. `length_ratio` is the acceptance length over that of the one worker.
@@ -57,7 +57,10 @@ def make_requests(options: argparse.Namespace, seed: int) -> list[Any]:
     from paceline.dice import derive_key
     from paceline.types import RolloutRequest
 
-    prompts = make_prompts(str(ROOT / "assets/countdown-policy"), options.groups, 1000 + seed)
+    policy = str(ROOT / "assets/countdown-policy")
+    prompts = make_prompts(
+        policy, options.groups, 1000 + seed, min_numbers=3, max_numbers=options.max_numbers
+    )
     return [
         RolloutRequest(
             prompt, options.max_tokens, key=derive_key(seed, prompt, sample), group=number, sample=sample
@@ -118,13 +121,15 @@ def roll_out(fleet: Any, requests: list[Any], true_lengths: list[int]) -> Run:
 
 
 def measure(fleets: dict[str, Any], options: argparse.Namespace) -> dict[str, list[Run]]:
-    """All repetitions of all cases, in turn; the first rollout of each warms up.
+    """All repetitions of all cases, in turn; a rollout of a quarter of the size warms each up.
 
     fleets: by case; with one fleet for all, a case is its variant, and the oracle comes last.
     """
     runs: dict[str, list[Run]] = {case: [] for case in fleets}
     for repetition in range(options.repetitions + 1):
         requests = make_requests(options, repetition)
+        if repetition == 0:
+            requests = requests[: len(requests) // 4]
         lengths: list[int] = []
         cases = list(fleets)
         turn = repetition % max(len(cases) - 1, 1)
@@ -168,13 +173,14 @@ def row_of(case: str, runs: list[Run], base: list[Run], best: list[Run], preempt
 def main() -> None:
     made = parser(__doc__)
     made.add_argument("--workers", type=int, default=2)
-    made.add_argument("--groups", type=int, default=40)
+    made.add_argument("--groups", type=int, default=48)
     made.add_argument("--group-size", type=int, default=8)
     made.add_argument("--max-tokens", type=int, default=640)
     made.add_argument("--chunk-tokens", type=int, default=128)
     made.add_argument(
         "--kv-responses", type=int, default=8, help="responses at their limit that a worker can hold"
     )
+    made.add_argument("--max-numbers", type=int, default=4, help="of a problem; the fewest is 3")
     made.add_argument("--repetitions", type=int, default=3)
     made.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=VARIANTS)
     made.add_argument("--drafts", action="store_true", help="measure the draft server instead")

@@ -216,14 +216,14 @@ def forget_arctic(engine: Any) -> None:
         )
 
 
-def make_prompts(model: str, count: int, seed: int) -> list[tuple[int, ...]]:
-    """Token ids of Countdown prompts."""
+def make_prompts(model: str, count: int, seed: int, **problems: int) -> list[tuple[int, ...]]:
+    """Token ids of Countdown prompts; problems: the task's options."""
     from transformers import AutoTokenizer
 
     from paceline.tasks import load_task
 
     tokenizer = AutoTokenizer.from_pretrained(model)
-    rows = load_task("countdown").train_rows(count, seed)
+    rows = load_task("countdown", **problems).train_rows(count, seed)
     return [tuple(tokenizer(row["prompt"])["input_ids"]) for row in rows]
 
 
