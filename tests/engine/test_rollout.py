@@ -72,9 +72,10 @@ def test_leaving_the_stream_aborts_and_a_resubmission_goes_on(engine: RolloutEng
     request = RolloutRequest((1, 9, 9), max_tokens=50)
     whole = engine.generate([request], params(ignore_eos=True))[0]
     stream = engine.stream([request], params(ignore_eos=True))
-    for _ in range(7):
+    tokens: tuple[int, ...] = ()
+    while len(tokens) < 7:
         next(stream)
-    tokens, scores = engine.partial()[0]
+        tokens, scores = engine.partial()[0]
     stream.close()
     assert 7 <= len(tokens) == len(scores) < 50
     assert tokens == whole.tokens[: len(tokens)]
