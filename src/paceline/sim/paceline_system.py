@@ -19,11 +19,11 @@ from paceline.planning.dispatch import DispatchSettings
 from paceline.planning.harvest import HarvestSettings
 from paceline.planning.window import Mode
 from paceline.sim.acceptance import moved_logit, sibling_level
-from paceline.sim.budgeted import Budgeted
+from paceline.sim.budgeted import Ahead, Budgeted
 from paceline.sim.costs import Drafter
 from paceline.sim.fleet import FleetPlan
 from paceline.sim.race import Racing
-from paceline.sim.speculation import Decoupled, Plain, Speculation
+from paceline.sim.speculation import Plain, Speculation
 from paceline.sim.step import System
 from paceline.sim.systems import Setup, divided, inside
 
@@ -163,9 +163,7 @@ def _racer(setup: Setup, drafter: Drafter, options: PacelineOptions) -> Callable
     """A worker that races with this drafter: a model drafts ahead elsewhere, anything else in the engine."""
     row = setup.row(drafter)
     if drafter.kind == "model" and not drafter.is_attached:
-        return lambda: Decoupled(
-            drafter, row, options.max_draft_tokens, options.max_draft_tokens, chooses_all=True
-        )
+        return lambda: Ahead(drafter, row, options.max_draft_tokens)
     budget = BudgetSettings(max_draft_tokens=options.max_draft_tokens)
     if drafter.kind == "model":
         return lambda: Budgeted((), inside(drafter), row, budget)
@@ -174,9 +172,9 @@ def _racer(setup: Setup, drafter: Drafter, options: PacelineOptions) -> Callable
 
 def _ahead(setup: Setup, drafter: Drafter, options: PacelineOptions) -> Callable[[], Speculation]:
     """A worker with a drafter of its own: it drafts ahead, and suffix trees draft where they promise more."""
-    row, most = setup.row(drafter), options.max_draft_tokens
+    row = setup.row(drafter)
     free = (setup.row(setup.group_drafter),) if setup.group_drafter else ()
-    return lambda: Decoupled(drafter, row, most, most, chooses_all=True, free=free)
+    return lambda: Ahead(drafter, row, options.max_draft_tokens, free)
 
 
 def _ours(drafter: Drafter, logit: float, has_paths: bool) -> Drafter:
