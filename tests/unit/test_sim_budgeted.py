@@ -10,9 +10,9 @@ import pytest
 from paceline.config import BudgetSettings
 from paceline.planning.latency_profile import AffineLatency, PiecewiseLatency, StepLatency
 from paceline.sim.acceptance import AcceptanceProcess
-from paceline.sim.budgeted import Ahead, Budgeted, ahead_plan
+from paceline.sim.budgeted import Budgeted
 from paceline.sim.costs import Drafter, EngineCosts
-from paceline.sim.speculation import Batch, Decoupled, Plain, RoundPlan
+from paceline.sim.speculation import Batch, Plain, RoundPlan
 
 KNEE = PiecewiseLatency(np.array([0.0, 64.0, 1000.0]), np.array([0.01, 0.011, 0.1]))
 COSTS = EngineCosts(1, StepLatency(KNEE, 1e-8), 1e-5, 10**6)
@@ -120,39 +120,3 @@ def test_alternatives_never_lose() -> None:
         lines = Budgeted((1,), SMALL, 0, BudgetSettings()).plan(batch(rates, free), COSTS)
         trees = Budgeted((1,), BRANCHING, 0, BudgetSettings()).plan(batch(rates, free), COSTS)
         assert rate(trees) >= rate(lines) * (1 - 1e-9)
-
-
-def test_ahead_is_the_closed_form() -> None:
-    rates, windows = np.array([0.5, 0.8, 0.9]), np.array([4.0, 4.0, 4.0])
-    one = ahead_plan(rates, windows, SMALL.token, batch(rates.tolist()), COSTS)
-    other = Decoupled(SMALL, 0, 4).plan(batch(rates.tolist()), COSTS)
-    assert one.tokens == pytest.approx(other.tokens)
-    assert (one.base_s, one.context_s, one.drafted_tokens) == (other.base_s, other.context_s, other.drafted_tokens)
-
-
-def test_a_response_alone_refills_while_nothing_waits() -> None:
-    for window in (1, 4, 12):
-        one = ahead_plan(np.array([0.8]), np.array([window]), SMALL.token, batch([0.8]), COSTS)
-        other = Decoupled(SMALL, 0, window).plan(batch([0.8]), COSTS)
-        assert (one.sum_tokens, one.base_s) == pytest.approx((other.sum_tokens, other.base_s))
-
-
-def test_ahead_drafts_what_suits_each() -> None:
-    """Where verifying binds, one window for all is worse."""
-    rates = [0.3, 0.97] * 20
-    plan = Ahead(SMALL, 0, 12).plan(batch(rates), COSTS)
-    assert rate(plan) > max(rate(Decoupled(SMALL, 0, w).plan(batch(rates), COSTS)) for w in range(1, 13))
-
-
-def test_ahead_takes_free_drafts_where_they_yield_more() -> None:
-    rows = ([0.6, 0.9, 0.9], [0.95, 0.1, 0.1])
-    alone = Ahead(SMALL, 0, 8).plan(batch(*rows), COSTS)
-    both = Ahead(SMALL, 0, 8, free=(1,)).plan(batch(*rows), COSTS)
-    assert rate(both) > rate(alone)
-    assert both.tokens[0] > alone.tokens[0]
-
-
-def test_free_drafts_need_no_drafter() -> None:
-    slow = replace(SMALL, token=AffineLatency(1.0, 0.0))
-    plan = Ahead(slow, 0, 4, free=(1,)).plan(batch([0.3, 0.3], [0.9, 0.9]), COSTS)
-    assert plan.base_s < 0.1

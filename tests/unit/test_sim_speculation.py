@@ -114,6 +114,21 @@ def test_bandit_settles_on_the_best_strategy() -> None:
     assert made.plan(batch([0.8] * 17), COSTS).drafted_tokens == 0.0
 
 
+def test_racers_draft_what_suits_each() -> None:
+    plan = Decoupled(SMALL, 0, 8, 12, chooses_all=True).plan(batch([0.3, 0.97]), COSTS)
+    fixed = Decoupled(SMALL, 0, 8).plan(batch([0.3, 0.97]), COSTS)
+    assert rate(plan) > rate(fixed)
+
+
+def test_ahead_with_free_drafts_takes_the_better() -> None:
+    rows = ([0.6, 0.9], [0.95, 0.1])
+    alone = Decoupled(SMALL, 0, 4).plan(batch(*rows), COSTS)
+    both = Decoupled(SMALL, 0, 4, free=(1,)).plan(batch(*rows), COSTS)
+    assert both.tokens[0] == pytest.approx(float(coupled_tokens(0.95, 4)))
+    assert both.tokens[1] == alone.tokens[1]
+    assert both.base_s == alone.base_s
+
+
 THRESHOLDS = st.builds(
     BudgetSettings,
     policy=st.just("thresholds"),

@@ -1,4 +1,4 @@
-"""How Paceline's workers speculate: the draft budget over all drafters, inside the engine or with one that drafts ahead.
+"""How Paceline's workers speculate inside the engine: the draft budget over all drafters, and alternatives beside drafts.
 
 Called by the simulated workers whenever the batch or its acceptance has changed, like the ways in `speculation.py`.
 """
@@ -17,12 +17,10 @@ from paceline.planning.alternatives import Alternatives, choose_alternatives
 from paceline.planning.budget import best_lengths
 from paceline.planning.latency_profile import LatencyModel
 from paceline.sim.costs import Drafter, EngineCosts
-from paceline.planning.window import coupled_tokens, decoupled_tokens
-from paceline.sim.speculation import Batch, Plain, RoundPlan, coupled_plan, depths, levels_s
+from paceline.sim.speculation import Batch, Plain, RoundPlan, coupled_plan, depths
 from paceline.types import Float64Array
 
 _ROUNDS = 3  # of price and choice: one follows from the other
-_CUTS = (0.01, 0.02, 0.04, 0.07, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.65, 0.8)  # tried for drafts made ahead
 
 
 class _Choice(NamedTuple):
@@ -151,83 +149,6 @@ class Budgeted:
         taken = int(lengths.sum())
         rate = (len(rates) + float(paths.ravel()[order[:taken]].sum())) / float(seconds[taken])
         return rate, float(paths.ravel()[order[taken - 1]]) if taken else math.inf
-
-
-@dataclass
-class Ahead:
-    """Paceline with a drafter on a device of its own, which drafts ahead (`planning.window`); free drafts beside it.
-
-    The windows are cut at one path probability, that of `_CUTS` with the best tokens per second, which is searched again
-    when `refresh_share` of the batch has changed. A request takes the free draft if that yields more in a round.
-    """
-
-    drafter: Drafter
-    index: int
-    """The drafter's row of the acceptance rates."""
-    max_window: int
-    free: tuple[int, ...] = ()
-    """Rows of the drafters that cost next to nothing."""
-    refresh_share: float = 0.05
-    _cuts: dict[int, float] = field(default_factory=dict)
-    _look: int = -1
-
-    def plan(self, batch: Batch, costs: EngineCosts) -> RoundPlan:
-        if batch.look != self._look:
-            self._cuts.clear()
-            self._look = batch.look
-        bucket = round(math.log(batch.acceptance.shape[1]) / self.refresh_share)
-        if bucket not in self._cuts:
-            self._cuts[bucket] = max(_CUTS, key=lambda cut: self._rate(self._made(cut, batch, costs), batch))
-        return self._made(self._cuts[bucket], batch, costs)
-
-    def _rate(self, plan: RoundPlan, batch: Batch) -> float:
-        return plan.sum_tokens / (plan.base_s + plan.context_s * batch.context_tokens)
-
-    def _made(self, cut: float, batch: Batch, costs: EngineCosts) -> RoundPlan:
-        rates = batch.acceptance[self.index]
-        windows = np.clip(depths(cut, rates), 1, self.max_window)
-        if not self.free:
-            return ahead_plan(rates, windows, self.drafter.token, batch, costs)
-        free = batch.acceptance[list(self.free)].max(axis=0)
-        free_windows = np.minimum(depths(cut, free), self.max_window)
-        return ahead_plan(rates, windows, self.drafter.token, batch, costs, free, free_windows)
-
-
-def ahead_plan(
-    rates: Float64Array,
-    windows: Float64Array,
-    token: LatencyModel,
-    batch: Batch,
-    costs: EngineCosts,
-    free: Float64Array | None = None,
-    free_windows: Float64Array | None = None,
-) -> RoundPlan:
-    """Verify windows that were drafted ahead while the next are drafted; the longer of both is the round.
-
-    free, free_windows: acceptance and lengths of drafts that are made in no time and have nothing to refill. A request
-    takes the one that yields more, counting a refill round; the drafter works for those alone that take its windows.
-    """
-    tokens, drafted = decoupled_tokens(rates, windows, 1.0), windows
-    if free is not None and free_windows is not None:
-        at_once = coupled_tokens(free, free_windows)
-        is_free = at_once >= tokens
-        tokens = np.where(is_free, at_once, tokens)
-        drafted, windows = np.where(is_free, 0.0, windows), np.where(is_free, free_windows, windows)
-    draft_s = levels_s(drafted, token)
-    by_tokens_s = float(costs.step.by_tokens.seconds(len(rates) + float(windows.sum())))
-    verify_s = by_tokens_s + costs.step.context_s * batch.context_tokens
-    if len(rates) == 1 and draft_s > 0.0:
-        refill = min(draft_s, verify_s) / max(draft_s, verify_s)
-        tokens = decoupled_tokens(rates, windows, refill)
-    is_bound = verify_s >= draft_s
-    return RoundPlan(
-        base_s=by_tokens_s if is_bound else draft_s,
-        context_s=costs.step.context_s if is_bound else 0.0,
-        tokens=tokens,
-        sum_tokens=float(tokens.sum()),
-        drafted_tokens=float(windows.sum()),
-        bonus_tokens=float(np.minimum(tokens, 1.0).sum()),
-    )
 
 
 def _slope_s(token: LatencyModel) -> float:

@@ -17,13 +17,15 @@ from paceline.errors import ConfigError
 from paceline.planning.composition import Candidate, Devices, Option, best_of, describe, rank_options
 from paceline.planning.dispatch import DispatchSettings
 from paceline.planning.harvest import HarvestSettings
+from paceline.planning.ladder import LadderSettings, build_ladder, choose_first
+from paceline.planning.latency_profile import VerifyLatency
 from paceline.planning.window import Mode
 from paceline.sim.acceptance import moved_logit, sibling_level
-from paceline.sim.budgeted import Ahead, Budgeted
+from paceline.sim.budgeted import Budgeted
 from paceline.sim.costs import Drafter
 from paceline.sim.fleet import FleetPlan
 from paceline.sim.race import Racing
-from paceline.sim.speculation import Plain, Speculation
+from paceline.sim.speculation import Decoupled, Plain, Speculation
 from paceline.sim.step import System
 from paceline.sim.systems import Setup, divided, inside
 
@@ -78,27 +80,37 @@ def paceline(setup: Setup, options: PacelineOptions, stage: PacelineStage = "ful
 
 
 def plan_composition(setup: Setup, options: PacelineOptions) -> tuple[Option, ...]:
-    """Ways to use the GPUs, the best first: acceptance as the median response has it, suffix trees with all siblings."""
+    """Ways to use the GPUs, the best first: acceptance as the median response has it, suffix trees with all siblings.
+
+    Of the models only the first of the draft ladder drafts ahead, drawn for a response alone: as a rollout ends so.
+    """
     size = setup.engine.num_gpus
-    free = [setup.group_drafter] if setup.group_drafter else []
+    verify = setup.engine.step.for_requests_of(setup.mean_context_tokens)
+    first = _first_ahead(setup, verify, options.max_draft_tokens)
     candidates = [
-        *(
-            Candidate(
-                one.name,
-                one.acceptance.level,
-                inside(one).token,
-                {} if one.is_attached else {1: one.token},
-            )
-            for one in setup.models
-        ),
-        *(
-            Candidate(one.name, sibling_level(one.acceptance, setup.group_size - 1), one.token)
-            for one in free
-        ),
+        Candidate(
+            one.name,
+            one.acceptance.level,
+            inside(one).token,
+            {1: one.token} if one.name == first else {},
+        )
+        for one in setup.models
     ]
-    step = setup.engine.step.for_requests_of(setup.mean_context_tokens)
-    devices = Devices(setup.num_gpus, setup.num_responses, {size: step})
+    if tree := setup.group_drafter:
+        acceptance = sibling_level(tree.acceptance, setup.group_size - 1)
+        candidates.append(Candidate(tree.name, acceptance, tree.token))
+    devices = Devices(setup.num_gpus, setup.num_responses, {size: verify})
     return rank_options(devices, candidates, options.max_draft_tokens)
+
+
+def _first_ahead(setup: Setup, verify: VerifyLatency, max_window: int) -> str | None:
+    """The model that a lone response is fastest with on a device of its own; None: there is none."""
+    models = {one.name: one for one in setup.models if not one.is_attached}
+    if not models:
+        return None
+    settings = LadderSettings(1, max_window, Mode.DECOUPLED)
+    ladder = build_ladder({name: one.token for name, one in models.items()}, verify, settings)
+    return choose_first(ladder, {name: one.acceptance.level for name, one in models.items()}).drafter
 
 
 def _coupled(
@@ -121,7 +133,7 @@ def _coupled(
     if not is_racing:
         return plan
     can_be_hosted = any(not one.is_attached for one in setup.models)
-    racing = _racing(setup, options, home, _RACERS_PER_HOST if can_be_hosted else 0)
+    racing = _racing(setup, options, home, first, 0, _RACERS_PER_HOST if can_be_hosted else 0)
     return replace(plan, racing=racing, harvest=HarvestSettings())
 
 
@@ -130,8 +142,9 @@ def _decoupled(
 ) -> FleetPlan:
     """Every worker has a drafter of its own, which drafts ahead; suffix trees draft where they promise more."""
     drafter = next(one for one in setup.models if one.name == ahead.drafter)
-    home = _ahead(setup, drafter, options)
-    racing = _racing(setup, options, home, 0)
+    free = (setup.row(setup.group_drafter),) if setup.group_drafter else ()
+    home = _ahead(setup, drafter, ahead.window, options, free)
+    racing = _racing(setup, options, home, drafter, ahead.window, 0)
     plan = divided(setup, dispatch, home)
     return replace(
         plan,
@@ -143,38 +156,48 @@ def _decoupled(
 
 
 def _racing(
-    setup: Setup, options: PacelineOptions, home: Callable[[], Speculation], hosts_every: int
+    setup: Setup,
+    options: PacelineOptions,
+    home: Callable[[], Speculation],
+    first: Drafter | None,
+    window: int,
+    hosts_every: int,
 ) -> Racing | None:
+    """first: the drafter that responses begin with; without a model, the suffix trees. window: of racers, 0: each's best."""
     racers = setup.drafters
     if not racers:
         return None
     return Racing(
-        speculate=tuple(_racer(setup, one, options) for one in racers),
+        speculate=tuple(_racer(setup, one, window, options) for one in racers),
         drafter_rows=tuple(setup.row(one) for one in racers),
         home=home,
         max_batch=options.max_batch,
         deploy_s=options.deploy_s,
+        first_rank=racers.index(first) if first else 0,
         shares_progress=True,
         hosts_every=hosts_every,
     )
 
 
-def _racer(setup: Setup, drafter: Drafter, options: PacelineOptions) -> Callable[[], Speculation]:
+def _racer(
+    setup: Setup, drafter: Drafter, window: int, options: PacelineOptions
+) -> Callable[[], Speculation]:
     """A worker that races with this drafter: a model drafts ahead elsewhere, anything else in the engine."""
     row = setup.row(drafter)
     if drafter.kind == "model" and not drafter.is_attached:
-        return lambda: Ahead(drafter, row, options.max_draft_tokens)
+        return _ahead(setup, drafter, window, options, ())
     budget = BudgetSettings(max_draft_tokens=options.max_draft_tokens)
     if drafter.kind == "model":
         return lambda: Budgeted((), inside(drafter), row, budget)
     return lambda: Budgeted((row,), None, row, budget)
 
 
-def _ahead(setup: Setup, drafter: Drafter, options: PacelineOptions) -> Callable[[], Speculation]:
-    """A worker with a drafter of its own: it drafts ahead, and suffix trees draft where they promise more."""
-    row = setup.row(drafter)
-    free = (setup.row(setup.group_drafter),) if setup.group_drafter else ()
-    return lambda: Ahead(drafter, row, options.max_draft_tokens, free)
+def _ahead(
+    setup: Setup, drafter: Drafter, window: int, options: PacelineOptions, free: tuple[int, ...]
+) -> Callable[[], Speculation]:
+    """A worker whose drafter drafts ahead: the placement's window, or at 0 the best one of each request."""
+    row, most = setup.row(drafter), options.max_draft_tokens
+    return lambda: Decoupled(drafter, row, window or most, most, chooses_all=not window, free=free)
 
 
 def _ours(drafter: Drafter, logit: float, has_paths: bool) -> Drafter:

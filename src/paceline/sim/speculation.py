@@ -18,7 +18,7 @@ from paceline.planning import bandit
 from paceline.planning.budget import BudgetSnapshot, BudgetState, decide
 from paceline.planning.latency_profile import LatencyModel
 from paceline.planning.reconfigure import reconfigure
-from paceline.planning.window import StepTimes, coupled_tokens, decoupled_tokens, profiled_times
+from paceline.planning.window import Mode, StepTimes, best_window, coupled_tokens, decoupled_tokens, profiled_times
 from paceline.sim.costs import Drafter, EngineCosts
 from paceline.types import Float64Array, Int32Array
 
@@ -87,8 +87,10 @@ class Decoupled:
 
     With `max_window` requests below the mean acceptance get a window and mode of their own, the rest keep theirs
     (algorithm 2, `planning.reconfigure`), whenever the batch has changed or the worker looks again: more often than the
-    paper's 1000 iterations. `synchronous`: the drafter waits for the verifier, so nothing overlaps (the naive
-    disaggregation of the paper's ablation).
+    paper's 1000 iterations. With `chooses_all` everyone gets the best window at its own acceptance: a racing worker has
+    no placement to keep. `synchronous`: the drafter waits for the verifier, so nothing overlaps (the naive
+    disaggregation of the paper's ablation). `free` is ours: drafters without a model propose too, in the engine and in no
+    time, and a request takes their window if it yields more than the one drafted ahead, refills counted.
     """
 
     drafter: Drafter
@@ -96,7 +98,10 @@ class Decoupled:
     window: int
     max_window: int = 0
     """Longest window of a reconfigured request, 0: nobody is reconfigured."""
+    chooses_all: bool = False
     synchronous: bool = False
+    free: tuple[int, ...] = ()
+    """Rows of the drafters without a model."""
 
     def plan(self, batch: Batch, costs: EngineCosts) -> RoundPlan:
         rates = batch.acceptance[self.index]
@@ -105,9 +110,13 @@ class Decoupled:
             return coupled_plan(rates, windows, self.drafter.token, costs)
         is_coupled = np.zeros(len(rates), dtype=np.bool_)
         if self.max_window:
-            found = reconfigure(rates, self._times(batch, costs))
-            windows[found.requests] = found.windows
-            is_coupled[found.requests] = found.is_coupled
+            times = self._times(batch, costs)
+            if self.chooses_all:
+                windows = best_window(rates, times, Mode.DECOUPLED).window
+            else:
+                found = reconfigure(rates, times)
+                windows[found.requests] = found.windows
+                is_coupled[found.requests] = found.is_coupled
         return self._mixed_plan(rates, windows, is_coupled, batch, costs)
 
     def _times(self, batch: Batch, costs: EngineCosts) -> StepTimes:
@@ -134,6 +143,9 @@ class Decoupled:
         if is_coupled.any():
             own_s = windows[is_coupled] * float(self.drafter.token.seconds(len(rates))) + verify_s + context_s
             tokens[is_coupled] = coupled_tokens(rates[is_coupled], windows[is_coupled]) * round_s / own_s
+        if self.free:
+            free = batch.acceptance[list(self.free)].max(axis=0)
+            tokens = np.maximum(tokens, coupled_tokens(free, windows))
         is_bound = verify_s + context_s >= draft_s
         total = float(tokens.sum())
         return RoundPlan(
