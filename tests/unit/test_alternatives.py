@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.errors import EngineError
-from paceline.planning.alternatives import choose_alternatives, second_choice
+from paceline.planning.alternatives import choose_alternatives, second_choice, tree_tokens
 from paceline.planning.window import coupled_tokens
 
 
@@ -24,7 +26,7 @@ def best_by_trial(p: float, w: int, q: float, token: float, path: float) -> floa
     return total
 
 
-@settings(max_examples=200)
+@settings(max_examples=200, deadline=None)
 @given(
     st.floats(0.05, 0.95),
     st.integers(1, 12),
@@ -93,3 +95,27 @@ def test_nothing_drafted_has_no_alternatives() -> None:
 def test_levels_that_cannot_be(level: float, tree: float) -> None:
     with pytest.raises(EngineError, match="tree level"):
         second_choice(level, tree)
+
+
+def test_a_tree_without_second_choices_is_a_line() -> None:
+    p = np.array([0.3, 0.8])
+    assert tree_tokens(p, 0.0, 64, 7) == pytest.approx(coupled_tokens(p, 7))
+    assert tree_tokens(p, 0.0, 4, 7) == pytest.approx(coupled_tokens(p, 4))
+
+
+def test_trees_against_all_trees() -> None:
+    """The likeliest nodes are closed under parents, so no other set of as many yields more."""
+    p, q, depth = 0.6, 0.5, 3
+    chances = [p, *((1 - p) * (1 - q) ** k * q for k in range(7))]
+    paths = [np.prod(c) for d in range(1, depth + 1) for c in product(chances, repeat=d)]
+    for nodes in (1, 5, 20):
+        best = 1.0 + sum(sorted(paths, reverse=True)[:nodes])
+        assert tree_tokens(np.array([p]), q, nodes, depth)[0] == pytest.approx(best)
+
+
+def test_trees_meet_what_tlt_measured() -> None:
+    """Figure 13: acceptance lengths of depths 8, 10 and 12 with 16, 32, 48 and 64 tokens to verify."""
+    measured = {8: (6.34, 7.01, 7.24, 7.39), 10: (6.80, 7.63, 7.97, 8.21), 12: (7.02, 8.05, 8.49, 8.76)}
+    for depth, lengths in measured.items():
+        ours = [float(tree_tokens(np.array([0.89]), 0.55, n, depth)[0]) for n in (16, 32, 48, 64)]
+        assert ours == pytest.approx(lengths, rel=0.045)

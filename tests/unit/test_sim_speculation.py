@@ -6,11 +6,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.config import BudgetSettings
 from paceline.planning import bandit
+from paceline.planning.alternatives import tree_tokens
 from paceline.planning.budget import BudgetSnapshot, BudgetState, decide
 from paceline.planning.latency_profile import AffineLatency, PiecewiseLatency, StepLatency
 from paceline.planning.window import coupled_tokens, decoupled_tokens
@@ -144,25 +145,36 @@ def paths(rates: list[float], width: int) -> Float32Array:
     return (np.array(rates)[:, None] ** np.arange(1, width + 1)).astype(np.float32)
 
 
+@settings(deadline=None)
 @given(RATES, THRESHOLDS)
-def test_draft_range_is_the_budgets_decision(rates: list[float], settings: BudgetSettings) -> None:
-    plan = DraftRange(TREE, 0, settings).plan(batch(rates), COSTS)
-    path = paths(rates, settings.max_draft_tokens)
+def test_draft_range_is_the_budgets_decision(rates: list[float], budget: BudgetSettings) -> None:
+    plan = DraftRange(TREE, 0, budget).plan(batch(rates), COSTS)
+    path = paths(rates, budget.max_draft_tokens)
     snapshot = BudgetSnapshot(len(rates), 0, path, path.size)
-    lengths = decide(snapshot, BudgetState.initial(settings), settings)
+    lengths = decide(snapshot, BudgetState.initial(budget), budget)
     assert plan.drafted_tokens == lengths.sum()
     assert plan.tokens == pytest.approx(coupled_tokens(np.array(rates), lengths))
 
 
-@given(RATES, st.integers(1, 12), st.integers(0, 64))
+@settings(deadline=None)
+@given(RATES, st.integers(1, 12), st.integers(0, 12))
 def test_bandit_is_the_budgets_decision(rates: list[float], depth: int, verified: int) -> None:
-    """What one path takes of the tokens to verify; the rest are branches, which cost and yield through the level."""
     strategy = bandit.Strategy(depth, verified)
     start = bandit.initialize((strategy,), (1,), 0.0, 8, 0)
     plan = Bandit(TREE, 0, 24, start).plan(batch(rates), COSTS)
-    settings = BudgetSettings(policy="bandit", max_draft_tokens=depth)
+    budget = BudgetSettings(policy="bandit", max_draft_tokens=depth)
     path = paths(rates, depth)
-    state = replace(BudgetState.initial(settings), bandit=start)
-    lengths = decide(BudgetSnapshot(len(rates), 0, path, path.size), state, settings)
+    state = replace(BudgetState.initial(budget), bandit=start)
+    lengths = decide(BudgetSnapshot(len(rates), 0, path, path.size), state, budget)
     assert plan.tokens == pytest.approx(coupled_tokens(np.array(rates), lengths))
-    assert plan.drafted_tokens == max(verified * len(rates), lengths.sum())
+    assert plan.drafted_tokens == lengths.sum()
+
+
+def test_a_bandit_with_second_choices_verifies_trees() -> None:
+    branching = replace(SMALL, tree_level=0.8)
+    start = bandit.initialize((bandit.Strategy(6, 24),), (1,), 0.0, 8, 0)
+    rates = [0.5, 0.8]
+    plan = Bandit(branching, 0, 16, start).plan(batch(rates), COSTS)
+    assert plan.tokens == pytest.approx(tree_tokens(np.array(rates), 0.5, 24, 6))
+    assert plan.drafted_tokens == 48.0
+    assert plan.base_s == pytest.approx(6 * (0.001 + 2e-5) + float(KNEE.seconds(50)))

@@ -61,7 +61,7 @@ class Drafter:
     is_attached: bool = False
     """Whether it needs the target's hidden states, and so never drafts on devices of its own."""
     tree_level: float | None = None
-    """Acceptance level of a draft with second choices at every level; None: it proposes lines only."""
+    """Acceptance level if its second choice counts too; None: it proposes lines only."""
 
     @property
     def second_choice(self) -> float:

@@ -121,7 +121,7 @@ class DrafterSection(Section):
     """Whether it needs the target's hidden states, and so never drafts on devices of its own (EAGLE)."""
     acceptance: Acceptance
     tree_level: float | None = Field(default=None, gt=0.0, lt=1.0)
-    """acceptance.level of a draft tree, second choices at every level; unset: it drafts lines only."""
+    """acceptance.level if a drafter's second choice counts too (draft trees); unset: it drafts lines only."""
 
     @model_validator(mode="after")
     def _tree_above_line(self) -> DrafterSection:

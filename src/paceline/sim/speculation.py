@@ -15,6 +15,7 @@ import numpy as np
 
 from paceline.config import BudgetSettings
 from paceline.planning import bandit
+from paceline.planning.alternatives import tree_tokens
 from paceline.planning.budget import BudgetSnapshot, BudgetState, decide
 from paceline.planning.latency_profile import LatencyModel
 from paceline.planning.reconfigure import reconfigure
@@ -185,8 +186,8 @@ class DraftRange:
 class Bandit:
     """TLT 5.2: no drafts above a batch size, below it what the bandit finds best.
 
-    `planning.budget.decide` under the policy "bandit": the likeliest tokens to verify as far as one path reaches. The
-    tokens beyond it are branches of the draft tree, which the acceptance of the drafter counts with.
+    Drafters of lines: `planning.budget.decide` under the policy "bandit". Drafters with second choices
+    (`Drafter.second_choice`): trees of the strategy's depth and tokens to verify (`planning.alternatives.tree_tokens`).
     """
 
     drafter: Drafter
@@ -207,15 +208,26 @@ class Bandit:
         if count > self.max_batch:
             return Plain().plan(batch, costs)
         strategy = bandit.select_strategy(self._state.bandit, count)
-        lengths = decide(_snapshot(rates, strategy.draft_depth), self._state, self._settings)
-        branches = max(strategy.tokens_to_verify * count - int(lengths.sum()), 0)
-        found = coupled_plan(rates, lengths, self.drafter.token, costs, branches)
+        if self.drafter.second_choice and strategy.draft_depth:
+            found = self._tree(rates, strategy, costs)
+        else:
+            lengths = decide(_snapshot(rates, strategy.draft_depth), self._state, self._settings)
+            found = coupled_plan(rates, lengths, self.drafter.token, costs)
         seconds = found.base_s + found.context_s * batch.context_tokens
         accepted = round(found.sum_tokens - count)
         self._state = replace(
             self._state, bandit=bandit.record(self._state.bandit, count, accepted, seconds)
         )
         return found
+
+    def _tree(self, rates: Float64Array, strategy: bandit.Strategy, costs: EngineCosts) -> RoundPlan:
+        """All requests verify the same number of nodes; a level drafts one token for each, as the best path does."""
+        count, depth, nodes = len(rates), strategy.draft_depth, strategy.tokens_to_verify
+        tokens = tree_tokens(rates, self.drafter.second_choice, nodes, depth)
+        drafted = float(nodes * count)
+        base_s = float(costs.step.by_tokens.seconds(count + drafted))
+        base_s += levels_s(np.full(count, depth), self.drafter.token)
+        return RoundPlan(base_s, costs.step.context_s, tokens, float(tokens.sum()), drafted, float(count))
 
 
 def _snapshot(rates: Float64Array, max_tokens: int) -> BudgetSnapshot:
@@ -234,19 +246,15 @@ def coupled_plan(
     windows: Float64Array | Int32Array,
     token: LatencyModel | None,
     costs: EngineCosts,
-    extra_tokens: float = 0.0,
 ) -> RoundPlan:
-    """Draft windows [num_requests], then verify them in one step. token: D(b), None: drafting takes no time.
-
-    extra_tokens: verified beyond the windows (branches of a draft tree).
-    """
+    """Draft windows [num_requests], then verify them in one step. token: D(b), None: drafting takes no time."""
     tokens = coupled_tokens(rates, windows)
     drafted = float(windows.sum())
-    base_s = float(costs.step.by_tokens.seconds(len(rates) + drafted + extra_tokens))
+    base_s = float(costs.step.by_tokens.seconds(len(rates) + drafted))
     if token is not None:
         base_s += levels_s(windows, token)
     return RoundPlan(
-        base_s, costs.step.context_s, tokens, float(tokens.sum()), drafted + extra_tokens, float(len(rates))
+        base_s, costs.step.context_s, tokens, float(tokens.sum()), drafted, float(len(rates))
     )
 
 

@@ -211,12 +211,9 @@ class TltOptions:
 def tlt(setup: Setup, options: TltOptions, is_adaptive: bool = True) -> System:
     """TLT: elastic speculation with the bandit, its drafter trained on idle workers (not: TLT with a static one).
 
-    Whatever the strategy verifies, its trees are accepted with the drafter's tree level.
+    A drafter with second choices drafts trees, others lines.
     """
     row, drafter = setup.row(setup.models[0]), setup.models[0]
-    if drafter.tree_level is not None:
-        drafter = replace(drafter, acceptance=replace(drafter.acceptance, level=drafter.tree_level))
-        setup = replace(setup, models=(drafter, *setup.models[1:]))
     drafter = inside(drafter)
     strategies = tuple(bandit.Strategy(*pair) for pair in options.strategies)
     start = bandit.initialize(strategies, options.batch_sizes, _EPSILON, _REWARDS, seed=0)
