@@ -20,6 +20,7 @@ from paceline.sim.costs import Drafter, EngineCosts
 from paceline.sim.speculation import Batch, Plain, RoundPlan, coupled_plan, depths
 from paceline.types import Float64Array
 
+_LONGEST = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64, 96, 127)  # drafts of a model that are tried
 _ROUNDS = 3  # of price and choice: one follows from the other
 
 
@@ -29,6 +30,8 @@ class _Choice(NamedTuple):
     with_model: bool
     cut: float
     """The lowest path probability that is verified; inf: nothing is drafted."""
+    longest: int
+    """Draft tokens of a request at most: every level of a model drafter takes its time, however few reach it."""
     price_s: float
     """Tokens per second that alternatives are judged by; inf: none are verified."""
 
@@ -66,7 +69,7 @@ class Budgeted:
         if math.isinf(choice.cut):
             return Plain().plan(batch, costs)
         rates = self._rates(batch, choice.with_model)
-        windows = np.minimum(depths(choice.cut, rates), self.settings.max_draft_tokens)
+        windows = np.minimum(depths(choice.cut, rates), choice.longest)
         lines = coupled_plan(rates, windows, self._token(choice.with_model), costs)
         if math.isinf(choice.price_s):
             return lines
@@ -113,19 +116,19 @@ class Budgeted:
             for option in self._options(batch, costs, with_model)
         ]
         if not options:
-            return _Choice(False, math.inf, math.inf)
+            return _Choice(False, math.inf, 0, math.inf)
         return max(options, key=lambda option: option[0])[1]
 
     def _options(
         self, batch: Batch, costs: EngineCosts, with_model: bool
     ) -> Iterator[tuple[float, _Choice]]:
         """(tokens per second, what is drafted): lines, and if the model has second choices, alternatives beside them."""
-        rate, cut = self._cut(batch, costs, with_model)
-        yield rate, _Choice(with_model, cut, math.inf)
+        rate, cut, longest = self._cut(batch, costs, with_model)
+        yield rate, _Choice(with_model, cut, longest, math.inf)
         if not with_model or self.model is None or not self.model.second_choice or math.isinf(cut):
             return
         for _ in range(_ROUNDS):
-            choice = _Choice(True, cut, rate)
+            choice = _Choice(True, cut, longest, rate)
             plan = self._made(choice, batch, costs)
             reached = plan.sum_tokens / (plan.base_s + plan.context_s * batch.context_tokens)
             if reached <= rate * (1.0 + self.settings.min_gain):
@@ -133,22 +136,31 @@ class Budgeted:
             yield reached, choice
             rate = reached
 
-    def _cut(self, batch: Batch, costs: EngineCosts, with_model: bool) -> tuple[float, float]:
-        """(tokens per second, cut) of the best set."""
+    def _cut(self, batch: Batch, costs: EngineCosts, with_model: bool) -> tuple[float, float, int]:
+        """(tokens per second, cut, longest draft) of the best set: of the likeliest tokens within every longest draft."""
         rates = self._rates(batch, with_model)
-        depth = np.arange(1, self.settings.max_draft_tokens + 1)
-        paths = rates[:, None] ** depth
+        most = self.settings.max_draft_tokens
+        paths = rates[:, None] ** np.arange(1, most + 1)
         order = np.argsort(-paths, axis=None, kind="stable")
-        seconds = costs.step.seconds(len(rates) + np.arange(paths.size + 1), batch.context_tokens)
+        depth = order % most + 1
+        step_s = costs.step.seconds(len(rates) + np.arange(paths.size + 1), batch.context_tokens)
         token = self._token(with_model)
-        if token is not None:
-            levels = np.maximum.accumulate(depth[order % len(depth)])
-            slope_s = _slope_s(token)
-            seconds[1:] += levels * float(token.seconds(0)) + slope_s * np.arange(1, paths.size + 1)
-        lengths = best_lengths(paths, len(rates), seconds, self.settings.min_gain)
-        taken = int(lengths.sum())
-        rate = (len(rates) + float(paths.ravel()[order[:taken]].sum())) / float(seconds[taken])
-        return rate, float(paths.ravel()[order[taken - 1]]) if taken else math.inf
+        best = (len(rates) / float(step_s[0]), math.inf, most)
+        for longest in sorted({min(one, most) for one in _LONGEST}) if token is not None else (most,):
+            within = depth <= longest
+            seconds = step_s[: int(within.sum()) + 1].copy()
+            if token is not None:
+                levels = np.maximum.accumulate(depth[within])
+                seconds[1:] += levels * float(token.seconds(0)) + _slope_s(token) * np.arange(1, len(seconds))
+            cut_paths = paths[:, :longest]
+            taken = int(best_lengths(cut_paths, len(rates), seconds, self.settings.min_gain).sum())
+            if not taken:
+                continue
+            likeliest = paths.ravel()[order[within][:taken]]
+            rate = (len(rates) + float(likeliest.sum())) / float(seconds[taken])
+            if rate > best[0]:
+                best = rate, float(likeliest[-1]), longest
+        return best
 
 
 def _slope_s(token: LatencyModel) -> float:
