@@ -18,7 +18,7 @@ from paceline.planning.budget import best_lengths
 from paceline.planning.latency_profile import LatencyModel
 from paceline.sim.costs import Drafter, EngineCosts
 from paceline.sim.speculation import Batch, Plain, RoundPlan, coupled_plan, depths
-from paceline.types import Float64Array
+from paceline.types import Float64Array, Int64Array
 
 _LONGEST = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64, 96, 127)  # drafts of a model that are tried
 _ROUNDS = 3  # of price and choice: one follows from the other
@@ -139,28 +139,37 @@ class Budgeted:
     def _cut(self, batch: Batch, costs: EngineCosts, with_model: bool) -> tuple[float, float, int]:
         """(tokens per second, cut, longest draft) of the best set: of the likeliest tokens within every longest draft."""
         rates = self._rates(batch, with_model)
-        most = self.settings.max_draft_tokens
+        count, most = len(rates), self.settings.max_draft_tokens
         paths = rates[:, None] ** np.arange(1, most + 1)
         order = np.argsort(-paths, axis=None, kind="stable")
         depth = order % most + 1
-        step_s = costs.step.seconds(len(rates) + np.arange(paths.size + 1), batch.context_tokens)
+        seconds = costs.step.seconds(count + np.arange(paths.size + 1), batch.context_tokens)
         token = self._token(with_model)
-        best = (len(rates) / float(step_s[0]), math.inf, most)
-        for longest in sorted({min(one, most) for one in _LONGEST}) if token is not None else (most,):
+        if token is None:
+            return self._best(paths, order, seconds, most)
+        found = (0.0, most, seconds)
+        for longest in sorted({min(one, most) for one in _LONGEST}):
             within = depth <= longest
-            seconds = step_s[: int(within.sum()) + 1].copy()
-            if token is not None:
-                levels = np.maximum.accumulate(depth[within])
-                seconds[1:] += levels * float(token.seconds(0)) + _slope_s(token) * np.arange(1, len(seconds))
-            cut_paths = paths[:, :longest]
-            taken = int(best_lengths(cut_paths, len(rates), seconds, self.settings.min_gain).sum())
-            if not taken:
-                continue
-            likeliest = paths.ravel()[order[within][:taken]]
-            rate = (len(rates) + float(likeliest.sum())) / float(seconds[taken])
-            if rate > best[0]:
-                best = rate, float(likeliest[-1]), longest
-        return best
+            spent = seconds[: int(within.sum()) + 1].copy()
+            levels = np.maximum.accumulate(depth[within])
+            spent[1:] += levels * float(token.seconds(0)) + _slope_s(token) * np.arange(1, len(spent))
+            rate = float(((count + np.cumsum(paths.ravel()[order[within]])) / spent[1:]).max())
+            if rate > found[0]:
+                found = rate, longest, spent
+        return self._best(paths, order[depth <= found[1]], found[2], found[1])
+
+    def _best(
+        self, paths: Float64Array, order: Int64Array, seconds: Float64Array, longest: int
+    ) -> tuple[float, float, int]:
+        """(tokens per second, cut, longest draft) of the budget's decision among drafts of `longest` tokens.
+
+        order: their tokens, the likeliest first. seconds: of a step that verifies 0, 1, .. of them.
+        """
+        count = len(paths)
+        taken = int(best_lengths(paths[:, :longest], count, seconds, self.settings.min_gain).sum())
+        likeliest = paths.ravel()[order[:taken]]
+        rate = (count + float(likeliest.sum())) / float(seconds[taken])
+        return rate, float(likeliest[-1]) if taken else math.inf, longest
 
 
 def _slope_s(token: LatencyModel) -> float:
