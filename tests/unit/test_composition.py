@@ -84,5 +84,7 @@ def test_nothing_beats_the_first(acceptance: float, requests: int, slope: float,
     plain = best_of(options, None)
     assert plain is not None
     assert options[0].tokens_per_s >= plain.tokens_per_s
-    assert all(option.num_groups * (option.num_verify_gpus + option.num_draft_gpus) <= 64 for option in options)
+    assert all(
+        option.num_groups * (option.num_verify_gpus + option.num_draft_gpus) <= 64 for option in options
+    )
     assert all(option.batch * option.num_groups >= requests for option in options)

@@ -119,7 +119,9 @@ def test_any_workload_is_finished(
     lengths: list[list[int]], workers: int, kv: int, chunk: int, refresh: float, name: str
 ) -> None:
     """Few workers and many, chunks and racers in memory for hardly more than one response."""
-    setup = make_setup(max(workers, 2 if "SpecActor" in name or "decoupled" in name else 1), replace(ENGINE, kv_tokens=kv))
+    setup = make_setup(
+        max(workers, 2 if "SpecActor" in name or "decoupled" in name else 1), replace(ENGINE, kv_tokens=kv)
+    )
     system = next(one for one in all_systems(setup, chunk) if one.name == name)
     racing = system.plan.racing and replace(system.plan.racing, interval_s=0.05, deploy_s=0.01)
     plan = replace(system.plan, refresh_rounds=refresh, racing=racing)
@@ -127,7 +129,9 @@ def test_any_workload_is_finished(
     check(simulate_rollout(plan, work), work)
 
 
-@pytest.mark.parametrize("name", ["SpecActor", "SpecActor, best-of-N", "Paceline", "Paceline, decoupled", "TLT", "veRL"])
+@pytest.mark.parametrize(
+    "name", ["SpecActor", "SpecActor, best-of-N", "Paceline", "Paceline, decoupled", "TLT", "veRL"]
+)
 @pytest.mark.parametrize("groups", [1, 4])
 def test_equal_responses_end_together(name: str, groups: int) -> None:
     """Ties everywhere: what ends on a worker that is only looked at must be told as well."""
@@ -223,7 +227,9 @@ def test_a_drafter_ages_unless_it_is_trained() -> None:
 
 def test_paceline_drafts_where_the_plan_says() -> None:
     """Few requests on flat steps: drafting ahead. Many on steep ones: all GPUs verify."""
-    flat = replace(make_setup(10), num_responses=40, models=(replace(SMALL, acceptance=AcceptanceProcess(0.9)),))
+    flat = replace(
+        make_setup(10), num_responses=40, models=(replace(SMALL, acceptance=AcceptanceProcess(0.9)),)
+    )
     steep = replace(make_setup(10, replace(ENGINE, step=StepLatency(AffineLatency(0.01, 1e-3), 0.0))))
     options = PacelineOptions(512)
     ahead, inside = paceline(flat, options), paceline(steep, options)

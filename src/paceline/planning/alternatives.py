@@ -86,7 +86,7 @@ def choose_alternatives(
 
 
 def tree_tokens(acceptance: Float64Array, second: float, num_nodes: int, max_depth: int) -> Float64Array:
-    """Tokens per step, bonus token included, of the likeliest `num_nodes` of a tree; straight between hundredths of p."""
+    """Tokens per step, bonus token included, of a tree's likeliest nodes; straight between hundredths of p."""
     known = np.array(_tree_table(second, num_nodes, max_depth))
     return np.interp(acceptance, np.linspace(0.0, 1.0, len(known)), known)
 
@@ -98,7 +98,7 @@ def _tree_table(second: float, num_nodes: int, max_depth: int) -> tuple[float, .
 
 
 def _likeliest_nodes(p: float, second: float, num_nodes: int, max_depth: int) -> float:
-    """1 + the path probabilities of the likeliest nodes, best first: a node's first child and its next sibling follow."""
+    """1 + path probabilities, the likeliest node first: its first child and its next sibling may follow it."""
     chances = [p, *((1.0 - p) * (1.0 - second) ** rank * second for rank in range(_MAX_CHOICES - 1))]
     chances.sort(reverse=True)
     total = 1.0

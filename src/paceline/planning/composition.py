@@ -79,7 +79,9 @@ def rank_options(
     devices, EngineError for an acceptance outside [0, 1].
     """
     if not devices.verify or min(devices.verify) > devices.num_gpus:
-        raise ConfigError(f"no engine of {sorted(devices.verify)} GPUs fits {devices.num_gpus}: give more GPUs")
+        raise ConfigError(
+            f"no engine of {sorted(devices.verify)} GPUs fits {devices.num_gpus}: give more GPUs"
+        )
     options = [*_plain(devices)]
     for one in candidates:
         options += _inside(devices, one, max_window, rules)
@@ -109,7 +111,9 @@ _NAMES = {Mode.DECOUPLED: "ahead", Mode.COUPLED: "in the engine", None: "plain"}
 def _described(one: Option) -> str:
     where = f"{one.num_groups} engines of {one.num_verify_gpus} GPUs, {one.batch} requests each"
     if one.mode is Mode.DECOUPLED:
-        return f"{one.drafter} drafts {one.window} tokens ahead on {one.num_draft_gpus} more per engine; {where}"
+        return (
+            f"{one.drafter} drafts {one.window} tokens ahead on {one.num_draft_gpus} more per engine; {where}"
+        )
     if one.mode is Mode.COUPLED:
         return f"{one.drafter} drafts {one.window} tokens in the engine; {where}"
     return f"no drafts; {where}"

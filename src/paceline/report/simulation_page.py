@@ -81,7 +81,9 @@ def _systems_table(results: Mapping[str, SystemResult]) -> str:
 def _notes(results: Mapping[str, SystemResult]) -> str:
     """What was planned."""
     return "".join(
-        f'<p class="summary">{escape(one.name)}: {escape(one.note)}.</p>' for one in results.values() if one.note
+        f'<p class="summary">{escape(one.name)}: {escape(one.note)}.</p>'
+        for one in results.values()
+        if one.note
     )
 
 

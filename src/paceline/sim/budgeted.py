@@ -1,4 +1,4 @@
-"""How Paceline's workers speculate inside the engine: the draft budget over all drafters, and alternatives beside drafts.
+"""How Paceline's workers speculate inside the engine: the draft budget over all drafters, alternatives beside drafts.
 
 Called by the simulated workers whenever the batch or its acceptance has changed, like the ways in `speculation.py`.
 """
@@ -119,10 +119,8 @@ class Budgeted:
             return _Choice(False, math.inf, 0, math.inf)
         return max(options, key=lambda option: option[0])[1]
 
-    def _options(
-        self, batch: Batch, costs: EngineCosts, with_model: bool
-    ) -> Iterator[tuple[float, _Choice]]:
-        """(tokens per second, what is drafted): lines, and if the model has second choices, alternatives beside them."""
+    def _options(self, batch: Batch, costs: EngineCosts, with_model: bool) -> Iterator[tuple[float, _Choice]]:
+        """(tokens per second, what is drafted): lines, and with second choices also alternatives beside them."""
         rate, cut, longest = self._cut(batch, costs, with_model)
         yield rate, _Choice(with_model, cut, longest, math.inf)
         if not with_model or self.model is None or not self.model.second_choice or math.isinf(cut):
@@ -137,7 +135,7 @@ class Budgeted:
             rate = reached
 
     def _cut(self, batch: Batch, costs: EngineCosts, with_model: bool) -> tuple[float, float, int]:
-        """(tokens per second, cut, longest draft) of the best set: of the likeliest tokens within every longest draft."""
+        """(tokens per second, cut, longest draft) of the best set; the likeliest tokens within each longest draft."""
         rates = self._rates(batch, with_model)
         count, most = len(rates), self.settings.max_draft_tokens
         paths = rates[:, None] ** np.arange(1, most + 1)

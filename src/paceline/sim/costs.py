@@ -30,8 +30,8 @@ class EngineCosts:
     kv_load_token_s: float | None = None
     """Seconds per token of KV that moves between workers instead of being computed again; None: it does not move."""
     num_ranks: int = 1
-    """Data-parallel ranks of which each has requests of its own and every step waits for the slowest (experts are spread
-    over all of them)."""
+    """Data-parallel ranks: each has requests of its own, and every step waits for the slowest (experts are spread over
+    all of them)."""
 
     def __post_init__(self) -> None:
         for name in ("num_gpus", "kv_tokens", "max_requests", "num_ranks"):

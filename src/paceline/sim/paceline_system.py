@@ -2,8 +2,8 @@
 
 Where drafters draft (inside the engine, or ahead on devices of their own from the first token on) is
 `planning.composition`'s choice, at the rollout's first batch and with the shared dice's acceptance; whatever it is,
-responses are divided and scheduled by context, and free workers race with shared progress or train the drafter. What was
-planned, and over what, is the system's note.
+responses are divided and scheduled by context, and free workers race with shared progress or train the drafter. What
+was planned, and over what, is the system's note.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ PacelineStage = Literal["divided", "budget", "single-path", "coupled", "decouple
 def paceline(setup: Setup, options: PacelineOptions, stage: PacelineStage = "full") -> System:
     """Paceline, or it without some of its techniques.
 
-    divided: Seer's context-aware scheduling. budget: grouped and model drafts in the engine with the shared dice, cut by
-    the draft budget. full: the drafter is trained on idle workers, workers that fall free race for the slowest responses
-    and take the leader's tokens, and drafters draft where the plan says. coupled, decoupled: whatever the plan says, in
-    the engine or ahead. single-path: drafts without alternatives. Raises ConfigError for `decoupled` without a drafter
-    that can draft ahead.
+    divided: Seer's context-aware scheduling. budget: grouped and model drafts in the engine with the shared dice, cut
+    by the draft budget. full: the drafter is trained on idle workers, workers that fall free race for the slowest
+    responses and take the leader's tokens, and drafters draft where the plan says. coupled, decoupled: in the engine or
+    ahead, whatever the plan says. single-path: drafts without alternatives. Raises ConfigError for `decoupled` without
+    a drafter that can draft ahead.
     """
     models = tuple(_ours(one, options.dice_logit, stage != "single-path") for one in setup.models)
     setup = replace(setup, models=models)
@@ -163,7 +163,7 @@ def _racing(
     window: int,
     hosts_every: int,
 ) -> Racing | None:
-    """first: the drafter that responses begin with; without a model, the suffix trees. window: of racers, 0: each's best."""
+    """first: the drafter that responses begin with, None: suffix trees. window: of racers, 0: the best of each."""
     racers = setup.drafters
     if not racers:
         return None

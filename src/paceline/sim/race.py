@@ -1,4 +1,4 @@
-"""Best-of-N and fastest-of-N in the simulated fleet: workers that have fallen free run further drafters for the slowest.
+"""Best-of-N and fastest-of-N in the simulated fleet: free workers run further drafters for the slowest responses.
 
 Carries out SpecActor's algorithm 3 (`planning.racing`) in either version: which drafter a free worker runs, and whom it
 serves. A racer is a copy of the response on another worker, with prefill (or a KV load) and deployment paid; the first

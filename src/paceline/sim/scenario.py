@@ -126,7 +126,9 @@ class DrafterSection(Section):
     @model_validator(mode="after")
     def _tree_above_line(self) -> DrafterSection:
         if self.tree_level is not None and self.tree_level < self.acceptance.level:
-            raise ValueError(f"tree_level {self.tree_level} is below acceptance.level {self.acceptance.level}")
+            raise ValueError(
+                f"tree_level {self.tree_level} is below acceptance.level {self.acceptance.level}"
+            )
         return self
 
 

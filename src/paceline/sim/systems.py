@@ -121,8 +121,8 @@ def specactor(setup: Setup, options: SpecActorOptions, stage: Stage = "full") ->
     """SpecActor, or it without its later techniques, in the order of its ablation.
 
     naive: vanilla speculation, its slow drafting included, with the drafter on devices of its own. decoupled: drafting
-    ahead, with a first plan. reconfigured: algorithms 1 and 2. best-of-N: racers by the paper's first version too. full:
-    fastest-of-N, its second version, in their place.
+    ahead, with a first plan. reconfigured: algorithms 1 and 2. best-of-N: racers too, by the paper's first version.
+    full: fastest-of-N, its second version, in their place.
     """
     drafter = setup.models[0]
     row = setup.row(drafter)
@@ -184,9 +184,7 @@ def seer(setup: Setup, options: SeerOptions, stage: SeerStage = "full") -> Syste
     assert drafter is not None
     row = setup.row(drafter)
     if stage == "no-adaptation":
-        return System(
-            name, divided(setup, dispatch, lambda: FixedWindow(drafter, row, options.fixed_window))
-        )
+        return System(name, divided(setup, dispatch, lambda: FixedWindow(drafter, row, options.fixed_window)))
     budget = BudgetSettings(
         policy="thresholds",
         max_draft_tokens=options.request_tokens,
@@ -208,6 +206,7 @@ class TltOptions:
     batch_sizes: tuple[int, ...] = (1, 2, 3, 8)
     """Smallest batch of each number of tokens to verify, the largest number first."""
 
+
 def tlt(setup: Setup, options: TltOptions, is_adaptive: bool = True) -> System:
     """TLT: elastic speculation with the bandit, its drafter trained on idle workers (not: TLT with a static one).
 
@@ -225,10 +224,12 @@ def tlt(setup: Setup, options: TltOptions, is_adaptive: bool = True) -> System:
 
 
 def bound(setup: Setup, made: Callable[[], Speculation]) -> FleetPlan:
+    """Whole groups bound to workers, as veRL does."""
     return FleetPlan(setup.engine, setup.num_workers, GROUP_BOUND, made, setup.drafters)
 
 
 def divided(setup: Setup, dispatch: DispatchSettings, made: Callable[[], Speculation]) -> FleetPlan:
+    """All GPUs are workers that share the responses."""
     return FleetPlan(setup.engine, setup.num_workers, dispatch, made, setup.drafters)
 
 

@@ -205,7 +205,9 @@ class SimulatedWorker:
     def _planned(self) -> RoundPlan:
         if self._plan is None:
             context = float(self._state[_CONTEXT].sum())
-            self._plan = self.speculation.plan(Batch(self.acceptance, context, self._look), self._step_costs())
+            self._plan = self.speculation.plan(
+                Batch(self.acceptance, context, self._look), self._step_costs()
+            )
         return self._plan
 
     def _step_costs(self) -> EngineCosts:
