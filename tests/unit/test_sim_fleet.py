@@ -119,9 +119,8 @@ def test_any_workload_is_finished(
     lengths: list[list[int]], workers: int, kv: int, chunk: int, refresh: float, name: str
 ) -> None:
     """Few workers and many, chunks and racers in memory for hardly more than one response."""
-    setup = make_setup(
-        max(workers, 2 if "SpecActor" in name or "decoupled" in name else 1), replace(ENGINE, kv_tokens=kv)
-    )
+    least = 2 if "SpecActor" in name or "decoupled" in name else 1
+    setup = make_setup(max(workers, least), replace(ENGINE, kv_tokens=kv))
     system = next(one for one in all_systems(setup, chunk) if one.name == name)
     racing = system.plan.racing and replace(system.plan.racing, interval_s=0.05, deploy_s=0.01)
     plan = replace(system.plan, refresh_rounds=refresh, racing=racing)

@@ -170,8 +170,8 @@ class Decoupled:
 class DraftRange:
     """Seer 4.4: a length for all, from the room that concurrency leaves; unlikely tokens are not verified.
 
-    `planning.budget.decide` under the policy "thresholds", on the path probabilities of the drafts; that takes 8 to 17 us
-    a round more than the closed form, of 40.
+    `planning.budget.decide` under the policy "thresholds", on the path probabilities of the drafts: 25 to 40 us a plan
+    in place of the 17 to 23 of a closed form.
     """
 
     drafter: Drafter

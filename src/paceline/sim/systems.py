@@ -41,7 +41,6 @@ class Setup:
     engine: EngineCosts
     """One worker of the baseline."""
     num_responses: int
-    group_size: int = 1
     models: tuple[Drafter, ...] = ()
     """Small-model drafters in the order of the draft ladder."""
     group_drafter: Drafter | None = None
@@ -51,6 +50,7 @@ class Setup:
     mean_context_tokens: int = 2048
     """At which plans are made."""
     ageing: Ageing = NEVER
+    group_size: int = 1
 
     @property
     def num_workers(self) -> int:
