@@ -88,7 +88,7 @@ def choose_alternatives(
 def tree_tokens(acceptance: Float64Array, second: float, num_nodes: int, max_depth: int) -> Float64Array:
     """Tokens per step, bonus token included, of a tree's likeliest nodes; straight between hundredths of p."""
     known = np.array(_tree_table(second, num_nodes, max_depth))
-    return np.interp(acceptance, np.linspace(0.0, 1.0, len(known)), known)
+    return np.asarray(np.interp(acceptance, np.linspace(0.0, 1.0, len(known)), known))
 
 
 @lru_cache(maxsize=256)
