@@ -37,6 +37,8 @@ def measure(presets: Sequence[str]) -> tuple[list[dict[str, Any]], list[dict[str
                 "step_speedup": first.step_s / one.step_s,
                 "tail_s": one.tail_s,
                 "idle_share": one.idle_share,
+                "preemptions": one.preemptions,
+                "note": one.note,
             }
             for one in results.values()
         ]

@@ -23,9 +23,10 @@ from paceline.config import BudgetSettings, EngineSettings
 from paceline.planning.dispatch import DispatchSettings
 from paceline.planning.latency_profile import LatencyModel, StepLatency, fit_affine, fit_step
 from paceline.sim.acceptance import AcceptanceProcess
+from paceline.sim.budgeted import Budgeted
 from paceline.sim.costs import Drafter, EngineCosts
 from paceline.sim.fleet import FleetPlan, RolloutResult, simulate_rollout
-from paceline.sim.speculation import Budgeted, Plain
+from paceline.sim.speculation import Plain
 from paceline.sim.workload import recorded_workload
 
 CASES = {"8x16": (8, 16), "4x8": (4, 8), "2x4": (2, 4), "1x1": (1, 1)}

@@ -119,6 +119,7 @@ def test_histograms_count_from_the_file(tmp_path: Path) -> None:
         ({"models": [], "systems": ["veRL", "TLT"]}, "needs models"),
         ({"phases": {"learn_share": 0.6, "prepare_share": 0.5}}, "below 1"),
         ({"claims": [{"text": "x", "of": "y", "paper": 1.0, "source": "z"}]}, "claim 'x' is about 'y'"),
+        ({"models": [{**SMALL["models"][0], "tree_level": 0.6}]}, "tree_level 0.6 is below"),
         ({"extends": "nowhere"}, "neither a scenario file nor a preset"),
     ],
 )

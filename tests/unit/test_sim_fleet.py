@@ -9,19 +9,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from paceline.errors import ConfigError
 from paceline.planning.latency_profile import AffineLatency, PiecewiseLatency, StepLatency
+from paceline.planning.racing import assign_best_of_n, assign_fastest_of_n
 from paceline.sim.acceptance import AcceptanceModel, AcceptanceProcess
 from paceline.sim.costs import Drafter, EngineCosts
 from paceline.sim.fleet import RolloutResult, simulate_rollout
+from paceline.sim.paceline_system import PacelineOptions, paceline
 from paceline.sim.step import Ageing, Phases, System, simulate_steps
 from paceline.sim.systems import (
-    PacelineOptions,
     SeerOptions,
     Setup,
     SpecActorOptions,
     TltOptions,
     ngram,
-    paceline,
     rlhfuse,
     seer,
     specactor,
@@ -36,7 +37,7 @@ CURVE = PiecewiseLatency(
     np.array([0.0, 128.0, 256.0, 512.0, 1024.0]), 1e-3 * np.array([13, 13.8, 16.8, 25, 41])
 )
 ENGINE = EngineCosts(4, StepLatency(CURVE, 2e-8), 3e-5, 400_000, kv_load_token_s=1e-8)
-SMALL = Drafter("small", AffineLatency(0.002, 1e-5), AcceptanceProcess(0.65))
+SMALL = Drafter("small", AffineLatency(0.002, 1e-5), AcceptanceProcess(0.65), tree_level=0.75)
 LARGER = Drafter("larger", AffineLatency(0.003, 2e-5), AcceptanceProcess(0.7))
 TREE = Drafter("tree", AffineLatency(0.0, 2e-6), AcceptanceProcess(0.4, 0.65), "free")
 LOOKUP = Drafter("lookup", AffineLatency(0.0, 2e-6), AcceptanceProcess(0.3), "free")
@@ -60,7 +61,7 @@ def all_systems(setup: Setup, chunk: int = 512) -> list[System]:
         *([ngram(setup, 3)] if setup.lookup else []),
         *(
             specactor(setup, spec, stage)
-            for stage in ("naive", "decoupled", "reconfigured", "full")
+            for stage in ("naive", "decoupled", "reconfigured", "best-of-N", "full")
             if setup.num_workers > 1
         ),
         *(
@@ -70,7 +71,8 @@ def all_systems(setup: Setup, chunk: int = 512) -> list[System]:
         ),
         tlt(setup, TltOptions(batch_sizes=(1, 2, 4, 8))),
         tlt(setup, TltOptions(batch_sizes=(1, 2, 4, 8)), is_adaptive=False),
-        *(paceline(setup, ours, stage) for stage in ("divided", "budget", "full")),
+        *(paceline(setup, ours, stage) for stage in ("divided", "budget", "single-path", "coupled", "full")),
+        *([paceline(setup, ours, "decoupled")] if setup.num_workers > 1 else []),
     ]
 
 
@@ -117,7 +119,8 @@ def test_any_workload_is_finished(
     lengths: list[list[int]], workers: int, kv: int, chunk: int, refresh: float, name: str
 ) -> None:
     """Few workers and many, chunks and racers in memory for hardly more than one response."""
-    setup = make_setup(max(workers, 2 if "SpecActor" in name else 1), replace(ENGINE, kv_tokens=kv))
+    least = 2 if "SpecActor" in name or "decoupled" in name else 1
+    setup = make_setup(max(workers, least), replace(ENGINE, kv_tokens=kv))
     system = next(one for one in all_systems(setup, chunk) if one.name == name)
     racing = system.plan.racing and replace(system.plan.racing, interval_s=0.05, deploy_s=0.01)
     plan = replace(system.plan, refresh_rounds=refresh, racing=racing)
@@ -125,7 +128,9 @@ def test_any_workload_is_finished(
     check(simulate_rollout(plan, work), work)
 
 
-@pytest.mark.parametrize("name", ["SpecActor", "Paceline", "TLT", "veRL"])
+@pytest.mark.parametrize(
+    "name", ["SpecActor", "SpecActor, best-of-N", "Paceline", "Paceline, decoupled", "TLT", "veRL"]
+)
 @pytest.mark.parametrize("groups", [1, 4])
 def test_equal_responses_end_together(name: str, groups: int) -> None:
     """Ties everywhere: what ends on a worker that is only looked at must be told as well."""
@@ -217,3 +222,50 @@ def test_a_drafter_ages_unless_it_is_trained() -> None:
     trained = simulate_steps(tlt(setup, options), lambda step: work, Phases(), 4)
     static = simulate_steps(tlt(setup, options, is_adaptive=False), lambda step: work, Phases(), 4)
     assert trained[-1].rollout.rollout_s < static[-1].rollout.rollout_s
+
+
+def test_paceline_drafts_where_the_plan_says() -> None:
+    """Few requests on flat steps: drafting ahead. Many on steep ones: all GPUs verify."""
+    flat = replace(
+        make_setup(10), num_responses=40, models=(replace(SMALL, acceptance=AcceptanceProcess(0.9)),)
+    )
+    steep = replace(make_setup(10, replace(ENGINE, step=StepLatency(AffineLatency(0.01, 1e-3), 0.0))))
+    options = PacelineOptions(512)
+    ahead, inside = paceline(flat, options), paceline(steep, options)
+    assert (ahead.plan.num_workers, inside.plan.num_workers) == (8, 10)
+    assert "ahead on 1 more per engine" in ahead.note
+    assert "instead: ahead" in inside.note
+    for setup, planned, name in ((flat, ahead, "decoupled"), (steep, inside, "coupled")):
+        forced = paceline(setup, options, "decoupled" if name == "decoupled" else "coupled")
+        work = make_work(4)
+        assert simulate_rollout(forced.plan, work).rollout_s == simulate_rollout(planned.plan, work).rollout_s
+
+
+def test_no_drafter_drafts_ahead_that_cannot() -> None:
+    attached = replace(make_setup(), models=(replace(SMALL, is_attached=True),))
+    with pytest.raises(ConfigError, match="no drafter of the scenario can draft on devices of its own"):
+        paceline(attached, PacelineOptions(512), "decoupled")
+
+
+def test_best_of_n_races_as_its_version_says() -> None:
+    work, setup = make_work(), make_setup()
+    first = specactor(setup, SpecActorOptions(0.65), "best-of-N")
+    second = specactor(setup, SpecActorOptions(0.65))
+    assert first.plan.racing is not None
+    assert second.plan.racing is not None
+    assert first.plan.racing.assign is assign_best_of_n
+    assert second.plan.racing.assign is assign_fastest_of_n
+    results = [simulate_rollout(one.plan, work) for one in (first, second)]
+    assert all(one.num_racers > 0 for one in results)
+    without = simulate_rollout(specactor(setup, SpecActorOptions(0.65), "reconfigured").plan, work)
+    assert all(one.rollout_s <= without.rollout_s for one in results)
+
+
+def test_ranks_that_wait_for_each_other_never_gain() -> None:
+    ranks = replace(ENGINE, num_ranks=8)
+    work = make_work()
+    for build in (verl, lambda setup: seer(setup, SeerOptions(chunk_tokens=512), "context")):
+        even = simulate_rollout(build(make_setup()).plan, work)
+        waiting = simulate_rollout(build(make_setup(engine=ranks)).plan, work)
+        check(waiting, work)
+        assert waiting.rollout_s > even.rollout_s

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from paceline.config import BudgetSettings
 from paceline.planning import bandit
+from paceline.planning.alternatives import tree_tokens
+from paceline.planning.budget import BudgetSnapshot, BudgetState, decide
 from paceline.planning.latency_profile import AffineLatency, PiecewiseLatency, StepLatency
 from paceline.planning.window import coupled_tokens, decoupled_tokens
 from paceline.sim.acceptance import AcceptanceProcess
@@ -14,7 +20,6 @@ from paceline.sim.costs import Drafter, EngineCosts
 from paceline.sim.speculation import (
     Bandit,
     Batch,
-    Budgeted,
     Decoupled,
     DraftRange,
     FixedWindow,
@@ -22,6 +27,7 @@ from paceline.sim.speculation import (
     RoundPlan,
     levels_s,
 )
+from paceline.types import Float32Array
 
 KNEE = PiecewiseLatency(np.array([0.0, 64.0, 1000.0]), np.array([0.01, 0.011, 0.1]))
 COSTS = EngineCosts(1, StepLatency(KNEE, 1e-8), 1e-5, 10**6)
@@ -109,64 +115,66 @@ def test_bandit_settles_on_the_best_strategy() -> None:
     assert made.plan(batch([0.8] * 17), COSTS).drafted_tokens == 0.0
 
 
-def exhaustive(rates: list[float], costs: EngineCosts, most: int) -> float:
-    """The best rate over all windows, drafts being free."""
-    best = 0.0
-    for at in np.ndindex(*(most + 1 for _ in rates)):
-        tokens = sum(sum(p**k for k in range(w + 1)) for p, w in zip(rates, at, strict=True))
-        seconds = float(costs.step.seconds(len(rates) + sum(at), 1000.0))
-        best = max(best, tokens / seconds)
-    return best
-
-
-def test_budget_finds_the_best_windows() -> None:
-    costs = EngineCosts(1, StepLatency(AffineLatency(0.01, 0.004), 1e-8), 1e-5, 10**6)
-    rates = [0.3, 0.6, 0.9]
-    settings = BudgetSettings(max_draft_tokens=5, min_gain=0.0)
-    plan = Budgeted((0,), None, 0, settings).plan(batch(rates), costs)
-    assert rate(plan) == pytest.approx(exhaustive(rates, costs, 5))
-
-
-@pytest.mark.parametrize("depth", [1, 2, 3, 5, 12])
-def test_a_lone_response_gets_its_whole_draft(depth: int) -> None:
-    """The cut is the path probability of the last token: it must not be lost to rounding."""
-    flat = EngineCosts(1, StepLatency(AffineLatency(1.0, 1e-9), 0.0), 0.0, 10**6)
-    for p in np.linspace(0.3, 0.98, 69):
-        plan = Budgeted((0,), None, 0, BudgetSettings(max_draft_tokens=depth, min_gain=0.0)).plan(
-            batch([p]), flat
-        )
-        assert plan.drafted_tokens == depth
-
-
 def test_racers_draft_what_suits_each() -> None:
     plan = Decoupled(SMALL, 0, 8, 12, chooses_all=True).plan(batch([0.3, 0.97]), COSTS)
     fixed = Decoupled(SMALL, 0, 8).plan(batch([0.3, 0.97]), COSTS)
     assert rate(plan) > rate(fixed)
 
 
-def test_budget_drafts_nothing_where_nothing_pays() -> None:
-    steep = EngineCosts(1, StepLatency(AffineLatency(0.0, 0.01), 0.0), 0.0, 10**6)
-    plan = Budgeted((0,), None, 0, BudgetSettings()).plan(batch([0.9] * 4), steep)
-    assert plan.drafted_tokens == 0.0
+def test_ahead_with_free_drafts_takes_the_better() -> None:
+    rows = ([0.6, 0.9], [0.95, 0.1])
+    alone = Decoupled(SMALL, 0, 4).plan(batch(*rows), COSTS)
+    both = Decoupled(SMALL, 0, 4, free=(1,)).plan(batch(*rows), COSTS)
+    assert both.tokens[0] == pytest.approx(float(coupled_tokens(0.95, 4)))
+    assert both.tokens[1] == alone.tokens[1]
+    assert both.base_s == alone.base_s
 
 
-def test_budget_asks_the_model_where_it_is_worth_its_time() -> None:
-    dear = Drafter("dear", AffineLatency(1.0, 0.0), PROCESS)
-    rows = ([0.5] * 2, [0.9] * 2)
-    with_model = Budgeted((0,), SMALL, 1, BudgetSettings()).plan(batch(*rows), COSTS)
-    without = Budgeted((0,), dear, 1, BudgetSettings()).plan(batch(*rows), COSTS)
-    assert with_model.tokens.min() > without.tokens.max() > 1.0
+THRESHOLDS = st.builds(
+    BudgetSettings,
+    policy=st.just("thresholds"),
+    max_draft_tokens=st.integers(1, 16),
+    threshold_request_tokens=st.integers(0, 16),
+    threshold_batch_tokens=st.integers(0, 64),
+    threshold_min_probability=st.floats(0.01, 0.9),
+)
+RATES = st.lists(st.floats(0.02, 0.98), min_size=1, max_size=24)
 
 
-def test_budget_never_loses_to_plain_decoding() -> None:
-    rng = np.random.default_rng(0)
-    for size in (1, 3, 17, 120, 700):
-        rates = rng.uniform(0.02, 0.98, size).tolist()
-        plan = Budgeted((0,), SMALL, 0, BudgetSettings()).plan(batch(rates), COSTS)
-        assert rate(plan) >= rate(Plain().plan(batch(rates), COSTS)) * (1 - 1e-9)
+def paths(rates: list[float], width: int) -> Float32Array:
+    return (np.array(rates)[:, None] ** np.arange(1, width + 1)).astype(np.float32)
 
 
-@pytest.mark.parametrize(("free", "model"), [((), SMALL), ((0,), None), ((), None)])
-def test_budget_works_with_whatever_drafters_there_are(free: tuple[int, ...], model: Drafter | None) -> None:
-    plan = Budgeted(free, model, 0, BudgetSettings()).plan(batch([0.8] * 2), COSTS)
-    assert (plan.drafted_tokens > 0.0) == bool(free or model)
+@settings(deadline=None)
+@given(RATES, THRESHOLDS)
+def test_draft_range_is_the_budgets_decision(rates: list[float], budget: BudgetSettings) -> None:
+    plan = DraftRange(TREE, 0, budget).plan(batch(rates), COSTS)
+    path = paths(rates, budget.max_draft_tokens)
+    snapshot = BudgetSnapshot(len(rates), 0, path, path.size)
+    lengths = decide(snapshot, BudgetState.initial(budget), budget)
+    assert plan.drafted_tokens == lengths.sum()
+    assert plan.tokens == pytest.approx(coupled_tokens(np.array(rates), lengths))
+
+
+@settings(deadline=None)
+@given(RATES, st.integers(1, 12), st.integers(0, 12))
+def test_bandit_is_the_budgets_decision(rates: list[float], depth: int, verified: int) -> None:
+    strategy = bandit.Strategy(depth, verified)
+    start = bandit.initialize((strategy,), (1,), 0.0, 8, 0)
+    plan = Bandit(TREE, 0, 24, start).plan(batch(rates), COSTS)
+    budget = BudgetSettings(policy="bandit", max_draft_tokens=depth)
+    path = paths(rates, depth)
+    state = replace(BudgetState.initial(budget), bandit=start)
+    lengths = decide(BudgetSnapshot(len(rates), 0, path, path.size), state, budget)
+    assert plan.tokens == pytest.approx(coupled_tokens(np.array(rates), lengths))
+    assert plan.drafted_tokens == lengths.sum()
+
+
+def test_a_bandit_with_second_choices_verifies_trees() -> None:
+    branching = replace(SMALL, tree_level=0.8)
+    start = bandit.initialize((bandit.Strategy(6, 24),), (1,), 0.0, 8, 0)
+    rates = [0.5, 0.8]
+    plan = Bandit(branching, 0, 16, start).plan(batch(rates), COSTS)
+    assert plan.tokens == pytest.approx(tree_tokens(np.array(rates), 0.5, 24, 6))
+    assert plan.drafted_tokens == 48.0
+    assert plan.base_s == pytest.approx(6 * (0.001 + 2e-5) + float(KNEE.seconds(50)))

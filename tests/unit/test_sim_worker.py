@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -174,3 +175,41 @@ def test_speculation_yields_what_the_window_promises() -> None:
     assert end_s == pytest.approx(expected, rel=1e-9)
     assert made.counters.drafted_tokens == pytest.approx(4 * rounds)
     assert made.counters.accepted_tokens == pytest.approx(1000 - rounds)
+
+
+def ranked(num_ranks: int) -> EngineCosts:
+    return replace(costs(), num_ranks=num_ranks)
+
+
+def test_a_step_takes_what_the_fullest_rank_takes() -> None:
+    """Five requests on four ranks: all wait for the one with two."""
+    made = worker(ranked(4))
+    made.add(jobs([100] * 5), 0.0)
+    fullest = 2 * 5 + 0.5 * 2 * 100
+    step_s = BASE_S + TOKEN_S * 4 * 2 + CONTEXT_S * 4 * fullest
+    assert list(run(made).values()) == pytest.approx([100 * step_s] * 5, rel=1e-9)
+
+
+def test_even_ranks_cost_nothing() -> None:
+    one, four = worker(costs()), worker(ranked(4))
+    for made in (one, four):
+        made.add(jobs([80] * 8), 0.0)
+    assert run(one)[0] == pytest.approx(run(four)[0])
+
+
+def test_requests_stay_with_their_rank_and_new_ones_go_where_least_is() -> None:
+    made = worker(ranked(2))
+    made.add(jobs([10, 500, 10, 500]), 0.0)  # ranks 0, 1, 0, 1: after ten rounds both long ones share rank 1
+    made.advance(made.next_event_s())
+    lone_s = made.next_event_s() - made.clock_s
+    made.add([Job(7, 0.0, 490.0, 5, False), Job(8, 0.0, 490.0, 5, False)], made.clock_s)
+    assert made.next_event_s() - made.clock_s == pytest.approx(lone_s, rel=0.05)
+
+
+def test_nothing_is_kept_free_for_growth() -> None:
+    """A prompt that just fits begins, and is preempted when the other grows (vLLM V1 keeps no watermark)."""
+    made = worker(costs(kv_tokens=100))
+    made.add([Job(0, 0.0, 60.0, 30, False), Job(1, 0.0, 20.0, 60, False)], 0.0)
+    assert made.num_running == 2
+    assert set(run(made)) == {0, 1}
+    assert made.counters.preemptions >= 1

@@ -55,6 +55,17 @@ def test_chosen_systems_only(run: Run, tmp_path: Path) -> None:
     assert "Seer" not in outcome.out
 
 
+def test_what_was_planned_is_told(run: Run, tmp_path: Path) -> None:
+    page, rows = tmp_path / "page.html", tmp_path / "rows.json"
+    options = ("--system", "veRL", "--system", "Paceline", "--html", str(page), "--json", str(rows))
+    outcome = run("simulate", write(tmp_path, systems=["veRL", "Paceline"]), *options)
+    assert outcome.code == 0, outcome.error
+    note = json.loads(rows.read_text())["systems"][1]["note"]
+    assert "tokens/s per request" in note
+    assert note in page.read_text()
+    assert " ".join(f"Paceline: {note}".split()) in " ".join(outcome.out.split())
+
+
 def test_sweeps_cover_all_combinations(run: Run, tmp_path: Path) -> None:
     rows = tmp_path / "rows.json"
     outcome = run(

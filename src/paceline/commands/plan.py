@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -14,14 +14,17 @@ from rich.table import Table
 from paceline.commands.lists import read_rates
 from paceline.commands.options import check_writable
 from paceline.errors import ConfigError
+from paceline.planning.composition import Candidate, Devices, Option, best_of, rank_options
 from paceline.planning.ladder import LadderSettings, build_ladder, choose_first, rank_drafters
-from paceline.planning.latency_profile import LatencyModel, RequestLatency, verify_s
-from paceline.planning.placement import Cluster, place
+from paceline.planning.latency_profile import LatencyModel, RequestLatency
 from paceline.planning.profile_fit import load_fits
-from paceline.planning.window import Mode, Rules, best_window, profiled_times
+from paceline.planning.window import Mode, Rules
 
 SEGMENTS = 8
 """Of the curve that a target's step times are fitted with; SpecActor's formulas want a line."""
+
+_ON = {None: " ", Mode.COUPLED: "shared", Mode.DECOUPLED: ""}
+"""Where a drafter runs that has no devices of its own."""
 
 Acceptance = Annotated[
     list[str],
@@ -79,20 +82,6 @@ def ladder(
 
 
 @dataclass(frozen=True, slots=True)
-class Option:
-    """One way to use the devices."""
-
-    plan: str
-    drafter: str
-    draft_devices: str
-    verify_devices: int
-    window: int
-    batch: int
-    tokens_per_s: float
-    """Of one request."""
-
-
-@dataclass(frozen=True, slots=True)
 class Job:
     """What is planned for."""
 
@@ -135,10 +124,13 @@ def plan(
     if alternatives < 0:
         raise ConfigError(f"--alternatives {alternatives}: must be at least 0")
     job = _read_job(profiles, acceptance, drafter, devices, requests, context, max_window, paper)
-    options = [*_plain(job)]
-    for name in job.acceptance:
-        options += [*_coupled(job, name), *_decoupled(job, name, alternatives)]
-    if not any(option.plan == "decoupled" for option in options):
+    candidates = [
+        Candidate(name, job.acceptance[name], job.draft[name][min(job.draft[name])], job.draft[name])
+        for name in job.acceptance
+    ]
+    made = Devices(job.devices, job.requests, job.verify)
+    options = rank_options(made, candidates, job.max_window, job.rules, alternatives)
+    if best_of(options, Mode.DECOUPLED) is None:
         typer.echo(
             f"drafters of their own do not fit {devices} devices beside an engine: only coupled plans are possible",
             err=True,
@@ -183,41 +175,9 @@ def _read_job(
     return Job(devices, requests, max_window, rules, verify, draft, rates)
 
 
-def _batch(job: Job, size: int) -> int:
-    """Requests of one engine when all devices run engines of this size."""
-    return -(-job.requests // (job.devices // size))
-
-
-def _plain(job: Job) -> Iterator[Option]:
-    for size, model in sorted(job.verify.items()):
-        batch = _batch(job, size)
-        yield Option("plain", "", "", size, 0, batch, 1.0 / float(verify_s(model, batch, 0)))
-
-
-def _coupled(job: Job, name: str) -> Iterator[Option]:
-    model = job.draft[name][min(job.draft[name])]
-    for size, verify in sorted(job.verify.items()):
-        batch = _batch(job, size)
-        times = profiled_times(model, verify, batch, job.max_window)
-        best = best_window(job.acceptance[name], times, Mode.COUPLED, job.rules)
-        if int(best.window):
-            yield Option("coupled", name, "shared", size, int(best.window), batch, float(best.tokens_per_s))
-
-
-def _decoupled(job: Job, name: str, alternatives: int) -> Iterator[Option]:
-    if min(job.draft[name]) + min(job.verify) > job.devices:
-        return
-    cluster = Cluster(job.devices, job.requests, job.draft[name], job.verify)
-    found = place(cluster, job.acceptance[name], job.max_window, job.rules, alternatives)
-    for p in (found.best, *found.alternatives):
-        yield Option(
-            "decoupled", name, str(p.num_draft_gpus), p.num_verify_gpus, p.window, p.batch, p.tokens_per_s
-        )
-
-
 def _show_plans(options: Sequence[Option], job: Job) -> None:
-    ranked = sorted(options, key=lambda option: -option.tokens_per_s)
-    plain = max(option.tokens_per_s for option in options if option.plan == "plain")
+    plain = best_of(options, None)
+    assert plain is not None
     table = Table(
         title=f"{job.requests} responses on {job.devices} devices",
         collapse_padding=True,  # so that it fits into 80 columns
@@ -226,16 +186,16 @@ def _show_plans(options: Sequence[Option], job: Job) -> None:
     texts = ("plan", "drafter")
     for column in (*texts, "on", "engine", "window", "batch", "tok/s", "x plain"):
         table.add_column(column, justify="left" if column in texts else "right", no_wrap=True)
-    for at, option in enumerate(ranked):
+    for at, option in enumerate(options):
         table.add_row(
-            option.plan,
+            option.mode or "plain",
             option.drafter,
-            option.draft_devices,
-            str(option.verify_devices),
+            _ON[option.mode] or str(option.num_draft_gpus),
+            str(option.num_verify_gpus),
             str(option.window or ""),
             str(option.batch),
             f"{option.tokens_per_s:.1f}",
-            f"{option.tokens_per_s / plain:.2f}",
+            f"{option.tokens_per_s / plain.tokens_per_s:.2f}",
             style="bold" if at == 0 else "",
         )
     Console().print(table)

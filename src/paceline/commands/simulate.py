@@ -166,7 +166,11 @@ def _show_results(title: str, results: Mapping[str, SystemResult]) -> None:
             wasted,
             f"{one.preemptions:.0f}" if one.preemptions else "",
         )
-    Console().print(table)
+    console = Console()
+    console.print(table)
+    for one in results.values():
+        if one.note:
+            console.print(f"{one.name}: {one.note}", highlight=False)
 
 
 def _show_claims(claims: Sequence[ClaimResult]) -> None:

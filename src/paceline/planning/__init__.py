@@ -11,6 +11,7 @@ Decisions of the fast loop (every engine step, tens of microseconds each):
     budget.py       which draft tokens does this step verify?
     drafter_worth.py when does a model drafter draft, and how far?
     paths.py        which further draft paths are worth a row?
+    alternatives.py the same where only acceptance is known (plans, the simulator)
     bandit.py       TLT's bucketed epsilon-greedy bandit, one of the budget's policies
 
 Decisions of speculation across workers (SpecActor), once per rollout or every thousand steps:
@@ -19,6 +20,7 @@ Decisions of speculation across workers (SpecActor), once per rollout or every t
     profile_fit.py  the same, from a profile file
     window.py       what does a draft window yield, coupled or decoupled, and which is best?
     placement.py    on how many GPUs do drafters and verifiers run?
+    composition.py  do drafters draft inside the engine, ahead on devices of their own, or not at all?
     reconfigure.py  which window and mode does a request that drafts badly go on with?
     ladder.py       how fast is each drafter, and with which does a rollout begin?
     racing.py       which drafters join which requests when workers fall free?

@@ -35,6 +35,10 @@ class AffineLatency:
         """Seconds of a pass over each entry of `tokens`, in its shape."""
         return np.asarray(self.base_s + self.per_token_s * np.asarray(tokens, dtype=np.float64))
 
+    def scaled(self, factor: float) -> AffineLatency:
+        """The model of passes over `factor` times as many tokens as are named."""
+        return AffineLatency(self.base_s, self.per_token_s * factor)
+
 
 @dataclass(frozen=True, slots=True)
 class PiecewiseLatency:
@@ -49,6 +53,10 @@ class PiecewiseLatency:
         last = (self.knot_s[-1] - self.knot_s[-2]) / (self.knot_tokens[-1] - self.knot_tokens[-2])
         beyond = np.maximum(x - self.knot_tokens[-1], 0.0)
         return np.asarray(np.interp(x, self.knot_tokens, self.knot_s) + last * beyond)
+
+    def scaled(self, factor: float) -> PiecewiseLatency:
+        """The model of passes over `factor` times as many tokens as are named."""
+        return PiecewiseLatency(self.knot_tokens / factor, self.knot_s)
 
 
 LatencyModel = AffineLatency | PiecewiseLatency

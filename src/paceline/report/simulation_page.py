@@ -45,7 +45,7 @@ def build_simulation_page(
     body = (
         f'<header><p class="kicker">Paceline simulation</p><h1>{escape(title)}</h1>'
         f'<p class="lead">{escape(lead)}</p></header>'
-        f'<section class="wide"><h2>Systems</h2>{_systems_table(results)}</section>'
+        f'<section class="wide"><h2>Systems</h2>{_systems_table(results)}{_notes(results)}</section>'
         + (
             f'<section class="wide"><h2>Published numbers and ours</h2>{_claims_table(claims)}</section>'
             if claims
@@ -76,6 +76,15 @@ def _systems_table(results: Mapping[str, SystemResult]) -> str:
     ]
     head = ("", "rollout, s", "x", "x end to end", "tail, s", "idle", "acceptance length", "drafts wasted")
     return _table(head, rows)
+
+
+def _notes(results: Mapping[str, SystemResult]) -> str:
+    """What was planned."""
+    return "".join(
+        f'<p class="summary">{escape(one.name)}: {escape(one.note)}.</p>'
+        for one in results.values()
+        if one.note
+    )
 
 
 def _claims_table(claims: Sequence[ClaimResult]) -> str:

@@ -111,6 +111,11 @@ class AcceptanceModel:
         return np.asarray(process.level + (process.warm_level - process.level) * known)
 
 
+def sibling_level(process: AcceptanceProcess, siblings: float) -> float:
+    """The median response's p with so many siblings as long as it is."""
+    return float(AcceptanceModel((process,), 1, 1, 0).level(0, np.array([siblings]))[0])
+
+
 def moved_logit(p: float, change: float) -> float:
     """The probability whose logit is that of `p` plus `change`."""
     return 1.0 / (1.0 + (1.0 / p - 1.0) * math.exp(-change))

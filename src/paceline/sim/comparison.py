@@ -11,7 +11,7 @@ from statistics import fmean
 
 from paceline.sim.fleet import RolloutResult
 from paceline.sim.scenario import Claim, Scenario, build_system
-from paceline.sim.step import Phases, StepResult, rest_s, simulate_steps
+from paceline.sim.step import Phases, StepResult, System, rest_s, simulate_steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +31,8 @@ class SystemResult:
     training_s: float
     last: RolloutResult
     """The rollout of the last step."""
+    note: str = ""
+    """What was planned for the system, and over what."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +76,7 @@ def run_systems(
                 StepResult(step.rollout, step.rollout.rollout_s + rest_s(system, step.rollout, phases))
                 for step in steps
             ]
-        found[name] = _summary(name, steps)
+        found[name] = _summary(system, steps)
     return found
 
 
@@ -108,13 +110,13 @@ def _measure(claim: Claim, results: Mapping[str, SystemResult]) -> float:
     return float(getattr(of, claim.quantity))
 
 
-def _summary(name: str, steps: Sequence[StepResult]) -> SystemResult:
+def _summary(system: System, steps: Sequence[StepResult]) -> SystemResult:
     rollouts = [step.rollout for step in steps]
     drafted = fmean(sum(c.drafted_tokens for c in r.counters) for r in rollouts)
     rounds = fmean(sum(c.rounds for c in r.counters) for r in rollouts)
     generated = fmean(sum(c.generated_tokens for c in r.counters) for r in rollouts)
     return SystemResult(
-        name=name,
+        name=system.name,
         rollout_s=fmean(r.rollout_s for r in rollouts),
         step_s=fmean(step.step_s for step in steps),
         tail_s=fmean(r.tail_s for r in rollouts),
@@ -125,4 +127,5 @@ def _summary(name: str, steps: Sequence[StepResult]) -> SystemResult:
         preemptions=fmean(r.preemptions for r in rollouts),
         training_s=fmean(r.training_s for r in rollouts),
         last=rollouts[-1],
+        note=system.note,
     )

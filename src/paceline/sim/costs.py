@@ -5,10 +5,11 @@ Plain records, made by presets from published measurements or from `paceline pro
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from paceline.errors import ConfigError
+from paceline.planning.alternatives import second_choice
 from paceline.planning.latency_profile import LatencyModel, StepLatency
 from paceline.sim.acceptance import AcceptanceProcess
 
@@ -28,13 +29,21 @@ class EngineCosts:
     """Requests the engine runs at once."""
     kv_load_token_s: float | None = None
     """Seconds per token of KV that moves between workers instead of being computed again; None: it does not move."""
+    num_ranks: int = 1
+    """Data-parallel ranks: each has requests of its own, and every step waits for the slowest (experts are spread over
+    all of them)."""
 
     def __post_init__(self) -> None:
-        for name in ("num_gpus", "kv_tokens", "max_requests"):
+        for name in ("num_gpus", "kv_tokens", "max_requests", "num_ranks"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"engine {name} is {getattr(self, name)}: must be at least 1")
         if min(self.prefill_token_s, self.kv_load_token_s or 0.0) < 0.0:
             raise ConfigError("an engine's seconds per token must not be negative")
+
+    def skewed(self, tokens: float, context: float) -> EngineCosts:
+        """The costs of a step whose slowest rank has so many times the mean's tokens and context, at least 1."""
+        step = StepLatency(self.step.by_tokens.scaled(tokens), self.step.context_s * context)
+        return replace(self, step=step)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,3 +60,10 @@ class Drafter:
     """D(b) where it runs inside the target's engine, on its devices and in its steps; None: the same."""
     is_attached: bool = False
     """Whether it needs the target's hidden states, and so never drafts on devices of its own."""
+    tree_level: float | None = None
+    """Acceptance level if its second choice counts too; None: it proposes lines only."""
+
+    @property
+    def second_choice(self) -> float:
+        """Probability that its second choice is right where the first is not; 0 without trees."""
+        return 0.0 if self.tree_level is None else second_choice(self.acceptance.level, self.tree_level)

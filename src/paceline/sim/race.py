@@ -1,8 +1,8 @@
-"""Fastest-of-N in the simulated fleet: workers that have fallen free run further drafters for the slowest responses.
+"""Best-of-N and fastest-of-N in the simulated fleet: free workers run further drafters for the slowest responses.
 
-Carries out SpecActor's algorithm 3 in its second version (`planning.racing`): which drafter a free worker runs, and
-whom it serves. A racer is a copy of the response on another worker, with prefill (or a KV load) and deployment paid;
-the first copy to end wins and the others are removed. A worker that gets responses of its own again lets its racers go.
+Carries out SpecActor's algorithm 3 (`planning.racing`) in either version: which drafter a free worker runs, and whom it
+serves. A racer is a copy of the response on another worker, with prefill (or a KV load) and deployment paid; the first
+copy to end wins and the others are removed. A worker that gets responses of its own again lets its racers go.
 `shares_progress` is ours: racers throw the same dice, so one that is behind goes on from the leader's tokens. Owned by
 the fleet.
 """
@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from paceline.planning.racing import RacingSnapshot, assign_fastest_of_n, deploy_drafters
+from paceline.planning.racing import Racer, RacingSnapshot, assign_fastest_of_n, deploy_drafters
 from paceline.sim.speculation import Speculation
 from paceline.sim.worker import Job, SimulatedWorker
 
@@ -42,6 +42,8 @@ class Racing:
     hosts_every: int = 0
     """Every how many-th free worker runs no racers but the drafters of those that do, the first one first; 0: none, as
     workers have drafters of their own."""
+    assign: Callable[[RacingSnapshot, int], tuple[Racer, ...]] = assign_fastest_of_n
+    """Whom the workers serve."""
     interval_s: float = 1.0
     """Seconds between two assignments at least."""
 
@@ -179,7 +181,7 @@ class Race:
             worker_loads=np.array(loads, dtype=np.int64),
         )
         jobs: dict[int, list[Job]] = {}
-        for racer in assign_fastest_of_n(snapshot, self.settings.max_batch):
+        for racer in self.settings.assign(snapshot, self.settings.max_batch):
             response, number = responses[racer.request], free[racer.worker]
             self._racers.setdefault(response, []).append(number)
             jobs.setdefault(number, []).append(self._job(response, homes[response]))

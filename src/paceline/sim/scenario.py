@@ -22,6 +22,7 @@ from paceline.planning.profile_fit import load_fits
 from paceline.sim import systems
 from paceline.sim.acceptance import AcceptanceProcess
 from paceline.sim.costs import Drafter, EngineCosts
+from paceline.sim.paceline_system import PacelineOptions, PacelineStage, paceline
 from paceline.sim.step import Ageing, Phases, System
 from paceline.sim.systems import Setup
 from paceline.sim.workload import (
@@ -74,6 +75,8 @@ class Engine(Section):
     """Requests at once at most."""
     kv_load_us_per_token: float | None = Field(default=None, ge=0.0)
     """Microseconds per token of KV that moves between workers (chunks, racers); unset: it is computed again."""
+    data_parallel: int = Field(default=1, ge=1)
+    """Ranks that requests are spread over and that wait for each other in every step (expert parallelism)."""
 
     @model_validator(mode="after")
     def _steps_ascend(self) -> Engine:
@@ -117,6 +120,16 @@ class DrafterSection(Section):
     attached: bool = False
     """Whether it needs the target's hidden states, and so never drafts on devices of its own (EAGLE)."""
     acceptance: Acceptance
+    tree_level: float | None = Field(default=None, gt=0.0, lt=1.0)
+    """acceptance.level if a drafter's second choice counts too (draft trees); unset: it drafts lines only."""
+
+    @model_validator(mode="after")
+    def _tree_above_line(self) -> DrafterSection:
+        if self.tree_level is not None and self.tree_level < self.acceptance.level:
+            raise ValueError(
+                f"tree_level {self.tree_level} is below acceptance.level {self.acceptance.level}"
+            )
+        return self
 
 
 class PhasesSection(Section):
@@ -172,8 +185,6 @@ class TltSection(Section):
     """(draft depth, tokens to verify)."""
     batch_sizes: tuple[int, ...] = (1, 2, 3, 8)
     """Smallest batch of each number of tokens to verify, the largest number first."""
-    tree_level: float | None = Field(default=None, gt=0.0, lt=1.0)
-    """Acceptance level of the first small model in a draft tree; unset: as in a line."""
 
 
 class AgeingSection(Section):
@@ -302,11 +313,13 @@ class Scenario(Section):
             kv_tokens=engine.kv_tokens,
             max_requests=engine.max_requests,
             kv_load_token_s=_microseconds(engine.kv_load_us_per_token),
+            num_ranks=engine.data_parallel,
         )
         return Setup(
             num_gpus=self.gpus,
             engine=costs,
             num_responses=self.groups * self.group_size,
+            group_size=self.group_size,
             models=tuple(_drafter(one, "model") for one in self.models),
             group_drafter=_drafter(self.suffix, "free") if self.suffix else None,
             lookup=_drafter(self.lookup, "free") if self.lookup else None,
@@ -416,6 +429,7 @@ def _drafter(section: DrafterSection, kind: Literal["model", "free"]) -> Drafter
         kind=kind,
         engine_token=None if section.engine_ms is None else AffineLatency(1e-3 * section.engine_ms, slope_s),
         is_attached=section.attached,
+        tree_level=section.tree_level,
     )
 
 
@@ -453,9 +467,9 @@ def _tlt(is_adaptive: bool) -> Callable[[Scenario], System]:
     )
 
 
-def _paceline(stage: systems.PacelineStage) -> Callable[[Scenario], System]:
-    return lambda scenario: systems.paceline(
-        scenario.setup(), systems.PacelineOptions(**scenario.paceline.model_dump()), stage
+def _paceline(stage: PacelineStage) -> Callable[[Scenario], System]:
+    return lambda scenario: paceline(
+        scenario.setup(), PacelineOptions(**scenario.paceline.model_dump()), stage
     )
 
 
@@ -468,6 +482,7 @@ SYSTEMS: dict[str, tuple[Callable[[Scenario], System], tuple[str, ...]]] = {
     "SpecActor, naive": (_specactor("naive"), ("models",)),
     "SpecActor, decoupled": (_specactor("decoupled"), ("models",)),
     "SpecActor, reconfigured": (_specactor("reconfigured"), ("models",)),
+    "SpecActor, best-of-N": (_specactor("best-of-N"), ("models",)),
     "SpecActor": (_specactor("full"), ("models",)),
     "Seer, divided": (_seer("divided"), ()),
     "Seer, context": (_seer("context"), ()),
@@ -479,6 +494,9 @@ SYSTEMS: dict[str, tuple[Callable[[Scenario], System], tuple[str, ...]]] = {
     "TLT": (_tlt(True), ("models",)),
     "Paceline, divided": (_paceline("divided"), ()),
     "Paceline, budget": (_paceline("budget"), ()),
+    "Paceline, single-path": (_paceline("single-path"), ("models",)),
+    "Paceline, coupled": (_paceline("coupled"), ()),
+    "Paceline, decoupled": (_paceline("decoupled"), ("models",)),
     "Paceline": (_paceline("full"), ()),
 }
 """By name: how it is built, and the fields of a scenario that it cannot do without."""

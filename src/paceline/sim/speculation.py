@@ -8,14 +8,15 @@ workers whenever the batch or its acceptance has changed.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
 
 from paceline.config import BudgetSettings
 from paceline.planning import bandit
-from paceline.planning.budget import best_lengths
+from paceline.planning.alternatives import tree_tokens
+from paceline.planning.budget import BudgetSnapshot, BudgetState, decide
 from paceline.planning.latency_profile import LatencyModel
 from paceline.planning.reconfigure import reconfigure
 from paceline.planning.window import (
@@ -96,7 +97,8 @@ class Decoupled:
     (algorithm 2, `planning.reconfigure`), whenever the batch has changed or the worker looks again: more often than the
     paper's 1000 iterations. With `chooses_all` everyone gets the best window at its own acceptance: a racing worker has
     no placement to keep. `synchronous`: the drafter waits for the verifier, so nothing overlaps (the naive
-    disaggregation of the paper's ablation).
+    disaggregation of the paper's ablation). `free` is ours: drafters without a model propose too, in the engine and in
+    no time, and a request takes their window if it yields more than the one drafted ahead, refills counted.
     """
 
     drafter: Drafter
@@ -106,6 +108,8 @@ class Decoupled:
     """Longest window of a reconfigured request, 0: nobody is reconfigured."""
     chooses_all: bool = False
     synchronous: bool = False
+    free: tuple[int, ...] = ()
+    """Rows of the drafters without a model."""
 
     def plan(self, batch: Batch, costs: EngineCosts) -> RoundPlan:
         rates = batch.acceptance[self.index]
@@ -147,6 +151,9 @@ class Decoupled:
         if is_coupled.any():
             own_s = windows[is_coupled] * float(self.drafter.token.seconds(len(rates))) + verify_s + context_s
             tokens[is_coupled] = coupled_tokens(rates[is_coupled], windows[is_coupled]) * round_s / own_s
+        if self.free:
+            free = batch.acceptance[list(self.free)].max(axis=0)
+            tokens = np.maximum(tokens, coupled_tokens(free, windows))
         is_bound = verify_s + context_s >= draft_s
         total = float(tokens.sum())
         return RoundPlan(
@@ -161,117 +168,81 @@ class Decoupled:
 
 @dataclass
 class DraftRange:
-    """Seer 4.4: a length for all, from the room that concurrency leaves; unlikely tokens are not verified."""
+    """Seer 4.4: a length for all, from the room that concurrency leaves; unlikely tokens are not verified.
+
+    `planning.budget.decide` under the policy "thresholds", on the path probabilities of the drafts: 25 to 40 us a plan
+    in place of the 17 to 23 of a closed form.
+    """
 
     drafter: Drafter
     index: int
     settings: BudgetSettings
+    _state: BudgetState = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._state = BudgetState.initial(self.settings)
 
     def plan(self, batch: Batch, costs: EngineCosts) -> RoundPlan:
         rates = batch.acceptance[self.index]
-        share = self.settings.threshold_batch_tokens // len(rates)
-        length = min(self.settings.threshold_request_tokens, share)
-        if not length:
+        if self.settings.threshold_batch_tokens < len(rates):
             return Plain().plan(batch, costs)
-        likely = _depths(self.settings.threshold_min_probability, rates)
-        return coupled_plan(rates, np.minimum(likely, length), self.drafter.token, costs)
+        lengths = decide(_snapshot(rates, self.settings.max_draft_tokens), self._state, self.settings)
+        return coupled_plan(rates, lengths, self.drafter.token, costs)
 
 
 @dataclass
 class Bandit:
-    """TLT 5.2: no drafts above a batch size, below it what the bandit finds best (`planning.bandit`)."""
+    """TLT 5.2: no drafts above a batch size, below it what the bandit finds best.
+
+    Drafters of lines: `planning.budget.decide` under the policy "bandit". Drafters with second choices
+    (`Drafter.second_choice`): trees of the strategy's depth and tokens to verify (`planning.alternatives.tree_tokens`).
+    """
 
     drafter: Drafter
     index: int
     max_batch: int
-    state: bandit.BanditState
+    start: bandit.BanditState
+    _settings: BudgetSettings = field(init=False)
+    _state: BudgetState = field(init=False)
+
+    def __post_init__(self) -> None:
+        deepest = max(strategy.draft_depth for group in self.start.groups for strategy in group)
+        self._settings = BudgetSettings(policy="bandit", max_draft_tokens=deepest)
+        self._state = replace(BudgetState.initial(self._settings), bandit=self.start)
 
     def plan(self, batch: Batch, costs: EngineCosts) -> RoundPlan:
         rates = batch.acceptance[self.index]
-        if len(rates) > self.max_batch:
+        count = len(rates)
+        if count > self.max_batch:
             return Plain().plan(batch, costs)
-        strategy = bandit.select_strategy(self.state, len(rates))
-        if not strategy.draft_depth:
-            found = Plain().plan(batch, costs)
+        strategy = bandit.select_strategy(self._state.bandit, count)
+        if self.drafter.second_choice and strategy.draft_depth:
+            found = self._tree(rates, strategy, costs)
         else:
-            windows = np.full(len(rates), strategy.draft_depth)
-            extra = (strategy.tokens_to_verify - strategy.draft_depth) * len(rates)
-            found = coupled_plan(rates, windows, self.drafter.token, costs, max(extra, 0))
+            lengths = decide(_snapshot(rates, strategy.draft_depth), self._state, self._settings)
+            found = coupled_plan(rates, lengths, self.drafter.token, costs)
         seconds = found.base_s + found.context_s * batch.context_tokens
-        accepted = round(found.sum_tokens - len(rates))
-        self.state = bandit.record(self.state, len(rates), accepted, seconds)
+        accepted = round(found.sum_tokens - count)
+        self._state = replace(self._state, bandit=bandit.record(self._state.bandit, count, accepted, seconds))
         return found
 
-
-@dataclass
-class Budgeted:
-    """Paceline: the draft tokens with the best expected rate (`planning.budget`), from whichever drafter promises more.
-
-    Without and with the model drafters, whose levels cost time; the better of the two is carried out. The cut is kept
-    as a probability, so that requests which come and go do not need a new search: it is made again after
-    `refresh_share` of the batch has changed.
-    """
-
-    free: tuple[int, ...]
-    """Rows of the drafters that cost next to nothing."""
-    model: Drafter | None
-    model_index: int
-    settings: BudgetSettings
-    refresh_share: float = 0.05
-    _cuts: dict[int, tuple[bool, float]] = field(default_factory=dict)
-    _look: int = -1
-
-    def plan(self, batch: Batch, costs: EngineCosts) -> RoundPlan:
-        count = batch.acceptance.shape[1]
-        if batch.look != self._look:
-            self._cuts.clear()
-            self._look = batch.look
-        bucket = round(math.log(count) / self.refresh_share)
-        if bucket not in self._cuts:
-            self._cuts[bucket] = self._search(batch, costs)
-        with_model, cut = self._cuts[bucket]
-        if math.isinf(cut):
-            return Plain().plan(batch, costs)
-        rates = self._rates(batch, with_model)
-        windows = np.minimum(_depths(cut, rates), self.settings.max_draft_tokens)
-        return coupled_plan(rates, windows, self._token(with_model), costs)
-
-    def _rates(self, batch: Batch, with_model: bool) -> Float64Array:
-        rows = [*self.free, *([self.model_index] if with_model else [])]
-        return np.asarray(batch.acceptance[rows].max(axis=0))
-
-    def _token(self, with_model: bool) -> LatencyModel | None:
-        return self.model.token if with_model and self.model is not None else None
-
-    def _search(self, batch: Batch, costs: EngineCosts) -> tuple[bool, float]:
-        """(whether the model drafts, the lowest path probability that is verified)"""
-        flags = [flag for flag in (False, True) if (self.model if flag else self.free)]
-        options = [(*self._cut(batch, costs, flag), flag) for flag in flags]
-        if not options:
-            return False, math.inf
-        _, cut, with_model = max(options, key=lambda option: option[0])
-        return with_model, cut
-
-    def _cut(self, batch: Batch, costs: EngineCosts, with_model: bool) -> tuple[float, float]:
-        """(tokens per second, cut) of the best set."""
-        rates = self._rates(batch, with_model)
-        depth = np.arange(1, self.settings.max_draft_tokens + 1)
-        paths = rates[:, None] ** depth
-        order = np.argsort(-paths, axis=None, kind="stable")
-        seconds = costs.step.seconds(len(rates) + np.arange(paths.size + 1), batch.context_tokens)
-        token = self._token(with_model)
-        if token is not None:
-            levels = np.maximum.accumulate(depth[order % len(depth)])
-            line = float(token.seconds(0)), float(token.seconds(len(rates)))
-            slope = (line[1] - line[0]) / len(rates)
-            seconds[1:] += levels * line[0] + slope * np.arange(1, paths.size + 1)
-        lengths = best_lengths(paths, len(rates), seconds, self.settings.min_gain)
-        taken = int(lengths.sum())
-        rate = (len(rates) + float(paths.ravel()[order[:taken]].sum())) / float(seconds[taken])
-        return rate, float(paths.ravel()[order[taken - 1]]) if taken else math.inf
+    def _tree(self, rates: Float64Array, strategy: bandit.Strategy, costs: EngineCosts) -> RoundPlan:
+        """All requests verify the same number of nodes; a level drafts one token for each, as the best path does."""
+        count, depth, nodes = len(rates), strategy.draft_depth, strategy.tokens_to_verify
+        tokens = tree_tokens(rates, self.drafter.second_choice, nodes, depth)
+        drafted = float(nodes * count)
+        base_s = float(costs.step.by_tokens.seconds(count + drafted))
+        base_s += levels_s(np.full(count, depth), self.drafter.token)
+        return RoundPlan(base_s, costs.step.context_s, tokens, float(tokens.sum()), drafted, float(count))
 
 
-def _depths(cut: float, rates: Float64Array) -> Float64Array:
+def _snapshot(rates: Float64Array, max_tokens: int) -> BudgetSnapshot:
+    """Drafts of so many tokens for every request, as the budget sees them."""
+    path = (rates[:, None] ** np.arange(1, max_tokens + 1)).astype(np.float32)
+    return BudgetSnapshot(len(rates), 0, path, path.size)
+
+
+def depths(cut: float, rates: Float64Array) -> Float64Array:
     """The longest draft of each whose path probability is at least `cut`; a cut that is such a probability is met."""
     return np.asarray(np.floor(math.log(cut) / np.log(rates) + 1e-9))
 
@@ -281,20 +252,14 @@ def coupled_plan(
     windows: Float64Array | Int32Array,
     token: LatencyModel | None,
     costs: EngineCosts,
-    extra_tokens: float = 0.0,
 ) -> RoundPlan:
-    """Draft windows [num_requests], then verify them in one step. token: D(b), None: drafting takes no time.
-
-    extra_tokens: verified beyond the windows (branches of a draft tree).
-    """
+    """Draft windows [num_requests], then verify them in one step. token: D(b), None: drafting takes no time."""
     tokens = coupled_tokens(rates, windows)
     drafted = float(windows.sum())
-    base_s = float(costs.step.by_tokens.seconds(len(rates) + drafted + extra_tokens))
+    base_s = float(costs.step.by_tokens.seconds(len(rates) + drafted))
     if token is not None:
         base_s += levels_s(windows, token)
-    return RoundPlan(
-        base_s, costs.step.context_s, tokens, float(tokens.sum()), drafted + extra_tokens, float(len(rates))
-    )
+    return RoundPlan(base_s, costs.step.context_s, tokens, float(tokens.sum()), drafted, float(len(rates)))
 
 
 def levels_s(windows: Float64Array | Int32Array, token: LatencyModel) -> float:

@@ -62,6 +62,8 @@ class System:
     learn_factor: float = 1.0
     """Prepare and learn time as a multiple: 0.5 with twice the GPUs."""
     ageing: Ageing = NEVER
+    note: str = ""
+    """What was planned for it, and over what."""
 
 
 def simulate_steps(

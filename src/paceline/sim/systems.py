@@ -1,4 +1,4 @@
-"""The systems that are compared, as compositions of the decisions in `planning/`.
+"""The systems of the papers, as compositions of the decisions in `planning/`; ours is in `paceline_system.py`.
 
 Each function takes what all systems share (`Setup`) and gives one `System`; a preset picks and names them. What a
 technique costs or yields is never written here, only which decisions are taken.
@@ -15,13 +15,12 @@ from paceline.planning import bandit
 from paceline.planning.dispatch import DispatchSettings
 from paceline.planning.harvest import HarvestSettings
 from paceline.planning.placement import Cluster, place
-from paceline.sim.acceptance import moved_logit
+from paceline.planning.racing import assign_best_of_n, assign_fastest_of_n
 from paceline.sim.costs import Drafter, EngineCosts
 from paceline.sim.fleet import FleetPlan
 from paceline.sim.race import Racing
 from paceline.sim.speculation import (
     Bandit,
-    Budgeted,
     Decoupled,
     DraftRange,
     FixedWindow,
@@ -30,7 +29,6 @@ from paceline.sim.speculation import (
 )
 from paceline.sim.step import NEVER, Ageing, System
 
-_RACERS_PER_HOST = 5  # a racing worker's drafter takes one GPU: the four of a worker serve four others
 GROUP_BOUND = DispatchSettings(variant="group")
 _EPSILON, _REWARDS = 0.1, 1000  # of TLT's bandit, as in the SGLang change that its release builds on
 
@@ -52,6 +50,7 @@ class Setup:
     mean_context_tokens: int = 2048
     """At which plans are made."""
     ageing: Ageing = NEVER
+    group_size: int = 1
 
     @property
     def num_workers(self) -> int:
@@ -70,24 +69,24 @@ class Setup:
 
 def verl(setup: Setup) -> System:
     """Whole groups bound to workers, no speculation."""
-    return System("veRL", _bound(setup, Plain))
+    return System("veRL", bound(setup, Plain))
 
 
 def verl_twice(setup: Setup) -> System:
     """veRL on twice the GPUs."""
-    plan = replace(_bound(setup, Plain), num_workers=2 * setup.num_workers)
+    plan = replace(bound(setup, Plain), num_workers=2 * setup.num_workers)
     return System("veRL (2x)", plan, learn_factor=0.5)
 
 
 def rlhfuse(setup: Setup) -> System:
     """veRL that prepares finished responses on workers that fell free."""
-    return System("RLHFuse", _bound(setup, Plain), overlaps_prepare=True)
+    return System("RLHFuse", bound(setup, Plain), overlaps_prepare=True)
 
 
 def vanilla(setup: Setup, window: int) -> System:
     """Group-bound, with the first small model drafting `window` tokens in the same engine."""
-    drafter, row = _inside(setup.models[0]), setup.row(setup.models[0])
-    plan = _bound(setup, lambda: FixedWindow(drafter, row, window))
+    drafter, row = inside(setup.models[0]), setup.row(setup.models[0])
+    plan = bound(setup, lambda: FixedWindow(drafter, row, window))
     return System("vanilla speculation", plan, ageing=setup.ageing)
 
 
@@ -95,7 +94,7 @@ def ngram(setup: Setup, window: int) -> System:
     """Group-bound, with n-gram look-up."""
     drafter = setup.lookup
     assert drafter is not None
-    return System("n-gram", _bound(setup, lambda: FixedWindow(drafter, setup.row(drafter), window)))
+    return System("n-gram", bound(setup, lambda: FixedWindow(drafter, setup.row(drafter), window)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,14 +114,15 @@ class SpecActorOptions:
     deploy_s: float = 1.0
 
 
-Stage = Literal["naive", "decoupled", "reconfigured", "full"]
+Stage = Literal["naive", "decoupled", "reconfigured", "best-of-N", "full"]
 
 
 def specactor(setup: Setup, options: SpecActorOptions, stage: Stage = "full") -> System:
     """SpecActor, or it without its later techniques, in the order of its ablation.
 
     naive: vanilla speculation, its slow drafting included, with the drafter on devices of its own. decoupled: drafting
-    ahead, with a first plan. reconfigured: algorithms 1 and 2. full: fastest-of-N too.
+    ahead, with a first plan. reconfigured: algorithms 1 and 2. best-of-N: racers too, by the paper's first version.
+    full: fastest-of-N, its second version, in their place.
     """
     drafter = setup.models[0]
     row = setup.row(drafter)
@@ -130,13 +130,13 @@ def specactor(setup: Setup, options: SpecActorOptions, stage: Stage = "full") ->
         is_naive = stage == "naive"
         draft_gpus = options.naive_draft_gpus if is_naive else options.first_draft_gpus
         groups = setup.num_gpus // (setup.engine.num_gpus + draft_gpus)
-        drafter = _inside(drafter) if is_naive else drafter
+        drafter = inside(drafter) if is_naive else drafter
         made = lambda: Decoupled(drafter, row, options.first_window, synchronous=is_naive)  # noqa: E731
-        plan = replace(_bound(setup, made), num_workers=groups)
+        plan = replace(bound(setup, made), num_workers=groups)
         return System(f"SpecActor, {stage}", plan, ageing=setup.ageing)
     window, groups = _placed(setup, drafter, options)
     made = lambda: Decoupled(drafter, row, window, options.max_window)  # noqa: E731
-    plan = replace(_bound(setup, made), num_workers=groups, refresh_rounds=options.reconfigure_rounds)
+    plan = replace(bound(setup, made), num_workers=groups, refresh_rounds=options.reconfigure_rounds)
     if stage == "reconfigured":
         return System("SpecActor, reconfigured", plan, ageing=setup.ageing)
     racers = (*setup.models, *([setup.lookup] if setup.lookup else []))
@@ -146,8 +146,10 @@ def specactor(setup: Setup, options: SpecActorOptions, stage: Stage = "full") ->
         home=made,
         max_batch=options.max_batch,
         deploy_s=options.deploy_s,
+        assign=assign_best_of_n if stage == "best-of-N" else assign_fastest_of_n,
     )
-    return System("SpecActor", replace(plan, racing=racing), ageing=setup.ageing)
+    name = "SpecActor" if stage == "full" else f"SpecActor, {stage}"
+    return System(name, replace(plan, racing=racing), ageing=setup.ageing)
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,14 +179,12 @@ def seer(setup: Setup, options: SeerOptions, stage: SeerStage = "full") -> Syste
     dispatch = DispatchSettings(variant=variant, chunk_tokens=options.chunk_tokens)  # type: ignore[arg-type]
     name = "Seer" if stage == "full" else f"Seer, {stage}"
     if stage in ("divided", "context", "oracle"):
-        return System(name, _divided(setup, dispatch, Plain))
+        return System(name, divided(setup, dispatch, Plain))
     drafter = setup.lookup if stage == "no-group-context" else setup.group_drafter
     assert drafter is not None
     row = setup.row(drafter)
     if stage == "no-adaptation":
-        return System(
-            name, _divided(setup, dispatch, lambda: FixedWindow(drafter, row, options.fixed_window))
-        )
+        return System(name, divided(setup, dispatch, lambda: FixedWindow(drafter, row, options.fixed_window)))
     budget = BudgetSettings(
         policy="thresholds",
         max_draft_tokens=options.request_tokens,
@@ -192,7 +192,7 @@ def seer(setup: Setup, options: SeerOptions, stage: SeerStage = "full") -> Syste
         threshold_batch_tokens=options.batch_tokens,
         threshold_min_probability=options.min_probability,
     )
-    return System(name, _divided(setup, dispatch, lambda: DraftRange(drafter, row, budget)))
+    return System(name, divided(setup, dispatch, lambda: DraftRange(drafter, row, budget)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,76 +205,31 @@ class TltOptions:
     """(draft depth, tokens to verify), one group for each number of tokens to verify."""
     batch_sizes: tuple[int, ...] = (1, 2, 3, 8)
     """Smallest batch of each number of tokens to verify, the largest number first."""
-    tree_level: float | None = None
-    """Acceptance level of the drafter in a tree, of which the tokens to verify are the best; None: as in a line."""
 
 
 def tlt(setup: Setup, options: TltOptions, is_adaptive: bool = True) -> System:
-    """TLT: elastic speculation with the bandit, its drafter trained on idle workers (not: TLT with a static one)."""
+    """TLT: elastic speculation with the bandit, its drafter trained on idle workers (not: TLT with a static one).
+
+    A drafter with second choices drafts trees, others lines.
+    """
     row, drafter = setup.row(setup.models[0]), setup.models[0]
-    if options.tree_level is not None:
-        drafter = replace(drafter, acceptance=replace(drafter.acceptance, level=options.tree_level))
-        setup = replace(setup, models=(drafter, *setup.models[1:]))
-    drafter = _inside(drafter)
+    drafter = inside(drafter)
     strategies = tuple(bandit.Strategy(*pair) for pair in options.strategies)
     start = bandit.initialize(strategies, options.batch_sizes, _EPSILON, _REWARDS, seed=0)
     plan = replace(
-        _bound(setup, lambda: Bandit(drafter, row, options.max_batch, start)),
+        bound(setup, lambda: Bandit(drafter, row, options.max_batch, start)),
         harvest=HarvestSettings() if is_adaptive else None,
     )
     return System("TLT" if is_adaptive else "TLT, static drafter", plan, ageing=setup.ageing)
 
 
-@dataclass(frozen=True, slots=True)
-class PacelineOptions:
-    """Paceline's parameters."""
-
-    chunk_tokens: int = 8192
-    max_draft_tokens: int = 16
-    max_batch: int = 16
-    """b_max of racing."""
-    dice_logit: float = 0.07
-    """What throwing the target's dice adds to the logit of a model drafter's acceptance."""
-    deploy_s: float = 1.0
-
-
-PacelineStage = Literal["divided", "budget", "full"]
-
-
-def paceline(setup: Setup, options: PacelineOptions, stage: PacelineStage = "full") -> System:
-    """Paceline, or it without its later techniques.
-
-    divided: Seer's context-aware scheduling. budget: grouped and model drafts with the shared dice, cut by the draft
-    budget. full: the drafter is trained on idle workers, and workers that fall free race for the slowest responses,
-    with drafters that draft ahead on one in five of them; racers take the leader's tokens.
-    """
-    setup = replace(setup, models=tuple(_with_dice(one, options.dice_logit) for one in setup.models))
-    dispatch = DispatchSettings(variant="context", chunk_tokens=options.chunk_tokens)
-    if stage == "divided":
-        return System("Paceline, divided", _divided(setup, dispatch, Plain))
-    home = _budgeted(setup, setup.models, options)
-    plan = replace(_divided(setup, dispatch, home), refresh_rounds=256.0)
-    if stage == "budget":
-        return System("Paceline, budget", plan, ageing=setup.ageing)
-    racers = setup.drafters
-    racing = Racing(
-        speculate=tuple(_racing(setup, one, options) for one in racers),
-        drafter_rows=tuple(setup.row(one) for one in racers),
-        home=home,
-        max_batch=options.max_batch,
-        deploy_s=options.deploy_s,
-        shares_progress=True,
-        hosts_every=_RACERS_PER_HOST if any(not one.is_attached for one in setup.models) else 0,
-    )
-    full = replace(plan, racing=racing if racers else None, harvest=HarvestSettings())
-    return System("Paceline", full, ageing=setup.ageing)
-
-
-def _bound(setup: Setup, made: Callable[[], Speculation]) -> FleetPlan:
+def bound(setup: Setup, made: Callable[[], Speculation]) -> FleetPlan:
+    """Whole groups bound to workers, as veRL does."""
     return FleetPlan(setup.engine, setup.num_workers, GROUP_BOUND, made, setup.drafters)
 
 
-def _divided(setup: Setup, dispatch: DispatchSettings, made: Callable[[], Speculation]) -> FleetPlan:
+def divided(setup: Setup, dispatch: DispatchSettings, made: Callable[[], Speculation]) -> FleetPlan:
+    """All GPUs are workers that share the responses."""
     return FleetPlan(setup.engine, setup.num_workers, dispatch, made, setup.drafters)
 
 
@@ -296,32 +251,6 @@ def _racer(
     return lambda: Decoupled(drafter, setup.row(drafter), window, options.max_window)
 
 
-def _inside(drafter: Drafter) -> Drafter:
+def inside(drafter: Drafter) -> Drafter:
     """The drafter as it runs inside the target's engine."""
     return drafter if drafter.engine_token is None else replace(drafter, token=drafter.engine_token)
-
-
-def _with_dice(drafter: Drafter, logit: float) -> Drafter:
-    level = moved_logit(drafter.acceptance.level, logit)
-    return replace(drafter, acceptance=replace(drafter.acceptance, level=level))
-
-
-def _racing(setup: Setup, drafter: Drafter, options: PacelineOptions) -> Callable[[], Speculation]:
-    """A worker that races with this drafter: a model drafts ahead elsewhere, anything else in the engine."""
-    row, most = setup.row(drafter), options.max_draft_tokens
-    if drafter.kind == "model" and not drafter.is_attached:
-        return lambda: Decoupled(drafter, row, most, most, chooses_all=True)
-    budget = BudgetSettings(max_draft_tokens=most)
-    if drafter.kind == "model":
-        return lambda: Budgeted((), _inside(drafter), row, budget)
-    return lambda: Budgeted((row,), None, row, budget)
-
-
-def _budgeted(
-    setup: Setup, models: tuple[Drafter, ...], options: PacelineOptions
-) -> Callable[[], Speculation]:
-    free = (setup.row(setup.group_drafter),) if setup.group_drafter else ()
-    budget = BudgetSettings(max_draft_tokens=options.max_draft_tokens)
-    model = _inside(models[0]) if models else None
-    row = setup.row(models[0]) if models else 0
-    return lambda: Budgeted(free, model, row, budget)

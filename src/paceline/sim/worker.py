@@ -9,8 +9,9 @@ and whatever comes next (a chunk ends, KV memory is full, acceptance changes) li
 O(batch) in NumPy, whatever the number of tokens between events.
 
 Invariants: tokens never fall; a request is running or waiting here, or gone; the KV of what runs never exceeds
-`EngineCosts.kv_tokens` (the request admitted last is preempted, and its context computed again, as in vLLM). Called by
-the fleet (`fleet.py`), with times that never go back.
+`EngineCosts.kv_tokens` (the request admitted last is preempted, and its context computed again, as in vLLM). With
+data-parallel ranks, a request goes to the rank with the fewest and a step takes what the fullest rank takes; their KV
+memory is one pool. Called by the fleet (`fleet.py`), with times that never go back.
 """
 
 from __future__ import annotations
@@ -91,6 +92,7 @@ class SimulatedWorker:
         self._state: Float64Array = np.empty((3, 0))  # rows: _LEFT, _TOKENS, _CONTEXT
         self._acceptance: Float64Array | None = None
         self._plan: RoundPlan | None = None
+        self._ranks: Int64Array = np.empty(0, dtype=np.int64)  # of what runs
         self._rounds_left = refresh_rounds
         self._busy_since = 0.0
         self._look = 0
@@ -203,8 +205,18 @@ class SimulatedWorker:
     def _planned(self) -> RoundPlan:
         if self._plan is None:
             context = float(self._state[_CONTEXT].sum())
-            self._plan = self.speculation.plan(Batch(self.acceptance, context, self._look), self.costs)
+            self._plan = self.speculation.plan(
+                Batch(self.acceptance, context, self._look), self._step_costs()
+            )
         return self._plan
+
+    def _step_costs(self) -> EngineCosts:
+        """The costs of a step, of which every rank waits for the one with the most to do."""
+        if self.costs.num_ranks == 1:
+            return self.costs
+        counts = np.bincount(self._ranks, minlength=self.costs.num_ranks)
+        contexts = np.bincount(self._ranks, self._state[_CONTEXT], minlength=self.costs.num_ranks)
+        return self.costs.skewed(float(counts.max() / counts.mean()), float(contexts.max() / contexts.mean()))
 
     def _rounds_ahead(self) -> float:
         """Rounds until the first of the events."""
@@ -245,6 +257,7 @@ class SimulatedWorker:
 
     def _keep(self, kept: NDArray[np.bool_]) -> None:
         self.responses = self.responses[kept]
+        self._ranks = self._ranks[kept]
         self._state = self._state[:, kept]
         if self._acceptance is not None:
             self._acceptance = self._acceptance[:, kept]
@@ -263,8 +276,8 @@ class SimulatedWorker:
             self.counters.preemptions += 1
 
     def _admit(self) -> None:
-        """Begin what waits, first come first served, while its context and a little growth fit."""
-        room = 0.99 * self.costs.kv_tokens - float(self._state[_CONTEXT].sum())
+        """Begin what waits, first come first served, while its context fits (vLLM V1 keeps no room for growth)."""
+        room = self.costs.kv_tokens - float(self._state[_CONTEXT].sum())
         begun: list[Job] = []
         while self.waiting and len(self.responses) + len(begun) < self.costs.max_requests:
             context = self.waiting[0].prompt_tokens + self.waiting[0].tokens
@@ -290,8 +303,20 @@ class SimulatedWorker:
         if self._acceptance is not None:
             self._acceptance = np.concatenate([self._acceptance, self._rates(begun, tokens)], axis=1)
         self.responses = np.concatenate([self.responses, begun])
+        self._ranks = np.concatenate([self._ranks, self._free_ranks(len(begun))])
         self._state = np.concatenate([self._state, np.stack([left, tokens, context])], axis=1)
         self._plan = None
+
+    def _free_ranks(self, count: int) -> Int64Array:
+        """The ranks of `count` requests that begin: each goes to the one with the fewest, where it stays."""
+        ranks = np.zeros(count, dtype=np.int64)
+        if self.costs.num_ranks == 1:
+            return ranks
+        loads = np.bincount(self._ranks, minlength=self.costs.num_ranks)
+        for at in range(count):
+            ranks[at] = loads.argmin()
+            loads[ranks[at]] += 1
+        return ranks
 
     def _rest(self) -> None:
         """Note the end of a busy time."""

@@ -1,0 +1,70 @@
+"""How near does scheduling by context come to the oracle, as the groups per worker grow?
+
+Simulated, without speculation: `group` binds whole groups to workers (veRL), `divided` runs chunks in order of
+submission, `context` is Seer's algorithm 1, `oracle` knows all lengths. Throughput is tokens per second; each point is
+the mean over seeds. The scenario is a preset on `--workers` workers with `groups per worker` groups for each.
+"""
+
+from __future__ import annotations
+
+from statistics import fmean
+from typing import Any
+
+from harness import parser, publish
+
+from paceline.sim.comparison import run_systems
+from paceline.sim.scenario import load_scenario, preset_names
+
+SYSTEMS = {"group": "veRL", "divided": "Seer, divided", "context": "Seer, context", "oracle": "Seer, oracle"}
+COLUMNS = (
+    "preset",
+    "groups_per_worker",
+    "group_s",
+    "divided_s",
+    "context_s",
+    "oracle_s",
+    "context_over_group",
+    "context_over_oracle",
+    "least_over_oracle",
+)
+
+
+def measure(preset: str, workers: int, per_worker: int, seeds: int) -> dict[str, Any]:
+    """One point."""
+    engine_gpus = load_scenario(preset).engine.gpus
+    changes = [f"gpus={workers * engine_gpus}", f"groups={workers * per_worker}"]
+    runs = []
+    for seed in range(seeds):
+        scenario = load_scenario(preset, [*changes, f"seed={seed}"])
+        runs.append(run_systems(scenario, list(SYSTEMS.values())))
+    seconds = {name: [run[system].rollout_s for run in runs] for name, system in SYSTEMS.items()}
+    over = [o / c for o, c in zip(seconds["oracle"], seconds["context"], strict=True)]
+    return {
+        "preset": preset,
+        "groups_per_worker": per_worker,
+        **{f"{name}_s": fmean(found) for name, found in seconds.items()},
+        "context_over_group": fmean(seconds["group"]) / fmean(seconds["context"]),
+        "context_over_oracle": fmean(over),
+        "least_over_oracle": min(over),
+    }
+
+
+def main() -> None:
+    made = parser(__doc__)
+    made.add_argument(
+        "--presets", nargs="+", default=["seer-qwen2-vl-72b", "seer-moonlight"], choices=preset_names()
+    )
+    made.add_argument("--workers", type=int, default=8)
+    made.add_argument("--groups", type=int, nargs="+", default=[4, 8, 16, 32, 64])
+    made.add_argument("--seeds", type=int, default=3)
+    options = made.parse_args()
+    rows = []
+    for preset in options.presets:
+        for per_worker in options.groups:
+            rows.append(measure(preset, options.workers, per_worker, options.seeds))
+            print(rows[-1], flush=True)
+    publish("scheduling", rows, COLUMNS, options.json)
+
+
+if __name__ == "__main__":
+    main()
