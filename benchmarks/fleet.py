@@ -1,12 +1,13 @@
 """What does divided, context-aware rollout give over binding groups to workers, where KV cache is scarce?
 
 One fleet, the variants in turn in every repetition: `group` (a whole group stays on one worker), `no-context`
-(divided, in order of submission), `context` (Seer) and `oracle` (longest first by the lengths that the run before
-gave). The target is the Countdown policy, inflated to `--hidden`. Every repetition has new problems, the same for all
-variants, of 3 or 4 numbers: as in real data, some prompts are harder than others. KV cache is for `--kv-responses`
-responses at their limit on each worker. `tail_s` is the time from 90 % of the responses finished to the last one;
-`tail_ratio` and `ratio` compare tail and tokens per second with `group` of the same repetition, `over_oracle` with its
-oracle. `equal` says whether all tokens are those of the first variant; `preemptions` must be 0.
+(divided, in order of submission), `context` (Seer), `even` (ours: fewest tokens first) and `oracle` (longest first by
+the lengths that the run before gave). The target is the Countdown policy, inflated to `--hidden`. Every repetition has
+new problems, the same for all variants, of 3 or 4 numbers: as in real data, some prompts are harder than others. KV
+cache is for `--kv-responses` responses at their limit on each worker. `tail_s` is the time from 90 % of the responses
+finished to the last one; `tail_ratio` and `ratio` compare tail and tokens per second with `group` of the same
+repetition, `over_oracle` with its oracle. `equal` says whether all tokens are those of the first variant;
+`preemptions` must be 0.
 
 With `--drafts` it measures instead what the draft server is worth: one worker that sees everything, `--workers` workers
 with the server and without. `length_ratio` is the acceptance length over that of the one worker.
@@ -27,7 +28,7 @@ from typing import Any
 from harness import median, parser, publish
 
 ROOT = Path(__file__).resolve().parent.parent
-VARIANTS = ("group", "no-context", "context", "oracle")
+VARIANTS = ("group", "no-context", "context", "even", "oracle")
 COLUMNS = (
     "case", "wall_s", "tokens_per_s", "ratio", "over_oracle", "tail_s", "tail_ratio", "preemptions", "equal",
 )  # fmt: skip

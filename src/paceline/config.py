@@ -247,7 +247,7 @@ class RewardSettings(Section):
     """Reward of a response that could not be scored; null: the rollout stops with an error."""
 
 
-Variant: TypeAlias = Literal["context", "no-context", "oracle", "group"]
+Variant: TypeAlias = Literal["context", "even", "no-context", "oracle", "group"]
 """How responses are dispatched; `planning/dispatch.py` says what each means."""
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from paceline.errors import ConfigError, EngineError, RequestError
 from paceline.planning.dispatch import Assignment, Dispatcher, DispatchSettings
 
-VARIANTS = ("context", "no-context", "oracle", "group")
+VARIANTS = ("context", "even", "no-context", "oracle", "group")
 PROMPT, BLOCK = 3, 4
 Response = tuple[int, int]
 seeds = st.integers(0, 2**32)  # of the order of events
@@ -88,6 +88,8 @@ class Reference:
             chosen = min(spec, key=lambda r: self.tokens[r])
         elif rest and self.variant == "context" and self.guard and (self.num_rest + 1) % self.guard == 0:
             chosen = min(rest, key=lambda r: self.served[r[0]])
+        elif rest and self.variant == "even":
+            chosen = min(rest, key=lambda r: (self.tokens[r], -self.estimate(r)))
         elif rest:  # lines 14-15
             chosen = max(rest, key=self.estimate)
         else:  # lines 16-18
@@ -125,7 +127,7 @@ def rollouts(draw: st.DrawFn) -> tuple[dict[int, list[int]], int, list[tuple[int
     return true, 40, draw(st.lists(worker, min_size=1, max_size=3))
 
 
-@given(rollouts(), st.sampled_from(["context", "no-context", "oracle"]), st.integers(0, 3), seeds)
+@given(rollouts(), st.sampled_from(["context", "even", "no-context", "oracle"]), st.integers(0, 3), seeds)
 @settings(max_examples=120, deadline=None)
 def test_decisions_are_those_of_algorithm_1(
     rollout: tuple[dict[int, list[int]], int, list[tuple[int, int]]],
@@ -179,7 +181,7 @@ def test_decisions_are_those_of_algorithm_1(
 
 @given(
     rollouts(),
-    st.sampled_from(["context", "no-context", "oracle"]),
+    st.sampled_from(["context", "even", "no-context", "oracle"]),
     st.integers(0, 3),
     st.integers(0, 12),
     seeds,

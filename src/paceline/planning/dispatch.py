@@ -16,6 +16,10 @@ Source: Seer 4.2 (divided rollout) and 4.3, algorithm 1. Its lines here:
     20-24  `Rooms.freest`: the worker with the most free KV blocks, if they are enough
 Ties go to what was submitted (or came up) first; a response keeps its place when it returns.
 
+`even` is ours: every response is a probe, not the first of its group alone. Whatever their lengths, unfinished
+responses keep level, so the last ones end about a chunk apart as long as there are enough of them to fill the workers;
+lengths need only be known among equals. It costs room in the KV pool for every response, and more moves.
+
 Differs: (1) the paper's guard against wrong estimates draws from the groups that ran least "at random"; here every
 `guard_interval`-th response that is no probe comes from the group that was ordered the fewest tokens, so that decisions
 can be replayed and the wait is bounded. (2) "Least loaded" is the most free blocks, not the lowest share in use: the
@@ -45,9 +49,10 @@ from paceline.planning.request_buffer import (
 class DispatchSettings:
     """How responses are dispatched. Raises ConfigError for a value out of range."""
 
-    variant: Literal["context", "no-context", "oracle", "group"] = "context"
-    """context: Seer. no-context: divided rollout alone, in order of submission. oracle: longest first by true lengths,
-    without probes. group: a whole group is bound to one worker and not divided, as veRL does."""
+    variant: Literal["context", "even", "no-context", "oracle", "group"] = "context"
+    """context: Seer. even: who has the fewest tokens first, the longest estimate among equals. no-context: divided
+    rollout alone, in order of submission. oracle: longest first by true lengths, without probes. group: a whole group
+    is bound to one worker and not divided, as veRL does."""
     chunk_tokens: int = 8192
     """Longest chunk; `group` runs every response to its end."""
     block_tokens: int = 16
@@ -90,7 +95,8 @@ class Dispatcher:
         else:
             is_seer = settings.variant == "context"
             interval = settings.guard_interval if is_seer else 0
-            self._buffer = DividedBuffer(self._rooms, self._lengths, is_seer, interval)
+            is_even = settings.variant == "even"
+            self._buffer = DividedBuffer(self._rooms, self._lengths, is_seer, interval, is_even)
         self._groups: dict[int, BufferedGroup] = {}
         self._running: dict[int, tuple[Assignment, BufferedResponse]] = {}  # by Assignment.number
         self._num_assigned = 0
@@ -257,4 +263,4 @@ def _choose_estimator(
                 "the dispatch variant 'oracle' got no true lengths: give them, or use 'context'"
             )
         return TrueLengths(true_lengths)
-    return GroupLengths() if settings.variant == "context" else NoLengths()
+    return GroupLengths() if settings.variant in {"context", "even"} else NoLengths()

@@ -226,16 +226,26 @@ class RequestBuffer(Protocol):
 
 
 class DividedBuffer:
-    """Seer's buffer: Q_spec and C_rest of algorithm 1."""
+    """Seer's buffer: Q_spec and C_rest of algorithm 1. Or, evenly, everything in one line: fewest tokens first."""
 
-    def __init__(self, rooms: Rooms, lengths: LengthEstimator, has_probes: bool, guard_interval: int) -> None:
-        """has_probes: the first response of a group is one. guard_interval: see `DispatchSettings`, 0: never."""
+    def __init__(
+        self,
+        rooms: Rooms,
+        lengths: LengthEstimator,
+        has_probes: bool,
+        guard_interval: int,
+        is_even: bool = False,
+    ) -> None:
+        """has_probes: the first response of a group is one. guard_interval: see `DispatchSettings`, 0: never. is_even:
+        who has the fewest tokens comes first, and the longest estimate decides among equals.
+        """
         self._rooms = rooms
         self._lengths = lengths
         self._has_probes = has_probes
         self._guard_interval = guard_interval
+        self._is_even = is_even
         self._probes: list[tuple[int, int, BufferedResponse]] = []  # heap by tokens so far and order
-        self._rest = _LazyHeap[BufferedGroup]()  # by -estimate of the first that waits
+        self._rest = _LazyHeap[BufferedGroup]()  # by key of the first that waits
         self._by_service: list[_Entry[BufferedGroup]] = []  # heap by tokens ordered when it was entered
         self._num_taken = 0  # of the rest
 
@@ -243,7 +253,8 @@ class DividedBuffer:
         if self._has_probes and response.sample == 0:
             heappush(self._probes, (response.num_tokens, response.order, response))
             return
-        heappush(response.group.waiting, (response.rank, response.sample, response))
+        rank = response.num_tokens if self._is_even else response.rank
+        heappush(response.group.waiting, (rank, response.sample, response))
         self._place(response.group)
 
     def match(self) -> tuple[BufferedResponse, Room] | None:
@@ -298,6 +309,8 @@ class DividedBuffer:
             group.entry = None
             return
         key = -self._lengths.estimate(group.number, group.waiting[0][1], group.max_tokens)
+        if self._is_even:
+            key += group.waiting[0][0] << 32  # tokens first, whatever the estimate
         if group.entry is None or group.entry[0] != key:
             self._rest.put(group, key)
         if not group.is_guarded:
