@@ -174,7 +174,7 @@ def row_of(case: str, runs: list[Run], base: list[Run], best: list[Run], preempt
 def main() -> None:
     made = parser(__doc__)
     made.add_argument("--workers", type=int, default=2)
-    made.add_argument("--groups", type=int, default=48)
+    made.add_argument("--groups", type=int, default=32)
     made.add_argument("--group-size", type=int, default=8)
     made.add_argument("--max-tokens", type=int, default=640)
     made.add_argument("--chunk-tokens", type=int, default=128)

@@ -1,8 +1,9 @@
 """How near does scheduling by context come to the oracle, as the groups per worker grow?
 
 Simulated, without speculation: `group` binds whole groups to workers (veRL), `divided` runs chunks in order of
-submission, `context` is Seer's algorithm 1, `oracle` knows all lengths. Throughput is tokens per second; each point is
-the mean over seeds. The scenario is a preset on `--workers` workers with `groups per worker` groups for each.
+submission, `context` is Seer's algorithm 1, `even` runs who has the fewest tokens first, `oracle` knows all lengths.
+Throughput is tokens per second; each point is the mean over seeds. The scenario is a preset on `--workers` workers with
+`groups per worker` groups for each.
 """
 
 from __future__ import annotations
@@ -15,17 +16,24 @@ from harness import parser, publish
 from paceline.sim.comparison import run_systems
 from paceline.sim.scenario import load_scenario, preset_names
 
-SYSTEMS = {"group": "veRL", "divided": "Seer, divided", "context": "Seer, context", "oracle": "Seer, oracle"}
+SYSTEMS = {
+    "group": "veRL",
+    "divided": "Seer, divided",
+    "context": "Seer, context",
+    "even": "Paceline, divided",
+    "oracle": "Seer, oracle",
+}
 COLUMNS = (
     "preset",
     "groups_per_worker",
     "group_s",
     "divided_s",
     "context_s",
+    "even_s",
     "oracle_s",
-    "context_over_group",
     "context_over_oracle",
-    "least_over_oracle",
+    "even_over_group",
+    "even_over_oracle",
 )
 
 
@@ -38,14 +46,21 @@ def measure(preset: str, workers: int, per_worker: int, seeds: int) -> dict[str,
         scenario = load_scenario(preset, [*changes, f"seed={seed}"])
         runs.append(run_systems(scenario, list(SYSTEMS.values())))
     seconds = {name: [run[system].rollout_s for run in runs] for name, system in SYSTEMS.items()}
-    over = [o / c for o, c in zip(seconds["oracle"], seconds["context"], strict=True)]
+    mean = {name: fmean(found) for name, found in seconds.items()}
+
+    def over_oracle(name: str) -> list[float]:
+        return [best / own for best, own in zip(seconds["oracle"], seconds[name], strict=True)]
+
     return {
         "preset": preset,
         "groups_per_worker": per_worker,
-        **{f"{name}_s": fmean(found) for name, found in seconds.items()},
-        "context_over_group": fmean(seconds["group"]) / fmean(seconds["context"]),
-        "context_over_oracle": fmean(over),
-        "least_over_oracle": min(over),
+        **{f"{name}_s": found for name, found in mean.items()},
+        "context_over_group": mean["group"] / mean["context"],
+        "context_over_oracle": fmean(over_oracle("context")),
+        "context_least_over_oracle": min(over_oracle("context")),
+        "even_over_group": mean["group"] / mean["even"],
+        "even_over_oracle": fmean(over_oracle("even")),
+        "even_least_over_oracle": min(over_oracle("even")),
     }
 
 

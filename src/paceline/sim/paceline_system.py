@@ -2,7 +2,7 @@
 
 Where drafters draft (inside the engine, or ahead on devices of their own from the first token on) is
 `planning.composition`'s choice, at the rollout's first batch and with the shared dice's acceptance; whatever it is,
-responses are divided and scheduled by context, and free workers race with shared progress or train the drafter. What
+responses are divided and run evenly, and free workers race with shared progress or train the drafter. What
 was planned, and over what, is the system's note.
 """
 
@@ -37,6 +37,8 @@ _REFRESH_ROUNDS = 256.0
 class PacelineOptions:
     """Paceline's parameters."""
 
+    variant: Literal["even", "context"] = "even"
+    """Of the dispatcher."""
     chunk_tokens: int = 8192
     max_draft_tokens: int = 16
     max_batch: int = 16
@@ -52,7 +54,7 @@ PacelineStage = Literal["divided", "budget", "single-path", "coupled", "decouple
 def paceline(setup: Setup, options: PacelineOptions, stage: PacelineStage = "full") -> System:
     """Paceline, or it without some of its techniques.
 
-    divided: Seer's context-aware scheduling. budget: grouped and model drafts in the engine with the shared dice, cut
+    divided: chunks, evenly. budget: grouped and model drafts in the engine with the shared dice, cut
     by the draft budget. full: the drafter is trained on idle workers, workers that fall free race for the slowest
     responses and take the leader's tokens, and drafters draft where the plan says. coupled, decoupled: in the engine or
     ahead, whatever the plan says. single-path: drafts without alternatives. Raises ConfigError for `decoupled` without
@@ -61,7 +63,7 @@ def paceline(setup: Setup, options: PacelineOptions, stage: PacelineStage = "ful
     models = tuple(_ours(one, options.dice_logit, stage != "single-path") for one in setup.models)
     setup = replace(setup, models=models)
     name = "Paceline" if stage == "full" else f"Paceline, {stage}"
-    dispatch = DispatchSettings(variant="context", chunk_tokens=options.chunk_tokens)
+    dispatch = DispatchSettings(variant=options.variant, chunk_tokens=options.chunk_tokens)
     if stage == "divided":
         return System(name, divided(setup, dispatch, Plain))
     ranked = plan_composition(setup, options)
