@@ -11,6 +11,7 @@ import pytest
 from conftest import Generate, make_requests, make_score
 from vllm import SamplingParams
 
+from paceline.config import Variant
 from paceline.engine.replay import replay_engine
 from paceline.errors import EngineError, RequestError, UnsupportedError
 from paceline.fleet.events import Event, RunChunk
@@ -71,6 +72,25 @@ def test_tokens_are_those_of_a_single_plain_engine(
     assert fleet.board.num_preemptions == 0
     resumed = sum(bool(chunk.request.generated) for chunk in chunks)
     assert 0.9 * resumed <= count_kv_loads(fleet) - before <= resumed, "nothing is prefilled twice"
+
+
+def test_no_order_of_dispatch_changes_a_token(
+    fleet: Fleet, plain: Generate, prompts: list[tuple[int, ...]]
+) -> None:
+    requests = make_requests(prompts, 4, 150)
+    wanted = [response.tokens for response in plain(requests, PARAMS)]
+    variants: tuple[Variant, ...] = ("even", "no-context", "oracle", "group")
+    try:
+        for variant in variants:
+            fleet.use_variant(variant)
+            fleet.submit(requests, PARAMS, true_lengths=[len(tokens) for tokens in wanted])
+            found: dict[int, tuple[int, ...]] = {}
+            while fleet.num_unfinished:
+                found |= {one.index: one.response.tokens for one in fleet.advance()}
+            assert [found[i] for i in range(len(requests))] == wanted, variant
+    finally:
+        fleet.use_variant(fleet.settings.variant)
+    assert fleet.board.num_preemptions == 0
 
 
 def test_requests_that_cannot_run_are_refused_before_any_work(
