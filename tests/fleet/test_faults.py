@@ -91,9 +91,9 @@ def small(ray: Any, memory: Path, disk: Path) -> Iterator[Fleet]:
         yield made
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def plain_bfloat16() -> Iterator[Generate]:
-    """A single engine without drafts."""
+    """A single engine without drafts; to the end, as closing it would end every other engine of this process."""
     from paceline.engine.rollout import RolloutEngine
 
     settings = EngineSettings(

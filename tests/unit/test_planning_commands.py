@@ -229,7 +229,7 @@ def test_lists_are_read_and_refused() -> None:
         (["--repetitions", "0"], "--repetitions 0"),
         (["--out", "picture.html"], "the picture goes there"),
         (["--out", "."], "is a folder"),
-        (["--contexts", "8", "--tokens", "1,2", "--kv-cache-gib", "0.00001"], "raise it, or lower --batches"),
+        (["--contexts", "4", "--tokens", "1,2", "--kv-cache-gib", "0.00001"], "raise it, or lower --batches"),
     ],
 )
 def test_bad_profiles_are_refused_before_any_work(

@@ -274,8 +274,12 @@ class DividedBuffer:
     def _foresee(self, group: BufferedGroup) -> Iterator[tuple[Any, ...]]:
         """The waiting responses of a group, each with what its turn goes by."""
         for rank, sample, response in _in_order(group.waiting):
-            key = -self._lengths.estimate(group.number, sample, group.max_tokens)
-            yield key, group.order, rank, sample, response
+            yield self._key(group, rank, sample), group.order, rank, sample, response
+
+    def _key(self, group: BufferedGroup, rank: int, sample: int) -> int:
+        """What the turn of a waiting response goes by, the lowest first."""
+        key = -self._lengths.estimate(group.number, sample, group.max_tokens)
+        return key + (rank << 32) if self._is_even else key  # tokens first, whatever the estimate
 
     def returned(self, group: BufferedGroup, room: Room, finished: bool) -> None:
         self._place(group)
@@ -308,9 +312,7 @@ class DividedBuffer:
         if not group.waiting:
             group.entry = None
             return
-        key = -self._lengths.estimate(group.number, group.waiting[0][1], group.max_tokens)
-        if self._is_even:
-            key += group.waiting[0][0] << 32  # tokens first, whatever the estimate
+        key = self._key(group, *group.waiting[0][:2])
         if group.entry is None or group.entry[0] != key:
             self._rest.put(group, key)
         if not group.is_guarded:
