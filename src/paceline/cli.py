@@ -7,6 +7,7 @@ the arguments answer at once.
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from typing import Annotated
 
@@ -73,7 +74,9 @@ def _options(
 
 
 def main() -> None:
-    """Entry point of the `paceline` program. Prints a PacelineError's message alone; Ctrl-C exits with 130."""
+    """Entry point of the `paceline` program. A PacelineError's message is printed alone; Ctrl-C and SIGTERM exit with
+    130."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         app(prog_name="paceline")
     except PacelineError as error:
@@ -82,6 +85,7 @@ def main() -> None:
         _complain(str(error))
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
+        typer.echo("stopped", err=True)
         sys.exit(INTERRUPTED)
     except BrokenPipeError:
         # The reader of our output (head, less) has gone: nothing is left to say, not even at exit.

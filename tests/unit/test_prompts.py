@@ -43,6 +43,13 @@ def test_a_bad_prompt_is_named_by_its_line(
         read_prompts(path, read_checkpoint(model), RESERVED)
 
 
+def test_a_prompt_that_is_not_utf_8_is_named_by_its_line(tmp_path: Path, model: Path) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_bytes(b'{"prompt_ids": [1]}\n{"prompt": "3\xff"}\n')
+    with pytest.raises(RequestError, match="line 2 is not UTF-8"):
+        read_prompts(path, read_checkpoint(model), RESERVED)
+
+
 @pytest.mark.parametrize(("name", "message"), [("absent", "cannot be read"), ("empty", "has no prompts")])
 def test_a_file_without_prompts_is_refused(tmp_path: Path, model: Path, name: str, message: str) -> None:
     write(tmp_path / "empty")

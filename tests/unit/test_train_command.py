@@ -59,6 +59,19 @@ def test_contradicting_options_are_refused(recipe: str, tmp_path: Path) -> None:
     assert "contradict" in error
 
 
+def test_a_folder_that_cannot_be_made_is_refused(recipe: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    code, _, error = train(recipe, "--out", str(tmp_path / "file" / "run"))
+    assert code == 6
+    assert f"cannot make --out {tmp_path / 'file' / 'run'}" in error
+    assert "Traceback" not in error
+
+
+def test_resuming_nothing_is_told(recipe: str, tmp_path: Path) -> None:
+    _, _, error = train(recipe, "--out", str(tmp_path / "run"), "--resume")
+    assert "nothing to resume" in error
+
+
 def test_missing_model_is_refused_and_leaves_no_run(recipe: str, tmp_path: Path) -> None:
     out = tmp_path / "run"
     code, _, error = train(recipe, "--out", str(out), "--steps", "2")

@@ -96,6 +96,7 @@ def _run(
     if fleet.kv_pool_obstacle is not None:
         console.print(f"note: no KV pool between the engines: {fleet.kv_pool_obstacle}", highlight=False)
     reasons: Counter[str] = Counter()
+    num_lost = 0
     view = FleetView(fleet)
     observations = fleet.take_observations if record is None else record.take_observations
     with fleet, Interrupt() as interrupt, Progress(len(job.todo), console, below=view.table) as progress:
@@ -110,6 +111,7 @@ def _run(
             if record is not None:
                 record.look(finished)
             progress.count(view.look(), len(finished), observations)
+            num_lost = _tell_losses(fleet, num_lost, console)
         fleet.abandon()
         progress.observe(observations())
         notes = find_troubles(fleet.kv_pool_counters(), journal)
@@ -118,6 +120,18 @@ def _run(
     tell_end(job, file, progress, reasons, console)
     if progress.num_finished < len(job.todo):
         raise typer.Exit(INTERRUPTED)
+
+
+def _tell_losses(fleet: Fleet, num_told: int, console: Console) -> int:
+    """Say that workers were lost since; gives how often so far."""
+    num_lost = sum(status.num_losses for status in fleet.board.workers.values())
+    if num_lost > num_told:
+        states = ", ".join(f"{name} {status.state}" for name, status in fleet.board.workers.items())
+        console.print(
+            f"note: a worker was lost ({num_lost} so far), what it ran goes on elsewhere; now: {states}",
+            highlight=False,
+        )
+    return num_lost
 
 
 def find_troubles(pool: KvPoolCounters, journal: Journal) -> list[str]:

@@ -77,6 +77,10 @@ def _parse_line(where: str, number: int, line: bytes, reserved: frozenset[str]) 
         fields = msgspec.json.decode(line)
     except msgspec.DecodeError as error:
         raise RequestError(f"{where} is not JSON ({error}): write one JSON object a line") from error
+    except UnicodeDecodeError as error:
+        raise RequestError(
+            f"{where} is not UTF-8 ({error.reason} at byte {error.start}): save it as UTF-8"
+        ) from error
     if not isinstance(fields, dict):
         raise RequestError(f'{where} is not a JSON object: write it as {{"prompt": "..."}}')
     sources = [name for name in SOURCES if name in fields]

@@ -114,7 +114,7 @@ def run_scenario(
 def _names(scenario: Scenario, chosen: Sequence[str] | None) -> list[str]:
     for name in chosen or ():
         if name not in SYSTEMS:
-            raise ConfigError(f"--system {name!r}: there are {', '.join(SYSTEMS)}")
+            raise ConfigError(f"--system {name!r}: there are {', '.join(map(repr, SYSTEMS))}")
     names = list(dict.fromkeys(chosen or scenario.systems))
     for name in names:
         lacking = [field for field in SYSTEMS[name][1] if not getattr(scenario, field)]

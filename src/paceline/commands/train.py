@@ -12,10 +12,11 @@ from rich.table import Table
 
 from paceline.commands.checkpoint import read_checkpoint
 from paceline.commands.launch import check_model_drafter, hush
-from paceline.errors import PacelineError, TrainingError
+from paceline.errors import PacelineError, RecordError, TrainingError
 from paceline.fleet.cluster import check_fleet
 from paceline.integrations.recipe import Recipe, load_recipe
 from paceline.integrations.run_folder import LOG, check_folder
+from paceline.record import FILE_NAME
 
 if TYPE_CHECKING:
     from paceline.integrations.conductor import Summary
@@ -63,6 +64,8 @@ def train(
         check_fleet(wanted.fleet, len(os.sched_getaffinity(0)))
     if (drafter := wanted.engine.model_drafter) is not None:
         check_model_drafter(Path(drafter), read_checkpoint(Path(wanted.model)))
+    if resume and not (out / FILE_NAME).exists():
+        typer.echo(f"nothing to resume in {out}: this run begins anew", err=True)
     summary = _run(wanted, out, resume=resume, overwrite=overwrite)
     console = Console(soft_wrap=True)
     _print_summary(console, summary, out)
@@ -75,7 +78,10 @@ def _run(recipe: Recipe, out: Path, *, resume: bool, overwrite: bool) -> Summary
     """Train while everything that the libraries print goes to the run's log."""
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
-    out.mkdir(parents=True, exist_ok=True)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RecordError(f"cannot make --out {out}: {error.strerror}; choose another folder") from error
     log = out / LOG
     with open(os.dup(1), "w", buffering=1) as screen:
         console = Console(file=screen, highlight=False)
