@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from paceline.config import EngineSettings
+from paceline.drafting.drafter import Forgetful
 from paceline.drafting.suffix import DraftPaths
 from paceline.engine.fast_loop import GRID, FastLoop, Proposal
 from paceline.types import (
@@ -12,8 +13,6 @@ from paceline.types import (
     DraftGrowth,
     DraftQuery,
     Float32Array,
-    Int32Array,
-    Int64Array,
     ModelDrafts,
     StepObservation,
 )
@@ -21,25 +20,11 @@ from paceline.types import (
 WIDTH, MOST_REQUESTS = 8, 6
 
 
-class RandomDrafter:
+class RandomDrafter(Forgetful):
     """Drafts a few tokens of a tiny vocabulary, so that paths share some, and is rather sure of them."""
 
     def __init__(self, rng: np.random.Generator) -> None:
         self.rng = rng
-
-    def open_group(self, group: int, prompt: Int32Array) -> None: ...
-
-    def append(self, group: int, response: int, tokens: Int32Array) -> None: ...
-
-    def append_batch(
-        self, groups: Int64Array, responses: Int64Array, offsets: Int32Array, tokens: Int32Array
-    ) -> None: ...
-
-    def resync(self, group: int, response: int, tokens: Int32Array) -> None: ...
-
-    def close_response(self, group: int, response: int) -> None: ...
-
-    def clear(self) -> None: ...
 
     def draft(
         self,

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
+from paceline.drafting.drafter import Forgetful
 from paceline.drafting.suffix import DraftPaths
-from paceline.types import DraftBatch, DraftQuery, Float32Array, Int32Array, Int64Array
+from paceline.types import DraftBatch, DraftQuery, Float32Array
 
 
-class ScriptedDrafter:
+class ScriptedDrafter(Forgetful):
     """Drafts the known continuation of each key, each token wrong with probability `1 - right`; ragged lengths.
 
     With `right=0` every draft is garbage.
@@ -17,20 +18,6 @@ class ScriptedDrafter:
     def __init__(self, known: dict[int, tuple[int, ...]], right: float, vocab: int, width: int = 8) -> None:
         self.known, self.right, self.vocab, self.width = known, right, vocab, width
         self.random = np.random.default_rng(0)
-
-    def open_group(self, group: int, prompt: Int32Array) -> None: ...
-
-    def append(self, group: int, response: int, tokens: Int32Array) -> None: ...
-
-    def resync(self, group: int, response: int, tokens: Int32Array) -> None: ...
-
-    def append_batch(
-        self, groups: Int64Array, responses: Int64Array, offsets: Int32Array, tokens: Int32Array
-    ) -> None: ...
-
-    def close_response(self, group: int, response: int) -> None: ...
-
-    def clear(self) -> None: ...
 
     def draft(
         self,

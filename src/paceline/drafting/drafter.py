@@ -60,3 +60,27 @@ class PathDrafter(Drafter, Protocol):
         self, query: DraftQuery, *, num_paths: int, sharpness: float, calibration: Float32Array, floor: float
     ) -> DraftPaths:
         """Up to `num_paths` paths for each row of `query`, the one of `draft` first, the others best first."""
+
+
+class Forgetful:
+    """The half of a drafter that learns, for one that keeps nothing."""
+
+    def open_group(self, group: int, prompt: Int32Array) -> None:
+        """Nothing to keep."""
+
+    def append(self, group: int, response: int, tokens: Int32Array) -> None:
+        """Nothing to keep."""
+
+    def append_batch(
+        self, groups: Int64Array, responses: Int64Array, offsets: Int32Array, tokens: Int32Array
+    ) -> None:
+        """Nothing to keep."""
+
+    def resync(self, group: int, response: int, tokens: Int32Array) -> None:
+        """Nothing to keep."""
+
+    def close_response(self, group: int, response: int) -> None:
+        """Nothing to keep."""
+
+    def clear(self) -> None:
+        """Nothing to keep."""

@@ -14,10 +14,11 @@ from statistics import median
 import numpy as np
 
 from paceline.config import BudgetSettings, EngineSettings
+from paceline.drafting.drafter import Forgetful
 from paceline.engine.rollout import RolloutEngine
 from paceline.errors import ConfigError, EngineError
 from paceline.record.profile import StepPoint
-from paceline.types import DraftBatch, DraftQuery, Float32Array, Int32Array, Int64Array, RolloutRequest
+from paceline.types import DraftBatch, DraftQuery, Float32Array, RolloutRequest
 
 STEPS = 4
 """Steps of each shape that one pass measures."""
@@ -35,32 +36,12 @@ class Shape:
     context: int
 
 
-class RandomDrafts:
+class RandomDrafts(Forgetful):
     """Stands in for a drafter: as many random tokens as a request has room for."""
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
         self._random = np.random.default_rng(0)
-
-    def open_group(self, group: int, prompt: Int32Array) -> None:
-        """Nothing to keep."""
-
-    def append(self, group: int, response: int, tokens: Int32Array) -> None:
-        """Nothing to keep."""
-
-    def resync(self, group: int, response: int, tokens: Int32Array) -> None:
-        """Nothing to keep."""
-
-    def append_batch(
-        self, groups: Int64Array, responses: Int64Array, offsets: Int32Array, tokens: Int32Array
-    ) -> None:
-        """Nothing to keep."""
-
-    def close_response(self, group: int, response: int) -> None:
-        """Nothing to keep."""
-
-    def clear(self) -> None:
-        """Nothing to keep."""
 
     def draft(
         self,

@@ -31,8 +31,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
+from paceline.config import Variant
 from paceline.errors import ConfigError, EngineError, RequestError
 from paceline.planning.length import GroupLengths, LengthEstimator, NoLengths, TrueLengths
 from paceline.planning.request_buffer import (
@@ -49,7 +50,7 @@ from paceline.planning.request_buffer import (
 class DispatchSettings:
     """How responses are dispatched. Raises ConfigError for a value out of range."""
 
-    variant: Literal["context", "even", "no-context", "oracle", "group"] = "context"
+    variant: Variant = "context"
     """context: Seer. even: who has the fewest tokens first, the longest estimate among equals. no-context: divided
     rollout alone, in order of submission. oracle: longest first by true lengths, without probes. group: a whole group
     is bound to one worker and not divided, as veRL does."""
@@ -94,9 +95,13 @@ class Dispatcher:
             self._buffer = BoundBuffer(self._rooms)
         else:
             is_seer = settings.variant == "context"
-            interval = settings.guard_interval if is_seer else 0
-            is_even = settings.variant == "even"
-            self._buffer = DividedBuffer(self._rooms, self._lengths, is_seer, interval, is_even)
+            self._buffer = DividedBuffer(
+                self._rooms,
+                self._lengths,
+                has_probes=is_seer,
+                guard_interval=settings.guard_interval if is_seer else 0,
+                is_even=settings.variant == "even",
+            )
         self._groups: dict[int, BufferedGroup] = {}
         self._running: dict[int, tuple[Assignment, BufferedResponse]] = {}  # by Assignment.number
         self._num_assigned = 0

@@ -232,9 +232,10 @@ class DividedBuffer:
         self,
         rooms: Rooms,
         lengths: LengthEstimator,
+        *,
         has_probes: bool,
         guard_interval: int,
-        is_even: bool = False,
+        is_even: bool,
     ) -> None:
         """has_probes: the first response of a group is one. guard_interval: see `DispatchSettings`, 0: never. is_even:
         who has the fewest tokens comes first, and the longest estimate decides among equals.
