@@ -1,7 +1,8 @@
 """How near does scheduling by context come to the oracle, as the groups per worker grow?
 
 Simulated, without speculation: `group` binds whole groups to workers (veRL), `divided` runs chunks in order of
-submission, `context` is Seer's algorithm 1, `even` runs who has the fewest tokens first, `oracle` knows all lengths.
+submission, `context` is Seer's algorithm 1, `remaining` runs the longest expected rest first, `even` who has the fewest
+tokens, `oracle` knows all lengths.
 Throughput is tokens per second; each point is the mean over seeds. The scenario is a preset on `--workers` workers with
 `groups per worker` groups for each.
 """
@@ -20,20 +21,15 @@ SYSTEMS = {
     "group": "veRL",
     "divided": "Seer, divided",
     "context": "Seer, context",
-    "even": "Paceline, divided",
     "oracle": "Seer, oracle",
 }
+OURS = ("remaining", "even")  # variants of "Paceline, divided"
+JUDGED = ("context", *OURS)
 COLUMNS = (
     "preset",
     "groups_per_worker",
-    "group_s",
-    "divided_s",
-    "context_s",
-    "even_s",
-    "oracle_s",
-    "context_over_oracle",
-    "even_over_group",
-    "even_over_oracle",
+    *(f"{name}_s" for name in (*SYSTEMS, *OURS)),
+    *(f"{name}_over_oracle" for name in JUDGED),
 )
 
 
@@ -41,27 +37,23 @@ def measure(preset: str, workers: int, per_worker: int, seeds: int) -> dict[str,
     """One point."""
     engine_gpus = load_scenario(preset).engine.gpus
     changes = [f"gpus={workers * engine_gpus}", f"groups={workers * per_worker}"]
-    runs = []
+    seconds: dict[str, list[float]] = {name: [] for name in (*SYSTEMS, *OURS)}
     for seed in range(seeds):
         scenario = load_scenario(preset, [*changes, f"seed={seed}"])
-        runs.append(run_systems(scenario, list(SYSTEMS.values())))
-    seconds = {name: [run[system].rollout_s for run in runs] for name, system in SYSTEMS.items()}
+        found = run_systems(scenario, list(SYSTEMS.values()))
+        for name, system in SYSTEMS.items():
+            seconds[name].append(found[system].rollout_s)
+        for name in OURS:
+            scenario = load_scenario(preset, [*changes, f"seed={seed}", f"paceline.variant={name}"])
+            seconds[name].append(run_systems(scenario, ["Paceline, divided"])["Paceline, divided"].rollout_s)
     mean = {name: fmean(found) for name, found in seconds.items()}
-
-    def over_oracle(name: str) -> list[float]:
-        return [best / own for best, own in zip(seconds["oracle"], seconds[name], strict=True)]
-
-    return {
-        "preset": preset,
-        "groups_per_worker": per_worker,
-        **{f"{name}_s": found for name, found in mean.items()},
-        "context_over_group": mean["group"] / mean["context"],
-        "context_over_oracle": fmean(over_oracle("context")),
-        "context_least_over_oracle": min(over_oracle("context")),
-        "even_over_group": mean["group"] / mean["even"],
-        "even_over_oracle": fmean(over_oracle("even")),
-        "even_least_over_oracle": min(over_oracle("even")),
-    }
+    row = {"preset": preset, "groups_per_worker": per_worker}
+    for name in JUDGED:
+        over_oracle = [best / own for best, own in zip(seconds["oracle"], seconds[name], strict=True)]
+        row[f"{name}_over_group"] = mean["group"] / mean[name]
+        row[f"{name}_over_oracle"] = fmean(over_oracle)
+        row[f"{name}_least_over_oracle"] = min(over_oracle)
+    return {**row, **{f"{name}_s": found for name, found in mean.items()}}
 
 
 def main() -> None:

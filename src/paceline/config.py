@@ -247,7 +247,7 @@ class RewardSettings(Section):
     """Reward of a response that could not be scored; null: the rollout stops with an error."""
 
 
-Variant: TypeAlias = Literal["context", "even", "no-context", "oracle", "group"]
+Variant: TypeAlias = Literal["remaining", "context", "even", "no-context", "oracle", "group"]
 """How responses are dispatched; `planning/dispatch.py` says what each means."""
 
 
@@ -256,9 +256,10 @@ class FleetSettings(Section):
 
     workers: int = Field(default=2, ge=1, le=4096)
     """Engines, each in a Ray actor."""
-    variant: Variant = "context"
-    """Order of responses, planning/dispatch.py. context: Seer's; no-context: divided, in order of submission; oracle:
-    by true lengths, which must be given; group: a group stays on one worker, undivided."""
+    variant: Variant = "remaining"
+    """Order of responses, planning/dispatch.py. remaining: the longest expected rest first; context: Seer's; even: the
+    fewest tokens first; no-context: divided, in order of submission; oracle: by true lengths, which must be given;
+    group: a group stays on one worker, undivided."""
     chunk_tokens: int = Field(default=8192, ge=1)
     """Longest chunk; after it a response may go on elsewhere."""
     guard_interval: int = Field(default=16, ge=0)

@@ -79,7 +79,7 @@ def test_no_order_of_dispatch_changes_a_token(
 ) -> None:
     requests = make_requests(prompts, 4, 150)
     wanted = [response.tokens for response in plain(requests, PARAMS)]
-    variants: tuple[Variant, ...] = ("even", "no-context", "oracle", "group")
+    variants: tuple[Variant, ...] = ("context", "even", "no-context", "oracle", "group")
     try:
         for variant in variants:
             fleet.use_variant(variant)

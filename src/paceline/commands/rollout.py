@@ -99,7 +99,7 @@ def rollout(
         ),
     ] = None,
     variant: Annotated[
-        Literal["context", "even", "no-context", "group"] | None,
+        Literal["remaining", "context", "even", "no-context", "group"] | None,
         typer.Option(
             help="Which responses run first and where: context (Seer), no-context (in order), group (a group stays on "
             "one worker).",

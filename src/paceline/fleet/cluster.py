@@ -6,7 +6,11 @@ Importing this imports no Ray, so that a fleet that cannot be is refused at once
 from __future__ import annotations
 
 import os
+import signal
 import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from paceline.config import FleetSettings
@@ -86,7 +90,8 @@ def connect(settings: FleetSettings, vllm: Any) -> bool:
     else:
         _check_reachable(settings.address)
     try:
-        ray.init(**options, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+        with _own_sigterm():
+            ray.init(**options, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
     except (ConnectionError, ValueError, RuntimeError) as error:
         where = "on this machine" if settings.address is None else f"at {settings.address}"
         raise ConfigError(f"no Ray {where}: {' '.join(str(error).split())[:300]}") from error
@@ -96,6 +101,17 @@ def connect(settings: FleetSettings, vllm: Any) -> bool:
         ray.shutdown()
         raise
     return True
+
+
+@contextmanager
+def _own_sigterm() -> Iterator[None]:
+    """Keep the handler of SIGTERM: Ray puts one in its place that aborts the process."""
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, before)
 
 
 def is_one_machine(settings: FleetSettings) -> bool:

@@ -16,9 +16,11 @@ Source: Seer 4.2 (divided rollout) and 4.3, algorithm 1. Its lines here:
     20-24  `Rooms.freest`: the worker with the most free KV blocks, if they are enough
 Ties go to what was submitted (or came up) first; a response keeps its place when it returns.
 
-`even` is ours: every response is a probe, not the first of its group alone. Whatever their lengths, unfinished
-responses keep level, so the last ones end about a chunk apart as long as there are enough of them to fill the workers;
-lengths need only be known among equals. It costs room in the KV pool for every response, and more moves.
+Two orders are ours (docs/decisions/0005). `remaining`, the default: as `context`, but line 14 takes the longest estimate
+less the response's own tokens. A response that has run much of what is expected of it lets others pass, so groups and
+their responses keep level as they near their ends, and one that was taken for long is not run alone while others wait;
+nobody starves, as whoever runs sinks. `even`: the fewest tokens first, the longest estimate among equals; lengths need
+hardly be known. Both want room in the KV pool for responses that have begun, and move chunks more often.
 
 Differs: (1) the paper's guard against wrong estimates draws from the groups that ran least "at random"; here every
 `guard_interval`-th response that is no probe comes from the group that was ordered the fewest tokens, so that decisions
@@ -37,6 +39,7 @@ from paceline.config import Variant
 from paceline.errors import ConfigError, EngineError, RequestError
 from paceline.planning.length import GroupLengths, LengthEstimator, NoLengths, TrueLengths
 from paceline.planning.request_buffer import (
+    TOKENS_FIRST,
     BoundBuffer,
     BufferedGroup,
     BufferedResponse,
@@ -50,10 +53,10 @@ from paceline.planning.request_buffer import (
 class DispatchSettings:
     """How responses are dispatched. Raises ConfigError for a value out of range."""
 
-    variant: Variant = "context"
-    """context: Seer. even: who has the fewest tokens first, the longest estimate among equals. no-context: divided
-    rollout alone, in order of submission. oracle: longest first by true lengths, without probes. group: a whole group
-    is bound to one worker and not divided, as veRL does."""
+    variant: Variant = "remaining"
+    """remaining: the longest expected rest first. context: Seer, the longest estimate first. even: who has the fewest tokens
+    first. no-context: divided rollout alone, in order of submission. oracle: longest first by true lengths, without
+    probes. group: a whole group is bound to one worker and not divided, as veRL does."""
     chunk_tokens: int = 8192
     """Longest chunk; `group` runs every response to its end."""
     block_tokens: int = 16
@@ -94,13 +97,12 @@ class Dispatcher:
         if settings.variant == "group":
             self._buffer = BoundBuffer(self._rooms)
         else:
-            is_seer = settings.variant == "context"
             self._buffer = DividedBuffer(
                 self._rooms,
                 self._lengths,
-                has_probes=is_seer,
-                guard_interval=settings.guard_interval if is_seer else 0,
-                is_even=settings.variant == "even",
+                has_probes=settings.variant in {"context", "remaining"},
+                guard_interval=settings.guard_interval if settings.variant == "context" else 0,
+                token_weight={"remaining": 1, "even": TOKENS_FIRST}.get(settings.variant, 0),
             )
         self._groups: dict[int, BufferedGroup] = {}
         self._running: dict[int, tuple[Assignment, BufferedResponse]] = {}  # by Assignment.number
@@ -268,4 +270,4 @@ def _choose_estimator(
                 "the dispatch variant 'oracle' got no true lengths: give them, or use 'context'"
             )
         return TrueLengths(true_lengths)
-    return GroupLengths() if settings.variant in {"context", "even"} else NoLengths()
+    return NoLengths() if settings.variant in {"no-context", "group"} else GroupLengths()

@@ -8,6 +8,7 @@ ahead (SpecActor 4.1), so both modes are judged by the same D and V.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -26,6 +27,26 @@ class Reconfiguration:
     tokens_per_s: Float64Array  # [num_changed] expected rate of each
 
 
+class DraftPlan(NamedTuple):
+    """Window and mode for each of some acceptance rates."""
+
+    windows: Int32Array  # [num_rates] draft tokens; 0: decode without drafts
+    is_coupled: NDArray[np.bool_]  # [num_rates]
+    tokens_per_s: Float64Array  # [num_rates] expected rate of each
+
+
+def best_draft_plan(acceptance: ArrayLike, times: StepTimes, rules: Rules = Rules.PROTOCOL) -> DraftPlan:
+    """Lines 3 to 5 of algorithm 2 for acceptance rates [num_rates]; times and errors as in `reconfigure`."""
+    coupled = best_window(acceptance, times, Mode.COUPLED, rules)
+    decoupled = best_window(acceptance, times, Mode.DECOUPLED, rules)
+    is_coupled = coupled.tokens_per_s >= decoupled.tokens_per_s
+    return DraftPlan(
+        np.where(is_coupled, coupled.window, decoupled.window),
+        is_coupled,
+        np.where(is_coupled, coupled.tokens_per_s, decoupled.tokens_per_s),
+    )
+
+
 def reconfigure(acceptance: ArrayLike, times: StepTimes, rules: Rules = Rules.PROTOCOL) -> Reconfiguration:
     """Best window and mode of every request whose acceptance rate [num_requests] is below the mean of all.
 
@@ -38,12 +59,4 @@ def reconfigure(acceptance: ArrayLike, times: StepTimes, rules: Rules = Rules.PR
     """
     rates = checked_acceptance(acceptance)
     below = np.flatnonzero(rates < rates.mean()) if rates.size else np.empty(0, dtype=np.int64)
-    coupled = best_window(rates[below], times, Mode.COUPLED, rules)
-    decoupled = best_window(rates[below], times, Mode.DECOUPLED, rules)
-    is_coupled = coupled.tokens_per_s >= decoupled.tokens_per_s
-    return Reconfiguration(
-        requests=below,
-        windows=np.where(is_coupled, coupled.window, decoupled.window),
-        is_coupled=is_coupled,
-        tokens_per_s=np.where(is_coupled, coupled.tokens_per_s, decoupled.tokens_per_s),
-    )
+    return Reconfiguration(below, *best_draft_plan(rates[below], times, rules))

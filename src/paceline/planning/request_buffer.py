@@ -16,6 +16,8 @@ from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 from paceline.errors import EngineError
 from paceline.planning.length import LengthEstimator
 
+TOKENS_FIRST = 1 << 32
+"""A `token_weight` above every estimate."""
 _LEAST_LIMIT = 64  # entries that a lazy heap may always hold
 
 
@@ -226,7 +228,7 @@ class RequestBuffer(Protocol):
 
 
 class DividedBuffer:
-    """Seer's buffer: Q_spec and C_rest of algorithm 1. Or, evenly, everything in one line: fewest tokens first."""
+    """Seer's buffer: Q_spec and C_rest of algorithm 1, or the same with own tokens weighed against the estimate."""
 
     def __init__(
         self,
@@ -235,16 +237,17 @@ class DividedBuffer:
         *,
         has_probes: bool,
         guard_interval: int,
-        is_even: bool,
+        token_weight: int,
     ) -> None:
-        """has_probes: the first response of a group is one. guard_interval: see `DispatchSettings`, 0: never. is_even:
-        who has the fewest tokens comes first, and the longest estimate decides among equals.
+        """has_probes: the first response of a group is one. guard_interval: see `DispatchSettings`, 0: never.
+        token_weight: what a token that a response has takes from its group's estimate. 0: the longest estimate first,
+        as in Seer; 1: the longest rest; `TOKENS_FIRST`: the fewest tokens, whatever the estimate.
         """
         self._rooms = rooms
         self._lengths = lengths
         self._has_probes = has_probes
         self._guard_interval = guard_interval
-        self._is_even = is_even
+        self._token_weight = token_weight
         self._probes: list[tuple[int, int, BufferedResponse]] = []  # heap by tokens so far and order
         self._rest = _LazyHeap[BufferedGroup]()  # by key of the first that waits
         self._by_service: list[_Entry[BufferedGroup]] = []  # heap by tokens ordered when it was entered
@@ -254,7 +257,7 @@ class DividedBuffer:
         if self._has_probes and response.sample == 0:
             heappush(self._probes, (response.num_tokens, response.order, response))
             return
-        rank = response.num_tokens if self._is_even else response.rank
+        rank = response.num_tokens if self._token_weight else response.rank
         heappush(response.group.waiting, (rank, response.sample, response))
         self._place(response.group)
 
@@ -279,8 +282,8 @@ class DividedBuffer:
 
     def _key(self, group: BufferedGroup, rank: int, sample: int) -> int:
         """What the turn of a waiting response goes by, the lowest first."""
-        key = -self._lengths.estimate(group.number, sample, group.max_tokens)
-        return key + (rank << 32) if self._is_even else key  # tokens first, whatever the estimate
+        estimate = self._lengths.estimate(group.number, sample, group.max_tokens)
+        return self._token_weight * rank - estimate
 
     def returned(self, group: BufferedGroup, room: Room, finished: bool) -> None:
         self._place(group)

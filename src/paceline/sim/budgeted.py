@@ -17,7 +17,7 @@ from paceline.planning.alternatives import Alternatives, choose_alternatives
 from paceline.planning.budget import best_lengths
 from paceline.planning.latency_profile import LatencyModel
 from paceline.sim.costs import Drafter, EngineCosts
-from paceline.sim.speculation import Batch, Plain, RoundPlan, coupled_plan, depths
+from paceline.sim.speculation import Batch, Plain, RoundPlan, coupled_plan, depths, size_bucket
 from paceline.types import Float64Array, Int64Array
 
 _LONGEST = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64, 96, 127)  # drafts of a model that are tried
@@ -43,7 +43,7 @@ class Budgeted:
     Without and with the model drafter, whose levels cost time; the better of the two is carried out. A model that knows
     its second choices (`Drafter.second_choice`) drafts alternatives too, where they raise the rate
     (`planning.alternatives`). The cut is kept as a probability, so that requests which come and go do not need a new
-    search: it is made again after `refresh_share` of the batch has changed.
+    search: it is made again after a twentieth of the batch has changed.
     """
 
     free: tuple[int, ...]
@@ -51,16 +51,14 @@ class Budgeted:
     model: Drafter | None
     model_index: int
     settings: BudgetSettings
-    refresh_share: float = 0.05
     _choices: dict[int, _Choice] = field(default_factory=dict)
     _look: int = -1
 
     def plan(self, batch: Batch, costs: EngineCosts) -> RoundPlan:
-        count = batch.acceptance.shape[1]
         if batch.look != self._look:
             self._choices.clear()
             self._look = batch.look
-        bucket = round(math.log(count) / self.refresh_share)
+        bucket = size_bucket(batch.acceptance.shape[1])
         if bucket not in self._choices:
             self._choices[bucket] = self._search(batch, costs)
         return self._made(self._choices[bucket], batch, costs)

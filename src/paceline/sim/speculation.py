@@ -18,7 +18,7 @@ from paceline.planning import bandit
 from paceline.planning.alternatives import tree_tokens
 from paceline.planning.budget import BudgetSnapshot, BudgetState, decide
 from paceline.planning.latency_profile import LatencyModel
-from paceline.planning.reconfigure import reconfigure
+from paceline.planning.reconfigure import DraftPlan, best_draft_plan
 from paceline.planning.window import (
     Mode,
     StepTimes,
@@ -59,6 +59,14 @@ class RoundPlan:
     """Tokens of a round that no drafter proposed: sum_tokens less accepted draft tokens."""
 
 
+_RATES = np.linspace(0.0, 1.0, 257)
+
+
+def size_bucket(num_requests: int) -> int:
+    """The same for batch sizes within about a twentieth of each other."""
+    return round(math.log(num_requests) / 0.05)
+
+
 class Speculation(Protocol):
     """How one worker speculates."""
 
@@ -95,7 +103,8 @@ class Decoupled:
 
     With `max_window` requests below the mean acceptance get a window and mode of their own, the rest keep theirs
     (algorithm 2, `planning.reconfigure`), whenever the batch has changed or the worker looks again: more often than the
-    paper's 1000 iterations. With `chooses_all` everyone gets the best window at its own acceptance: a racing worker has
+    paper's 1000 iterations. What is best at a batch size is worked out once between two looks, for acceptance rates in
+    steps of 1/256 and batch sizes within a twentieth. With `chooses_all` everyone gets the best window at its own acceptance: a racing worker has
     no placement to keep. `synchronous`: the drafter waits for the verifier, so nothing overlaps (the naive
     disaggregation of the paper's ablation). `free` is ours: drafters without a model propose too, in the engine and in
     no time, and a request takes their window if it yields more than the one drafted ahead, refills counted.
@@ -110,6 +119,8 @@ class Decoupled:
     synchronous: bool = False
     free: tuple[int, ...] = ()
     """Rows of the drafters without a model."""
+    _best: dict[int, DraftPlan] = field(default_factory=dict)
+    _look: int = -1
 
     def plan(self, batch: Batch, costs: EngineCosts) -> RoundPlan:
         rates = batch.acceptance[self.index]
@@ -118,14 +129,24 @@ class Decoupled:
             return coupled_plan(rates, windows, self.drafter.token, costs)
         is_coupled = np.zeros(len(rates), dtype=np.bool_)
         if self.max_window:
-            times = self._times(batch, costs)
             if self.chooses_all:
-                windows = best_window(rates, times, Mode.DECOUPLED).window
+                windows = best_window(rates, self._times(batch, costs), Mode.DECOUPLED).window
             else:
-                found = reconfigure(rates, times)
-                windows[found.requests] = found.windows
-                is_coupled[found.requests] = found.is_coupled
+                best, below = self._best_at(batch, costs), rates < rates.mean()
+                places = np.rint(rates[below] * (len(_RATES) - 1)).astype(np.int64)
+                windows[below] = best.windows[places]
+                is_coupled[below] = best.is_coupled[places]
         return self._mixed_plan(rates, windows, is_coupled, batch, costs)
+
+    def _best_at(self, batch: Batch, costs: EngineCosts) -> DraftPlan:
+        """What is best at each of `_RATES` at about this batch size."""
+        if batch.look != self._look:
+            self._best.clear()
+            self._look = batch.look
+        bucket = size_bucket(batch.acceptance.shape[1])
+        if bucket not in self._best:
+            self._best[bucket] = best_draft_plan(_RATES, self._times(batch, costs))
+        return self._best[bucket]
 
     def _times(self, batch: Batch, costs: EngineCosts) -> StepTimes:
         count = batch.acceptance.shape[1]
