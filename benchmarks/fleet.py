@@ -1,7 +1,7 @@
 """What does divided, context-aware rollout give over binding groups to workers, where KV cache is scarce?
 
 One fleet, the variants in turn in every repetition: `group` (a whole group stays on one worker), `no-context`
-(divided, in order of submission), `context` (Seer), `remaining` and `even` (ours) and `oracle` (longest first by
+(divided, in order of submission), `context` (Seer), `even` (ours) and `oracle` (longest first by
 the lengths that the run before gave). The target is the Countdown policy, inflated to `--hidden`. Every repetition has
 new problems, the same for all variants, of 3 or 4 numbers: as in real data, some prompts are harder than others. KV
 cache is for `--kv-responses` responses at their limit on each worker. `tail_s` is the time from 90 % of the responses
@@ -28,7 +28,7 @@ from typing import Any
 from harness import median, parser, publish
 
 ROOT = Path(__file__).resolve().parent.parent
-VARIANTS = ("group", "no-context", "context", "remaining", "even", "oracle")
+VARIANTS = ("group", "no-context", "context", "even", "oracle")
 COLUMNS = (
     "case", "wall_s", "tokens_per_s", "ratio", "over_oracle", "tail_s", "tail_ratio", "preemptions", "equal",
 )  # fmt: skip

@@ -1,8 +1,7 @@
 """How near does scheduling by context come to the oracle, as the groups per worker grow?
 
 Simulated, without speculation: `group` binds whole groups to workers (veRL), `divided` runs chunks in order of
-submission, `context` is Seer's algorithm 1, `remaining` runs the longest expected rest first, `even` who has the fewest
-tokens, `oracle` knows all lengths.
+submission, `context` is Seer's algorithm 1, `even` ours, and `oracle` knows all lengths.
 Throughput is tokens per second; each point is the mean over seeds. The scenario is a preset on `--workers` workers with
 `groups per worker` groups for each.
 """
@@ -21,14 +20,14 @@ SYSTEMS = {
     "group": "veRL",
     "divided": "Seer, divided",
     "context": "Seer, context",
+    "even": "Paceline, divided",
     "oracle": "Seer, oracle",
 }
-OURS = ("remaining", "even")  # variants of "Paceline, divided"
-JUDGED = ("context", *OURS)
+JUDGED = ("context", "even")
 COLUMNS = (
     "preset",
     "groups_per_worker",
-    *(f"{name}_s" for name in (*SYSTEMS, *OURS)),
+    *(f"{name}_s" for name in SYSTEMS),
     *(f"{name}_over_oracle" for name in JUDGED),
 )
 
@@ -37,15 +36,11 @@ def measure(preset: str, workers: int, per_worker: int, seeds: int) -> dict[str,
     """One point."""
     engine_gpus = load_scenario(preset).engine.gpus
     changes = [f"gpus={workers * engine_gpus}", f"groups={workers * per_worker}"]
-    seconds: dict[str, list[float]] = {name: [] for name in (*SYSTEMS, *OURS)}
+    runs = []
     for seed in range(seeds):
         scenario = load_scenario(preset, [*changes, f"seed={seed}"])
-        found = run_systems(scenario, list(SYSTEMS.values()))
-        for name, system in SYSTEMS.items():
-            seconds[name].append(found[system].rollout_s)
-        for name in OURS:
-            scenario = load_scenario(preset, [*changes, f"seed={seed}", f"paceline.variant={name}"])
-            seconds[name].append(run_systems(scenario, ["Paceline, divided"])["Paceline, divided"].rollout_s)
+        runs.append(run_systems(scenario, list(SYSTEMS.values())))
+    seconds = {name: [run[system].rollout_s for run in runs] for name, system in SYSTEMS.items()}
     mean = {name: fmean(found) for name, found in seconds.items()}
     row = {"preset": preset, "groups_per_worker": per_worker}
     for name in JUDGED:

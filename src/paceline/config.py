@@ -120,6 +120,9 @@ class BudgetSettings(Section):
 
     min_gain: float = Field(default=0.01, ge=0.0, le=1.0)
     """marginal: expected gain in tokens per second below which nothing is verified (0.01 = 1 %)."""
+    fair: bool = True
+    """marginal: a request that has gained fewer tokens per step than others weighs more, as the last one ends the
+    rollout; false: most tokens of the batch together."""
     max_growth: float = Field(default=1.5, gt=1.0, le=4.0)
     """marginal: a step may exceed the largest step measured so far by this factor: bounds a trial's cost."""
     refresh_steps: int = Field(default=256, ge=8)
@@ -247,7 +250,7 @@ class RewardSettings(Section):
     """Reward of a response that could not be scored; null: the rollout stops with an error."""
 
 
-Variant: TypeAlias = Literal["remaining", "context", "even", "no-context", "oracle", "group"]
+Variant: TypeAlias = Literal["even", "context", "no-context", "oracle", "group"]
 """How responses are dispatched; `planning/dispatch.py` says what each means."""
 
 
@@ -256,10 +259,10 @@ class FleetSettings(Section):
 
     workers: int = Field(default=2, ge=1, le=4096)
     """Engines, each in a Ray actor."""
-    variant: Variant = "remaining"
-    """Order of responses, planning/dispatch.py. remaining: the longest expected rest first; context: Seer's; even: the
-    fewest tokens first; no-context: divided, in order of submission; oracle: by true lengths, which must be given;
-    group: a group stays on one worker, undivided."""
+    variant: Variant = "even"
+    """Order of responses, planning/dispatch.py. even: who has the fewest tokens, those expected to become long ahead;
+    context: Seer's; no-context: divided, in order of submission; oracle: by true lengths, which must be given; group: a
+    group stays on one worker, undivided."""
     chunk_tokens: int = Field(default=8192, ge=1)
     """Longest chunk; after it a response may go on elsewhere."""
     guard_interval: int = Field(default=16, ge=0)

@@ -10,9 +10,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.config import BudgetSettings
-from paceline.planning.budget import BudgetSnapshot, BudgetState, decide
+from paceline.planning.budget import (
+    BudgetSnapshot,
+    BudgetState,
+    best_lengths,
+    decide,
+    fair_gains,
+    fair_lengths,
+    fair_weights,
+)
 from paceline.planning.latency import StepTimeModel, predict_s, update_measured_time
-from paceline.types import Float32Array
+from paceline.sim.speculation import fair_depths
+from paceline.types import Float32Array, Float64Array
 
 SETTINGS = BudgetSettings(min_gain=0.0, max_growth=4.0)
 # Few distinct values, so that ties are common.
@@ -38,23 +47,97 @@ def states(draw: st.DrawFn) -> BudgetState:
     return replace(BudgetState.initial(SETTINGS), decode_time=model)
 
 
-def snapshot(path: Float32Array, room: int = 100) -> BudgetSnapshot:
-    return BudgetSnapshot(len(path), 0, path, room)
+def snapshot(path: Float32Array, room: int = 100, weight: tuple[float, ...] | None = None) -> BudgetSnapshot:
+    weights = None if weight is None else np.array(weight[: len(path)])
+    return BudgetSnapshot(len(path), 0, path, room, weights)
 
 
-def rate(path: Float32Array, lengths: tuple[int, ...], state: BudgetState) -> float:
-    gain = sum(1.0 + float(path[r, :n].sum(dtype=np.float64)) for r, n in enumerate(lengths))
+def rate(
+    path: Float32Array,
+    lengths: tuple[int, ...],
+    state: BudgetState,
+    weight: tuple[float, ...] | None = None,
+) -> float:
+    tokens = (1.0 + float(path[r, :n].sum(dtype=np.float64)) for r, n in enumerate(lengths))
+    gain = sum(one * w for one, w in zip(tokens, weight or (1.0,) * len(path), strict=False))
     return gain / float(predict_s(state.decode_time, len(path) + sum(lengths)))
 
 
-@given(rows(), states(), st.integers(0, 12))
-@settings(max_examples=150, deadline=None)
-def test_marginal_equals_exhaustive_search(path: Float32Array, state: BudgetState, room: int) -> None:
-    decision = tuple(decide(snapshot(path, room), state, SETTINGS).tolist())
+weights = st.none() | st.tuples(*(st.floats(0.25, 4.0) for _ in range(3)))
+
+
+@given(rows(), states(), st.integers(0, 12), weights)
+@settings(max_examples=200, deadline=None)
+def test_marginal_equals_exhaustive_search(
+    path: Float32Array, state: BudgetState, room: int, weight: tuple[float, ...] | None
+) -> None:
+    decision = tuple(decide(snapshot(path, room, weight), state, SETTINGS).tolist())
     choices = product(*(range(path.shape[1] + 1) for _ in path))
-    best = max(rate(path, choice, state) for choice in choices if sum(choice) <= room)
+    best = max(rate(path, choice, state, weight) for choice in choices if sum(choice) <= room)
     assert sum(decision) <= room
-    assert np.isclose(rate(path, decision, state), best, rtol=1e-6)
+    assert np.isclose(rate(path, decision, state, weight), best, rtol=1e-6)
+
+
+def log_rate(path: Float32Array, lengths: tuple[int, ...], seconds: Float64Array) -> float:
+    tokens = [1.0 + float(path[r, :n].sum(dtype=np.float64)) for r, n in enumerate(lengths)]
+    return float(np.log(tokens).mean() - np.log(seconds[sum(lengths)]))
+
+
+@st.composite
+def step_times(draw: st.DrawFn) -> Float64Array:
+    """Seconds of a step with 0 .. 12 draft tokens: rising, not convex."""
+    return np.sort(draw(st.lists(st.floats(0.001, 0.1), min_size=13, max_size=13)))
+
+
+@given(rows(), step_times())
+@settings(max_examples=200, deadline=None)
+def test_fair_lengths_equal_exhaustive_search(path: Float32Array, seconds: Float64Array) -> None:
+    decision = tuple(fair_lengths(path, seconds).tolist())
+    choices = product(*(range(path.shape[1] + 1) for _ in path))
+    best = max(log_rate(path, choice, seconds) for choice in choices)
+    assert np.isclose(log_rate(path, decision, seconds), best, rtol=1e-9, atol=1e-9)
+
+
+def test_weights_settle_where_the_simulator_begins() -> None:
+    acceptance = np.array([0.95, 0.9, 0.8, 0.6, 0.4, 0.3])
+    path = acceptance[:, None] ** np.arange(1, 17)
+    seconds = 0.02 + 0.001 * np.arange(path.size + 1)
+    tokens, steps = np.zeros(len(path)), np.zeros(len(path), dtype=np.int64)
+    spent_s = 0.0
+    for _ in range(4000):
+        lengths = best_lengths(path, seconds, weight=fair_weights(tokens, steps))
+        tokens += 1.0 + np.where(np.arange(16) < lengths[:, None], path, 0.0).sum(axis=1)
+        steps += 1
+        spent_s += seconds[lengths.sum()]
+    settled = float(np.log(tokens / spent_s).mean())
+    fair = log_rate(path, tuple(fair_lengths(path, seconds)), seconds)
+    greedy = log_rate(path, tuple(best_lengths(path, seconds)), seconds)
+    assert abs(settled - fair) < 0.005 < fair - greedy
+
+
+@given(st.floats(0.01, 0.99), st.integers(1, 16))
+def test_the_closed_form_of_a_fair_depth(acceptance: float, depth: int) -> None:
+    gains = fair_gains(acceptance ** np.arange(1.0, 17.0)[None, :])[0]
+    assert (np.diff(gains) < 0).all()
+    cut = float(gains[depth - 1])
+    if cut > 1e-12:
+        assert fair_depths(cut, np.array([acceptance]))[0] == depth
+        assert fair_depths(cut * 1.001, np.array([acceptance]))[0] == depth - 1
+
+
+@given(st.lists(st.tuples(st.integers(1, 500), st.integers(0, 3000)), min_size=1, max_size=8))
+def test_who_has_gained_less_weighs_more(counts: list[tuple[int, int]]) -> None:
+    steps = np.array([count for count, _ in counts])
+    tokens = steps + np.array([accepted for _, accepted in counts])
+    weight = fair_weights(tokens, steps)
+    assert (weight > 0).all()
+    own, mean = tokens / steps, tokens.sum() / steps.sum()
+    assert (weight[own < mean * (1 - 1e-9)] > 1).all()
+    assert (weight[own > mean * (1 + 1e-9)] < 1).all()
+
+
+def test_without_steps_all_weigh_the_same() -> None:
+    assert fair_weights(np.zeros(3, np.int64), np.zeros(3, np.int64)).tolist() == [1.0, 1.0, 1.0]
 
 
 @given(rows(max_requests=8, max_tokens=8), states())

@@ -26,7 +26,7 @@ def orders(dispatcher: Dispatcher) -> list[Assignment]:
 
 
 @given(
-    st.sampled_from(["remaining", "context", "even", "no-context", "oracle", "group"]),
+    st.sampled_from(["even", "context", "no-context", "oracle", "group"]),
     st.lists(st.lists(st.integers(1, LIMIT), min_size=3, max_size=3), min_size=1, max_size=5),
     st.lists(st.tuples(st.integers(9, 30), st.integers(1, 4)), min_size=1, max_size=3),
     st.integers(0, 2**32 - 1),

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from paceline.errors import ConfigError, EngineError, RequestError
 from paceline.planning.dispatch import Assignment, Dispatcher, DispatchSettings
 
-VARIANTS = ("remaining", "context", "even", "no-context", "oracle", "group")
+VARIANTS = ("even", "context", "no-context", "oracle", "group")
 PROMPT, BLOCK = 3, 4
 Response = tuple[int, int]
 seeds = st.integers(0, 2**32)  # of the order of events
@@ -80,7 +80,7 @@ class Reference:
         for response in self.tokens:  # lines 1-10
             if response in self.finished or response in self.running:
                 continue
-            if self.variant in {"context", "remaining"} and response[1] == 0:
+            if self.variant in {"context", "even"} and response[1] == 0:
                 spec.append(response)
             else:
                 rest.append(response)
@@ -88,11 +88,9 @@ class Reference:
             chosen = min(spec, key=lambda r: self.tokens[r])
         elif rest and self.variant == "context" and self.guard and (self.num_rest + 1) % self.guard == 0:
             chosen = min(rest, key=lambda r: self.served[r[0]])
-        elif rest and self.variant == "even":
-            chosen = min(rest, key=lambda r: (self.tokens[r], -self.estimate(r)))
-        elif rest and self.variant == "remaining":  # among equals the group, then who has the fewest tokens
+        elif rest and self.variant == "even":  # among equals the group, then who has the fewest tokens
             first = {g: min((self.tokens[r], r) for r in rest if r[0] == g)[1] for g, _ in rest}
-            chosen = max(first.values(), key=lambda r: self.estimate(r) - self.tokens[r])
+            chosen = max(first.values(), key=lambda r: self.estimate(r) - 4 * self.tokens[r])
         elif rest:  # lines 14-15
             chosen = max(rest, key=self.estimate)
         else:  # lines 16-18
@@ -132,7 +130,7 @@ def rollouts(draw: st.DrawFn) -> tuple[dict[int, list[int]], int, list[tuple[int
 
 @given(
     rollouts(),
-    st.sampled_from(["remaining", "context", "even", "no-context", "oracle"]),
+    st.sampled_from(["even", "context", "no-context", "oracle"]),
     st.integers(0, 3),
     seeds,
 )
@@ -189,7 +187,7 @@ def test_decisions_are_those_of_algorithm_1(
 
 @given(
     rollouts(),
-    st.sampled_from(["remaining", "context", "even", "no-context", "oracle"]),
+    st.sampled_from(["even", "context", "no-context", "oracle"]),
     st.integers(0, 3),
     st.integers(0, 12),
     seeds,

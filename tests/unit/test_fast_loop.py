@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from paceline.config import BudgetSettings, EngineSettings
 from paceline.engine.fast_loop import GRID, FastLoop
+from paceline.planning.latency import StepTimeModel, update_measured_time
 from paceline.types import DraftBatch, DraftGrowth, DraftQuery, ModelDrafts, StepObservation
 
 FIXED = BudgetSettings(policy="fixed", fixed_tokens=4)
@@ -100,6 +103,21 @@ def test_acceptance_is_learned_from_verified_positions_alone() -> None:
     told = np.minimum(verified, accepted + 1).sum()
     assert loop.free.table.verified.sum() - before.verified.sum() == pytest.approx(told, rel=0.01)
     assert loop.free.table.accepted.sum() - before.accepted.sum() == pytest.approx(accepted.sum(), rel=0.01)
+
+
+def test_who_weighs_more_is_drafted_for_first() -> None:
+    settings = BudgetSettings(min_gain=0.0)
+    loop = FastLoop(EngineSettings(budget=settings, draft_floor=0.0))
+    fill(loop)
+    model = StepTimeModel.initial()
+    for size in (3, 4, 6, 9, 16, 32):
+        for _ in range(2):
+            model = update_measured_time(model, size, 0.02 + 0.003 * size)
+    loop.budget = replace(loop.budget, decode_time=model)
+    alike = loop.propose(query(), 0).lengths
+    heavy = loop.propose(query(), 0, weight=np.array([0.5, 0.5, 4.0])).lengths
+    assert heavy[2] > alike[2]
+    assert heavy[:2].sum() < alike[:2].sum()
 
 
 def test_a_model_drafters_time_is_not_the_targets() -> None:

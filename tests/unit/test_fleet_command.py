@@ -35,7 +35,7 @@ def free_port() -> int:
         (["--workers", 2, "--chunk-tokens", 0], "fleet: chunk_tokens=0"),
         (["--workers", 2, "--plain"], "--plain runs vLLM without Paceline"),
         (["--workers", 4096], "at most"),
-        (["--workers", 2, "--variant", "magic"], "'remaining', 'context', 'even'"),
+        (["--workers", 2, "--variant", "magic"], "'even', 'context'"),
         (["--record", "here"], "give --workers too"),
         (["--workers", 2, "--record", __file__], "is a file: give a folder"),
         (["--workers", 2, "--ray-address", "nowhere"], "write it as HOST:PORT"),

@@ -188,6 +188,14 @@ def tell_plan(job: Job, out: Path, console: Console) -> None:
     console.print(f"{len(job.todo)} responses to make{kept}", highlight=False)
     if job.sampling.temperature == 0 and any(sample for _, sample, _ in job.todo):
         console.print("note: at temperature 0 all samples of a prompt are the same response", highlight=False)
+    longest, wanted = max(len(prompt.tokens) for prompt, *_ in job.todo), job.sampling.max_tokens
+    if longest + wanted > job.launch.max_model_len:
+        room = job.launch.max_model_len - longest
+        console.print(
+            f"note: the model takes {job.launch.max_model_len} tokens and the longest prompt has {longest}: responses "
+            f"to it end after {room}, not --max-tokens {wanted}",
+            highlight=False,
+        )
     upper = len(job.todo) * job.launch.max_model_len * LINE_BYTES_PER_TOKEN
     free = shutil.disk_usage(out.parent).free
     if upper > free:

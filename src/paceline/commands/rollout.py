@@ -99,11 +99,11 @@ def rollout(
         ),
     ] = None,
     variant: Annotated[
-        Literal["remaining", "context", "even", "no-context", "group"] | None,
+        Literal["even", "context", "no-context", "group"] | None,
         typer.Option(
-            help="Which responses run first and where: context (Seer), no-context (in order), group (a group stays on "
-            "one worker).",
-            show_default="context",
+            help="Which responses run first and where: even (the fewest tokens), context (Seer), no-context (in "
+            "order), group (a group stays on one worker).",
+            show_default="even",
             rich_help_panel="Fleet",
         ),
     ] = None,

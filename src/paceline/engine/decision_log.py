@@ -49,6 +49,7 @@ class EngineLog:
             max_total_draft_tokens=snapshot.max_total_draft_tokens,
             drafts=Rows.pack(snapshot.path_probability),
             lengths=tuple(lengths.tolist()),
+            weights=b"" if snapshot.weight is None else snapshot.weight.tobytes(),
             judged=judged,
             free=None if free is None else Rows.pack(free),
         )

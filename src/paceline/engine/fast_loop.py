@@ -33,6 +33,7 @@ from paceline.types import (
     DraftOrder,
     DraftQuery,
     Float32Array,
+    Float64Array,
     Int32Array,
     Int64Array,
     ModelDrafts,
@@ -191,18 +192,30 @@ class FastLoop:
     # -- a step
 
     @property
+    def is_fair(self) -> bool:
+        """Whether `propose` takes weights."""
+        return self._settings.budget.fair and self._settings.budget.policy == "marginal"
+
+    @property
     def may_draft(self) -> bool:
         """Whether `propose` can draft anything; without it a step is plain decoding and needs no proposal."""
         has_drafter = self.drafter is not None or self._settings.model_drafter is not None
         return self.drafting and has_drafter and self._settings.budget.policy != "off"
 
-    def propose(self, query: DraftQuery, num_other_tokens: int, max_alternatives: int = 0) -> Proposal:
+    def propose(
+        self,
+        query: DraftQuery,
+        num_other_tokens: int,
+        max_alternatives: int = 0,
+        weight: Float64Array | None = None,
+    ) -> Proposal:
         """Draft for every request of `query` and let the budget cut.
 
         Args:
             query: what to draft for.
             num_other_tokens: prefill tokens in the same step.
             max_alternatives: draft paths beyond one per request that the step has room for.
+            weight: what a token of each request counts (`budget.fair_weights`). [num_requests]
         """
         self._flush()
         num_context_tokens = int(query.positions.sum())
@@ -212,7 +225,7 @@ class FastLoop:
         free = self._draft_free(drafter_query)
         model = self._match_model(query)
         batch, from_model = self._choose(free, model, len(query.groups))
-        snapshot = self._snapshot(batch, num_other_tokens)
+        snapshot = self._snapshot(batch, num_other_tokens, weight)
         lengths = budget.decide(snapshot, self._now, self._settings.budget)
         self._expected = budget.expected_accepted(snapshot, lengths)
         self._num_drafted = int(lengths.sum())
@@ -235,13 +248,16 @@ class FastLoop:
             self._expected += alternatives.expected_accepted * self._paths.worth
         return Proposal(batch, from_model, lengths, (free, model), alternatives)
 
-    def _snapshot(self, batch: DraftBatch, num_other_tokens: int) -> budget.BudgetSnapshot:
+    def _snapshot(
+        self, batch: DraftBatch, num_other_tokens: int, weight: Float64Array | None
+    ) -> budget.BudgetSnapshot:
         num_requests = len(batch.num_tokens)
         return budget.BudgetSnapshot(
             num_requests=num_requests,
             num_other_tokens=num_other_tokens,
             path_probability=batch.path_probability,
             max_total_draft_tokens=num_requests * self._settings.max_draft_tokens,
+            weight=weight,
         )
 
     def _choose(

@@ -75,7 +75,11 @@ class _Replay:
         self._now = self._budget.at_context(line.num_context_tokens)
         probability = line.drafts.unpack()
         self._snapshot = BudgetSnapshot(
-            len(probability), line.num_other_tokens, probability, line.max_total_draft_tokens
+            len(probability),
+            line.num_other_tokens,
+            probability,
+            line.max_total_draft_tokens,
+            np.frombuffer(line.weights, np.float64) if line.weights else None,
         )
         self._lengths = np.array(line.lengths, np.int32)
         planned = decide(self._snapshot, self._now, self._settings.budget)

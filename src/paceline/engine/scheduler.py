@@ -32,7 +32,8 @@ from paceline.engine.keys import OPTIONS, KeyBook, engine_seed
 from paceline.engine.multipath import SpareBlocks
 from paceline.engine.path_layout import PathPlan, blocks_touched
 from paceline.errors import RequestError
-from paceline.types import DraftQuery, Int32Array, Int64Array, StepObservation
+from paceline.planning.budget import fair_weights
+from paceline.types import DraftQuery, Float64Array, Int32Array, Int64Array, StepObservation
 
 LOGGER = logging.getLogger(__name__)
 
@@ -238,11 +239,19 @@ class PacelineScheduler(Scheduler):  # type: ignore[misc]
         )
         self._positions = query.positions
         others = len(self.running) - count + self._num_admissible()
-        proposal = self.loop.propose(query, others, max_alternatives)
+        proposal = self.loop.propose(query, others, max_alternatives, self._weights(lives))
         tokens = proposal.batch.tokens
         for row, (request, length) in enumerate(zip(ready, proposal.lengths.tolist(), strict=True)):
             request.spec_token_ids = tokens[row, :length].tolist() if length else []
         return proposal
+
+    def _weights(self, lives: list[LiveResponse]) -> Float64Array | None:
+        """What a token of each response counts in the draft budget, by its tokens per step in this engine."""
+        if not self.loop.is_fair:
+            return None
+        steps = np.fromiter((x.num_steps for x in lives), np.int64, len(lives))
+        accepted = np.fromiter((x.num_accepted_tokens for x in lives), np.int64, len(lives))
+        return fair_weights(steps + accepted, steps)
 
     def _num_admissible(self) -> int:
         """Waiting requests that the coming step can admit, as far as free seats and KV blocks tell."""

@@ -210,8 +210,8 @@ class Recipe(Section):
     def _lengths_unknown(self) -> Recipe:
         if self.fleet is not None and self.fleet.variant == "oracle":
             raise ValueError(
-                "fleet.variant='oracle' needs the lengths of responses that are not generated yet: choose context, "
-                "no-context or group"
+                "fleet.variant='oracle' needs the lengths of responses that are not generated yet: choose even, "
+                "context, no-context or group"
             )
         return self
 

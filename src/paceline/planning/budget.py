@@ -12,6 +12,11 @@ the best set of n tokens is the n likeliest, whatever T is, and is closed under 
 (tiles, kernels), so the ratio is computed for every n and its maximum taken: O(N log N) for N proposed
 tokens, vectorised.
 
+A rollout ends with its last response, so `BudgetSettings.fair` weighs the tokens of request i with 1 / R_i, R_i its
+tokens per step so far: proportional fairness (Kelly 1997; the gradient rule of Kushner and Whiting 2004). Where
+acceptance stays as it is, that settles at the set with the greatest sum of log(tokens_i / T), `fair_lengths`: every
+request is as much faster than another one as its drafts are better, and none goes without because others are easier.
+
 T is learned from the very steps the policy chooses, so it explores, at a bounded cost:
     E1 baseline   while no step of about B tokens (B/2 .. 3B/2) was measured twice, nothing is verified, and
                   again when the last is `refresh_steps` ago: the reference "no drafts" is always measured
@@ -48,6 +53,7 @@ from paceline.planning.latency import (
 from paceline.types import Float32Array, Float64Array, Int32Array, StepObservation
 
 _BASELINE_OBSERVATIONS = 2
+_FAIR_STEPS = 32.0
 _TRUSTED_TOKENS = 32.0  # promised tokens that are believed before any evidence counts
 _CONFIDENCE_DECAY = 0.99  # per step, drafts or not, so that lost confidence comes back and is tried again
 
@@ -65,6 +71,9 @@ class BudgetSnapshot:
     )
     max_total_draft_tokens: int
     """Draft tokens the step has room for (the engine's token budget)."""
+    weight: Float64Array | None = (
+        None  # [num_requests] `marginal`: what its tokens count (`fair_weights`), None: 1
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,20 +147,59 @@ def decide(snapshot: BudgetSnapshot, state: BudgetState, settings: BudgetSetting
     return _even_lengths((probability > 0).sum(axis=1), settings.fixed_tokens, room)
 
 
+def fair_weights(num_tokens: NDArray[np.number], num_steps: NDArray[np.integer]) -> Float64Array:
+    """What a token of each request counts [num_requests]: tokens per step of all over its own, both so far.
+
+    num_tokens, num_steps: [num_requests] generated, and the steps that took. Few steps say little: every request begins
+    with `_FAIR_STEPS` at the rate of all.
+    """
+    rate = max(float(num_tokens.sum()), 1.0) / max(float(num_steps.sum()), 1.0)
+    own = (num_tokens + _FAIR_STEPS * rate) / (num_steps + _FAIR_STEPS)
+    return np.asarray(rate / own, dtype=np.float64)
+
+
 def best_lengths(
-    path_probability: NDArray[np.floating], sure_tokens: float, seconds: Float64Array, min_gain: float = 0.0
+    path_probability: NDArray[np.floating],
+    seconds: Float64Array,
+    min_gain: float = 0.0,
+    weight: Float64Array | None = None,
 ) -> Int32Array:
     """`marginal` where step times are known: the draft lengths [num_requests] with the best expected rate.
 
-    path_probability: [num_requests, max_draft_tokens], non-increasing along a row. sure_tokens: what the step yields
-    without drafts. seconds: [num_tokens + 1] time of the step that verifies the 0, 1, .. likeliest draft tokens.
+    path_probability: [num_requests, max_draft_tokens], non-increasing along a row. seconds: [num_tokens + 1] time of
+    the step that verifies the 0, 1, .. best draft tokens. weight: [num_requests] what its tokens count, None: 1.
     """
-    room = min(len(seconds) - 1, path_probability.size)
-    values = np.sort(path_probability, axis=None)[: -room - 1 : -1]
-    count = _best_count(sure_tokens, values, seconds[: len(values) + 1], min_gain) if len(values) else 0
-    if not count:
-        return np.zeros(len(path_probability), dtype=np.int32)
-    return _take_best(path_probability, values[count - 1], count)
+    value, sure = path_probability, float(len(path_probability))
+    if weight is not None:
+        value, sure = path_probability * weight[:, None], float(weight.sum())
+    values = _best_first(value, seconds)
+    if not len(values):
+        return np.zeros(len(value), dtype=np.int32)
+    return _take_best(value, values, _best_count(sure, values, seconds[: len(values) + 1], min_gain))
+
+
+def fair_lengths(
+    path_probability: NDArray[np.floating], seconds: Float64Array, min_gain: float = 0.0
+) -> Int32Array:
+    """Where `best_lengths` with `fair_weights` settles if acceptance stays: the greatest sum of log rates.
+
+    Arguments as there. In place of weights every token counts the growth of log(expected tokens) that it brings to its
+    request.
+    """
+    value = fair_gains(path_probability)
+    values = _best_first(value, seconds)
+    if not len(values):
+        return np.zeros(len(value), dtype=np.int32)
+    log_rate = np.cumsum(values) / len(value) - np.log(seconds[1 : len(values) + 1])
+    best = int(log_rate.argmax())
+    pays = log_rate[best] > np.log1p(min_gain) - np.log(seconds[0]) and values[best] > 0
+    return _take_best(value, values, best + 1 if pays else 0)
+
+
+def fair_gains(path_probability: NDArray[np.floating]) -> Float64Array:
+    """What each draft token adds to log(1 + expected accepted tokens) of its request. Same shape, falls along a row."""
+    path = np.asarray(path_probability, dtype=np.float64)
+    return np.asarray(np.log1p(path / (1.0 + np.cumsum(path, axis=1) - path)))
 
 
 def expected_accepted(snapshot: BudgetSnapshot, lengths: Int32Array) -> float:
@@ -211,7 +259,7 @@ def _decide_marginal(
     known = base if probe else max(base, largest_known_tokens(model))
     room = min(room, max(int(known * settings.max_growth) - base, 1))
     seconds = _probe_s(model, base, room) if probe else predict_s(model, np.arange(base, base + room + 1))
-    return best_lengths(probability * state.confidence, snapshot.num_requests, seconds, settings.min_gain)
+    return best_lengths(probability * state.confidence, seconds, settings.min_gain, snapshot.weight)
 
 
 def _is_known(model: StepTimeModel, base: int) -> bool:
@@ -237,9 +285,17 @@ def _best_count(
     return best + 1 if rate[best] > sure_tokens / seconds[0] * (1.0 + min_gain) and values[best] > 0 else 0
 
 
-def _take_best(score: NDArray[np.floating], lowest: float, count: int) -> Int32Array:
-    """Lengths that take the `count` highest scores, `lowest` being the last of them; ties by request, then
-    position."""
+def _best_first(value: NDArray[np.floating], seconds: Float64Array) -> NDArray[np.floating]:
+    """The highest values in descending order, as many as `seconds` has times for."""
+    room = min(len(seconds) - 1, value.size)
+    return np.sort(value, axis=None)[: -room - 1 : -1]
+
+
+def _take_best(score: NDArray[np.floating], ranked: NDArray[np.floating], count: int) -> Int32Array:
+    """Lengths that take the `count` highest scores; ties by request, then position. ranked: the scores, descending."""
+    if not count:
+        return np.zeros(len(score), dtype=np.int32)
+    lowest = ranked[count - 1]
     above = np.count_nonzero(score > lowest, axis=1)
     tied = np.count_nonzero(score == lowest, axis=1)
     left = count - int(above.sum()) - (np.cumsum(tied) - tied)
@@ -256,9 +312,7 @@ def _decide_bandit(
     reachable = probability[:, : strategy.draft_depth]
     values = np.sort(reachable, axis=None)[::-1]
     count = min(strategy.tokens_to_verify * snapshot.num_requests, room, int(np.count_nonzero(values > 0)))
-    if count == 0:
-        return np.zeros(snapshot.num_requests, dtype=np.int32)
-    return _take_best(reachable, values[count - 1], count)
+    return _take_best(reachable, values, count)
 
 
 def _decide_thresholds(
@@ -296,4 +350,8 @@ def _check(snapshot: BudgetSnapshot) -> None:
         raise EngineError(
             f"path probabilities of shape {snapshot.path_probability.shape} for {snapshot.num_requests} "
             "requests: pass one row per decoding request"
+        )
+    if snapshot.weight is not None and snapshot.weight.shape != (rows,):
+        raise EngineError(
+            f"weights of shape {snapshot.weight.shape} for {rows} requests: pass one per decoding request"
         )

@@ -16,11 +16,11 @@ Source: Seer 4.2 (divided rollout) and 4.3, algorithm 1. Its lines here:
     20-24  `Rooms.freest`: the worker with the most free KV blocks, if they are enough
 Ties go to what was submitted (or came up) first; a response keeps its place when it returns.
 
-Two orders are ours (docs/decisions/0005). `remaining`, the default: as `context`, but line 14 takes the longest estimate
-less the response's own tokens. A response that has run much of what is expected of it lets others pass, so groups and
-their responses keep level as they near their ends, and one that was taken for long is not run alone while others wait;
-nobody starves, as whoever runs sinks. `even`: the fewest tokens first, the longest estimate among equals; lengths need
-hardly be known. Both want room in the KV pool for responses that have begun, and move chunks more often.
+`even`, the default, is ours (docs/decisions/0005): the same probes, but line 14 takes the longest estimate less
+`_TOKEN_WEIGHT` times the response's own tokens, within a group the fewest tokens. So unfinished responses keep level,
+those of groups that look longer a quarter of the difference ahead: the last ones end about a chunk apart as long as
+there are enough to fill the workers, however wrong the estimates are, and nobody starves, as whoever runs sinks. It
+wants room in the KV pool for every response, and moves more chunks.
 
 Differs: (1) the paper's guard against wrong estimates draws from the groups that ran least "at random"; here every
 `guard_interval`-th response that is no probe comes from the group that was ordered the fewest tokens, so that decisions
@@ -39,7 +39,6 @@ from paceline.config import Variant
 from paceline.errors import ConfigError, EngineError, RequestError
 from paceline.planning.length import GroupLengths, LengthEstimator, NoLengths, TrueLengths
 from paceline.planning.request_buffer import (
-    TOKENS_FIRST,
     BoundBuffer,
     BufferedGroup,
     BufferedResponse,
@@ -48,15 +47,17 @@ from paceline.planning.request_buffer import (
     Rooms,
 )
 
+_TOKEN_WEIGHT = 4
+
 
 @dataclass(frozen=True, slots=True)
 class DispatchSettings:
     """How responses are dispatched. Raises ConfigError for a value out of range."""
 
-    variant: Variant = "remaining"
-    """remaining: the longest expected rest first. context: Seer, the longest estimate first. even: who has the fewest tokens
-    first. no-context: divided rollout alone, in order of submission. oracle: longest first by true lengths, without
-    probes. group: a whole group is bound to one worker and not divided, as veRL does."""
+    variant: Variant = "even"
+    """even: who has the fewest tokens, those of long groups ahead. context: Seer, the longest estimate first.
+    no-context: divided rollout alone, in order of submission. oracle: longest first by true lengths, without probes.
+    group: a whole group is bound to one worker and not divided, as veRL does."""
     chunk_tokens: int = 8192
     """Longest chunk; `group` runs every response to its end."""
     block_tokens: int = 16
@@ -100,9 +101,9 @@ class Dispatcher:
             self._buffer = DividedBuffer(
                 self._rooms,
                 self._lengths,
-                has_probes=settings.variant in {"context", "remaining"},
+                has_probes=settings.variant in {"context", "even"},
                 guard_interval=settings.guard_interval if settings.variant == "context" else 0,
-                token_weight={"remaining": 1, "even": TOKENS_FIRST}.get(settings.variant, 0),
+                token_weight=_TOKEN_WEIGHT if settings.variant == "even" else 0,
             )
         self._groups: dict[int, BufferedGroup] = {}
         self._running: dict[int, tuple[Assignment, BufferedResponse]] = {}  # by Assignment.number

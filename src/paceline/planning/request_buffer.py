@@ -16,8 +16,6 @@ from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 from paceline.errors import EngineError
 from paceline.planning.length import LengthEstimator
 
-TOKENS_FIRST = 1 << 32
-"""A `token_weight` above every estimate."""
 _LEAST_LIMIT = 64  # entries that a lazy heap may always hold
 
 
@@ -240,8 +238,8 @@ class DividedBuffer:
         token_weight: int,
     ) -> None:
         """has_probes: the first response of a group is one. guard_interval: see `DispatchSettings`, 0: never.
-        token_weight: what a token that a response has takes from its group's estimate. 0: the longest estimate first,
-        as in Seer; 1: the longest rest; `TOKENS_FIRST`: the fewest tokens, whatever the estimate.
+        token_weight: what a token that a response has takes from its group's estimate; 0: the longest estimate first,
+        as in Seer. 1 would be the longest rest first, endlessly many the fewest tokens first.
         """
         self._rooms = rooms
         self._lengths = lengths

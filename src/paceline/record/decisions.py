@@ -106,6 +106,7 @@ class BudgetLine(_Line, frozen=True, tag="budget"):
     drafts: Rows
     lengths: tuple[int, ...]
     """The decision: draft tokens of each request."""
+    weights: bytes = b""  # [num_requests] float64 of the snapshot, empty: none
     judged: bool = False
     """Whether the step was compared with what `free` alone would have made of it."""
     free: Rows | None = None

@@ -14,11 +14,11 @@ import numpy as np
 
 from paceline.config import BudgetSettings
 from paceline.planning.alternatives import Alternatives, choose_alternatives
-from paceline.planning.budget import best_lengths
+from paceline.planning.budget import fair_gains, fair_lengths
 from paceline.planning.latency_profile import LatencyModel
 from paceline.sim.costs import Drafter, EngineCosts
-from paceline.sim.speculation import Batch, Plain, RoundPlan, coupled_plan, depths, size_bucket
-from paceline.types import Float64Array, Int64Array
+from paceline.sim.speculation import Batch, Plain, RoundPlan, coupled_plan, fair_depths, size_bucket
+from paceline.types import Float64Array
 
 _LONGEST = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64, 96, 127)  # drafts of a model that are tried
 _ROUNDS = 3  # of price and choice: one follows from the other
@@ -29,7 +29,7 @@ class _Choice(NamedTuple):
 
     with_model: bool
     cut: float
-    """The lowest path probability that is verified; inf: nothing is drafted."""
+    """The lowest gain (`budget.fair_gains`) for which a token is verified; inf: nothing is drafted."""
     longest: int
     """Draft tokens of a request at most: every level of a model drafter takes its time, however few reach it."""
     price_s: float
@@ -38,11 +38,11 @@ class _Choice(NamedTuple):
 
 @dataclass
 class Budgeted:
-    """Paceline: the draft tokens with the best expected rate (`planning.budget`), from whichever drafter promises more.
+    """Paceline: the draft budget (`planning.budget.fair_lengths`), from whichever drafter promises more.
 
     Without and with the model drafter, whose levels cost time; the better of the two is carried out. A model that knows
     its second choices (`Drafter.second_choice`) drafts alternatives too, where they raise the rate
-    (`planning.alternatives`). The cut is kept as a probability, so that requests which come and go do not need a new
+    (`planning.alternatives`). The cut is kept as a gain, so that requests which come and go do not need a new
     search: it is made again after a twentieth of the batch has changed.
     """
 
@@ -67,7 +67,7 @@ class Budgeted:
         if math.isinf(choice.cut):
             return Plain().plan(batch, costs)
         rates = self._rates(batch, choice.with_model)
-        windows = np.minimum(depths(choice.cut, rates), choice.longest)
+        windows = np.minimum(fair_depths(choice.cut, rates), choice.longest)
         lines = coupled_plan(rates, windows, self._token(choice.with_model), costs)
         if math.isinf(choice.price_s):
             return lines
@@ -118,7 +118,7 @@ class Budgeted:
         return max(options, key=lambda option: option[0])[1]
 
     def _options(self, batch: Batch, costs: EngineCosts, with_model: bool) -> Iterator[tuple[float, _Choice]]:
-        """(tokens per second, what is drafted): lines, and with second choices also alternatives beside them."""
+        """(fair rate, what is drafted): lines, and with second choices also alternatives beside them."""
         rate, cut, longest = self._cut(batch, costs, with_model)
         yield rate, _Choice(with_model, cut, longest, math.inf)
         if not with_model or self.model is None or not self.model.second_choice or math.isinf(cut):
@@ -126,46 +126,52 @@ class Budgeted:
         for _ in range(_ROUNDS):
             choice = _Choice(True, cut, longest, rate)
             plan = self._made(choice, batch, costs)
-            reached = plan.sum_tokens / (plan.base_s + plan.context_s * batch.context_tokens)
+            growth = float(np.log(plan.tokens).sum())
+            seconds = plan.base_s + plan.context_s * batch.context_tokens
+            reached = float(_fair_rate(len(plan.tokens), growth, seconds))
             if reached <= rate * (1.0 + self.settings.min_gain):
                 return
             yield reached, choice
             rate = reached
 
     def _cut(self, batch: Batch, costs: EngineCosts, with_model: bool) -> tuple[float, float, int]:
-        """(tokens per second, cut, longest draft) of the best set; the likeliest tokens within each longest draft."""
+        """(fair rate, cut, longest draft) of the best set; the tokens that gain most within each longest draft."""
         rates = self._rates(batch, with_model)
         count, most = len(rates), self.settings.max_draft_tokens
         paths = rates[:, None] ** np.arange(1, most + 1)
-        order = np.argsort(-paths, axis=None, kind="stable")
+        gains = fair_gains(paths).ravel()
+        order = np.argsort(-gains, kind="stable")
         depth = order % most + 1
         seconds = costs.step.seconds(count + np.arange(paths.size + 1), batch.context_tokens)
         token = self._token(with_model)
         if token is None:
-            return self._best(paths, order, seconds, most)
+            return self._best(paths, gains[order], seconds, most)
         found = (0.0, most, seconds)
         for longest in sorted({min(one, most) for one in _LONGEST}):
             within = depth <= longest
             spent = seconds[: int(within.sum()) + 1].copy()
             levels = np.maximum.accumulate(depth[within])
             spent[1:] += levels * float(token.seconds(0)) + _slope_s(token) * np.arange(1, len(spent))
-            rate = float(((count + np.cumsum(paths.ravel()[order[within]])) / spent[1:]).max())
+            rate = float(_fair_rate(count, np.cumsum(gains[order[within]]), spent[1:]).max())
             if rate > found[0]:
                 found = rate, longest, spent
-        return self._best(paths, order[depth <= found[1]], found[2], found[1])
+        return self._best(paths, gains[order[depth <= found[1]]], found[2], found[1])
 
     def _best(
-        self, paths: Float64Array, order: Int64Array, seconds: Float64Array, longest: int
+        self, paths: Float64Array, gains: Float64Array, seconds: Float64Array, longest: int
     ) -> tuple[float, float, int]:
-        """(tokens per second, cut, longest draft) of the budget's decision among drafts of `longest` tokens.
+        """(fair rate, cut, longest draft) of the budget's decision among drafts of `longest` tokens.
 
-        order: their tokens, the likeliest first. seconds: of a step that verifies 0, 1, .. of them.
+        gains: of their tokens, descending. seconds: of a step that verifies 0, 1, .. of them.
         """
-        count = len(paths)
-        taken = int(best_lengths(paths[:, :longest], count, seconds, self.settings.min_gain).sum())
-        likeliest = paths.ravel()[order[:taken]]
-        rate = (count + float(likeliest.sum())) / float(seconds[taken])
-        return rate, float(likeliest[-1]) if taken else math.inf, longest
+        taken = int(fair_lengths(paths[:, :longest], seconds, self.settings.min_gain).sum())
+        rate = float(_fair_rate(len(paths), float(gains[:taken].sum()), float(seconds[taken])))
+        return rate, float(gains[taken - 1]) if taken else math.inf, longest
+
+
+def _fair_rate(count: int, log_tokens: Float64Array | float, seconds: Float64Array | float) -> Float64Array:
+    """Tokens per second of `count` requests that all had their geometric mean. log_tokens: sum of log tokens."""
+    return np.asarray(np.exp(log_tokens / count) * count / seconds)
 
 
 def _slope_s(token: LatencyModel) -> float:

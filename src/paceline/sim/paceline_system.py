@@ -37,7 +37,7 @@ _REFRESH_ROUNDS = 256.0
 class PacelineOptions:
     """Paceline's parameters."""
 
-    variant: Literal["remaining", "context", "even"] = "remaining"
+    variant: Literal["even", "context"] = "even"
     """Of the dispatcher."""
     chunk_tokens: int = 8192
     max_draft_tokens: int = 16

@@ -199,7 +199,7 @@ class AgeingSection(Section):
 class PacelineSection(Section):
     """Paceline's parameters."""
 
-    variant: Literal["remaining", "context", "even"] = "remaining"
+    variant: Literal["even", "context"] = "even"
     """Of the dispatcher (`planning/dispatch.py`)."""
     chunk_tokens: int = Field(default=8192, ge=1)
     max_draft_tokens: int = Field(default=16, ge=1, le=127)

@@ -104,10 +104,11 @@ class Decoupled:
     With `max_window` requests below the mean acceptance get a window and mode of their own, the rest keep theirs
     (algorithm 2, `planning.reconfigure`), whenever the batch has changed or the worker looks again: more often than the
     paper's 1000 iterations. What is best at a batch size is worked out once between two looks, for acceptance rates in
-    steps of 1/256 and batch sizes within a twentieth. With `chooses_all` everyone gets the best window at its own acceptance: a racing worker has
-    no placement to keep. `synchronous`: the drafter waits for the verifier, so nothing overlaps (the naive
-    disaggregation of the paper's ablation). `free` is ours: drafters without a model propose too, in the engine and in
-    no time, and a request takes their window if it yields more than the one drafted ahead, refills counted.
+    steps of 1/256 and batch sizes within a twentieth. With `chooses_all` everyone gets the best window at its own
+    acceptance: a racing worker has no placement to keep. `synchronous`: the drafter waits for the verifier, so nothing
+    overlaps (the naive disaggregation of the paper's ablation). `free` is ours: drafters without a model propose too,
+    in the engine and in no time, and a request takes their window if it yields more than the one drafted ahead, refills
+    counted.
     """
 
     drafter: Drafter
@@ -263,9 +264,13 @@ def _snapshot(rates: Float64Array, max_tokens: int) -> BudgetSnapshot:
     return BudgetSnapshot(len(rates), 0, path, path.size)
 
 
-def depths(cut: float, rates: Float64Array) -> Float64Array:
-    """The longest draft of each whose path probability is at least `cut`; a cut that is such a probability is met."""
-    return np.asarray(np.floor(math.log(cut) / np.log(rates) + 1e-9))
+def fair_depths(cut: float, rates: Float64Array) -> Float64Array:
+    """The longest draft of each whose last token gains at least `cut` (`budget.fair_gains`); a cut that is one is met.
+
+    With p the acceptance of every token, token k gains log((1 - p^(k+1)) / (1 - p^k)).
+    """
+    growth = math.expm1(cut)
+    return np.asarray(np.floor(np.log(growth / (growth + 1.0 - rates)) / np.log(rates) + 1e-6))
 
 
 def coupled_plan(
