@@ -9,14 +9,15 @@ A live comparison is as noisy as the machine; here all policies get the same res
    accepted is read off the response, and the clock advances by the step time and the drafting time fitted in stage 1.
 
 `policy` off, fixed (5 tokens), thresholds, bandit and marginal are the engine's budget policies with the model drafter
-alone, each after rollouts of other prompts to learn from. `clairvoyant` verifies exactly the tokens that will be
-accepted, with drafts that cost nothing: no policy can do better with this drafter on this machine. `free drafts` is
-marginal with drafts that cost nothing. `measured_s` is what the real engine took, prefill included, which the clock
-leaves out.
+alone, each after rollouts of other prompts to learn from. `best sum` is marginal without fair weights. `clairvoyant`
+verifies exactly the tokens that will be accepted, with drafts that cost nothing: no policy can do better with this
+drafter on this machine. `free drafts` is marginal with drafts that cost nothing. `measured_s` is what the real engine
+took, prefill included, which the clock leaves out.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import tempfile
 from collections.abc import Callable
@@ -40,9 +41,10 @@ from recording import (
 from speed import ROOT, make_prompts, prepare_target
 
 from paceline.config import BudgetSettings, EngineSettings
+from paceline.planning.budget import fair_weights
 from paceline.types import DraftGrowth, DraftQuery, ModelDrafts, StepObservation
 
-POLICIES = ("off", "fixed", "thresholds", "bandit", "marginal")
+POLICIES = ("off", "fixed", "thresholds", "bandit", "marginal", "best sum")
 COLUMNS = (
     "policy",
     "wall_s",
@@ -134,7 +136,9 @@ class Policy:
     def __init__(self, name: str, drafter: str, *, free_drafts: bool = False) -> None:
         from paceline.engine.fast_loop import FastLoop
 
-        budget = BudgetSettings(policy=name, fixed_tokens=5)  # type: ignore[arg-type]
+        is_fair = name != "best sum"
+        policy: Any = name if is_fair else "marginal"
+        budget = BudgetSettings(policy=policy, fixed_tokens=5, fair=is_fair)
         self.loop = FastLoop(
             EngineSettings(drafter="none", model_drafter=drafter, sharpness=SHARPNESS, budget=budget)
         )
@@ -147,6 +151,7 @@ class Policy:
         for row, prompt in enumerate(rollout.prompts):
             loop.open(rollout.groups[row], row, prompt, rollout.responses[row][:1].tolist())
         order = [loop.order()]
+        steps = itertools.count()
 
         def decide(
             query: DraftQuery, at: NDArray[np.int64]
@@ -156,7 +161,8 @@ class Policy:
                 made = self._model_drafts(replay, query, at, order[0])
                 drafting_s = 0.0 if self.free_drafts else made.total_s
                 loop.receive(replace(made, total_s=0.0))  # the clock's step time is free of drafting
-            proposal = loop.propose(query, 0)
+            step = np.full(len(at), next(steps))
+            proposal = loop.propose(query, 0, weight=fair_weights(at, step) if loop.is_fair else None)
             order[0] = loop.order()
             pairs = zip(query.responses.tolist(), at.tolist(), strict=True)
             accepted = np.array(

@@ -51,7 +51,7 @@ def run_user(model: Path, options: dict[str, object], **environment: str) -> dic
     )
     lines = [line for line in result.stdout.splitlines() if line.startswith("RESULT")]
     assert lines, result.stderr[-4000:]
-    return json.loads(lines[0][len("RESULT") :])
+    return {**json.loads(lines[0][len("RESULT") :]), "log": result.stdout + result.stderr}
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +72,7 @@ def test_the_environment_alone_switches_on(by_environment: dict[str, object]) ->
     assert len(tokens) == 6
     assert len(set(tokens)) == 6, "equal prompts must get different keys"
     assert all(by_environment["lengths"])  # type: ignore[arg-type]
+    assert "is on: drafter suffix, budget marginal, run seed 3" in str(by_environment["log"])
 
 
 def test_a_seed_is_a_key(by_environment: dict[str, object], model_dir: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -9,9 +10,11 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from conftest import POLICY, Generate
 from vllm import SamplingParams
@@ -124,3 +127,29 @@ def test_killed_and_resumed(plain: Generate, tmp_path: Path) -> None:
         assert line["finish_reason"] == response.finish_reason
         assert len(line["logprobs"]) == len(line["tokens"])
         assert line["logprobs"] == pytest.approx(response.logprobs, abs=1e-4)
+
+
+def test_ended_while_the_engines_start(tmp_path: Path) -> None:
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "o.jsonl"
+    prompts.write_text(json.dumps({"prompt": "1,3,3:21 "}) + "\n")
+    started = subprocess.Popen(command(prompts, out, "--workers", 2), stderr=subprocess.PIPE, text=True)
+    children = psutil.Process(started.pid).children
+    deadline_s = time.monotonic() + 120
+    while not any("ray::" in " ".join(child.cmdline()) for child in _alive(children(recursive=True))):
+        assert started.poll() is None
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
+    family = children(recursive=True)
+    started.send_signal(signal.SIGTERM)
+    _, said = started.communicate(timeout=120)
+    assert started.returncode == 130, said
+    assert "Traceback" not in said
+    assert not psutil.wait_procs(family, timeout=30)[1]
+
+
+def _alive(processes: list[psutil.Process]) -> Iterator[psutil.Process]:
+    """Those whose command line can be read: without zombies."""
+    for process in processes:
+        with contextlib.suppress(psutil.Error):
+            process.cmdline()
+            yield process

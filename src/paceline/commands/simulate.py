@@ -189,11 +189,12 @@ def _sweep(
     source: str, changes: Sequence[str], names: Sequence[str], what_if: Sequence[str], target: Path | None
 ) -> None:
     axes = [_read_axis(text) for text in what_if]
-    table = Table(title="what if", caption="rollout seconds; in brackets: speed-up over the first system")
+    table = Table(title="what if")
     for key, _ in axes:
         table.add_column(key)
-    for name in names:
-        table.add_column(name, justify="right")
+    table.add_column("system")
+    for heading in ("rollout s", f"over {names[0]}"):
+        table.add_column(heading, justify="right")
     rows: list[dict[str, Any]] = []
     points = []
     for values in itertools.product(*(values for _, values in axes)):
@@ -202,8 +203,11 @@ def _sweep(
     for values, chosen, scenario in points:
         results = run_systems(scenario, names)
         base = results[names[0]].rollout_s
-        cells = [f"{results[name].rollout_s:.0f} ({base / results[name].rollout_s:.2f})" for name in names]
-        table.add_row(*values, *cells)
+        for place, name in enumerate(names):
+            found = results[name].rollout_s
+            where = ("",) * len(values) if place else values
+            table.add_row(*where, name, f"{found:.0f}", f"{base / found:.2f}")
+        table.add_section()
         rows += [{"what_if": chosen, **_row(one)} for one in results.values()]
     Console().print(table)
     if target is not None:

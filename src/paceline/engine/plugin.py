@@ -13,13 +13,16 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 from typing import Any
 
+from paceline import __version__
 from paceline.errors import ConfigError, InstallError, UnsupportedError
 
 SWITCH = "PACELINE"
 SETTINGS = "PACELINE_SETTINGS"
+_LOGGER = logging.getLogger("vllm.paceline")  # below vLLM's own, so that its settings hold
 
 
 def is_switched_on() -> bool:
@@ -99,7 +102,8 @@ def switch_on(engine_args: Any) -> None:
             f"{SWITCH}=1 is set, but the engine already has worker_cls={engine_args.worker_cls!r}: "
             f"remove it, or unset {SWITCH}"
         )
-    arguments = engine_arguments(settings_from_environment())
+    settings = settings_from_environment()
+    arguments = engine_arguments(settings)
     if "kv_transfer_config" in arguments and engine_args.kv_transfer_config is not None:
         raise UnsupportedError(
             f"{SETTINGS} sets kv_pool, but the engine already has kv_transfer_config="
@@ -111,3 +115,11 @@ def switch_on(engine_args: Any) -> None:
     }
     for name, value in arguments.items():
         setattr(engine_args, name, value)
+    _LOGGER.info(
+        "Paceline %s is on: drafter %s, budget %s, run seed %d (%s=1)",
+        __version__,
+        settings.model_drafter or settings.drafter,
+        settings.budget.policy,
+        settings.run_seed,
+        SWITCH,
+    )

@@ -63,6 +63,8 @@ if TYPE_CHECKING:
     from paceline.fleet.reward_pool import RewardPool, Scored
 
 TICK_S = 0.25
+_PATIENCE = 0.5
+"""How long other workers are waited for when the first is up, as a share of what that took."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +91,8 @@ class Fleet:
         reward: scores each response as soon as it is finished, in processes of its own.
         vllm_arguments: any other argument of vLLM's EngineArgs.
 
-    Returns once the first engine is up. Raises CheckpointError, ConfigError or InstallError before anything starts,
-    EngineError when no engine does.
+    Returns once all engines are up, or one is and the others take half as long again. Raises CheckpointError,
+    ConfigError or InstallError before anything starts, EngineError when no engine does.
     """
 
     def __init__(
@@ -146,7 +148,7 @@ class Fleet:
                 self._rewards = RewardPool(reward, self.settings.rewards or RewardSettings())
                 made.callback(self._rewards.close)
             self._tell(Opened())
-            self._wait_while(lambda: "up" not in self._states())
+            self._await_workers()
             self._made = made.pop_all()
 
     def _prepare(self, made: ExitStack, vllm_arguments: dict[str, Any]) -> None:
@@ -453,6 +455,13 @@ class Fleet:
 
     def _states(self) -> set[str]:
         return {self._controller.state_of(name) for name in self._controller.workers}
+
+    def _await_workers(self) -> None:
+        """Wait for the first worker, and a little for the others: alone it would take all of a small rollout."""
+        begin_s = time.monotonic()
+        self._wait_while(lambda: "up" not in self._states())
+        until_s = time.monotonic() + _PATIENCE * (time.monotonic() - begin_s)
+        self._wait_while(lambda: "starting" in self._states() and time.monotonic() < until_s)
 
     def _wait_while(self, condition: Callable[[], bool]) -> None:
         while condition():

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from types import FrameType, TracebackType
 from typing import Any, Self
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_ANSWER = b"\nstopping as soon as the run can be saved; once more ends it at once\n"
 
 
 class Interrupted(KeyboardInterrupt):
@@ -27,6 +29,7 @@ class Interruption:
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.wanted = True
         self._restore()
+        os.write(2, _ANSWER)  # a handler must not print: it may have interrupted a print
 
     def _restore(self) -> None:
         for number, handler in self._before.items():
