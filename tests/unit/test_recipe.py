@@ -71,7 +71,7 @@ def test_overrides_win_and_are_yaml(tmp_path: Path) -> None:
         ("optimizer: {learning_rate: .inf}", "optimizer.learning_rate = inf"),
         ("sampling: {temperature: 0}", "sampling.temperature = 0"),
         ("engine: {budget: {policy: fastest}}", "engine.budget.policy = 'fastest'"),
-        ("fleet: {variant: oracle}", "choose context, no-context or group"),
+        ("fleet: {variant: oracle}", "choose even, context, no-context or group"),
     ],
 )
 def test_bad_value_is_named_with_its_remedy(tmp_path: Path, text: str, message: str) -> None:

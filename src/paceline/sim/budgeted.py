@@ -38,7 +38,8 @@ class _Choice(NamedTuple):
 
 @dataclass
 class Budgeted:
-    """Paceline: the draft budget (`planning.budget.fair_lengths`), from whichever drafter promises more.
+    """Paceline: the draft budget (`planning.budget.fair_lengths`, whatever `settings.fair`), from whichever drafter
+    promises more.
 
     Without and with the model drafter, whose levels cost time; the better of the two is carried out. A model that knows
     its second choices (`Drafter.second_choice`) drafts alternatives too, where they raise the rate
