@@ -121,7 +121,7 @@ def main() -> None:
         ("racing, best of n", lambda: race(assign_best_of_n), 50.0),
         ("racing, fastest of n", lambda: race(assign_fastest_of_n), 50.0),
     ]
-    variants = ("context", "no-context", "oracle", "group")
+    variants = ("even", "context", "no-context", "oracle", "group")
     cases += [(f"dispatch, {name}", partial(dispatch, name), 50.0) for name in variants]
     cases += [
         (f"controller, {100 * count} responses", partial(control, count), 500.0) for count in (100, 1000)

@@ -44,7 +44,7 @@ def run_user(model: Path, options: dict[str, object], **environment: str) -> dic
     base = {k: v for k, v in os.environ.items() if not k.startswith("PACELINE")}
     result = subprocess.run(
         [sys.executable, "-c", USER, str(model), json.dumps(options)],
-        env={**base, **environment},
+        env={**base, "VLLM_LOGGING_LEVEL": "INFO", **environment},
         capture_output=True,
         text=True,
         timeout=300,

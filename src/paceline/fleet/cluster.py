@@ -105,12 +105,12 @@ def connect(settings: FleetSettings, vllm: Any) -> bool:
 
 @contextmanager
 def _own_sigterm() -> Iterator[None]:
-    """Keep the handler of SIGTERM: Ray puts one in its place that aborts the process."""
+    """Keep the handler of SIGTERM: Ray puts in one that aborts the process (and still does while it starts)."""
     before = signal.getsignal(signal.SIGTERM)
     try:
         yield
     finally:
-        if threading.current_thread() is threading.main_thread():
+        if before is not None and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, before)
 
 

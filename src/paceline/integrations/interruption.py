@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from types import FrameType, TracebackType
@@ -29,7 +30,8 @@ class Interruption:
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.wanted = True
         self._restore()
-        os.write(2, _ANSWER)  # a handler must not print: it may have interrupted a print
+        with contextlib.suppress(OSError):  # nobody may be there any more to read it
+            os.write(2, _ANSWER)  # a handler must not print: it may have interrupted a print
 
     def _restore(self) -> None:
         for number, handler in self._before.items():

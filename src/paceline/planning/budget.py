@@ -13,9 +13,10 @@ the best set of n tokens is the n likeliest, whatever T is, and is closed under 
 tokens, vectorised.
 
 A rollout ends with its last response, so `BudgetSettings.fair` weighs the tokens of request i with 1 / R_i, R_i its
-tokens per step so far: proportional fairness (Kelly 1997; the gradient rule of Kushner and Whiting 2004). Where
-acceptance stays as it is, that settles at the set with the greatest sum of log(tokens_i / T), `fair_lengths`: every
-request is as much faster than another one as its drafts are better, and none goes without because others are easier.
+tokens per step in this engine so far (since its chunk began): proportional fairness (Kelly 1997; the gradient rule of
+Kushner and Whiting 2004). Over long chunks, where acceptance stays as it is, that settles at the set with the greatest
+sum of log(tokens_i / T), `fair_lengths`; in short ones the weights hardly move. The batch as a whole never expects less
+than without drafts. Further paths (`paths.py`) and a model drafter's worth are judged by the plain sum.
 
 T is learned from the very steps the policy chooses, so it explores, at a bounded cost:
     E1 baseline   while no step of about B tokens (B/2 .. 3B/2) was measured twice, nothing is verified, and
@@ -167,11 +168,24 @@ def best_lengths(
     """`marginal` where step times are known: the draft lengths [num_requests] with the best expected rate.
 
     path_probability: [num_requests, max_draft_tokens], non-increasing along a row. seconds: [num_tokens + 1] time of
-    the step that verifies the 0, 1, .. best draft tokens. weight: [num_requests] what its tokens count, None: 1.
+    the step that verifies the 0, 1, .. best draft tokens. weight: [num_requests] what its tokens count, None: 1;
+    drafts that would make the batch as a whole slower than none are not taken for its sake.
     """
-    value, sure = path_probability, float(len(path_probability))
-    if weight is not None:
-        value, sure = path_probability * weight[:, None], float(weight.sum())
+    if weight is None:
+        return _best_weighted(path_probability, float(len(path_probability)), seconds, min_gain)
+    lengths = _best_weighted(path_probability * weight[:, None], float(weight.sum()), seconds, min_gain)
+    taken = np.arange(path_probability.shape[1]) < lengths[:, None]
+    tokens = len(lengths) + float(path_probability.sum(where=taken, dtype=np.float64))
+    plain = len(lengths) * seconds[int(lengths.sum())] / seconds[0]
+    if not taken.any() or tokens >= plain * (1.0 + min_gain):
+        return lengths
+    return best_lengths(path_probability, seconds, min_gain)
+
+
+def _best_weighted(
+    value: NDArray[np.floating], sure: float, seconds: Float64Array, min_gain: float
+) -> Int32Array:
+    """Lengths with the most value per second. value: of each token. sure: what the step is worth without drafts."""
     values = _best_first(value, seconds)
     if not len(values):
         return np.zeros(len(value), dtype=np.int32)

@@ -19,8 +19,8 @@ Ties go to what was submitted (or came up) first; a response keeps its place whe
 `even`, the default, is ours (docs/decisions/0005): the same probes, but line 14 takes the longest estimate less
 `_TOKEN_WEIGHT` times the response's own tokens, within a group the fewest tokens. So unfinished responses keep level,
 those of groups that look longer a quarter of the difference ahead: the last ones end about a chunk apart as long as
-there are enough to fill the workers, however wrong the estimates are, and nobody starves, as whoever runs sinks. It
-wants room in the KV pool for every response, and moves more chunks.
+there are enough to fill the workers, however wrong the estimates are. Nobody but the probes, which run to their end,
+keeps others waiting: whoever runs sinks. It wants room in the KV pool for every response, and moves more chunks.
 
 Differs: (1) the paper's guard against wrong estimates draws from the groups that ran least "at random"; here every
 `guard_interval`-th response that is no probe comes from the group that was ordered the fewest tokens, so that decisions
@@ -267,8 +267,6 @@ def _choose_estimator(
 ) -> LengthEstimator:
     if settings.variant == "oracle":
         if true_lengths is None:
-            raise ConfigError(
-                "the dispatch variant 'oracle' got no true lengths: give them, or use 'context'"
-            )
+            raise ConfigError("the dispatch variant 'oracle' got no true lengths: give them, or use 'even'")
         return TrueLengths(true_lengths)
     return NoLengths() if settings.variant in {"no-context", "group"} else GroupLengths()

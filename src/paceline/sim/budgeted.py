@@ -33,7 +33,7 @@ class _Choice(NamedTuple):
     longest: int
     """Draft tokens of a request at most: every level of a model drafter takes its time, however few reach it."""
     price_s: float
-    """Tokens per second that alternatives are judged by; inf: none are verified."""
+    """Fair rate (`_fair_rate`) that alternatives must beat in tokens per second; inf: none are verified."""
 
 
 @dataclass
@@ -83,7 +83,7 @@ class Budgeted:
         batch: Batch,
         costs: EngineCosts,
     ) -> RoundPlan:
-        """The round with alternatives. price_s: tokens that a second must bring."""
+        """The round with alternatives. price_s: tokens that a second must bring, at the fair rate."""
         assert self.model is not None
         count = len(rates)
         own = batch.acceptance[self.model_index] >= rates
