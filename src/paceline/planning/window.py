@@ -180,6 +180,8 @@ def _tokens_to_rejection(acceptance: ArrayLike, window: ArrayLike) -> Float64Arr
     """S_w = (1 - p^w) / (1 - p), w at p = 1."""
     p, w = np.asarray(acceptance, dtype=np.float64), np.asarray(window)
     certain = p > _NEARLY_ONE
+    if not certain.any():
+        return np.asarray((1.0 - np.power(p, w)) / (1.0 - p))
     return np.where(certain, w, (1.0 - np.power(p, w)) / np.where(certain, 1.0, 1.0 - p))
 
 
