@@ -105,10 +105,12 @@ def connect(settings: FleetSettings, vllm: Any) -> bool:
 
 @contextmanager
 def _own_sigterm() -> Iterator[None]:
-    """Keep the handler of SIGTERM: Ray puts in one that aborts the process (and still does while it starts)."""
+    """Keep the handler of SIGTERM: Ray puts in its own, which exits while it starts, and aborts afterwards."""
     before = signal.getsignal(signal.SIGTERM)
     try:
         yield
+    except SystemExit as ended:
+        raise KeyboardInterrupt from ended
     finally:
         if before is not None and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, before)
