@@ -7,7 +7,7 @@ import pytest
 
 from paceline.errors import EngineError
 from paceline.planning.latency_profile import AffineLatency
-from paceline.planning.reconfigure import reconfigure
+from paceline.planning.reconfigure import PlanTable, reconfigure
 from paceline.planning.window import Mode, Rules, StepTimes, profiled_times, tokens_per_s
 
 DRAFT, VERIFY = AffineLatency(0.002, 0.00002), AffineLatency(0.012, 0.0004)
@@ -68,3 +68,18 @@ def test_nobody_is_below_the_mean_of_equals() -> None:
 def test_rates_that_are_none_are_refused() -> None:
     with pytest.raises(EngineError, match="not between 0 and 1"):
         reconfigure([0.5, float("nan")], profiled_times(DRAFT, VERIFY, 1, MAX_WINDOW))
+
+
+@pytest.mark.parametrize("rules", list(Rules))
+def test_a_table_decides_the_same(rules: Rules) -> None:
+    times = profiled_times(DRAFT, VERIFY, 1, MAX_WINDOW)
+    acceptance = np.random.default_rng(2).integers(0, 257, size=80) / 256
+    by_table, by_times = (
+        reconfigure(acceptance, PlanTable(times, rules)),
+        reconfigure(acceptance, times, rules),
+    )
+    for field in ("requests", "windows", "is_coupled", "tokens_per_s"):
+        assert getattr(by_table, field).tolist() == getattr(by_times, field).tolist()
+    assert len(set(by_times.windows.tolist())) > 1
+    rounded = reconfigure(acceptance + 0.001 * (acceptance < 1), PlanTable(times, rules))
+    assert set(rounded.windows.tolist()) <= set(by_times.windows.tolist())

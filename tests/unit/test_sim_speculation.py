@@ -14,7 +14,6 @@ from paceline.planning import bandit
 from paceline.planning.alternatives import tree_tokens
 from paceline.planning.budget import BudgetSnapshot, BudgetState, decide
 from paceline.planning.latency_profile import AffineLatency, PiecewiseLatency, StepLatency
-from paceline.planning.reconfigure import reconfigure
 from paceline.planning.window import coupled_tokens, decoupled_tokens
 from paceline.sim.acceptance import AcceptanceProcess
 from paceline.sim.costs import Drafter, EngineCosts
@@ -179,16 +178,3 @@ def test_a_bandit_with_second_choices_verifies_trees() -> None:
     assert plan.tokens == pytest.approx(tree_tokens(np.array(rates), 0.5, 24, 6))
     assert plan.drafted_tokens == 48.0
     assert plan.base_s == pytest.approx(6 * (0.001 + 2e-5) + float(KNEE.seconds(50)))
-
-
-def test_the_table_of_plans_is_what_reconfiguration_decides() -> None:
-    rates = np.array([10, 40, 90, 128, 180, 230, 250]) / 256
-    made = Decoupled(SMALL, 0, 3, max_window=8)
-    batch = Batch(rates[None, :], 4000.0)
-    made.plan(batch, COSTS)
-    found = reconfigure(rates, made._times(batch, COSTS))
-    table = made._best_at(batch, COSTS)
-    places = np.rint(rates[found.requests] * 256).astype(int)
-    assert table.windows[places].tolist() == found.windows.tolist()
-    assert table.is_coupled[places].tolist() == found.is_coupled.tolist()
-    assert len(set(found.windows.tolist())) > 1

@@ -110,7 +110,9 @@ def _own_sigterm() -> Iterator[None]:
     try:
         yield
     except SystemExit as ended:
-        raise KeyboardInterrupt from ended
+        if ended.code == signal.SIGTERM:
+            raise KeyboardInterrupt from ended
+        raise
     finally:
         if before is not None and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, before)

@@ -8,13 +8,17 @@ ahead (SpecActor 4.1), so both modes are judged by the same D and V.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from paceline.planning.window import Mode, Rules, StepTimes, best_window, checked_acceptance
 from paceline.types import Float64Array, Int32Array, Int64Array
+
+_TABLE_RATES = np.linspace(0.0, 1.0, 257)
+_Plans: TypeAlias = tuple[Int32Array, NDArray[np.bool_], Float64Array]
+"""The last three fields of a `Reconfiguration`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,31 +31,30 @@ class Reconfiguration:
     tokens_per_s: Float64Array  # [num_changed] expected rate of each
 
 
-class DraftPlan(NamedTuple):
-    """Window and mode for each of some acceptance rates."""
+class PlanTable:
+    """Lines 3 to 5 of algorithm 2 worked out once, for acceptance rates in steps of 1/256: a caller that reconfigures
+    often at the same step times only looks up. The rates that it is asked for are rounded.
+    """
 
-    windows: Int32Array  # [num_rates] draft tokens; 0: decode without drafts
-    is_coupled: NDArray[np.bool_]  # [num_rates]
-    tokens_per_s: Float64Array  # [num_rates] expected rate of each
+    def __init__(self, times: StepTimes, rules: Rules = Rules.PROTOCOL) -> None:
+        """times, rules and errors as in `reconfigure`."""
+        self._plans = _best_plans(_TABLE_RATES, times, rules)
 
-
-def best_draft_plan(acceptance: ArrayLike, times: StepTimes, rules: Rules = Rules.PROTOCOL) -> DraftPlan:
-    """Lines 3 to 5 of algorithm 2 for acceptance rates [num_rates]; times and errors as in `reconfigure`."""
-    coupled = best_window(acceptance, times, Mode.COUPLED, rules)
-    decoupled = best_window(acceptance, times, Mode.DECOUPLED, rules)
-    is_coupled = coupled.tokens_per_s >= decoupled.tokens_per_s
-    return DraftPlan(
-        np.where(is_coupled, coupled.window, decoupled.window),
-        is_coupled,
-        np.where(is_coupled, coupled.tokens_per_s, decoupled.tokens_per_s),
-    )
+    def look_up(self, rates: Float64Array) -> _Plans:
+        """Windows, modes and expected rates for acceptance rates [num_rates]."""
+        places = np.rint(rates * (len(_TABLE_RATES) - 1)).astype(np.int64)
+        windows, is_coupled, tokens_per_s = self._plans
+        return windows[places], is_coupled[places], tokens_per_s[places]
 
 
-def reconfigure(acceptance: ArrayLike, times: StepTimes, rules: Rules = Rules.PROTOCOL) -> Reconfiguration:
+def reconfigure(
+    acceptance: ArrayLike, times: StepTimes | PlanTable, rules: Rules = Rules.PROTOCOL
+) -> Reconfiguration:
     """Best window and mode of every request whose acceptance rate [num_requests] is below the mean of all.
 
     times: D(b) and V_w(b) of the placement for windows 0 .. max_window (`window.profiled_times`). The paper takes
-    b = 1, a request alone; a batch prices the verifier's rounds as they are while others share them.
+    b = 1, a request alone; a batch prices the verifier's rounds as they are while others share them. Or a table, which
+    has rules of its own.
 
     Ties go to coupled, which drafts nothing in vain, then to the smaller window. Raises EngineError for rates outside
     [0, 1], ConfigError for a max_window below 1. Differs: no drafts (coupled, window 0) competes too; the paper leaves
@@ -59,4 +62,21 @@ def reconfigure(acceptance: ArrayLike, times: StepTimes, rules: Rules = Rules.PR
     """
     rates = checked_acceptance(acceptance)
     below = np.flatnonzero(rates < rates.mean()) if rates.size else np.empty(0, dtype=np.int64)
-    return Reconfiguration(below, *best_draft_plan(rates[below], times, rules))
+    plans = (
+        times.look_up(rates[below])
+        if isinstance(times, PlanTable)
+        else _best_plans(rates[below], times, rules)
+    )
+    return Reconfiguration(below, *plans)
+
+
+def _best_plans(rates: Float64Array, times: StepTimes, rules: Rules) -> _Plans:
+    """Lines 3 to 5 of algorithm 2 for each rate."""
+    coupled = best_window(rates, times, Mode.COUPLED, rules)
+    decoupled = best_window(rates, times, Mode.DECOUPLED, rules)
+    is_coupled = coupled.tokens_per_s >= decoupled.tokens_per_s
+    return (
+        np.where(is_coupled, coupled.window, decoupled.window),
+        is_coupled,
+        np.where(is_coupled, coupled.tokens_per_s, decoupled.tokens_per_s),
+    )

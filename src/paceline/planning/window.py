@@ -88,7 +88,8 @@ def accepted_distribution(acceptance: float, window: int) -> Float64Array:
 
 def coupled_tokens(acceptance: ArrayLike, window: ArrayLike) -> Float64Array:
     """Tokens per coupled round, bonus token included: sum_{a<w} P(a,w) (a+1) + (w+1) P(w,w) = S_{w+1}."""
-    return _tokens_to_rejection(acceptance, np.asarray(window) + 1)
+    w = np.asarray(window) + 1
+    return _sum_of_powers(acceptance, w, np.power(acceptance, w))
 
 
 def decoupled_tokens(
@@ -101,13 +102,14 @@ def decoupled_tokens(
     w = np.asarray(window)
     passed = np.power(acceptance, w)
     rounds = (1.0 - passed) * (1.0 + np.asarray(refill_rounds)) + passed * acceptance
-    return np.asarray(_tokens_to_rejection(acceptance, w) / rounds)
+    return np.asarray(_sum_of_powers(acceptance, w, passed) / rounds)
 
 
 def decoupled_tokens_of_paper(acceptance: ArrayLike, window: ArrayLike) -> Float64Array:
     """SpecActor's tau_w: sum_{a<w} P(a,w) (a+1)/2 + w P(w,w). Exact at p = 0 and p = 1 only."""
     w = np.asarray(window)
-    return np.asarray(0.5 * (_tokens_to_rejection(acceptance, w) + w * np.power(acceptance, w)))
+    passed = np.power(acceptance, w)
+    return np.asarray(0.5 * (_sum_of_powers(acceptance, w, passed) + w * passed))
 
 
 def round_s(window: ArrayLike, times: StepTimes, mode: Mode) -> Float64Array:
@@ -176,13 +178,13 @@ def checked_acceptance(acceptance: ArrayLike) -> Float64Array:
     return p
 
 
-def _tokens_to_rejection(acceptance: ArrayLike, window: ArrayLike) -> Float64Array:
-    """S_w = (1 - p^w) / (1 - p), w at p = 1."""
-    p, w = np.asarray(acceptance, dtype=np.float64), np.asarray(window)
+def _sum_of_powers(acceptance: ArrayLike, window: ArrayLike, passed: Float64Array) -> Float64Array:
+    """S_w = (1 - p^w) / (1 - p), w at p = 1: tokens until a rejection. passed: p^w."""
+    p = np.asarray(acceptance, dtype=np.float64)
     certain = p > _NEARLY_ONE
     if not certain.any():
-        return np.asarray((1.0 - np.power(p, w)) / (1.0 - p))
-    return np.where(certain, w, (1.0 - np.power(p, w)) / np.where(certain, 1.0, 1.0 - p))
+        return np.asarray((1.0 - passed) / (1.0 - p))
+    return np.where(certain, window, (1.0 - passed) / np.where(certain, 1.0, 1.0 - p))
 
 
 def _refill_rounds(window: ArrayLike, times: StepTimes) -> Float64Array:

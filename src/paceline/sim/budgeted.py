@@ -17,7 +17,7 @@ from paceline.planning.alternatives import Alternatives, choose_alternatives
 from paceline.planning.budget import fair_gains, fair_lengths
 from paceline.planning.latency_profile import LatencyModel
 from paceline.sim.costs import Drafter, EngineCosts
-from paceline.sim.speculation import Batch, Plain, RoundPlan, coupled_plan, fair_depths, size_bucket
+from paceline.sim.speculation import Batch, BySize, Plain, RoundPlan, coupled_plan, fair_depths
 from paceline.types import Float64Array
 
 _LONGEST = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64, 96, 127)  # drafts of a model that are tried
@@ -52,17 +52,11 @@ class Budgeted:
     model: Drafter | None
     model_index: int
     settings: BudgetSettings
-    _choices: dict[int, _Choice] = field(default_factory=dict)
-    _look: int = -1
+    _choices: BySize[_Choice] = field(default_factory=BySize)
 
     def plan(self, batch: Batch, costs: EngineCosts) -> RoundPlan:
-        if batch.look != self._look:
-            self._choices.clear()
-            self._look = batch.look
-        bucket = size_bucket(batch.acceptance.shape[1])
-        if bucket not in self._choices:
-            self._choices[bucket] = self._search(batch, costs)
-        return self._made(self._choices[bucket], batch, costs)
+        choice = self._choices.get(batch, lambda: self._search(batch, costs))
+        return self._made(choice, batch, costs)
 
     def _made(self, choice: _Choice, batch: Batch, costs: EngineCosts) -> RoundPlan:
         if math.isinf(choice.cut):

@@ -8,8 +8,9 @@ workers whenever the batch or its acceptance has changed.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 
@@ -18,7 +19,7 @@ from paceline.planning import bandit
 from paceline.planning.alternatives import tree_tokens
 from paceline.planning.budget import BudgetSnapshot, BudgetState, decide
 from paceline.planning.latency_profile import LatencyModel
-from paceline.planning.reconfigure import DraftPlan, best_draft_plan
+from paceline.planning.reconfigure import PlanTable, reconfigure
 from paceline.planning.window import (
     Mode,
     StepTimes,
@@ -29,6 +30,8 @@ from paceline.planning.window import (
 )
 from paceline.sim.costs import Drafter, EngineCosts
 from paceline.types import Float64Array, Int32Array
+
+_Found = TypeVar("_Found")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +62,22 @@ class RoundPlan:
     """Tokens of a round that no drafter proposed: sum_tokens less accepted draft tokens."""
 
 
-_RATES = np.linspace(0.0, 1.0, 257)
+class BySize(Generic[_Found]):
+    """What was found for batches of about a size, until acceptance is looked at again. One per worker."""
 
+    def __init__(self) -> None:
+        self._found: dict[int, _Found] = {}
+        self._look = -1
 
-def size_bucket(num_requests: int) -> int:
-    """The same for batch sizes within about a twentieth of each other."""
-    return round(math.log(num_requests) / 0.05)
+    def get(self, batch: Batch, search: Callable[[], _Found]) -> _Found:
+        """What `search` gave for a batch size within a twentieth of this one's since the last look."""
+        if batch.look != self._look:
+            self._found.clear()
+            self._look = batch.look
+        size = round(math.log(batch.acceptance.shape[1]) / 0.05)
+        if size not in self._found:
+            self._found[size] = search()
+        return self._found[size]
 
 
 class Speculation(Protocol):
@@ -120,8 +133,7 @@ class Decoupled:
     synchronous: bool = False
     free: tuple[int, ...] = ()
     """Rows of the drafters without a model."""
-    _best: dict[int, DraftPlan] = field(default_factory=dict)
-    _look: int = -1
+    _tables: BySize[PlanTable] = field(default_factory=BySize)
 
     def plan(self, batch: Batch, costs: EngineCosts) -> RoundPlan:
         rates = batch.acceptance[self.index]
@@ -133,21 +145,11 @@ class Decoupled:
             if self.chooses_all:
                 windows = best_window(rates, self._times(batch, costs), Mode.DECOUPLED).window
             else:
-                best, below = self._best_at(batch, costs), rates < rates.mean()
-                places = np.rint(rates[below] * (len(_RATES) - 1)).astype(np.int64)
-                windows[below] = best.windows[places]
-                is_coupled[below] = best.is_coupled[places]
+                table = self._tables.get(batch, lambda: PlanTable(self._times(batch, costs)))
+                found = reconfigure(rates, table)
+                windows[found.requests] = found.windows
+                is_coupled[found.requests] = found.is_coupled
         return self._mixed_plan(rates, windows, is_coupled, batch, costs)
-
-    def _best_at(self, batch: Batch, costs: EngineCosts) -> DraftPlan:
-        """What is best at each of `_RATES` at about this batch size."""
-        if batch.look != self._look:
-            self._best.clear()
-            self._look = batch.look
-        bucket = size_bucket(batch.acceptance.shape[1])
-        if bucket not in self._best:
-            self._best[bucket] = best_draft_plan(_RATES, self._times(batch, costs))
-        return self._best[bucket]
 
     def _times(self, batch: Batch, costs: EngineCosts) -> StepTimes:
         count = batch.acceptance.shape[1]
