@@ -17,8 +17,8 @@ import numpy as np
 from harness import parser, publish
 
 from paceline.config import FleetSettings
-from paceline.fleet.controller import Controller
-from paceline.fleet.events import Ending, Opened, Report, Reported, RunChunk, Submitted, Tick, WorkerUp
+from paceline.control.controller import Controller
+from paceline.control.events import Ending, Opened, Report, Reported, RunChunk, Submitted, Tick, WorkerUp
 from paceline.planning.dispatch import Dispatcher, DispatchSettings
 from paceline.planning.latency_profile import AffineLatency
 from paceline.planning.placement import Cluster, place

@@ -257,7 +257,7 @@ Variant: TypeAlias = Literal["even", "context", "no-context", "oracle", "group"]
 class FleetSettings(Section):
     """Divided rollout over several engines (fleet/). Nothing here changes a token."""
 
-    workers: int = Field(default=2, ge=1, le=4096)
+    workers: int = Field(default=2, ge=1, le=65_536)
     """Engines, each in a Ray actor."""
     variant: Variant = "even"
     """Order of responses, planning/dispatch.py. even: who has the fewest tokens, those expected to become long ahead;

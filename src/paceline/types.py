@@ -160,6 +160,18 @@ class Response:
 
 
 @dataclass(frozen=True, slots=True)
+class KvUse:
+    """The KV cache of one engine at a moment."""
+
+    num_blocks: int
+    """Blocks that requests may fill; drafts in flight need none beyond a request's own limit of tokens."""
+    block_tokens: int
+    num_used: int
+    num_preemptions: int
+    """Requests that were thrown out for want of blocks since the engine started."""
+
+
+@dataclass(frozen=True, slots=True)
 class KvPoolCounters:
     """What one process has done with the KV pool since it opened it."""
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from paceline.config import FleetSettings
+from paceline.control.events import CancelChunk, WorkerEvent, WorkerLost, WorkerUp
 from paceline.fleet.actors import Actors
-from paceline.fleet.events import CancelChunk, WorkerEvent, WorkerLost, WorkerUp
 from paceline.fleet.worker import EngineSpec, Facts
 
 

@@ -9,7 +9,7 @@ import torch
 from conftest import POLICY, make_requests
 from vllm import SamplingParams
 
-from paceline.fleet.events import RunChunk
+from paceline.control.events import RunChunk
 from paceline.fleet.rollout import Fleet
 
 PARAMS = SamplingParams(temperature=1.0)

@@ -12,9 +12,9 @@ from conftest import Generate, make_requests, make_score
 from vllm import SamplingParams
 
 from paceline.config import Variant
+from paceline.control.events import Event, RunChunk
 from paceline.engine.replay import replay_engine
 from paceline.errors import EngineError, RequestError, UnsupportedError
-from paceline.fleet.events import Event, RunChunk
 from paceline.fleet.journal import Journal
 from paceline.fleet.replay import replay_controller
 from paceline.fleet.rollout import Fleet

@@ -15,11 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.config import FleetSettings
-from paceline.errors import EngineError
-from paceline.fleet.chunk_log import ChunkLog
-from paceline.fleet.controller import Controller
-from paceline.fleet.decision_log import open_log
-from paceline.fleet.events import (
+from paceline.control.controller import Controller
+from paceline.control.events import (
     Abandoned,
     Action,
     CancelChunk,
@@ -44,6 +41,9 @@ from paceline.fleet.events import (
     WorkerLost,
     WorkerUp,
 )
+from paceline.errors import EngineError
+from paceline.fleet.chunk_log import ChunkLog
+from paceline.fleet.decision_log import open_log
 from paceline.fleet.replay import replay_controller
 from paceline.record.decisions import DecisionReader
 from paceline.types import Response, RolloutRequest

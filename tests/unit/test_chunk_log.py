@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.fleet.chunk_log import ChunkLog, ChunkSpan
-from paceline.fleet.events import (
+from paceline.control.events import (
     CancelChunk,
     Ending,
     Growth,
@@ -15,6 +14,7 @@ from paceline.fleet.events import (
     StopWorker,
     WorkerLost,
 )
+from paceline.fleet.chunk_log import ChunkLog, ChunkSpan
 from paceline.types import RolloutRequest
 
 

@@ -12,12 +12,11 @@ from rich.console import Console
 from paceline.commands.fleet_job import FleetView, find_troubles
 from paceline.commands.launch import build_settings
 from paceline.config import FleetSettings
-from paceline.engine.kv_use import KvUse
+from paceline.control.events import Report, Telemetry, WorkerStep
 from paceline.errors import ConfigError, InstallError
 from paceline.fleet import cluster
-from paceline.fleet.events import Report, Telemetry, WorkerStep
 from paceline.fleet.status import StatusBoard, WorkerStatus
-from paceline.types import KvPoolCounters, StepObservation
+from paceline.types import KvPoolCounters, KvUse, StepObservation
 
 pytest.importorskip("ray", reason="Ray is not installed")
 

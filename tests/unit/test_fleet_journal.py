@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from paceline.control.events import Keep, Kept
 from paceline.errors import RecordError
-from paceline.fleet.events import Keep, Kept
 from paceline.fleet.journal import Journal
 from paceline.types import RolloutRequest
 

@@ -8,10 +8,8 @@ from typing import Any
 import pytest
 
 from paceline.config import FleetSettings
-from paceline.errors import EngineError
-from paceline.fleet.chunk_log import ChunkLog
-from paceline.fleet.controller import Controller
-from paceline.fleet.events import (
+from paceline.control.controller import Controller
+from paceline.control.events import (
     Action,
     CancelChunk,
     Event,
@@ -26,6 +24,8 @@ from paceline.fleet.events import (
     WorkerLost,
     WorkerUp,
 )
+from paceline.errors import EngineError
+from paceline.fleet.chunk_log import ChunkLog
 from paceline.fleet.rollout import TICK_S, Fleet
 from paceline.fleet.status import StatusBoard, WorkerStatus
 from paceline.types import RolloutRequest

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from paceline.config import EngineSettings, FleetSettings
+from paceline.control.controller import Controller
 from paceline.errors import ConfigError, RequestError, UnsupportedError
 from paceline.fleet import cluster, draft_process, rollout
 from paceline.fleet.chunk_log import ChunkLog
-from paceline.fleet.controller import Controller
 from paceline.fleet.draft_process import MAX_FAILED_STARTS, DraftProcess, start_draft_process
 from paceline.fleet.rollout import Fleet
 from paceline.types import RolloutRequest

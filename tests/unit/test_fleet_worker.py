@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from paceline.control.events import CancelChunk, Report, RunChunk
 from paceline.engine.rollout import TokenEvent
 from paceline.errors import EngineError
-from paceline.fleet.events import CancelChunk, Report, RunChunk
 from paceline.fleet.weights import pack_weights, unpack_weights
 from paceline.fleet.worker import RolloutWorker
 from paceline.types import KvPoolCounters, Response, RolloutRequest

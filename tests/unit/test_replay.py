@@ -12,11 +12,8 @@ from edited_log import edit_log
 from live_loop import live
 
 from paceline.config import BudgetSettings, EngineSettings, FleetSettings
-from paceline.engine.replay import replay_engine
-from paceline.errors import RecordError, RequestError
-from paceline.fleet.controller import Controller
-from paceline.fleet.decision_log import describe, open_log
-from paceline.fleet.events import (
+from paceline.control.controller import Controller
+from paceline.control.events import (
     Abandoned,
     CancelChunk,
     Ending,
@@ -33,6 +30,9 @@ from paceline.fleet.events import (
     WorkerLost,
     WorkerUp,
 )
+from paceline.engine.replay import replay_engine
+from paceline.errors import RecordError, RequestError
+from paceline.fleet.decision_log import describe, open_log
 from paceline.fleet.replay import replay_controller
 from paceline.record.decisions import (
     BudgetLine,
@@ -154,15 +154,15 @@ def request(key: int) -> RolloutRequest:
 
 
 def ended(chunk: int, start: int, count: int, reason: str) -> Report:
-    tokens = tuple(range(start, start + count))
-    return Report(2, endings=(Ending(chunk, start, tokens, (-1.0,) * count, 2, 5, reason),))
+    tokens = list(range(start, start + count))  # a list, as msgpack gives it back
+    return Report(2, endings=(Ending(chunk, start, tokens, [-1.0] * count, 2, 5, reason),))
 
 
 EVENTS: list[Event] = [
     Opened(),
     WorkerUp("w0", 0, 0, 100, 4, 10),
     Submitted((request(2**64 - 1), request(2)), true_lengths=(12, 3)),
-    Reported("w0", 0, Report(1, (Growth(0, 0, (0, 1), (-0.5, float("nan")), 1),))),
+    Reported("w0", 0, Report(1, (Growth(0, 0, [0, 1], [-0.5, float("nan")], 1),))),
     WorkerUp("w1", 0, 0, 100, 4, 10),
     WorkerLost("w0", 0, "killed"),
     Tick(1.0),

@@ -14,15 +14,14 @@ from paceline.commands.launch import Launch
 from paceline.commands.prompts import Prompt
 from paceline.commands.rollout_record import RolloutRecord
 from paceline.config import EngineSettings, FleetSettings
-from paceline.engine.kv_use import KvUse
+from paceline.control.events import Ending, Report, Reported, RunChunk, Telemetry, WorkerStep
 from paceline.errors import EngineError, RecordError
 from paceline.fleet.chunk_log import ChunkLog
-from paceline.fleet.events import Ending, Report, Reported, RunChunk, Telemetry, WorkerStep
 from paceline.fleet.rollout import Finished
 from paceline.fleet.status import StatusBoard, WorkerStatus
 from paceline.record import ChunkDone, EngineStepSample, Event, RecordReader, ResponseDone, RunEnd, TrainStep
 from paceline.report import build_report
-from paceline.types import Response, RolloutRequest, StepObservation
+from paceline.types import KvUse, Response, RolloutRequest, StepObservation
 
 
 @dataclass

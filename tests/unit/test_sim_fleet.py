@@ -52,7 +52,11 @@ def make_work(groups: int = 16, size: int = 16, seed: int = 1) -> Workload:
 
 
 def all_systems(setup: Setup, chunk: int = 512) -> list[System]:
-    spec, options, ours = SpecActorOptions(0.65), SeerOptions(chunk_tokens=chunk), PacelineOptions(chunk)
+    spec, options, ours = (
+        SpecActorOptions(0.65),
+        SeerOptions(chunk_tokens=chunk),
+        PacelineOptions(chunk_tokens=chunk),
+    )
     return [
         verl(setup),
         verl_twice(setup),
@@ -230,7 +234,7 @@ def test_paceline_drafts_where_the_plan_says() -> None:
         make_setup(10), num_responses=40, models=(replace(SMALL, acceptance=AcceptanceProcess(0.9)),)
     )
     steep = replace(make_setup(10, replace(ENGINE, step=StepLatency(AffineLatency(0.01, 1e-3), 0.0))))
-    options = PacelineOptions(512)
+    options = PacelineOptions(chunk_tokens=512)
     ahead, inside = paceline(flat, options), paceline(steep, options)
     assert (ahead.plan.num_workers, inside.plan.num_workers) == (8, 10)
     assert "ahead on 1 more per engine" in ahead.note
@@ -244,7 +248,7 @@ def test_paceline_drafts_where_the_plan_says() -> None:
 def test_no_drafter_drafts_ahead_that_cannot() -> None:
     attached = replace(make_setup(), models=(replace(SMALL, is_attached=True),))
     with pytest.raises(ConfigError, match="no drafter of the scenario can draft on devices of its own"):
-        paceline(attached, PacelineOptions(512), "decoupled")
+        paceline(attached, PacelineOptions(chunk_tokens=512), "decoupled")
 
 
 def test_best_of_n_races_as_its_version_says() -> None:

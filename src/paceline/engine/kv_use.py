@@ -2,20 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
-
-@dataclass(frozen=True, slots=True)
-class KvUse:
-    """The KV cache of one engine at a moment."""
-
-    num_blocks: int
-    """Blocks that requests may fill; drafts in flight need none beyond a request's own limit of tokens."""
-    block_tokens: int
-    num_used: int
-    num_preemptions: int
-    """Requests that were thrown out for want of blocks since the engine started."""
+from paceline.types import KvUse
 
 
 def read_kv_use(scheduler: Any) -> KvUse:

@@ -14,8 +14,8 @@ from typing import Any, Literal
 import ray
 
 from paceline.config import FleetSettings
+from paceline.control.events import Order, Reported, WeightsLoaded, WorkerEvent, WorkerLost, WorkerUp
 from paceline.fleet.cluster import actor_options
-from paceline.fleet.events import Order, Reported, WeightsLoaded, WorkerEvent, WorkerLost, WorkerUp
 from paceline.fleet.worker import EngineSpec, Facts, RolloutWorker
 
 LOGGER = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from paceline.fleet.events import (
+from paceline.control.events import (
     Action,
     CancelChunk,
     Ending,

@@ -17,9 +17,8 @@ import msgspec
 import numpy as np
 
 from paceline.config import FleetSettings
-from paceline.errors import PacelineError
-from paceline.fleet.controller import Controller
-from paceline.fleet.events import (
+from paceline.control.controller import Controller
+from paceline.control.events import (
     Action,
     CancelChunk,
     Deliver,
@@ -32,6 +31,7 @@ from paceline.fleet.events import (
     StartWorker,
     StopWorker,
 )
+from paceline.errors import PacelineError
 from paceline.record.decisions import ControllerLine, DecisionHeader, DecisionWriter
 
 EVENTS: dict[str, type[Event]] = {kind.__name__: kind for kind in get_args(Event)}

@@ -19,9 +19,9 @@ from typing import Self
 
 import msgspec
 
+from paceline.control.events import Keep, Kept
 from paceline.engine.keys import prompt_group
 from paceline.errors import RecordError
-from paceline.fleet.events import Keep, Kept
 from paceline.types import RolloutRequest
 
 MOST_WAITING_BYTES = 1 << 28

@@ -11,10 +11,10 @@ from itertools import zip_longest
 import msgspec
 
 from paceline.config import FleetSettings
+from paceline.control.controller import Controller
+from paceline.control.events import Event
 from paceline.errors import RecordError
-from paceline.fleet.controller import Controller
 from paceline.fleet.decision_log import EVENTS, describe, describe_error
-from paceline.fleet.events import Event
 from paceline.record.decisions import ControllerLine, DecisionReader
 from paceline.record.tally import Tally
 

@@ -1,7 +1,7 @@
 """Fleet: the rollouts of N engines behind one interface, token for token those of a single one.
 
 Its loop turns what Ray answers into events and the controller's actions into calls, and decides nothing; see
-fleet/controller.py for what is promised. Callers: the command line, the trainers' seams, Python programs. One thread.
+control/controller.py for what is promised. Callers: the command line, the trainers' seams, Python programs. One thread.
 
     with Fleet(model, FleetSettings(workers=4)) as fleet:
         responses = fleet.generate(requests, SamplingParams(temperature=1.0))
@@ -18,16 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.config import EngineSettings, FleetSettings, RewardSettings, Variant
-from paceline.dice import derive_key
-from paceline.engine.keys import prompt_group
-from paceline.engine.rollout import check_checkpoint, check_params
-from paceline.errors import EngineError, RequestError, UnsupportedError
-from paceline.fleet import cluster
-from paceline.fleet.chunk_log import ChunkLog
-from paceline.fleet.controller import Controller
-from paceline.fleet.decision_log import ControllerLog, open_log
-from paceline.fleet.draft_process import DraftProcess, start_draft_process
-from paceline.fleet.events import (
+from paceline.control.controller import Controller
+from paceline.control.events import (
     Abandoned,
     Action,
     CancelChunk,
@@ -47,6 +39,14 @@ from paceline.fleet.events import (
     WeightsChanged,
     WorkerLost,
 )
+from paceline.dice import derive_key
+from paceline.engine.keys import prompt_group
+from paceline.engine.rollout import check_checkpoint, check_params
+from paceline.errors import EngineError, RequestError, UnsupportedError
+from paceline.fleet import cluster
+from paceline.fleet.chunk_log import ChunkLog
+from paceline.fleet.decision_log import ControllerLog, open_log
+from paceline.fleet.draft_process import DraftProcess, start_draft_process
 from paceline.fleet.journal import Journal
 from paceline.fleet.kv_pool import open_pool
 from paceline.fleet.metrics import MetricsServer

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from paceline.fleet.events import Report, Telemetry, WorkerStep
+from paceline.control.events import Report, Telemetry, WorkerStep
 from paceline.types import KvPoolCounters
 
 MOST_STEPS = 1 << 14

@@ -19,9 +19,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.config import EngineSettings
+from paceline.control.events import (
+    CancelChunk,
+    Ending,
+    Growth,
+    Order,
+    Report,
+    RunChunk,
+    Telemetry,
+    WorkerStep,
+)
 from paceline.engine.kv_use import read_kv_use
 from paceline.errors import EngineError, PacelineError
-from paceline.fleet.events import CancelChunk, Ending, Growth, Order, Report, RunChunk, Telemetry, WorkerStep
 from paceline.fleet.weights import PackedTensor, unpack_weights
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 from paceline.record import ChunkDone, RecordWriter
 
 if TYPE_CHECKING:
+    from paceline.control.events import WorkerStep
     from paceline.fleet.chunk_log import ChunkSpan
-    from paceline.fleet.events import WorkerStep
     from paceline.fleet.rollout import Fleet
 
 

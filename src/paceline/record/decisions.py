@@ -159,7 +159,7 @@ class ControllerLine(_Line, frozen=True, tag="controller"):
     """An event, and what the controller answered."""
 
     event: str
-    """Name of its class in fleet/events.py."""
+    """Name of its class in control/events.py."""
     body: msgspec.Raw
     actions: tuple[str, ...] = ()
     """Each as text, with a digest of its tokens (fleet/decision_log.py)."""

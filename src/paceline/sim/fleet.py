@@ -1,10 +1,10 @@
 """A simulated rollout: workers, and the decisions that steer them, on one clock.
 
-The loop takes the next event of any worker, advances that worker, tells the dispatcher (`planning.dispatch`) what
-ended and carries out what it decides; workers that are free may join a race (`planning.racing`) or train the drafter
-(`planning.harvest`). Invariants: every response ends exactly once; whatever is brought to the present may end
-something, so a turn is over only when nothing more has ended; time never goes back; the same arguments give the same
-result. Called by `step.py` and the benchmarks.
+The loop takes the next event of any worker, advances that worker, tells the controller what ended and carries out what
+it decides. The controller (`control.controller`) is the live fleet's own. Workers that are free may join a race
+(`planning.racing`) or train the drafter (`planning.harvest`). Invariants: every response ends exactly once; whatever is
+brought to the present may end something, so a turn is over only when nothing more has ended; time never goes back; the
+same arguments give the same result. Called by `step.py` and the benchmarks.
 """
 
 from __future__ import annotations
@@ -14,15 +14,31 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from heapq import heappop, heappush
+from typing import NamedTuple
 
 import numpy as np
 
+from paceline.config import FleetSettings
+from paceline.control.controller import Controller
+from paceline.control.events import (
+    Action,
+    Ending,
+    Event,
+    Fail,
+    Opened,
+    Report,
+    Reported,
+    RunChunk,
+    Submitted,
+    WorkerUp,
+)
 from paceline.errors import ConfigError
-from paceline.planning.dispatch import Assignment, Dispatcher, DispatchSettings
+from paceline.planning.dispatch import DispatchSettings
 from paceline.planning.harvest import HarvestSettings
 from paceline.sim.acceptance import AcceptanceModel
 from paceline.sim.costs import Drafter, EngineCosts
 from paceline.sim.harvest import Training
+from paceline.sim.ledger import CountedResponse, make_requests
 from paceline.sim.race import Race, Racing
 from paceline.sim.speculation import Speculation
 from paceline.sim.worker import Counters, Job, SimulatedWorker
@@ -93,6 +109,13 @@ def simulate_rollout(plan: FleetPlan, workload: Workload, seed: int = 0) -> Roll
     return _Fleet(plan, workload, seed).run()
 
 
+class HomeChunk(NamedTuple):
+    """A chunk that runs where the controller sent it."""
+
+    worker: int
+    number: int
+
+
 class _Fleet:
     def __init__(self, plan: FleetPlan, workload: Workload, seed: int) -> None:
         self.plan, self.work = plan, workload
@@ -100,7 +123,7 @@ class _Fleet:
         self.acceptance = AcceptanceModel(processes, workload.group_size, workload.num_responses, seed)
         self.group_tokens = np.zeros(workload.num_groups)
         self.reported = np.zeros(workload.num_responses)  # tokens that suffix trees know of
-        self.told = np.zeros(workload.num_responses)  # tokens that the dispatcher knows of
+        self.told = [0] * workload.num_responses  # tokens that the controller knows of
         self.workers = [
             SimulatedWorker(at, plan.engine, plan.speculate(), self.rates, plan.refresh_rounds)
             for at in range(plan.num_workers)
@@ -110,9 +133,20 @@ class _Fleet:
         self.ends: deque[tuple[SimulatedWorker, int, float]] = (
             deque()
         )  # chunks that ended and were not told yet
+        self.actions: deque[Action] = deque()  # decided and not carried out yet
         self.free: set[int] = set()  # workers that have fallen free since anyone looked
-        self.dispatcher = self._dispatcher()
-        self.running: dict[int, Assignment] = {}  # by response
+        self.controller = Controller(
+            FleetSettings(
+                workers=plan.num_workers,
+                variant=plan.dispatch.variant,
+                chunk_tokens=plan.dispatch.chunk_tokens,
+                guard_interval=plan.dispatch.guard_interval,
+            ),
+            CountedResponse,
+        )
+        self.numbers = {name: number for number, name in enumerate(self.controller.workers)}
+        self.names = self.controller.workers
+        self.running: dict[int, HomeChunk] = {}  # by response
         self.end_s = np.zeros(workload.num_responses)
         self.num_left = workload.num_responses
         self.race = Race(plan.racing, self) if plan.racing else None
@@ -121,6 +155,7 @@ class _Fleet:
     def run(self) -> RolloutResult:
         now_s = 0.0
         self.free.update(range(len(self.workers)))
+        self._begin()
         self._settle(now_s)
         while self.num_left:
             now_s, number, version = heappop(self.events)
@@ -178,17 +213,13 @@ class _Fleet:
         self._settle(now_s)
 
     def _settle(self, now_s: float) -> None:
-        """Tell what ended, hand out work, and look after free workers, until nothing more ends."""
+        """Tell what ended, carry out what is decided, and look after free workers, until nothing more ends."""
         while True:
-            while self.ends:
-                worker, response, tokens = self.ends.popleft()
-                if not self.end_s[response]:
-                    self._ended(worker, response, tokens, now_s)
-                self.schedule(worker)
-            self._assign(now_s)
-            if not self.ends:
+            self._tell_ends(now_s)
+            self._carry_out(now_s)
+            if not self.ends and not self.actions:
                 self._look_after_free(now_s)
-            if not self.ends:
+            if not self.ends and not self.actions:
                 return
 
     def _report(self, worker: SimulatedWorker) -> None:
@@ -197,41 +228,68 @@ class _Fleet:
         np.add.at(self.group_tokens, worker.responses // self.work.group_size, gained)
         self.reported[worker.responses] += gained
 
-    def _ended(self, worker: SimulatedWorker, response: int, tokens: float, now_s: float) -> None:
-        """A chunk, or the response, has ended on a worker."""
+    def _tell_ends(self, now_s: float) -> None:
+        """The controller is told which chunks have ended, worker by worker."""
+        endings: dict[int, list[Ending]] = {}
+        while self.ends:
+            worker, response, tokens = self.ends.popleft()
+            if not self.end_s[response]:
+                home = self._ended(worker, response, tokens, now_s)
+                if home is not None:  # None: a racer finished what waits for its next chunk, see _carry_out
+                    endings.setdefault(home.worker, []).append(self._ending(home, response, int(tokens)))
+            self.schedule(worker)
+        for number, found in endings.items():
+            self._report_endings(number, found)
+
+    def _ended(self, worker: SimulatedWorker, response: int, tokens: float, now_s: float) -> HomeChunk | None:
+        """A chunk ended, or a racer's copy of the response; gives where the response is at home."""
         group = response // self.work.group_size
         self.group_tokens[group] += max(tokens - self.reported[response], 0.0)
         self.reported[response] = max(tokens, self.reported[response])
-        is_finished = tokens >= self.work.length_tokens[response]
-        assignment = self.running.get(response)
-        if is_finished:
+        home = self.running.pop(response, None)
+        if tokens >= self.work.length_tokens[response]:
             self.end_s[response] = now_s
             self.num_left -= 1
             if self.race:
-                home = {int(assignment.worker)} if assignment else set()
-                self.race.won(response, home - {worker.number}, now_s)
-        if assignment is not None:  # None: a racer finished what waits for its next chunk, see _assign
-            del self.running[response]
-            self.told[response] = tokens
-            self.dispatcher.chunk_finished(assignment, int(tokens), is_finished)
+                elsewhere = {home.worker} - {worker.number} if home is not None else set()
+                self.race.won(response, elsewhere, now_s)
+        return home
 
-    def _assign(self, now_s: float) -> None:
-        """Carry out all that the dispatcher decides now."""
+    def _ending(self, home: HomeChunk, response: int, tokens: int) -> Ending:
+        start, self.told[response] = self.told[response], tokens
+        reason = "stop" if tokens >= self.work.length_tokens[response] else "length"
+        return Ending(home.number, start, range(start, tokens), (), 0, 0, reason)
+
+    def _report_endings(self, number: int, endings: list[Ending]) -> None:
+        self._tell(Reported(self.names[number], 0, Report(0, endings=tuple(endings))))
+
+    def _tell(self, event: Event) -> None:
+        """Raises what the controller finds impossible."""
+        for action in self.controller.decide(event):
+            if isinstance(action, Fail):
+                raise action.error(action.message)
+            self.actions.append(action)
+
+    def _carry_out(self, now_s: float) -> None:
+        """Do what the controller decided: run chunks. It hears at once of those that a racer has finished already."""
         jobs: dict[int, list[Job]] = {}
-        while (assignment := self.dispatcher.next_assignment()) is not None:
-            response = assignment.group * self.work.group_size + assignment.sample
-            if self.end_s[response]:
-                length = int(self.work.length_tokens[response])
-                self.dispatcher.chunk_finished(assignment, length, True)
+        while self.actions:
+            action = self.actions.popleft()
+            if not isinstance(action, RunChunk):
                 continue
-            worker = self.workers[int(assignment.worker)]
+            response, worker = action.index, self.workers[self.numbers[action.worker]]
+            home = HomeChunk(worker.number, action.chunk)
+            if self.end_s[response]:
+                ending = self._ending(home, response, int(self.work.length_tokens[response]))
+                self._report_endings(worker.number, [ending])
+                continue
             if worker.number not in jobs:
                 self.advance(worker, now_s)
             so_far = float(self.reported[response])
             if self.race:
                 so_far = max(so_far, self.race.comes_home(worker, response, now_s))
-            self.running[response] = assignment
-            jobs.setdefault(worker.number, []).append(self._job(assignment, response, so_far))
+            self.running[response] = home
+            jobs.setdefault(worker.number, []).append(self._job(action, so_far))
         for number, found in jobs.items():
             worker = self.workers[number]
             if self.training and worker.is_free:
@@ -240,12 +298,11 @@ class _Fleet:
             worker.add(found, now_s)
             self.schedule(worker)
 
-    def _job(self, assignment: Assignment, response: int, so_far: float) -> Job:
-        """The chunk, as far as the dispatcher ordered it; what racers have generated of it need not be again."""
-        end = min(float(self.work.length_tokens[response]), self.told[response] + assignment.chunk_tokens)
+    def _job(self, order: RunChunk, so_far: float) -> Job:
+        """The chunk, as far as the controller ordered it; what racers have generated of it need not be again."""
+        end = float(min(self.work.length_tokens[order.index], order.request.max_tokens))
         so_far = min(so_far, end - 1.0)
-        prompt = int(self.work.prompt_tokens[assignment.group])
-        return Job(response, so_far, end - so_far, prompt, so_far > 0.0)
+        return Job(order.index, so_far, end - so_far, len(order.request.prompt), so_far > 0.0)
 
     def _look_after_free(self, now_s: float) -> None:
         """Workers that have fallen free race, or train."""
@@ -254,19 +311,19 @@ class _Fleet:
         if self.training:
             for number in free:
                 self.training.idle(number, now_s)
-        if self.race and self.num_left and not self.dispatcher.num_waiting:
+        if self.race and self.num_left and not self.controller.num_waiting:
             self.race.run(free, now_s)
         elif self.race:
             self.free.update(free)
 
-    def _dispatcher(self) -> Dispatcher:
-        lengths, size = self.work.length_tokens.tolist(), self.work.group_size
-        truth = {g: lengths[g * size : (g + 1) * size] for g in range(self.work.num_groups)}
-        made = Dispatcher(self.plan.dispatch, truth if self.plan.dispatch.variant == "oracle" else None)
-        engine, queues = self.plan.engine, self.plan.dispatch.variant == "group"
-        blocks = _ENDLESS if queues else engine.kv_tokens // self.plan.dispatch.block_tokens
-        for worker in self.workers:
-            made.worker_up(str(worker.number), blocks, _ENDLESS if queues else engine.max_requests)
-        for group in range(self.work.num_groups):
-            made.submit(group, size, int(self.work.prompt_tokens[group]), self.work.max_tokens)
-        return made
+    def _begin(self) -> None:
+        """All workers are up, and the rollout is submitted."""
+        engine, dispatch = self.plan.engine, self.plan.dispatch
+        queues = dispatch.variant == "group"
+        blocks = _ENDLESS if queues else engine.kv_tokens // dispatch.block_tokens
+        seats = _ENDLESS if queues else engine.max_requests
+        self._tell(Opened())
+        for name in self.names:
+            self._tell(WorkerUp(name, 0, 0, blocks, dispatch.block_tokens, seats))
+        truth = tuple(self.work.length_tokens.tolist()) if dispatch.variant == "oracle" else ()
+        self._tell(Submitted(make_requests(self.work), true_lengths=truth))

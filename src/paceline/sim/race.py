@@ -145,7 +145,7 @@ class Race:
 
     def _places(self, response: int) -> set[int]:
         home = self.fleet.running.get(response)
-        return {*self._racers.get(response, ()), *([int(home.worker)] if home is not None else ())}
+        return {*self._racers.get(response, ()), *([home.worker] if home is not None else ())}
 
     def _deploy(self, worker: SimulatedWorker, now_s: float) -> None:
         population = [0] * len(self.settings.speculate)
@@ -160,7 +160,7 @@ class Race:
 
     def _assign(self, now_s: float) -> None:
         """Algorithm 3 over what runs at home, the workers that are there for racers and their drafters."""
-        homes: dict[int, int] = {r: int(a.worker) for r, a in self.fleet.running.items()}
+        homes: dict[int, int] = {r: home.worker for r, home in self.fleet.running.items()}
         acceptance = self._observed(set(homes.values()), now_s)
         responses = [response for response in homes if response in acceptance]
         free = sorted(self._rank_of)

@@ -93,6 +93,8 @@ class SimulatedWorker:
         self._acceptance: Float64Array | None = None
         self._plan: RoundPlan | None = None
         self._ranks: Int64Array = np.empty(0, dtype=np.int64)  # of what runs
+        self._context: float | None = None  # sum of the row; None: to be found, as all three
+        self._ahead: float | None = None  # see _rounds_ahead
         self._rounds_left = refresh_rounds
         self._busy_since = 0.0
         self._look = 0
@@ -147,6 +149,7 @@ class SimulatedWorker:
         self._state[_LEFT] -= gained
         self._state[_TOKENS] += gained
         self._state[_CONTEXT] += gained
+        self._context = self._ahead = None
         self._count(plan, rounds, float(gained.sum()))
         self.clock_s = now_s
         self._rounds_left -= rounds
@@ -183,11 +186,12 @@ class SimulatedWorker:
             self._state[_LEFT, at[0]] -= gained
             self._state[_TOKENS, at[0]] += gained
             self._state[_CONTEXT, at[0]] += gained
+            self._context = self._ahead = None
             self._make_room()
 
     def look_again(self) -> None:
         """Acceptance may have changed."""
-        self._acceptance = self._plan = None
+        self._acceptance = self._plan = self._ahead = None
         self._rounds_left = self._refresh_rounds
         self._look += 1
 
@@ -204,10 +208,8 @@ class SimulatedWorker:
 
     def _planned(self) -> RoundPlan:
         if self._plan is None:
-            context = float(self._state[_CONTEXT].sum())
-            self._plan = self.speculation.plan(
-                Batch(self.acceptance, context, self._look), self._step_costs()
-            )
+            batch = Batch(self.acceptance, self._context_tokens(), self._look)
+            self._plan = self.speculation.plan(batch, self._step_costs())
         return self._plan
 
     def _step_costs(self) -> EngineCosts:
@@ -220,19 +222,27 @@ class SimulatedWorker:
 
     def _rounds_ahead(self) -> float:
         """Rounds until the first of the events."""
-        plan = self._planned()
-        ends = float((self._state[_LEFT] / plan.tokens).min())
-        room = self.costs.kv_tokens - float(self._state[_CONTEXT].sum())
-        full = max(room, 0.0) / plan.sum_tokens if len(self.responses) > 1 else math.inf
-        return max(min(ends, full, self._rounds_left), 0.0)
+        if self._ahead is None:
+            plan = self._planned()
+            ends = float((self._state[_LEFT] / plan.tokens).min())
+            room = self.costs.kv_tokens - self._context_tokens()
+            full = max(room, 0.0) / plan.sum_tokens if len(self.responses) > 1 else math.inf
+            self._ahead = max(min(ends, full, self._rounds_left), 0.0)
+        return self._ahead
+
+    def _context_tokens(self) -> float:
+        """Tokens of context of what runs, all together."""
+        if self._context is None:
+            self._context = float(self._state[_CONTEXT].sum())
+        return self._context
 
     def _seconds(self, rounds: float) -> float:
-        plan, context = self._planned(), float(self._state[_CONTEXT].sum())
+        plan, context = self._planned(), self._context_tokens()
         return rounds * plan.base_s + plan.context_s * rounds * (context + 0.5 * rounds * plan.sum_tokens)
 
     def _rounds_in(self, seconds: float) -> float:
         """The inverse of `_seconds`."""
-        plan, context = self._planned(), float(self._state[_CONTEXT].sum())
+        plan, context = self._planned(), self._context_tokens()
         linear, square = plan.base_s + plan.context_s * context, 0.5 * plan.context_s * plan.sum_tokens
         if square <= 0.0:
             return seconds / linear
@@ -261,11 +271,11 @@ class SimulatedWorker:
         self._state = self._state[:, kept]
         if self._acceptance is not None:
             self._acceptance = self._acceptance[:, kept]
-        self._plan = None
+        self._plan = self._context = self._ahead = None
 
     def _make_room(self) -> None:
         """Preempt what was admitted last while the KV of the rest is full."""
-        while len(self.responses) > 1 and self._state[_CONTEXT].sum() >= self.costs.kv_tokens - _DONE:
+        while len(self.responses) > 1 and self._context_tokens() >= self.costs.kv_tokens - _DONE:
             left, tokens, context = self._state[:, -1].tolist()
             self.waiting.appendleft(
                 Job(int(self.responses[-1]), tokens, left, round(context - tokens), False)
@@ -277,7 +287,7 @@ class SimulatedWorker:
 
     def _admit(self) -> None:
         """Begin what waits, first come first served, while its context fits (vLLM V1 keeps no room for growth)."""
-        room = self.costs.kv_tokens - float(self._state[_CONTEXT].sum())
+        room = self.costs.kv_tokens - self._context_tokens()
         begun: list[Job] = []
         while self.waiting and len(self.responses) + len(begun) < self.costs.max_requests:
             context = self.waiting[0].prompt_tokens + self.waiting[0].tokens
@@ -305,7 +315,7 @@ class SimulatedWorker:
         self.responses = np.concatenate([self.responses, begun])
         self._ranks = np.concatenate([self._ranks, self._free_ranks(len(begun))])
         self._state = np.concatenate([self._state, np.stack([left, tokens, context])], axis=1)
-        self._plan = None
+        self._plan = self._context = self._ahead = None
 
     def _free_ranks(self, count: int) -> Int64Array:
         """The ranks of `count` requests that begin: each goes to the one with the fewest, where it stays."""

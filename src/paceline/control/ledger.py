@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from paceline.control.events import Ending, Keep, Kept
 from paceline.errors import EngineError, RequestError
-from paceline.fleet.events import Ending, Keep, Kept
 from paceline.planning.dispatch import Assignment
 from paceline.types import Response, RolloutRequest
 
@@ -45,6 +45,11 @@ class LiveResponse:
             self.logprobs += kept.logprobs
             self.num_steps, self.num_draft_tokens = kept.num_steps, kept.num_draft_tokens
 
+    @property
+    def num_tokens(self) -> int:
+        """Response tokens so far."""
+        return len(self.tokens)
+
     def absorb(self, start: int, tokens: Sequence[int], logprobs: Sequence[float]) -> int:
         """Take what is new of the tokens from index `start` on; returns how many those are.
 
@@ -67,18 +72,35 @@ class LiveResponse:
             self.num_losses = 0
         return len(self.tokens) - known
 
+    def check_extent(self, chunk: RunningChunk, start: int, end: int) -> None:
+        """Raise EngineError unless tokens `start` to `end` lie in the chunk."""
+        if not chunk.start <= start <= end <= chunk.end:
+            raise EngineError(
+                f"worker {chunk.worker} told tokens {start} to {end} of response {self.index}, whose chunk has tokens "
+                f"{chunk.start} to {chunk.end}: the worker is of another version than the fleet"
+            )
+
+    def check_end(self, chunk: RunningChunk, ending: Ending) -> None:
+        """Raise EngineError unless the response, with the ending's tokens, has the length that the ending tells."""
+        whole = ending.start == chunk.start and self.num_tokens == chunk.start + len(ending.tokens)
+        if not whole or (ending.finish_reason != "stop" and self.num_tokens != chunk.end):
+            raise EngineError(
+                f"worker {chunk.worker} ended a chunk of response {self.index} ({ending.finish_reason}) with "
+                f"{self.num_tokens} tokens, not {chunk.end}: give the workers the same max_model_len as the fleet"
+            )
+
     def check_room(self) -> None:
         """Raise RequestError if there is nothing left to generate."""
         request = self.request
-        if len(self.tokens) >= request.max_tokens:
+        if self.num_tokens >= request.max_tokens:
             raise RequestError(
-                f"request {self.index}: max_tokens={request.max_tokens} is already reached by {len(self.tokens)} "
+                f"request {self.index}: max_tokens={request.max_tokens} is already reached by {self.num_tokens} "
                 "generated tokens"
             )
 
     def next_request(self, chunk_tokens: int) -> RolloutRequest:
         """The request of the next chunk; a KV pool keeps nothing of the last one."""
-        end = len(self.tokens) + chunk_tokens
+        end = self.num_tokens + chunk_tokens
         return replace(
             self.request,
             generated=tuple(self.tokens),
@@ -88,12 +110,12 @@ class LiveResponse:
 
     def keep(self, num_new: int, finish_reason: str | None) -> Keep:
         """What a journal needs to know of the last `num_new` tokens."""
-        end = len(self.logprobs)
+        start = self.num_tokens - len(self.request.generated) - num_new
         return Keep(
             index=self.index,
-            start=end - num_new,
+            start=start,
             tokens=tuple(self.tokens[len(self.tokens) - num_new :]),
-            logprobs=tuple(self.logprobs[end - num_new :]),
+            logprobs=tuple(self.logprobs[start:]),
             num_steps=self.num_steps,
             num_draft_tokens=self.num_draft_tokens,
             finish_reason=finish_reason,
@@ -134,21 +156,3 @@ class RunningChunk:
     def end(self) -> int:
         """Tokens of the response at the chunk's limit."""
         return self.start + self.assignment.chunk_tokens
-
-    def check_extent(self, start: int, end: int) -> None:
-        """Raise EngineError unless tokens `start` to `end` of the response lie in the chunk."""
-        if not self.start <= start <= end <= self.end:
-            raise EngineError(
-                f"worker {self.worker} told tokens {start} to {end} of response {self.response.index}, whose chunk has "
-                f"tokens {self.start} to {self.end}: the worker is of another version than the fleet"
-            )
-
-    def check_end(self, ending: Ending) -> None:
-        """Raise EngineError unless the response, with the ending's tokens, has the length that the ending tells."""
-        num_tokens = len(self.response.tokens)
-        whole = ending.start == self.start and num_tokens == self.start + len(ending.tokens)
-        if not whole or (ending.finish_reason != "stop" and num_tokens != self.end):
-            raise EngineError(
-                f"worker {self.worker} ended a chunk of response {self.response.index} ({ending.finish_reason}) with "
-                f"{num_tokens} tokens, not {self.end}: give the workers the same max_model_len as the fleet"
-            )

@@ -7,9 +7,8 @@ import gc
 import pytest
 
 from paceline.config import FleetSettings
-from paceline.errors import EngineError, PacelineError, RequestError
-from paceline.fleet.controller import Controller
-from paceline.fleet.events import (
+from paceline.control.controller import Controller
+from paceline.control.events import (
     Abandoned,
     Action,
     CancelChunk,
@@ -33,7 +32,8 @@ from paceline.fleet.events import (
     WorkerLost,
     WorkerUp,
 )
-from paceline.fleet.ledger import LiveResponse
+from paceline.control.ledger import LiveResponse
+from paceline.errors import EngineError, PacelineError, RequestError
 from paceline.types import RolloutRequest
 
 

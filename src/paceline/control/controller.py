@@ -1,7 +1,8 @@
 """The controller: the slow loop's state machine. The only place that decides where a response runs.
 
-`decide(event) -> actions`, without clock, I/O or Ray: Fleet carries out what it says, a test or a simulator can as
-well. Owns the dispatcher of the rollout, the only copy of every response's state, and what each worker is about.
+`decide(event) -> actions`, without clock, I/O or Ray: the live fleet (`fleet.rollout`) carries out what it says, and so
+does the simulated one (`sim.fleet`). Owns the dispatcher of the rollout, the only copy of every response's state, and
+what each worker is about.
 
 Invariants: a response is delivered exactly once, whatever is lost, told late or told twice; its tokens only grow; a
 worker generates only with the weights of the present version; the chunks of a worker fit into its KV cache.
@@ -13,13 +14,12 @@ those that are up are known to the dispatcher.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from paceline.config import FleetSettings, Variant
-from paceline.errors import EngineError, RequestError
-from paceline.fleet.events import (
+from paceline.control.events import (
     Abandoned,
     Action,
     CancelChunk,
@@ -29,6 +29,7 @@ from paceline.fleet.events import (
     Fail,
     Growth,
     Keep,
+    Kept,
     LoadWeights,
     Opened,
     Report,
@@ -44,7 +45,8 @@ from paceline.fleet.events import (
     WorkerLost,
     WorkerUp,
 )
-from paceline.fleet.ledger import LiveResponse, RunningChunk
+from paceline.control.ledger import LiveResponse, RunningChunk
+from paceline.errors import EngineError, RequestError
 from paceline.planning.dispatch import Assignment, Dispatcher, DispatchSettings
 from paceline.types import RolloutRequest
 
@@ -89,8 +91,14 @@ class _Rollout:
 class Controller:
     """One per fleet. See `decide`."""
 
-    def __init__(self, settings: FleetSettings) -> None:
+    def __init__(
+        self,
+        settings: FleetSettings,
+        open_response: Callable[[int, RolloutRequest, Kept | None], LiveResponse] = LiveResponse,
+    ) -> None:
+        """open_response: makes the ledger entry of a response; the simulator's counts tokens and holds none."""
         self._settings = settings
+        self._open_response = open_response
         self._workers = {name: _Worker(name) for name in (f"w{i}" for i in range(settings.workers))}
         self._version = 0
         self._rollout: _Rollout | None = None
@@ -150,6 +158,11 @@ class Controller:
         return tuple(self._workers)
 
     @property
+    def num_waiting(self) -> int:
+        """Responses that wait for a worker; 0 before the first worker is up."""
+        return self._dispatcher.num_waiting if self._dispatcher is not None else 0
+
+    @property
     def num_running(self) -> int:
         """Chunks that run somewhere."""
         return sum(len(worker.chunks) for worker in self._workers.values())
@@ -177,7 +190,7 @@ class Controller:
         actions: list[Action] = []
         for index, request in enumerate(event.requests):
             kept = event.kept.get(index)
-            response = LiveResponse(index, request, kept)
+            response = self._open_response(index, request, kept)
             if kept is not None and (reason := kept.finish_reason) is not None:
                 actions.append(Deliver(index, response.finish(reason, self._version)))
                 continue
@@ -209,7 +222,7 @@ class Controller:
             self._join(worker)
         for number, responses in enumerate(groups):
             request = responses[0].request
-            held = [len(response.tokens) for response in responses]
+            held = [response.num_tokens for response in responses]
             dispatcher.submit(number, len(responses), len(request.prompt), request.max_tokens, held)
             rollout.places |= {(number, sample): response for sample, response in enumerate(responses)}
         rollout.groups.clear()  # a response is forgotten when it is delivered
@@ -236,7 +249,7 @@ class Controller:
         worker.has_run = True
         number = response.chunk = next(self._numbers)
         worker.chunks[number] = RunningChunk(
-            assignment, response, worker.name, len(response.tokens), response.num_steps
+            assignment, response, worker.name, response.num_tokens, response.num_steps
         )
         request = response.next_request(assignment.chunk_tokens)
         return RunChunk(worker.name, worker.life, number, request, self._version, response.index)
@@ -273,8 +286,8 @@ class Controller:
         chunk = worker.chunks.get(growth.chunk)
         if chunk is None:  # it was taken away or has ended
             return []
-        chunk.check_extent(growth.start, growth.start + len(growth.tokens) + 1)
         response = chunk.response
+        response.check_extent(chunk, growth.start, growth.start + len(growth.tokens) + 1)
         num_new = response.absorb(growth.start, growth.tokens, growth.logprobs)
         if not num_new:
             return []
@@ -286,11 +299,11 @@ class Controller:
         chunk = worker.chunks.get(ending.chunk)
         if chunk is None:
             return []
-        chunk.check_extent(ending.start, ending.start + len(ending.tokens))
         response = chunk.response
+        response.check_extent(chunk, ending.start, ending.start + len(ending.tokens))
         num_new = response.absorb(ending.start, ending.tokens, ending.logprobs)
-        num_tokens = len(response.tokens)
-        chunk.check_end(ending)
+        num_tokens = response.num_tokens
+        response.check_end(chunk, ending)
         worker.has_generated = True
         response.num_steps = chunk.num_steps + ending.num_steps
         response.num_draft_tokens += ending.num_draft_tokens
@@ -362,7 +375,7 @@ class Controller:
     def _blame(self, chunks: Collection[RunningChunk], reason: str) -> list[Action]:
         """A worker that could work was lost with these chunks: does a response end every worker that runs it?"""
         for chunk in chunks:
-            chunk.response.num_losses += len(chunk.response.tokens) == chunk.start
+            chunk.response.num_losses += chunk.response.num_tokens == chunk.start
         most = self._settings.max_crashes
         suspects = [chunk for chunk in chunks if chunk.response.num_losses > most]
         if not suspects:
@@ -382,7 +395,7 @@ class Controller:
         for chunk in lost.values():
             chunk.response.chunk = None
             place = chunk.assignment.group, chunk.assignment.sample
-            progress[place] = len(chunk.response.tokens)
+            progress[place] = chunk.response.num_tokens
         self._dispatcher.worker_lost(worker.name, progress)
         return lost
 

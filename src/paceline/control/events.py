@@ -7,14 +7,13 @@ over all rollouts.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
 from paceline.config import Variant
-from paceline.engine.kv_use import KvUse
 from paceline.errors import PacelineError
-from paceline.types import KvPoolCounters, Response, RolloutRequest, StepObservation
+from paceline.types import KvPoolCounters, KvUse, Response, RolloutRequest, StepObservation
 
 # ---------------------------------------------------------------- what workers tell
 
@@ -26,8 +25,8 @@ class Growth:
     chunk: int
     start: int
     """Index within the response of the first token."""
-    tokens: tuple[int, ...]
-    logprobs: tuple[float, ...]
+    tokens: Sequence[int]
+    logprobs: Sequence[float]
     num_steps: int
     """Engine steps in which the chunk has decoded so far."""
 
@@ -39,8 +38,8 @@ class Ending:
     chunk: int
     start: int
     """Index within the response of the chunk's first token."""
-    tokens: tuple[int, ...]
-    logprobs: tuple[float, ...]
+    tokens: Sequence[int]
+    logprobs: Sequence[float]
     num_steps: int
     num_draft_tokens: int
     finish_reason: str

@@ -1,0 +1,50 @@
+"""What the controller knows of a simulated rollout: the same requests and ledger entries, without tokens.
+
+A simulated response has a length. Its ledger entry counts, so that 100,000 of them with billions of tokens fit into
+memory, and all that the controller decides is as with tokens (`tests/property/test_one_controller.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from paceline.control.events import Kept
+from paceline.control.ledger import LiveResponse, RunningChunk
+from paceline.sim.workload import Workload
+from paceline.types import RolloutRequest
+
+
+class CountedResponse(LiveResponse):
+    """A ledger entry whose `tokens` and `logprobs` stay empty."""
+
+    __slots__ = ("_num_tokens",)
+
+    def __init__(self, index: int, request: RolloutRequest, kept: Kept | None = None) -> None:
+        super().__init__(index, request, kept)
+        self._num_tokens = len(self.tokens)
+
+    @property
+    def num_tokens(self) -> int:
+        """Response tokens so far."""
+        return self._num_tokens
+
+    def absorb(self, start: int, tokens: Sequence[int], logprobs: Sequence[float]) -> int:
+        """Count what is new from index `start` on; `tokens` needs no more than a length."""
+        known = self._num_tokens
+        if start <= known:
+            self._num_tokens = max(known, start + len(tokens))
+        return self._num_tokens - known
+
+    def check_extent(self, chunk: RunningChunk, start: int, end: int) -> None:
+        """A racer elsewhere may be beyond the chunk; the dispatcher checks what it is told."""
+
+
+def make_requests(workload: Workload) -> tuple[RolloutRequest, ...]:
+    """The requests of a rollout, numbered as in the workload; prompts of one length are one object."""
+    prompts = {length: (0,) * length for length in set(workload.prompt_tokens.tolist())}
+    size = workload.group_size
+    return tuple(
+        RolloutRequest(prompts[length], workload.max_tokens, group * size + sample, group, sample)
+        for group, length in enumerate(workload.prompt_tokens.tolist())
+        for sample in range(size)
+    )
