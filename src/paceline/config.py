@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -25,12 +26,34 @@ class RecordConfig(Section):
     """Log what was decided, and on what grounds, into `decisions/` of the run folder, for `paceline replay`."""
 
 
+_PHRASES = (
+    ("Value error, ", ""),
+    ("Extra inputs are not permitted", "no such setting: correct its name or remove it"),
+    ("Input should be", "must be"),
+    ("greater than or equal to", "at least"),
+    ("less than or equal to", "at most"),
+    (", unable to parse string as an integer", ""),
+    (", unable to parse string as a number", ""),
+)
+"""What pydantic says, and what we say."""
+
+
 def describe(error: ValidationError) -> str:
     """One line for a refused configuration: each field, the value it had and the limit."""
     return "; ".join(
-        f"{'.'.join(map(str, item['loc'])) or 'value'}={item['input']!r}: {item['msg']}"
+        f"{'.'.join(map(str, item['loc']))} = {item['input']!r}: {describe_limit(item)}"
+        if item["loc"]
+        else describe_limit(item)
         for item in error.errors()
     )
+
+
+def describe_limit(item: Mapping[str, Any]) -> str:
+    """What a value must be. item: one of `ValidationError.errors()`."""
+    text = str(item["msg"])
+    for theirs, ours in _PHRASES:
+        text = text.replace(theirs, ours)
+    return text
 
 
 class EngineSettings(Section):
@@ -257,7 +280,7 @@ Variant: TypeAlias = Literal["even", "context", "no-context", "oracle", "group"]
 class FleetSettings(Section):
     """Divided rollout over several engines (fleet/). Nothing here changes a token."""
 
-    workers: int = Field(default=2, ge=1, le=65_536)
+    workers: int = Field(default=2, ge=1, le=4096)
     """Engines, each in a Ray actor."""
     variant: Variant = "even"
     """Order of responses, planning/dispatch.py. even: who has the fewest tokens, those expected to become long ahead;

@@ -13,6 +13,7 @@ from typing import Any, TypeVar, get_args
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from paceline.config import describe_limit
 from paceline.errors import ConfigError
 
 _Model = TypeVar("_Model", bound=BaseModel)
@@ -83,7 +84,7 @@ def _explain(item: Any, model: type[BaseModel]) -> str:
         return f"unknown key {where} = {item['input']!r}{_nearest(item['loc'], model)}"
     if item["type"] == "missing":
         return f"{where} is missing: add it"
-    return f"{where} = {item['input']!r}: {item['msg'].removeprefix('Value error, ')}"
+    return f"{where} = {item['input']!r}: {describe_limit(item)}"
 
 
 def _nearest(location: tuple[int | str, ...], model: type[BaseModel]) -> str:

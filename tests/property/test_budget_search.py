@@ -67,7 +67,7 @@ weights = st.none() | st.tuples(*(st.floats(0.25, 4.0) for _ in range(3)))
 
 
 @given(rows(), states(), st.integers(0, 12), weights)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_marginal_equals_exhaustive_search(
     path: Float32Array, state: BudgetState, room: int, weight: tuple[float, ...] | None
 ) -> None:
@@ -96,7 +96,7 @@ def step_times(draw: st.DrawFn) -> Float64Array:
 
 
 @given(rows(), step_times())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_fair_lengths_equal_exhaustive_search(path: Float32Array, seconds: Float64Array) -> None:
     decision = tuple(fair_lengths(path, seconds).tolist())
     choices = product(*(range(path.shape[1] + 1) for _ in path))
@@ -147,7 +147,7 @@ def test_without_steps_all_weigh_the_same() -> None:
 
 
 @given(rows(max_requests=8, max_tokens=8), states(), st.none() | st.tuples(*(st.floats(0.2, 9.0),) * 8))
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=250)
 def test_marginal_never_expects_less_than_no_drafts(
     path: Float32Array, state: BudgetState, weight: tuple[float, ...] | None
 ) -> None:
@@ -156,7 +156,7 @@ def test_marginal_never_expects_less_than_no_drafts(
 
 
 @given(rows(), states(), st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_a_chosen_token_that_becomes_likelier_stays_chosen(
     path: Float32Array, state: BudgetState, data: st.DataObject
 ) -> None:
@@ -177,7 +177,7 @@ def test_a_chosen_token_that_becomes_likelier_stays_chosen(
     st.integers(0, 40),
     st.sampled_from(["marginal", "bandit", "thresholds", "fixed", "off"]),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_every_policy_keeps_to_drafts_and_room(
     path: Float32Array, state: BudgetState, room: int, policy: str
 ) -> None:
@@ -192,7 +192,7 @@ def test_every_policy_keeps_to_drafts_and_room(
 
 
 @given(rows(max_requests=8, max_tokens=8), states(), st.integers(1, 40))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_no_token_left_out_is_likelier_than_one_taken(
     path: Float32Array, state: BudgetState, room: int
 ) -> None:

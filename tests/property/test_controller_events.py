@@ -372,7 +372,7 @@ def make_requests(world: World, first_key: int) -> tuple[RolloutRequest, ...]:
 
 
 @given(worlds())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_every_response_comes_once_and_right_whatever_happens(world: World) -> None:
     world.tell(Opened())
     world.roll_out(make_requests(world, 100))
@@ -388,7 +388,7 @@ def test_every_response_comes_once_and_right_whatever_happens(world: World) -> N
 
 
 @given(worlds())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_a_restarted_driver_goes_on_from_what_was_kept(world: World) -> None:
     world.tell(Opened())
     requests = make_requests(world, 100)
@@ -412,7 +412,7 @@ def test_a_restarted_driver_goes_on_from_what_was_kept(world: World) -> None:
 
 
 @given(worlds())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_the_same_events_give_the_same_actions(world: World) -> None:
     twin = Controller(world.controller._settings)
     seen: list[Event] = []
@@ -431,7 +431,7 @@ def test_the_same_events_give_the_same_actions(world: World) -> None:
 
 
 @given(worlds())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_a_logged_run_is_replayed_without_a_difference(world: World) -> None:
     with TemporaryDirectory() as folder:
         log = open_log(world.controller._settings, folder)

@@ -46,7 +46,7 @@ def agree(row: Float32Array, key: int, position: int, temperature: float) -> Non
     assert draw(dice.sample, *given_row) == draw(dice.sample_reference, *given_row)
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=1000)
 @given(
     arrays.arrays(np.float32, st.integers(1, 400), elements=LOGITS, fill=LOGITS),
     KEYS,
@@ -61,7 +61,7 @@ def test_any_logits(row: Float32Array, key: int, position: int, temperature: flo
     agree(row, key, position, temperature)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     KEYS, POSITIONS, TEMPERATURES, st.integers(1, 2000), st.sampled_from([0.0, 0.1, 2.0, 8.0]), st.booleans()
 )
@@ -77,7 +77,7 @@ def test_model_like_logits(
     agree(row, key, position, temperature)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(KEYS, POSITIONS, st.integers(2, 500), st.floats(1 / 16, 4, width=32))
 def test_near_ties(key: int, position: int, vocab: int, temperature: float) -> None:
     """Logits chosen to cancel the noise: all scores equal up to rounding, so a pruned winner would show."""
@@ -85,7 +85,7 @@ def test_near_ties(key: int, position: int, vocab: int, temperature: float) -> N
     agree((np.float32(20) - noise) * np.float32(temperature), key, position, temperature)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(KEYS, POSITIONS, st.integers(1, 8))
 def test_near_ties_at_the_tightest_bounds(key: int, position: int, count: int) -> None:
     """Ids whose bound barely exceeds their score, tied with ids whose bound is loose and which are tried first."""
@@ -101,7 +101,7 @@ def test_near_ties_at_the_tightest_bounds(key: int, position: int, count: int) -
     agree(row, key, position, 1.0)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(KEYS, POSITIONS, st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=200))
 def test_noise_stays_within_its_stated_bounds(key: int, position: int, tokens: list[int]) -> None:
     """The sampler skips blocks by the largest noise there is and ids by G <= -log u."""

@@ -33,7 +33,7 @@ def engines(draw: st.DrawFn) -> EngineSettings:
 
 
 @given(engines(), st.integers(0, 2**32 - 1))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_a_logged_engine_is_replayed_without_a_difference(engine: EngineSettings, seed: int) -> None:
     with TemporaryDirectory() as folder:
         proposals = live(engine.model_copy(update={"decision_log": folder}), seed, 40)

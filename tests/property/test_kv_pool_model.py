@@ -99,7 +99,7 @@ class Bench:
         assert all(len(self.files(number)) <= 1 for number in range(NUM_RESPONSES))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.lists(deeds, min_size=10, max_size=30))
 def test_a_roomy_pool_is_a_dictionary(todo: list[tuple]) -> None:
     with tempfile.TemporaryDirectory() as folder:
@@ -119,7 +119,7 @@ def test_a_roomy_pool_is_a_dictionary(todo: list[tuple]) -> None:
         bench.close()
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.lists(deeds, max_size=40))
 def test_a_tight_pool_forgets_but_never_errs(todo: list[tuple]) -> None:
     with tempfile.TemporaryDirectory() as folder:

@@ -61,7 +61,7 @@ def orders(actions: list[Action]) -> list[tuple[object, ...]]:
     st.integers(40, 200),
     st.integers(1, 8),
 )
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_the_controller_orders_the_same_with_tokens(
     variant: Variant, lengths: list[list[int]], num_workers: int, kv_tokens: int, seats: int
 ) -> None:

@@ -166,7 +166,7 @@ def play(fleet: Fleet, event: tuple[str, int, int]) -> None:
     st.lists(st.lists(st.integers(1, 3), min_size=6, max_size=16), min_size=2, max_size=2),
     st.lists(events, min_size=20, max_size=60),
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_every_worker_counts_as_one_that_saw_every_token_once(
     clients: list[DraftClient], texts: list[list[int]], story: list[tuple[str, int, int]]
 ) -> None:

@@ -216,7 +216,7 @@ def ask(
 
 
 @given(st.integers(1, 5), prompts_of, appends)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_every_context_is_counted_exactly(
     depth: int, prompts: list[list[int]], chunks: list[tuple[int, int, list[int]]]
 ) -> None:
@@ -242,7 +242,7 @@ def test_every_context_is_counted_exactly(
 
 
 @given(st.integers(1, 5), prompts_of, appends)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_the_cursor_is_the_longest_suffix_that_goes_on(
     depth: int, prompts: list[list[int]], chunks: list[tuple[int, int, list[int]]]
 ) -> None:
@@ -259,7 +259,7 @@ def test_the_cursor_is_the_longest_suffix_that_goes_on(
 
 
 @given(st.integers(1, 5), st.integers(0, 3), prompts_of, appends)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_the_mixture_learns_what_the_slow_one_learns(
     depth: int, shared: int, prompts: list[list[int]], chunks: list[tuple[int, int, list[int]]]
 ) -> None:
@@ -276,7 +276,7 @@ def test_the_mixture_learns_what_the_slow_one_learns(
     st.sampled_from([0.0, 1.0]),
     st.sampled_from([1.0, 2.0, math.inf]),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_drafts_follow_the_formula(
     depth: int,
     shared: int,
@@ -366,7 +366,7 @@ def stops(
 
 
 @given(prompts_of, appends, st.integers(2, 4))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_paths_diverge_and_the_first_is_the_draft(
     prompts: list[list[int]], chunks: list[tuple[int, int, list[int]]], num_paths: int
 ) -> None:
@@ -389,7 +389,7 @@ def test_paths_diverge_and_the_first_is_the_draft(
 
 
 @given(prompts_of, appends, st.lists(tokens_of, max_size=10), st.integers(0, 10))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_resync_counts_nothing_twice(
     prompts: list[list[int]],
     chunks: list[tuple[int, int, list[int]]],

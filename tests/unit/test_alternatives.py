@@ -26,7 +26,7 @@ def best_by_trial(p: float, w: int, q: float, token: float, path: float) -> floa
     return total
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     st.floats(0.05, 0.95),
     st.integers(1, 12),

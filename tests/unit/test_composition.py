@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.errors import ConfigError
@@ -70,7 +70,6 @@ def test_devices_without_an_engine_are_refused() -> None:
         rank_options(Devices(3, 8, VERIFY), [SMALL], 16)
 
 
-@settings(deadline=None)
 @given(
     st.floats(0.0, 0.99),
     st.integers(1, 20_000),

@@ -134,7 +134,7 @@ def rollouts(draw: st.DrawFn) -> tuple[dict[int, list[int]], int, list[tuple[int
     st.integers(0, 3),
     seeds,
 )
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 def test_decisions_are_those_of_algorithm_1(
     rollout: tuple[dict[int, list[int]], int, list[tuple[int, int]]],
     variant: str,
@@ -192,7 +192,7 @@ def test_decisions_are_those_of_algorithm_1(
     st.integers(0, 12),
     seeds,
 )
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 def test_who_is_next_is_foreseen_and_foreseeing_changes_nothing(
     rollout: tuple[dict[int, list[int]], int, list[tuple[int, int]]],
     variant: str,
@@ -300,7 +300,7 @@ class Fleet:
 
 
 @given(rollouts(), st.sampled_from(VARIANTS), seeds)
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 def test_every_response_finishes_once_and_workers_have_room_whatever_is_lost(
     rollout: tuple[dict[int, list[int]], int, list[tuple[int, int]]], variant: str, seed: int
 ) -> None:
@@ -324,7 +324,7 @@ def test_every_response_finishes_once_and_workers_have_room_whatever_is_lost(
 
 
 @given(st.integers(1, 5), st.integers(2, 6), st.integers(1, 6))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_the_guard_bounds_how_long_a_group_waits(interval: int, num_groups: int, concurrency: int) -> None:
     """Chunks are equally long here, so nobody gets a chunk beyond a waiting group's service more than once."""
     size, chunk, limit = 4, 8, 80

@@ -118,7 +118,7 @@ def test_clearing_cuts_off_what_is_being_scored() -> None:
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(1, 3), st.integers(1, 20))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_every_response_is_settled_once(seed: int, workers: int, count: int) -> None:
     rng = random.Random(seed)
     pool = desk(workers=workers)

@@ -165,7 +165,7 @@ def take(state: HarvestState, kind: str, name: str, settings: HarvestSettings) -
 
 
 @given(st.lists(events, max_size=60), st.sampled_from([0.2, 0.5]), st.integers(1, 2))
-@hypothesis_settings(max_examples=200, deadline=None)
+@hypothesis_settings(max_examples=200)
 def test_the_actions_alone_tell_who_trains(
     history: list[tuple[str, str]], fraction: float, least: int
 ) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.errors import ConfigError
@@ -65,7 +65,6 @@ def test_between_and_beyond_knots_the_curve_is_straight() -> None:
 
 
 @given(st.lists(st.floats(0.001, 10.0), min_size=10, max_size=10), st.integers(1, 9))
-@settings(deadline=None)
 def test_times_are_positive_and_never_fall(seconds: list[float], num_segments: int) -> None:
     model = fit_piecewise(TOKENS, seconds, num_segments).model
     asked = model.seconds(np.arange(1, 1000))
@@ -78,7 +77,6 @@ def test_times_are_positive_and_never_fall(seconds: list[float], num_segments: i
     st.integers(0, 9),
     st.floats(-0.5, 0.5),
 )
-@settings(deadline=None)
 def test_no_other_rising_curve_is_nearer(seconds: list[float], knot: int, change: float) -> None:
     fit = fit_piecewise(TOKENS, seconds, num_segments=9)
     other = fit.model.knot_s.copy()
@@ -93,7 +91,6 @@ def test_no_other_rising_curve_is_nearer(seconds: list[float], knot: int, change
 
 
 @given(st.lists(st.floats(0.001, 10.0), min_size=10, max_size=10))
-@settings(deadline=None)
 def test_more_segments_on_the_same_knots_fit_no_worse(seconds: list[float]) -> None:
     line, curve = fit_affine(TOKENS, seconds), fit_piecewise(TOKENS, seconds, num_segments=9)
     assert curve.r_squared >= line.r_squared - 1e-9

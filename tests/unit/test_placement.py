@@ -81,7 +81,7 @@ def clusters(draw: st.DrawFn) -> Cluster:
 
 @pytest.mark.parametrize("rules", list(Rules))
 @given(cluster=clusters(), p=st.floats(0.0, 1.0))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_the_plan_is_that_of_an_exhaustive_search(rules: Rules, cluster: Cluster, p: float) -> None:
     everything = exhaustive_search(cluster, p, rules)
     if not everything:

@@ -139,6 +139,19 @@ def rows(table: str) -> list[list[str]]:
     ]
 
 
+def test_what_lies_beyond_the_profile_is_said(profile_file: Path, run: Run) -> None:
+    done = run("ladder", profile_file, "--acceptance", "small=0.7", "--context", 513, "--batch", 65)
+    beyond = ["context of 513", "batch of 65", "batch of drafter small of 65"]
+    assert [line.split(" is extrapolated")[0] for line in done.error.splitlines()] == [
+        f"note: a {what}" for what in beyond
+    ]
+    assert "the profile of policy (1 per engine) ends at 512:" in done.error
+    assert not run("ladder", profile_file, "--acceptance", 0.7, "--context", 512, "--batch", 16).error
+    done = run("plan", profile_file, "--acceptance", "suffix=0.7", "--devices", 4, "--requests", 256)
+    assert "a batch of 128 is extrapolated" in done.error  # of two engines that share a drafter
+    assert "a batch of drafter suffix of 128 is extrapolated" in done.error
+
+
 def test_the_plan_shows_what_it_beat(profile_file: Path, run: Run) -> None:
     told = run("plan", profile_file, "--acceptance", "0.8", "--devices", 8, "--requests", 64)
     assert told.code == 0

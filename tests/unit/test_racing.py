@@ -71,7 +71,7 @@ def by_the_loops_of_v2(snapshot: RacingSnapshot, max_batch: int) -> list[tuple[i
 
 
 @given(snapshots(), st.integers(0, 8))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_the_assignments_are_those_of_the_papers_loops(snapshot: RacingSnapshot, max_batch: int) -> None:
     assert list(assign_best_of_n(snapshot, max_batch)) == by_the_loops_of_v1(snapshot, max_batch)
     assert list(assign_fastest_of_n(snapshot, max_batch)) == by_the_loops_of_v2(snapshot, max_batch)
@@ -79,7 +79,7 @@ def test_the_assignments_are_those_of_the_papers_loops(snapshot: RacingSnapshot,
 
 @BOTH
 @given(snapshot=snapshots(), max_batch=st.integers(0, 8))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_no_assignment_breaks_a_rule(assign: Assign, snapshot: RacingSnapshot, max_batch: int) -> None:
     racers = assign(snapshot, max_batch)
     added = np.bincount([racer.worker for racer in racers], minlength=len(snapshot.worker_loads))
@@ -96,7 +96,7 @@ def test_no_assignment_breaks_a_rule(assign: Assign, snapshot: RacingSnapshot, m
 
 @BOTH
 @given(snapshot=snapshots(), max_batch=st.integers(0, 8))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_no_place_is_left_that_a_request_could_use(
     assign: Assign, snapshot: RacingSnapshot, max_batch: int
 ) -> None:
@@ -110,7 +110,7 @@ def test_no_place_is_left_that_a_request_could_use(
 
 
 @given(snapshots(), st.integers(0, 8))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_fastest_of_n_serves_the_slowest_first_with_the_best_drafters(
     snapshot: RacingSnapshot, max_batch: int
 ) -> None:
@@ -132,7 +132,7 @@ def test_free_workers_go_to_the_least_populated_drafter() -> None:
 
 
 @given(st.integers(0, 40), st.lists(st.integers(0, 10), min_size=1, max_size=5))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_deployment_levels_the_populations(num_free: int, before: list[int]) -> None:
     deployed = deploy_drafters(num_free, before)
     after = np.array(before) + np.bincount(deployed, minlength=len(before)).astype(np.int64)

@@ -92,7 +92,7 @@ def read_all(run_dir: Path) -> list[Event]:
         return list(reader)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow])
 @given(events=st.lists(EVENTS, max_size=5))
 def test_every_event_reads_back_as_it_was_written(
     tmp_path_factory: pytest.TempPathFactory, events: list[Event]
@@ -275,7 +275,7 @@ OBSERVATIONS = st.builds(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     seen=st.lists(st.tuples(OBSERVATIONS, st.integers(0, 2), st.sampled_from(["a", "b"])), max_size=60),
     bucket_ms=st.sampled_from([0.0, 20.0, 500.0]),

@@ -162,7 +162,7 @@ EVENTS: list[Event] = [
     Opened(),
     WorkerUp("w0", 0, 0, 100, 4, 10),
     Submitted((request(2**64 - 1), request(2)), true_lengths=(12, 3)),
-    Reported("w0", 0, Report(1, (Growth(0, 0, [0, 1], [-0.5, float("nan")], 1),))),
+    Reported("w0", 0, Report(1, (Growth(0, 0, (0, 1), (-0.5, float("nan")), 1),))),
     WorkerUp("w1", 0, 0, 100, 4, 10),
     WorkerLost("w0", 0, "killed"),
     Tick(1.0),

@@ -110,7 +110,7 @@ def test_the_same_again_is_the_same(system: System) -> None:
     assert first.end_s.tolist() == second.end_s.tolist()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     lengths=st.lists(st.lists(st.integers(1, 300), min_size=3, max_size=3), min_size=1, max_size=6),
     workers=st.integers(1, 6),

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.config import BudgetSettings
@@ -145,7 +145,6 @@ def paths(rates: list[float], width: int) -> Float32Array:
     return (np.array(rates)[:, None] ** np.arange(1, width + 1)).astype(np.float32)
 
 
-@settings(deadline=None)
 @given(RATES, THRESHOLDS)
 def test_draft_range_is_the_budgets_decision(rates: list[float], budget: BudgetSettings) -> None:
     plan = DraftRange(TREE, 0, budget).plan(batch(rates), COSTS)
@@ -156,7 +155,6 @@ def test_draft_range_is_the_budgets_decision(rates: list[float], budget: BudgetS
     assert plan.tokens == pytest.approx(coupled_tokens(np.array(rates), lengths))
 
 
-@settings(deadline=None)
 @given(RATES, st.integers(1, 12), st.integers(0, 12))
 def test_bandit_is_the_budgets_decision(rates: list[float], depth: int, verified: int) -> None:
     strategy = bandit.Strategy(depth, verified)

@@ -131,7 +131,9 @@ def test_removed_responses_are_gone() -> None:
 def test_catching_up_saves_the_difference() -> None:
     made = worker(costs())
     made.add(jobs([100]), 0.0)
+    without_s = made.next_event_s()
     made.catch_up(0, 60.0)
+    assert made.next_event_s() < without_s
     assert made.tokens_of(0) == 60.0
     made.catch_up(0, 30.0)
     assert made.tokens_of(0) == 60.0

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.errors import ConfigError, EngineError
@@ -73,7 +73,6 @@ def test_the_papers_mean_of_ratios_is_off_by_known_amounts() -> None:
 
 
 @given(ACCEPTANCE, WINDOW)
-@settings(deadline=None)
 def test_tokens_are_the_sums_of_the_paper(p: float, w: int) -> None:
     share = accepted_distribution(p, w)
     a = np.arange(w + 1)
@@ -84,7 +83,6 @@ def test_tokens_are_the_sums_of_the_paper(p: float, w: int) -> None:
 
 
 @given(ACCEPTANCE, WINDOW)
-@settings(deadline=None)
 def test_certain_and_hopeless_drafts(p: float, w: int) -> None:
     assert float(decoupled_tokens(1.0, w)) == pytest.approx(w)
     assert float(coupled_tokens(1.0, w)) == pytest.approx(w + 1)
@@ -94,7 +92,6 @@ def test_certain_and_hopeless_drafts(p: float, w: int) -> None:
 
 
 @given(st.floats(1e-12, 1e-6), WINDOW)
-@settings(deadline=None)
 def test_nearly_certain_drafts_lose_no_digits(miss: float, w: int) -> None:
     assert float(coupled_tokens(1.0 - miss, w)) == pytest.approx(w + 1, rel=1e-4)
 

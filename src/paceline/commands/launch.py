@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from paceline.commands.checkpoint import Checkpoint, check_drafter, read_checkpoint
 from paceline.commands.prompts import Prompt
-from paceline.config import EngineSettings
+from paceline.config import EngineSettings, describe
 from paceline.drafting.wire import Seal, read_secret
 from paceline.engine.build import is_cpu_build
 from paceline.errors import ConfigError, EngineError, PacelineError
@@ -173,4 +173,4 @@ def build_settings(
     try:
         return EngineSettings.model_validate(fields)
     except ValidationError as error:
-        raise ConfigError("; ".join(item["msg"] for item in error.errors())) from error
+        raise ConfigError(describe(error)) from error

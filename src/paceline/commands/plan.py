@@ -19,6 +19,7 @@ from paceline.planning.ladder import LadderSettings, build_ladder, choose_first,
 from paceline.planning.latency_profile import LatencyModel, RequestLatency
 from paceline.planning.profile_fit import load_fits
 from paceline.planning.window import Mode, Rules
+from paceline.record.profile import Profile
 
 SEGMENTS = 8
 """Of the curve that a target's step times are fitted with; SpecActor's formulas want a line."""
@@ -62,6 +63,7 @@ def ladder(
     rates = read_rates("--acceptance", acceptance, list(fits))
     if html is not None:
         check_writable("--html", html)
+    _warn_beyond(made, context, dict.fromkeys(("", *rates), batch))
     drafters: dict[str, LatencyModel] = {name: fits[name].model for name in rates}
     settings = LadderSettings(batch, max_window, mode, rules)
     built = build_ladder(drafters, target.model.for_requests_of(context), settings)
@@ -94,6 +96,7 @@ class Job:
     draft: Mapping[str, Mapping[int, LatencyModel]]
     """By drafter and its devices."""
     acceptance: Mapping[str, float]
+    profiles: Sequence[Profile]
 
 
 def plan(
@@ -135,6 +138,8 @@ def plan(
             f"drafters of their own do not fit {devices} devices beside an engine: only coupled plans are possible",
             err=True,
         )
+    for profile in job.profiles:
+        _warn_beyond(profile, context, _largest_batches(options, profile.num_gpus))
     _show_plans(options, job)
 
 
@@ -172,7 +177,7 @@ def _read_job(
         rates = {drafter: rates[drafter]}
     verify = {made.num_gpus: target.model.for_requests_of(context) for made, target, _ in loaded}
     rules = Rules.PAPER if paper else Rules.PROTOCOL
-    return Job(devices, requests, max_window, rules, verify, draft, rates)
+    return Job(devices, requests, max_window, rules, verify, draft, rates, [made for made, _, _ in loaded])
 
 
 def _show_plans(options: Sequence[Option], job: Job) -> None:
@@ -199,6 +204,36 @@ def _show_plans(options: Sequence[Option], job: Job) -> None:
             style="bold" if at == 0 else "",
         )
     Console().print(table)
+
+
+def _warn_beyond(made: Profile, context: int, batches: Mapping[str, int]) -> None:
+    """Say so where the fits are asked for more than was measured.
+
+    batches: largest batch of each drafter, and under "" of the engine.
+    """
+    measured = {one.name: max(point.batch for point in one.points) for one in made.drafters}
+    measured[""] = max(point.batch for point in made.steps)
+    asked = [("context", context, max(point.context for point in made.steps))]
+    for name, batch in batches.items():
+        what = f"batch of drafter {name}" if name else "batch"
+        asked.append((what, batch, measured.get(name, batch)))
+    for what, value, most in asked:
+        if value > most:
+            typer.echo(
+                f"note: a {what} of {value} is extrapolated, the profile of {made.target} ({made.num_gpus} per engine) "
+                f"ends at {most}: profile that far for sure numbers",
+                err=True,
+            )
+
+
+def _largest_batches(options: Sequence[Option], num_gpus: int) -> dict[str, int]:
+    """The largest batch of the engines of this size, and of each drafter beside them."""
+    largest: dict[str, int] = {}
+    for option in options:
+        if option.num_verify_gpus == num_gpus:
+            for name in {"", option.drafter}:
+                largest[name] = max(largest.get(name, 0), option.batch)
+    return largest
 
 
 def _check_least(values: Mapping[str, int]) -> None:

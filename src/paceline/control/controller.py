@@ -202,9 +202,11 @@ class Controller:
 
     def _begin_dispatch(self) -> None:
         """Make the dispatcher, once there is a rollout and a worker has told how large KV blocks are."""
-        up = [worker for worker in self._workers.values() if worker.state == "up"]
         rollout = self._rollout
-        if self._dispatcher is not None or rollout is None or not self.num_unfinished or not up:
+        if self._dispatcher is not None or rollout is None or not self.num_unfinished:
+            return
+        up = [worker for worker in self._workers.values() if worker.state == "up"]
+        if not up:
             return
         assert up[0].facts is not None
         groups = list(rollout.groups.values())

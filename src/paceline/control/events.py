@@ -25,8 +25,8 @@ class Growth:
     chunk: int
     start: int
     """Index within the response of the first token."""
-    tokens: Sequence[int]
-    logprobs: Sequence[float]
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
     num_steps: int
     """Engine steps in which the chunk has decoded so far."""
 
@@ -39,6 +39,7 @@ class Ending:
     start: int
     """Index within the response of the chunk's first token."""
     tokens: Sequence[int]
+    """A tuple from a live worker, a list in a log, a range from a simulated worker: there they are only counted."""
     logprobs: Sequence[float]
     num_steps: int
     num_draft_tokens: int

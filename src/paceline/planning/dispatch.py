@@ -1,7 +1,7 @@
 """Dispatch: which response runs its next chunk where, and how long is the chunk?
 
-Owns the request buffer of a rollout as a state machine without I/O, called by the fleet's controller and by the
-simulator: `submit` groups, report `worker_up` and `worker_lost`, ask `next_assignment` until it gives None, report
+Owns the request buffer of a rollout as a state machine without I/O, called by the controller, live and
+simulated: `submit` groups, report `worker_up` and `worker_lost`, ask `next_assignment` until it gives None, report
 `chunk_finished`; `next_waiting` looks ahead and changes nothing. Each is O(log n) per response that it touches.
 
 Invariants: a waiting or running response is in exactly one place; the chunks that run on a worker never need more KV

@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from typing import NamedTuple
 
 import numpy as np
 
@@ -22,13 +21,16 @@ from paceline.config import FleetSettings
 from paceline.control.controller import Controller
 from paceline.control.events import (
     Action,
+    Deliver,
     Ending,
     Event,
     Fail,
+    Keep,
     Opened,
     Report,
     Reported,
     RunChunk,
+    StartWorker,
     Submitted,
     WorkerUp,
 )
@@ -41,7 +43,7 @@ from paceline.sim.harvest import Training
 from paceline.sim.ledger import CountedResponse, make_requests
 from paceline.sim.race import Race, Racing
 from paceline.sim.speculation import Speculation
-from paceline.sim.worker import Counters, Job, SimulatedWorker
+from paceline.sim.worker import Counters, HomeChunk, Job, SimulatedWorker
 from paceline.sim.workload import Workload
 from paceline.types import Float64Array, Int64Array
 
@@ -109,20 +111,13 @@ def simulate_rollout(plan: FleetPlan, workload: Workload, seed: int = 0) -> Roll
     return _Fleet(plan, workload, seed).run()
 
 
-class HomeChunk(NamedTuple):
-    """A chunk that runs where the controller sent it."""
-
-    worker: int
-    number: int
-
-
 class _Fleet:
     def __init__(self, plan: FleetPlan, workload: Workload, seed: int) -> None:
         self.plan, self.work = plan, workload
         processes = tuple(drafter.acceptance for drafter in plan.drafters)
         self.acceptance = AcceptanceModel(processes, workload.group_size, workload.num_responses, seed)
         self.group_tokens = np.zeros(workload.num_groups)
-        self.reported = np.zeros(workload.num_responses)  # tokens that suffix trees know of
+        self.known_to_trees = np.zeros(workload.num_responses)  # tokens that suffix trees know of
         self.told = [0] * workload.num_responses  # tokens that the controller knows of
         self.workers = [
             SimulatedWorker(at, plan.engine, plan.speculate(), self.rates, plan.refresh_rounds)
@@ -136,7 +131,7 @@ class _Fleet:
         self.actions: deque[Action] = deque()  # decided and not carried out yet
         self.free: set[int] = set()  # workers that have fallen free since anyone looked
         self.controller = Controller(
-            FleetSettings(
+            FleetSettings.model_construct(  # unchecked: a simulated fleet may be larger than a live one
                 workers=plan.num_workers,
                 variant=plan.dispatch.variant,
                 chunk_tokens=plan.dispatch.chunk_tokens,
@@ -163,6 +158,7 @@ class _Fleet:
                 self._settle(now_s)
             elif version == self.versions[number]:
                 self._turn(self.workers[number], now_s)
+        assert self.race or not self.controller.num_unfinished
         for worker in self.workers:
             worker.close(now_s)
         ends = np.sort(self.end_s)
@@ -182,7 +178,7 @@ class _Fleet:
 
     def rates(self, responses: Int64Array, tokens: Float64Array) -> Float64Array:
         """Acceptance now, [num_drafters, num_requests]; suffix trees know what was reported."""
-        others = self.group_tokens[responses // self.work.group_size] - self.reported[responses]
+        others = self.group_tokens[responses // self.work.group_size] - self.known_to_trees[responses]
         siblings = np.maximum(others, 0.0) / np.maximum(tokens, 64.0)
         rows = [
             self.acceptance.rates(at, responses, tokens, siblings) for at in range(len(self.plan.drafters))
@@ -206,7 +202,7 @@ class _Fleet:
         look = worker.num_looks
         self.advance(worker, now_s)
         if worker.num_looks != look:
-            self._report(worker)
+            self._feed_trees(worker)
             if self.race:
                 self.race.share_progress(worker, now_s)
         self.schedule(worker)
@@ -217,16 +213,16 @@ class _Fleet:
         while True:
             self._tell_ends(now_s)
             self._carry_out(now_s)
-            if not self.ends and not self.actions:
+            if not self.ends:
                 self._look_after_free(now_s)
-            if not self.ends and not self.actions:
+            if not self.ends:
                 return
 
-    def _report(self, worker: SimulatedWorker) -> None:
+    def _feed_trees(self, worker: SimulatedWorker) -> None:
         """What the worker has generated reaches the suffix trees of all."""
-        gained = np.maximum(worker.tokens - self.reported[worker.responses], 0.0)
+        gained = np.maximum(worker.tokens - self.known_to_trees[worker.responses], 0.0)
         np.add.at(self.group_tokens, worker.responses // self.work.group_size, gained)
-        self.reported[worker.responses] += gained
+        self.known_to_trees[worker.responses] += gained
 
     def _tell_ends(self, now_s: float) -> None:
         """The controller is told which chunks have ended, worker by worker."""
@@ -236,16 +232,16 @@ class _Fleet:
             if not self.end_s[response]:
                 home = self._ended(worker, response, tokens, now_s)
                 if home is not None:  # None: a racer finished what waits for its next chunk, see _carry_out
-                    endings.setdefault(home.worker, []).append(self._ending(home, response, int(tokens)))
+                    endings.setdefault(home.worker, []).append(self._make_ending(home, response, int(tokens)))
             self.schedule(worker)
         for number, found in endings.items():
-            self._report_endings(number, found)
+            self._tell_endings(number, found)
 
     def _ended(self, worker: SimulatedWorker, response: int, tokens: float, now_s: float) -> HomeChunk | None:
         """A chunk ended, or a racer's copy of the response; gives where the response is at home."""
         group = response // self.work.group_size
-        self.group_tokens[group] += max(tokens - self.reported[response], 0.0)
-        self.reported[response] = max(tokens, self.reported[response])
+        self.group_tokens[group] += max(tokens - self.known_to_trees[response], 0.0)
+        self.known_to_trees[response] = max(tokens, self.known_to_trees[response])
         home = self.running.pop(response, None)
         if tokens >= self.work.length_tokens[response]:
             self.end_s[response] = now_s
@@ -255,12 +251,13 @@ class _Fleet:
                 self.race.won(response, elsewhere, now_s)
         return home
 
-    def _ending(self, home: HomeChunk, response: int, tokens: int) -> Ending:
+    def _make_ending(self, home: HomeChunk, response: int, tokens: int) -> Ending:
+        """What the home tells of its chunk; counts it as told."""
         start, self.told[response] = self.told[response], tokens
         reason = "stop" if tokens >= self.work.length_tokens[response] else "length"
-        return Ending(home.number, start, range(start, tokens), (), 0, 0, reason)
+        return Ending(home.chunk, start, range(start, tokens), (), 0, 0, reason)
 
-    def _report_endings(self, number: int, endings: list[Ending]) -> None:
+    def _tell_endings(self, number: int, endings: list[Ending]) -> None:
         self._tell(Reported(self.names[number], 0, Report(0, endings=tuple(endings))))
 
     def _tell(self, event: Event) -> None:
@@ -275,17 +272,20 @@ class _Fleet:
         jobs: dict[int, list[Job]] = {}
         while self.actions:
             action = self.actions.popleft()
-            if not isinstance(action, RunChunk):
+            if not isinstance(
+                action, RunChunk
+            ):  # one that needs nothing here: all workers are up, and nothing is kept
+                assert isinstance(action, StartWorker | Keep | Deliver), action
                 continue
             response, worker = action.index, self.workers[self.numbers[action.worker]]
             home = HomeChunk(worker.number, action.chunk)
             if self.end_s[response]:
-                ending = self._ending(home, response, int(self.work.length_tokens[response]))
-                self._report_endings(worker.number, [ending])
+                ending = self._make_ending(home, response, int(self.work.length_tokens[response]))
+                self._tell_endings(worker.number, [ending])
                 continue
             if worker.number not in jobs:
                 self.advance(worker, now_s)
-            so_far = float(self.reported[response])
+            so_far = float(self.known_to_trees[response])
             if self.race:
                 so_far = max(so_far, self.race.comes_home(worker, response, now_s))
             self.running[response] = home

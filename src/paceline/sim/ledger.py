@@ -1,7 +1,9 @@
 """What the controller knows of a simulated rollout: the same requests and ledger entries, without tokens.
 
 A simulated response has a length. Its ledger entry counts, so that 100,000 of them with billions of tokens fit into
-memory, and all that the controller decides is as with tokens (`tests/property/test_one_controller.py`).
+memory, and all that the controller decides is as with tokens (`tests/property/test_one_controller.py`). One
+thing differs: a racer may have finished a response beyond the chunk that its home was ordered. Live workers never tell
+so much.
 """
 
 from __future__ import annotations
@@ -10,12 +12,13 @@ from collections.abc import Sequence
 
 from paceline.control.events import Kept
 from paceline.control.ledger import LiveResponse, RunningChunk
+from paceline.errors import EngineError
 from paceline.sim.workload import Workload
 from paceline.types import RolloutRequest
 
 
 class CountedResponse(LiveResponse):
-    """A ledger entry whose `tokens` and `logprobs` stay empty."""
+    """A ledger entry that counts; `tokens` and `logprobs` are not added to."""
 
     __slots__ = ("_num_tokens",)
 
@@ -33,10 +36,17 @@ class CountedResponse(LiveResponse):
         known = self._num_tokens
         if start <= known:
             self._num_tokens = max(known, start + len(tokens))
+        if self._num_tokens > known:
+            self.num_losses = 0
         return self._num_tokens - known
 
     def check_extent(self, chunk: RunningChunk, start: int, end: int) -> None:
-        """A racer elsewhere may be beyond the chunk; the dispatcher checks what it is told."""
+        """Raise EngineError unless tokens `start` to `end` lie between the chunk's begin and the response's limit."""
+        if not chunk.start <= start <= end <= self.request.max_tokens:
+            raise EngineError(
+                f"worker {chunk.worker} told tokens {start} to {end} of response {self.index}, which may have tokens "
+                f"{chunk.start} to {self.request.max_tokens}: the simulated worker is wrong"
+            )
 
 
 def make_requests(workload: Workload) -> tuple[RolloutRequest, ...]:

@@ -12,13 +12,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
 from paceline.planning.racing import Racer, RacingSnapshot, assign_fastest_of_n, deploy_drafters
 from paceline.sim.speculation import Speculation
-from paceline.sim.worker import Job, SimulatedWorker
+from paceline.sim.worker import HomeChunk, Job, SimulatedWorker
+from paceline.sim.workload import Workload
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +53,8 @@ class RacedFleet(Protocol):
     """What a race needs of its fleet."""
 
     workers: list[SimulatedWorker]
-    running: dict[int, Any]
-    work: Any
+    running: dict[int, HomeChunk]
+    work: Workload
 
     def advance(self, worker: SimulatedWorker, now_s: float) -> None:
         """Bring a worker to the present."""

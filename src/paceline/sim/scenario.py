@@ -239,7 +239,7 @@ class Scenario(Section):
     title: str
     extends: str | None = None
     """A preset or file whose values hold where this one says nothing."""
-    gpus: int = Field(ge=1, le=65_536)
+    gpus: int = Field(ge=1)
     groups: int = Field(ge=1)
     group_size: int = Field(ge=1)
     prompt_tokens: int = Field(default=512, ge=1)

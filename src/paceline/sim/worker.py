@@ -46,6 +46,14 @@ class Job(NamedTuple):
     """Its KV is in the pool, if there is one."""
 
 
+class HomeChunk(NamedTuple):
+    """A chunk that runs where the controller sent it."""
+
+    worker: int
+    chunk: int
+    """The controller's number for it."""
+
+
 @dataclass(slots=True)
 class Counters:
     """What a worker has done."""
@@ -93,7 +101,7 @@ class SimulatedWorker:
         self._acceptance: Float64Array | None = None
         self._plan: RoundPlan | None = None
         self._ranks: Int64Array = np.empty(0, dtype=np.int64)  # of what runs
-        self._context: float | None = None  # sum of the row; None: to be found, as all three
+        self._context: float | None = None  # sum of the row; None: to be found
         self._ahead: float | None = None  # see _rounds_ahead
         self._rounds_left = refresh_rounds
         self._busy_since = 0.0

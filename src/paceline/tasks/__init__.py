@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from pydantic import ValidationError
 
+from paceline.config import describe_limit
 from paceline.errors import ConfigError
 
 Row = dict[str, Any]
@@ -67,4 +68,4 @@ def _explain(name: str, error: ValidationError) -> str:
     if first["type"] == "missing":
         return f"task {name!r} needs the option {option!r}: give it"
     where = f"option {option!r} = {first['input']!r}" if option else "options"
-    return f"task {name!r}: {where}: {first['msg'].removeprefix('Value error, ')}"
+    return f"task {name!r}: {where}: {describe_limit(first)}"
