@@ -9,14 +9,16 @@ suffix 32) and is corrected first: on the CPU backend of 0.32 it divides draft r
 (docs/engine.md).
 
 Systems: plain; ngram, suffix (Arctic), draft_model: vLLM's own; paceline_off: Paceline's sampler without drafts (its
-tokens are those of the next ones: `equal` says so); paceline_suffix; paceline (suffix trees and the small model).
+tokens are those of the next ones: `equal` says so); paceline (suffix trees and the small model); on request
+paceline_suffix (without the small model) and paceline_unfair (the draft budget counts every token alike).
 
 `ratio` is the time that plain vLLM takes for responses of the same lengths, over the own time. Systems with other
 random numbers have other responses, and a rollout takes as long as its longest one: tokens per second of different
 samples say little. Plain vLLM's time is summed from its step times, which are affine in the requests and the context
 of a step and fitted to its own runs of the case. `tail_ratio` is the same for the time from 90 % finished to the end,
 summed over the repetitions, as some have hardly a tail. `ceiling` is the ratio that Paceline would reach in the same
-number of steps if drafting took no time and no rejected token were verified, by its own step-time model.
+number of steps if drafting took no time and no rejected token were verified, by its own step-time model;
+`tail_ceiling` is that of the tail.
 """
 
 from __future__ import annotations
@@ -36,8 +38,9 @@ from plain_time import TAIL_SHARE, PlainTime
 
 ROOT = Path(__file__).resolve().parent.parent
 CASES = {"8x16": (8, 16), "2x4": (2, 4), "1x1": (1, 1)}
-SYSTEMS = ("plain", "ngram", "suffix", "draft_model", "paceline_off", "paceline_suffix", "paceline")
-DEFAULT_SYSTEMS = [name for name in SYSTEMS if name != "paceline_suffix"]
+DRAFTING = ("paceline_suffix", "paceline_unfair", "paceline")
+SYSTEMS = ("plain", "ngram", "suffix", "draft_model", "paceline_off", *DRAFTING)
+DEFAULT_SYSTEMS = [name for name in SYSTEMS if name not in DRAFTING[:2]]
 """What is measured by default."""
 OWN = ("ngram", "suffix", "draft_model")
 """vLLM's own speculation."""
@@ -51,6 +54,7 @@ COLUMNS = (
     "ceiling",
     "tail_s",
     "tail_ratio",
+    "tail_ceiling",
     "acceptance_length",
     "equal",
 )
@@ -100,6 +104,8 @@ def make_system(
         extra = {"method": "draft_model", "model": drafter, "num_speculative_tokens": 5}
     elif name == "paceline_off":
         settings = EngineSettings(drafter="none", budget=BudgetSettings(policy="off"))
+    elif name == "paceline_unfair":
+        settings = EngineSettings(model_drafter=drafter, budget=BudgetSettings(fair=False))
     elif name == "paceline_suffix":
         settings = EngineSettings()
     elif name == "paceline":
@@ -148,13 +154,16 @@ def run_case(
                 responses[event.index] = event.response
     ends.sort()
     tokens = sum(len(response.tokens) for response in responses)
+    tail_s = ends[-1] - ends[int(TAIL_SHARE * (len(ends) - 1))]
+    avoidable = avoidable_s(engine, tail_s)
     return {
         "wall_s": ends[-1],
-        "tail_s": ends[-1] - ends[int(TAIL_SHARE * (len(ends) - 1))],
+        "tail_s": tail_s,
         "tokens": tokens,
         "tokens_per_s": tokens / ends[-1],
         "acceptance_length": tokens / steps,
-        "avoidable_s": avoidable_s(engine),
+        "avoidable_s": avoidable[0],
+        "avoidable_tail_s": avoidable[1],
         "decode_steps": decoded,
         "prompt_tokens": [len(request.prompt) for request in requests],
         "response_lengths": [len(response.tokens) / max(response.num_steps, 1) for response in responses],
@@ -188,21 +197,26 @@ def decode_steps(scheduler: Any) -> Iterator[list[tuple[int, int, float]]]:
         del scheduler.schedule
 
 
-def avoidable_s(engine: Any) -> float:
+def avoidable_s(engine: Any, tail_s: float) -> tuple[float, float]:
     """Seconds that Paceline spent on drafting and on draft tokens that were rejected, by its step-time model: what a
-    free drafter that knew which of its tokens will be accepted would have saved. 0 for other systems."""
+    free drafter that knew which of its tokens will be accepted would have saved, in all and in the last `tail_s`. 0 for
+    other systems."""
     from paceline.planning.latency import at_context, predict_s
 
     loop = getattr(engine.scheduler, "loop", None)
     if loop is None:
-        return 0.0
+        return 0.0, 0.0
+    time = loop.budget.decode_time
     steps = [step for step in engine.take_observations() if not step.num_prefill_tokens]
-    needed_s = sum(
-        float(predict_s(at_context(loop.budget.decode_time, step.num_context_tokens), needed))
-        for step in steps
-        if (needed := step.num_requests + step.num_accepted_tokens)
-    )
-    return max(sum(step.step_s for step in steps) - needed_s, 0.0)
+    passed_s = spared_s = spared_tail_s = 0.0
+    for step in reversed(steps):
+        needed = step.num_requests + step.num_accepted_tokens
+        if needed:
+            spared_s += step.step_s - float(predict_s(at_context(time, step.num_context_tokens), needed))
+        passed_s += step.step_s
+        if passed_s <= tail_s:
+            spared_tail_s = spared_s
+    return max(spared_s, 0.0), max(spared_tail_s, 0.0)
 
 
 def forget_arctic(engine: Any) -> None:
@@ -338,6 +352,7 @@ def summarise(
                 "plain_s": plain_s,
                 "ratio": plain_s / wall_s,
                 "plain_tail_s": plain_tail_s,
+                "avoidable_tail_s": sum(run["avoidable_tail_s"] for run in runs),
                 "ceiling": plain_s / (wall_s - sum(run["avoidable_s"] for run in runs)),
                 "lengths": [len(ids) for run in runs for ids in run["ids"]],
             }
@@ -348,8 +363,11 @@ def summarise(
     tail_s = sum(one["tail_s"] for one in measured)
     row["tail_ratio"] = sum(one["plain_tail_s"] for one in measured) / tail_s if tail_s else None
     row["ratio_range"] = [min(one["ratio"] for one in measured), max(one["ratio"] for one in measured)]
-    if name in ("paceline", "paceline_suffix"):
+    if name in DRAFTING:
         row["ceiling"] = median([one["ceiling"] for one in measured])
+        if row["tail_ratio"] is not None:
+            needed_s = tail_s - sum(one["avoidable_tail_s"] for one in measured)
+            row["tail_ceiling"] = sum(one["plain_tail_s"] for one in measured) / needed_s
     if reference is not None:
         row["equal"] = [[run["ids"] for run in runs] for runs in repetitions] == [
             [run["ids"] for run in runs] for runs in reference
