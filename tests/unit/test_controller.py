@@ -39,7 +39,7 @@ from paceline.types import RolloutRequest
 
 def request(key: int, max_tokens: int = 20, generated: tuple[int, ...] = ()) -> RolloutRequest:
     return RolloutRequest(
-        (1, 2, 3), max_tokens, key=key, group=key // 10, sample=key % 10, generated=generated
+        (1, 2, 3, 4), max_tokens, key=key, group=key // 10, sample=key % 10, generated=generated
     )
 
 

@@ -14,7 +14,7 @@ from paceline.errors import ConfigError, EngineError, RequestError
 from paceline.planning.dispatch import Assignment, Dispatcher, DispatchSettings
 
 VARIANTS = ("even", "context", "no-context", "oracle", "group")
-PROMPT, BLOCK = 3, 4
+PROMPT, BLOCK = 4, 4
 Response = tuple[int, int]
 seeds = st.integers(0, 2**32)  # of the order of events
 
@@ -449,6 +449,31 @@ def test_chunks_are_cut_at_the_limit_and_grow_the_room_that_they_need() -> None:
     assert dispatcher.num_unfinished == 0
 
 
+def test_chunks_end_with_a_kv_block() -> None:
+    """A prompt of 3 tokens and chunks of up to 8: each ends at a multiple of 4, but for the last one."""
+    dispatcher = Dispatcher(settings_for("no-context"))
+    dispatcher.submit(0, 1, 3, 22)
+    dispatcher.worker_up("w", blocks(3 + 22), 1)
+    ends, num_tokens = [], 0
+    while (assignment := dispatcher.next_assignment()) is not None:
+        num_tokens += assignment.chunk_tokens
+        ends.append(3 + num_tokens)
+        dispatcher.chunk_finished(assignment, num_tokens, finished=False)
+    assert ends == [8, 16, 24, 25]
+
+
+def test_chunks_shorter_than_a_kv_block_run_as_they_are() -> None:
+    dispatcher = Dispatcher(settings_for("no-context", chunk=2))
+    dispatcher.submit(0, 1, 3, 9)
+    dispatcher.worker_up("w", blocks(3 + 9), 1)
+    ends, num_tokens = [], 0
+    while (assignment := dispatcher.next_assignment()) is not None:
+        num_tokens += assignment.chunk_tokens
+        ends.append(3 + num_tokens)
+        dispatcher.chunk_finished(assignment, num_tokens, finished=False)
+    assert ends == [4, 6, 8, 10, 12]
+
+
 def test_the_worker_with_the_most_free_blocks_is_chosen() -> None:
     dispatcher = started("no-context", {0: [40] * 5}, 40)
     dispatcher.worker_up("small", 11, 9)
@@ -574,7 +599,7 @@ def test_a_racer_may_finish_beyond_the_chunk() -> None:
 
 def test_responses_that_exist_in_part_go_on_from_there() -> None:
     dispatcher = Dispatcher(DispatchSettings(variant="no-context", chunk_tokens=8, block_tokens=4))
-    dispatcher.submit(0, 2, 3, 20, held=(15, 0))
+    dispatcher.submit(0, 2, PROMPT, 20, held=(15, 0))
     dispatcher.worker_up("w", 6 + 3, 2)
     first, second = all_assignments(dispatcher)
     assert (first.sample, first.chunk_tokens) == (0, 5), "up to its limit of 20 tokens"

@@ -150,7 +150,7 @@ SETTINGS = FleetSettings(workers=2, chunk_tokens=8, silence_s=10.0, max_failed_s
 
 
 def request(key: int) -> RolloutRequest:
-    return RolloutRequest((1, 2, 3), 20, key=key, group=key // 10)
+    return RolloutRequest((1, 2, 3, 4), 20, key=key, group=key // 10)
 
 
 def ended(chunk: int, start: int, count: int, reason: str) -> Report:
@@ -203,13 +203,13 @@ def test_events_come_back_as_they_were(controller_log: Path) -> None:
 
 
 def test_another_controller_is_shown(controller_log: Path, tmp_path: Path) -> None:
-    tally = replay(edit_log(controller_log, tmp_path, settings={"chunk_tokens": 9}))["fleet controller"]
+    tally = replay(edit_log(controller_log, tmp_path, settings={"chunk_tokens": 12}))["fleet controller"]
     assert tally.num_different == 1
     assert tally.num_planned + tally.num_left == len(EVENTS)
     assert tally.first is not None
     assert tally.first.number == 3
     assert f"run chunk 0 on w0 (life 0): response of key {2**64 - 1}, tokens 0 to 8" in tally.first.recorded
-    assert "tokens 0 to 9" in tally.first.planned
+    assert "tokens 0 to 12" in tally.first.planned
 
 
 def test_an_error_is_a_decision_too(tmp_path: Path) -> None:
@@ -264,7 +264,7 @@ def test_the_command_counts_what_was_planned_again(
 
 
 def test_the_command_shows_what_differs(run: Run, controller_log: Path, tmp_path: Path) -> None:
-    path = edit_log(controller_log, tmp_path / "edited", settings={"chunk_tokens": 9})
+    path = edit_log(controller_log, tmp_path / "edited", settings={"chunk_tokens": 12})
     path.write_bytes(path.read_bytes()[:-1])
     done = run("replay", path)
     assert done.code == 1

@@ -25,8 +25,10 @@ keeps others waiting: whoever runs sinks. It wants room in the KV pool for every
 Differs: (1) the paper's guard against wrong estimates draws from the groups that ran least "at random"; here every
 `guard_interval`-th response that is no probe comes from the group that was ordered the fewest tokens, so that decisions
 can be replayed and the wait is bounded. (2) "Least loaded" is the most free blocks, not the lowest share in use: the
-same between equal workers, and one look decides whether anyone has room. (3) A prompt's blocks count once per response,
-although an engine may share them in a group: the bound errs on the safe side.
+same between equal workers, and one look decides whether anyone has room. (3) A chunk that would end within a KV block
+ends with the one before, so that none is taken for a few tokens: where chunks are a few blocks long, more of them fit.
+(4) A prompt's blocks count once per response, although an engine may share them in a group: the bound errs on the safe
+side.
 """
 
 from __future__ import annotations
@@ -242,9 +244,16 @@ class Dispatcher:
         group = response.group
         is_divided = self._settings.variant != "group"
         left = group.max_tokens - response.num_tokens
-        response.chunk_tokens = min(self._settings.chunk_tokens, left) if is_divided else left
-        response.num_blocks = self._blocks(group.prompt_tokens + response.num_tokens + response.chunk_tokens)
+        held = group.prompt_tokens + response.num_tokens
+        response.chunk_tokens = self._chunk_tokens(held, left) if is_divided else left
+        response.num_blocks = self._blocks(held + response.chunk_tokens)
         self._buffer.add(response)
+
+    def _chunk_tokens(self, held: int, left: int) -> int:
+        """Of a chunk behind `held` tokens, with `left` to the limit: it ends where a KV block does, if it can."""
+        most = min(self._settings.chunk_tokens, left)
+        beyond = (held + most) % self._settings.block_tokens
+        return most - beyond if beyond < most < left else most
 
     def _blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self._settings.block_tokens)
