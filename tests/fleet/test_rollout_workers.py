@@ -128,24 +128,38 @@ def test_killed_and_resumed(plain: Generate, tmp_path: Path) -> None:
         assert line["logprobs"] == pytest.approx(response.logprobs, abs=1e-4)
 
 
-def test_ended_while_the_engines_start(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["raylet", "ray::RolloutWorker"])
+def test_ended_while_the_engines_start(tmp_path: Path, name: str) -> None:
+    """SIGTERM while Ray, or the first engine, has only just been started."""
     prompts, out = tmp_path / "prompts.jsonl", tmp_path / "o.jsonl"
     prompts.write_text(json.dumps({"prompt": "1,3,3:21 "}) + "\n")
     started = subprocess.Popen(command(prompts, out, "--workers", 2), stderr=subprocess.PIPE, text=True)
-    children = psutil.Process(started.pid).children
+    family: set[psutil.Process] = set()
     deadline_s = time.monotonic() + 120
-    while not (engines := [child for child in children(recursive=True) if _is_engine(child)]):
+    while not any(_is_called(child, name) for child in family):
         assert started.poll() is None
         assert time.monotonic() < deadline_s
+        family |= _children(started)
         time.sleep(0.05)
     started.send_signal(signal.SIGTERM)
-    _, said = started.communicate(timeout=120)
+    while started.poll() is None:
+        assert time.monotonic() < deadline_s
+        family |= _children(started)
+        time.sleep(0.05)
+    assert started.stderr is not None
+    said = started.stderr.read()
     assert started.returncode == 130, said
     assert "Traceback" not in said
-    assert not psutil.wait_procs(engines, timeout=30)[1]
+    assert not psutil.wait_procs(family, timeout=30)[1]
 
 
-def _is_engine(process: psutil.Process) -> bool:
+def _children(process: subprocess.Popen[str]) -> set[psutil.Process]:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return set(psutil.Process(process.pid).children(recursive=True))
+    return set()
+
+
+def _is_called(process: psutil.Process, name: str) -> bool:
     with contextlib.suppress(psutil.Error):
-        return "ray::RolloutWorker" in " ".join(process.cmdline())
+        return name in " ".join(process.cmdline())
     return False

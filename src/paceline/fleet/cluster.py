@@ -5,11 +5,15 @@ Importing this imports no Ray, so that a fleet that cannot be is refused at once
 
 from __future__ import annotations
 
-import logging
 import os
+import signal
 import socket
-from concurrent.futures import ThreadPoolExecutor, wait
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
+
+import psutil
 
 from paceline.config import FleetSettings
 from paceline.engine.build import is_cpu_build
@@ -88,7 +92,8 @@ def connect(settings: FleetSettings, vllm: Any) -> bool:
     else:
         _check_reachable(settings.address)
     try:
-        _start(ray, {**options, "include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"})
+        with _own_sigterm():
+            ray.init(**options, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
     except (ConnectionError, ValueError, RuntimeError) as error:
         where = "on this machine" if settings.address is None else f"at {settings.address}"
         raise ConfigError(f"no Ray {where}: {' '.join(str(error).split())[:300]}") from error
@@ -100,23 +105,27 @@ def connect(settings: FleetSettings, vllm: Any) -> bool:
     return True
 
 
-def _start(ray: Any, options: dict[str, Any]) -> None:
-    """`ray.init`, to its end even when interrupted: then Ray is shut down again.
+@contextmanager
+def _own_sigterm() -> Iterator[None]:
+    """Keep the handler of SIGTERM: Ray puts in its own, which exits while it starts, and aborts afterwards.
 
-    In a thread, as Ray would put its own handler of SIGTERM into the main one: that leaves processes of a Ray that is
-    about to start behind, and aborts later.
+    Processes of a Ray that was about to start are killed, as some would outlive it.
     """
-    logging.getLogger("ray").setLevel(
-        logging.ERROR
-    )  # as logging_level says, which comes after the first warning
-    with ThreadPoolExecutor(1) as pool:
-        started = pool.submit(ray.init, **options)
-        try:
-            started.result()
-        except KeyboardInterrupt:
-            wait([started])
-            ray.shutdown()
+    before = signal.getsignal(signal.SIGTERM)
+    others = set(psutil.Process().children(recursive=True))
+    try:
+        yield
+    except SystemExit as ended:
+        if ended.code != signal.SIGTERM:
             raise
+        for process in psutil.Process().children(recursive=True):
+            if process not in others:
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
+        raise KeyboardInterrupt from ended
+    finally:
+        if before is not None and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, before)
 
 
 def is_one_machine(settings: FleetSettings) -> bool:
