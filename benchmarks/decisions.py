@@ -88,7 +88,7 @@ def control(num_workers: int) -> Callable[[], object]:
     controller = Controller(FleetSettings(workers=num_workers, chunk_tokens=8))
     controller.decide(Opened())
     for name in controller.workers:
-        controller.decide(WorkerUp(name, 0, 0, 10**6, 16, 64))
+        controller.decide(WorkerUp(name, 0, 0, 10**6, 4, 64))
     requests = tuple(
         RolloutRequest((1, 2, 3, i // 16), 64, key=i, group=i // 16, sample=i % 16)
         for i in range(100 * num_workers)
