@@ -41,7 +41,7 @@ _PHRASES = (
 def describe(error: ValidationError) -> str:
     """One line for a refused configuration: each field, the value it had and the limit."""
     return "; ".join(
-        f"{'.'.join(map(str, item['loc']))} = {item['input']!r}: {describe_limit(item)}"
+        f"{'.'.join(map(str, item['loc']))}={item['input']!r}: {describe_limit(item)}"
         if item["loc"]
         else describe_limit(item)
         for item in error.errors()

@@ -127,7 +127,7 @@ def test_foreign_engines_are_refused(changes: dict[str, object]) -> None:
         ("PACELINE_SETTINGS", "{", "not JSON"),
         ("PACELINE_SETTINGS", "[]", "JSON object"),
         ("PACELINE_SETTINGS", '{"run_sed": 1}', "run_sed"),
-        ("PACELINE_SETTINGS", '{"max_draft_tokens": 500}', "max_draft_tokens = 500: must be at most 127"),
+        ("PACELINE_SETTINGS", '{"max_draft_tokens": 500}', "max_draft_tokens=500: must be at most 127"),
     ],
 )
 def test_wrong_environments_are_explained(

@@ -134,7 +134,7 @@ def test_missing_checkpoints_are_named(tmp_path: Path) -> None:
 def test_impossible_settings_are_named() -> None:
     from paceline.engine.arguments import engine_arguments
 
-    with pytest.raises(ConfigError, match="num_paths = 99: must be at most"):
+    with pytest.raises(ConfigError, match="num_paths=99: must be at most"):
         engine_arguments(num_paths=99)
     with pytest.raises(ConfigError, match="drafterr"):
         engine_arguments(drafterr="suffix")
