@@ -259,7 +259,7 @@ def main() -> None:
     made.add_argument("--model", metavar="DIR", help="target; default: the Countdown policy, inflated")
     made.add_argument("--drafter", metavar="DIR", default=str(ROOT / "assets/countdown-drafter"))
     made.add_argument("--rollouts", type=int, default=3, help="the last one is compared; at least 2")
-    made.add_argument("--max-tokens", type=int, default=640)
+    made.add_argument("--max-tokens", type=int, default=1024)
     made.add_argument("--threads", type=int, default=2)
     options = made.parse_args()
     if options.rollouts < 2:

@@ -3,7 +3,10 @@
     python scripts/pretrain_countdown.py policy --out DIR
         base policy from traces
     python scripts/pretrain_countdown.py drafter --teacher DIR --out DIR
-        small drafter, distilled from a policy
+        small drafter, distilled from a policy on traces
+    python scripts/pretrain_countdown.py prompts --out FILE; paceline rollout DIR FILE --out RESPONSES
+    python scripts/pretrain_countdown.py drafter --teacher DIR --start DIR --responses RESPONSES --out DIR
+        the drafter distilled further, on what the policy itself writes
     python scripts/pretrain_countdown.py measure --policy DIR [--drafter DIR]
 
 Runs on a GPU if torch sees one, otherwise on the CPU. `--quick` makes a tiny model in seconds (for
@@ -14,12 +17,14 @@ as in a rollout.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import torch
@@ -36,7 +41,7 @@ from paceline.tasks.alphabet import (
     encode_prompt,
     encode_trace,
 )
-from paceline.tasks.traces import ProblemRange, stream_examples
+from paceline.tasks.traces import Problem, ProblemRange, stream_examples
 
 IGNORED = -100
 MAX_POSITIONS = 4096
@@ -80,17 +85,36 @@ def build_model(shape: Shape) -> Any:
 # --- data -------------------------------------------------------------------------------------------------
 
 
-def stream_documents(seed: int, hard_share: float, max_tokens: int) -> Iterator[tuple[list[int], int]]:
-    """(token ids, number of prompt tokens) without end; a `hard_share` of the documents has four numbers."""
+def stream_problems(seed: int, hard_share: float, max_tokens: int) -> Iterator[tuple[Problem, str]]:
+    """(problem, trace) without end; a `hard_share` of the problems has four numbers."""
     easy = stream_examples(seed, ProblemRange(), max_tokens)
     hard = stream_examples(seed + 1, ProblemRange(min_numbers=4, max_numbers=4), max_tokens)
     owed = 0.0
     while True:
         owed += hard_share
-        problem, trace = next(hard) if owed >= 1 else next(easy)
+        yield next(hard) if owed >= 1 else next(easy)
         owed -= float(owed >= 1)
+
+
+def stream_documents(seed: int, hard_share: float, max_tokens: int) -> Iterator[tuple[list[int], int]]:
+    """(token ids, number of prompt tokens) of traces, without end."""
+    for problem, trace in stream_problems(seed, hard_share, max_tokens):
         prompt = encode_prompt(problem.prompt)
         yield prompt + encode_trace(trace), len(prompt)
+
+
+def repeat_responses(file: Path, seed: int) -> Iterator[tuple[list[int], int]]:
+    """As `stream_documents`: the responses in a file of `paceline rollout`, over and over in new orders.
+
+    They hold what no trace does: slips of arithmetic, and searches longer than any that was generated.
+    """
+    with file.open() as lines:
+        rows = [json.loads(line) for line in lines]
+    pool = [(row["prompt_ids"] + row["tokens"], len(row["prompt_ids"])) for row in rows]
+    order = Random(seed)
+    while True:
+        order.shuffle(pool)
+        yield from pool
 
 
 Batch = tuple[
@@ -162,7 +186,10 @@ def train(model: Any, teacher: Any | None, arguments: argparse.Namespace) -> Non
     """`arguments.steps` optimizer steps in place; prints nats per response token."""
     device = next(model.parameters()).device
     optimizers = build_optimizers(model, arguments.rate)
-    documents = stream_documents(arguments.seed, arguments.hard_share, arguments.max_tokens)
+    if teacher is not None and arguments.responses:
+        documents = repeat_responses(arguments.responses, arguments.seed)
+    else:
+        documents = stream_documents(arguments.seed, arguments.hard_share, arguments.max_tokens)
     started_s, seen, loss_sum, loss_tokens = time.perf_counter(), 0, 0.0, 0
     for step in range(arguments.steps):
         batches = collect_step(documents, arguments.tokens_per_step, arguments.micro_tokens)
@@ -309,6 +336,14 @@ def load_model(folder: Path) -> Any:
 # --- command line -----------------------------------------------------------------------------------------
 
 
+def write_prompts(arguments: argparse.Namespace) -> None:
+    """The prompts of `--problems` problems, as `paceline rollout` takes them."""
+    problems = stream_problems(arguments.seed, arguments.hard_share, arguments.max_tokens)
+    with arguments.out.open("w") as file:
+        for problem, _ in itertools.islice(problems, arguments.problems):
+            file.write(json.dumps({"prompt": problem.prompt}) + "\n")
+
+
 def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -317,16 +352,25 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
     policy = commands.add_parser("policy", help="train the base policy on traces")
     drafter = commands.add_parser("drafter", help="distil a small drafter from a policy")
     drafter.add_argument("--teacher", type=Path, required=True)
-    for command, steps, rate in ((policy, 2400, 4e-3), (drafter, 1200, 4e-3)):
+    drafter.add_argument(
+        "--responses",
+        type=Path,
+        metavar="FILE",
+        help="the teacher's, from 'paceline rollout', in place of traces",
+    )
+    prompts = commands.add_parser("prompts", help="write prompts for 'paceline rollout'")
+    prompts.add_argument("--problems", type=int, default=4096)
+    for command in (policy, drafter, prompts):
         command.add_argument("--out", type=Path, required=True)
+        command.add_argument("--max-tokens", type=int, default=640, help="longest trace")
+        command.add_argument("--hard-share", type=float, default=0.05, help="share of four-number problems")
+        command.add_argument("--seed", type=int, default=0)
+    for command, steps, rate in ((policy, 2400, 4e-3), (drafter, 1200, 4e-3)):
         command.add_argument("--steps", type=int, default=steps)
         command.add_argument("--rate", type=float, default=rate, help="peak learning rate")
         command.add_argument("--tokens-per-step", type=int, default=8192)
         command.add_argument("--micro-tokens", type=int, default=2048, help="padded tokens per forward pass")
-        command.add_argument("--max-tokens", type=int, default=640, help="longest trace")
-        command.add_argument("--hard-share", type=float, default=0.05, help="share of four-number problems")
         command.add_argument("--start", type=Path, metavar="DIR", help="go on from this checkpoint")
-        command.add_argument("--seed", type=int, default=0)
         command.add_argument("--threads", type=int, default=torch.get_num_threads())
         command.add_argument("--print-every", type=int, default=50)
         command.add_argument("--save-every", type=int, default=0)
@@ -346,6 +390,9 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
 
 def main(words: list[str] | None = None) -> None:
     arguments = parse_arguments(words)
+    if arguments.command == "prompts":
+        write_prompts(arguments)
+        return
     torch.set_num_threads(arguments.threads)
     if arguments.command == "measure":
         print(json.dumps(measure(arguments), indent=1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -353,7 +354,27 @@ def test_pretraining_script_makes_a_policy_and_a_drafter(tmp_path):
 
     losses = re.findall(r"loss ([\d.]+)", run("policy", "--out", policy, "--quick", "--print-every", 10))
     assert float(losses[-1]) < float(losses[0])
-    run("drafter", "--teacher", policy, "--out", drafter, "--quick")
+    first, prompts, responses = (tmp_path / name for name in ("first", "prompts.jsonl", "responses.jsonl"))
+    run("drafter", "--teacher", policy, "--out", first, "--quick")
+    script_only = [
+        sys.executable,
+        str(script),
+        "prompts",
+        "--problems",
+        "3",
+        "--seed",
+        "5",
+        "--out",
+        str(prompts),
+    ]
+    subprocess.run(script_only, check=True)
+    asked = [encode_prompt(json.loads(line)["prompt"]) for line in prompts.read_text().splitlines()]
+    assert len(asked) == 3
+    rows = [{"prompt_ids": prompt, "tokens": [*prompt[1:], EOS_ID]} for prompt in asked]
+    responses.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    again = ("--responses", responses, "--start", first, "--out", drafter, "--print-every", 5)
+    losses = re.findall(r"loss ([\d.]+)", run("drafter", "--teacher", policy, *again, "--quick"))
+    assert float(losses[-1]) < float(losses[0])
     words = ("--policy", policy, "--drafter", drafter, "--problems", 4, "--max-new-tokens", 8)
     measured = run("measure", *words)
     assert '"finish_rate"' in measured

@@ -272,9 +272,8 @@ class _Fleet:
         jobs: dict[int, list[Job]] = {}
         while self.actions:
             action = self.actions.popleft()
-            if not isinstance(
-                action, RunChunk
-            ):  # one that needs nothing here: all workers are up, and nothing is kept
+            if not isinstance(action, RunChunk):
+                # Nothing to do: all workers are up, and nothing is kept.
                 assert isinstance(action, StartWorker | Keep | Deliver), action
                 continue
             response, worker = action.index, self.workers[self.numbers[action.worker]]
