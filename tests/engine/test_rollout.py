@@ -113,12 +113,17 @@ def test_refusals(
     assert engine.num_running() == 0
 
 
-def test_a_grammar_cannot_go_on_in_the_middle(engine: RolloutEngine) -> None:
-    from vllm.sampling_params import StructuredOutputsParams
+def test_what_looks_back_cannot_go_on_in_the_middle(engine: RolloutEngine) -> None:
+    from vllm.sampling_params import RepetitionDetectionParams, StructuredOutputsParams
 
-    wanted = params(structured_outputs=StructuredOutputsParams(regex="a+"))
-    with pytest.raises(UnsupportedError, match="grammar would begin anew"):
-        engine.generate([RolloutRequest((1, 2), 5, generated=(5, 6))], wanted)
+    repetition = RepetitionDetectionParams(max_pattern_size=4, min_count=2)
+    for options, problem in (
+        ({"structured_outputs": StructuredOutputsParams(regex="a+")}, "grammar would begin anew"),
+        ({"stop": ["ab"]}, "2 generated tokens with stop: a stop text that begins in them would be missed"),
+        ({"repetition_detection": repetition}, "the new tokens only"),
+    ):
+        with pytest.raises(UnsupportedError, match=problem):
+            engine.generate([RolloutRequest((1, 2), 5, generated=(5, 6))], params(**options))
 
 
 def test_missing_checkpoints_are_named(tmp_path: Path) -> None:

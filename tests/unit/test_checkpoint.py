@@ -49,3 +49,6 @@ def test_an_impossible_batch_is_refused(model: Path, monkeypatch: pytest.MonkeyP
         check_batch(checkpoint, kv_cache_gib=needed * 0.99, **options)
     with pytest.raises(ConfigError, match=r"3 engine\(s\) need 3\d+\.\d GiB"):
         check_batch(checkpoint, kv_cache_gib=1e5 / 1000 * 1.01, num_engines=3, **options)
+    names = ("batch", "capacity.kv", "lengths")
+    with pytest.raises(ConfigError, match=r"capacity\.kv gives .* GiB: raise it, or lower lengths"):
+        check_batch(checkpoint, kv_cache_gib=needed * 0.99, names=names, **options)

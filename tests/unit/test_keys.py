@@ -10,7 +10,7 @@ import pytest
 
 from paceline.dice import derive_key
 from paceline.engine.keys import KeyBook, check_options, engine_seed, key_of, prompt_group
-from paceline.errors import RequestError
+from paceline.errors import RequestError, UnsupportedError
 
 
 def params(seed: int | None = None, **extra: object) -> SimpleNamespace:
@@ -74,6 +74,14 @@ def test_wrong_options_are_refused_where_they_are_made(
 ) -> None:
     with pytest.raises(RequestError, match=problem):
         check_options(SimpleNamespace(n=n, seed=seed, extra_args=extra))
+
+
+def test_what_looks_back_is_refused_for_resumed_responses() -> None:
+    resumed = {"paceline_generated": 3}
+    with pytest.raises(UnsupportedError, match="paceline_generated=3 with stop: a stop text"):
+        check_options(SimpleNamespace(n=1, seed=None, extra_args=resumed, stop=["x"]))
+    check_options(SimpleNamespace(n=1, seed=None, extra_args=resumed, stop=[]))
+    check_options(SimpleNamespace(n=1, seed=None, extra_args={"paceline_generated": 0}, stop=["x"]))
 
 
 def test_right_options_pass() -> None:

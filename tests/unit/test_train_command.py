@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+ASSETS = Path(__file__).parents[2] / "assets"
 RECIPE = "task: {name: countdown}\nmodel: policy\nsteps: 4\n"
 PROGRAM = (
     "import sys\n"
@@ -78,6 +79,30 @@ def test_missing_model_is_refused_and_leaves_no_run(recipe: str, tmp_path: Path)
     assert code == 3
     assert f"model folder {tmp_path / 'policy'} does not exist" in error
     assert not (out / "record.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("capacity.kv_cache_mib=90000000", "of memory are free: lower capacity.kv_cache_mib"),
+        (
+            "capacity.vllm={block_sise: 16}",
+            "block_sise is no argument of vLLM's engine: did you mean block_size?",
+        ),
+    ],
+)
+def test_impossible_engines_leave_the_old_run_alone(
+    recipe: str, tmp_path: Path, change: str, message: str
+) -> None:
+    out = tmp_path / "run"
+    old = out / "checkpoints" / "checkpoint-1" / "model.safetensors"
+    old.parent.mkdir(parents=True)
+    old.touch()
+    (out / "record.jsonl").touch()
+    model = f"model={ASSETS / 'countdown-policy'}"
+    given = train(recipe, "--out", str(out), "--overwrite", "--set", model, "--set", change)
+    assert (given[0], old.exists()) == (2, True), given
+    assert message in given[2]
 
 
 def test_unknown_key_is_refused_at_once(recipe: str, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
+from paceline.drafting.drafter import fits_vocabulary
 from paceline.engine.rollout import check_checkpoint
 from paceline.errors import CheckpointError
 
@@ -130,8 +131,8 @@ def _first_line(error: Exception) -> str:
 
 
 def check_drafter(drafter: Checkpoint, target: Checkpoint) -> None:
-    """Raise CheckpointError unless the drafter speaks the target's tokens."""
-    if drafter.vocab_size != target.vocab_size:
+    """Raise CheckpointError unless the drafter speaks the target's tokens; padding rows aside."""
+    if not fits_vocabulary(drafter.vocab_size or 0, target.vocab_size or 0):
         raise CheckpointError(
             f"the drafter {drafter.folder} has {drafter.vocab_size} tokens, the target {target.folder} has "
             f"{target.vocab_size}: use a drafter with the target's tokenizer"

@@ -6,7 +6,7 @@ import math
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -73,10 +73,12 @@ def hush(log: Path | None = None) -> Iterator[None]:
         os.dup2(target, 2)
         yield
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os.dup2(kept[0], 1)
-        os.dup2(kept[1], 2)
+        for number, stream in ((1, sys.stdout), (2, sys.stderr)):
+            with suppress(
+                OSError
+            ):  # a full disk takes what the libraries print, not the error that we have to tell
+                stream.flush()
+            os.dup2(kept[number - 1], number)
         for fd in (target, *kept):
             os.close(fd)
 
@@ -103,15 +105,17 @@ def check_batch(
     max_num_seqs: int,
     kv_cache_gib: float,
     num_engines: int = 1,
+    names: tuple[str, str, str] = ("--max-num-seqs", "--kv-cache-gib", "--max-tokens"),
 ) -> int:
-    """Bytes of an engine's key-value cache.
+    """Bytes of an engine's key-value cache. names: what sets the batch, the cache and the length, for messages.
 
     Raises ConfigError when it cannot hold one sequence, or the machine cannot hold `num_engines` engines.
     """
+    batch_name, cache_name, length_name = names
     if max_num_seqs < 1:
-        raise ConfigError(f"--max-num-seqs {max_num_seqs}: at least 1 response must run")
+        raise ConfigError(f"{batch_name} {max_num_seqs}: at least 1 response must run")
     if not math.isfinite(kv_cache_gib) or kv_cache_gib <= 0:
-        raise ConfigError(f"--kv-cache-gib {kv_cache_gib}: must be above 0")
+        raise ConfigError(f"{cache_name} {kv_cache_gib}: must be above 0")
     kv_bytes = int(kv_cache_gib * GIB)
     if not is_cpu_build():
         return kv_bytes
@@ -119,14 +123,14 @@ def check_batch(
     if per_token and per_token * max_model_len > kv_bytes:
         raise ConfigError(
             f"one response of {max_model_len} tokens needs {per_token * max_model_len / GIB:.2f} GiB of key-value "
-            f"cache, --kv-cache-gib is {kv_cache_gib:g}: raise it, or lower --max-tokens"
+            f"cache, {cache_name} gives {kv_cache_gib:g} GiB: raise it, or lower {length_name}"
         )
     available = available_bytes()
     needed = num_engines * (checkpoint.weight_bytes(dtype) + kv_bytes)
     if available is not None and needed > available:
         raise ConfigError(
             f"weights and key-value cache of {num_engines} engine(s) need {needed / GIB:.1f} GiB, "
-            f"{available / GIB:.1f} GiB of memory are free: lower --kv-cache-gib or use a smaller model"
+            f"{available / GIB:.1f} GiB of memory are free: lower {cache_name} or use a smaller model"
         )
     return kv_bytes
 

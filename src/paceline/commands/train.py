@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from errno import ENOSPC
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,7 +12,8 @@ from rich.console import Console
 from rich.table import Table
 
 from paceline.commands.checkpoint import read_checkpoint
-from paceline.commands.launch import check_model_drafter, hush
+from paceline.commands.launch import check_batch, check_model_drafter, hush
+from paceline.engine.arguments import check_vllm_arguments
 from paceline.errors import PacelineError, RecordError, TrainingError
 from paceline.fleet.cluster import check_fleet
 from paceline.integrations.recipe import Recipe, load_recipe
@@ -74,6 +76,20 @@ def train(
         raise typer.Exit(INTERRUPTED)
 
 
+def _check_capacity(recipe: Recipe) -> None:
+    """Raise ConfigError for engines that cannot be, before a run that is to be overwritten is touched."""
+    capacity = recipe.capacity
+    check_batch(
+        read_checkpoint(Path(recipe.model)),
+        dtype=capacity.dtype,
+        max_model_len=recipe.context_tokens,
+        max_num_seqs=capacity.max_num_seqs,
+        kv_cache_gib=capacity.kv_cache_mib / 1024,
+        num_engines=recipe.fleet.workers if recipe.fleet is not None else 1,
+        names=("capacity.max_num_seqs", "capacity.kv_cache_mib", "lengths.response_tokens"),
+    )
+
+
 def _run(recipe: Recipe, out: Path, *, resume: bool, overwrite: bool) -> Summary:
     """Train while everything that the libraries print goes to the run's log."""
     for name, value in QUIET.items():
@@ -82,6 +98,7 @@ def _run(recipe: Recipe, out: Path, *, resume: bool, overwrite: bool) -> Summary
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise RecordError(f"cannot make --out {out}: {error.strerror}; choose another folder") from error
+    _check_capacity(recipe)
     log = out / LOG
     with open(os.dup(1), "w", buffering=1) as screen:
         console = Console(file=screen, highlight=False)
@@ -90,10 +107,15 @@ def _run(recipe: Recipe, out: Path, *, resume: bool, overwrite: bool) -> Summary
             try:
                 from paceline.integrations.training_run import TrainingRun
 
+                check_vllm_arguments(recipe.capacity.vllm, "capacity.vllm")
                 return TrainingRun(recipe, out, console, resume=resume, overwrite=overwrite).run()
             except PacelineError:
                 raise
             except Exception as error:
+                if os.strerror(ENOSPC) in str(error):
+                    raise RecordError(
+                        f"the disk of {out} is full: free some space; --resume goes on from the last checkpoint"
+                    ) from error
                 raise TrainingError(
                     f"training failed: {type(error).__name__}: {' '.join(str(error).split())[:300]}; {log} has the "
                     "whole story, --resume goes on from the last checkpoint"

@@ -10,6 +10,15 @@ if TYPE_CHECKING:
     from paceline.drafting.suffix import DraftPaths
 
 
+PADDING_SHARE = 0.01
+"""Vocabulary sizes of one tokenizer may differ by padding rows, by at most this share of the larger one."""
+
+
+def fits_vocabulary(own: int, target: int) -> bool:
+    """Whether vocabularies of these sizes can be one tokenizer's."""
+    return abs(own - target) <= PADDING_SHARE * max(own, target)
+
+
 class Drafter(Protocol):
     """Drafts from tokens that it was given, without a model. Used by one thread; keeps no wall-clock time."""
 

@@ -22,6 +22,7 @@ import torch
 
 from paceline import dice
 from paceline.drafting.checkpoint import check_names, check_settings, load_model
+from paceline.drafting.drafter import fits_vocabulary
 from paceline.drafting.lean_decoder import LeanDecoder, lean_decoder
 from paceline.drafting.model_cache import (
     PADDED_QUERY,
@@ -55,9 +56,6 @@ PREFILL_CHUNK_TOKENS = 512
 LEAN_TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 """Difference of the lean form's logits from transformers', as a share of the largest, that rounding explains."""
 
-PADDING_SHARE = 0.01
-"""Vocabulary sizes of one tokenizer may differ by padding rows, by at most this share of the larger one."""
-
 
 class ModelDrafter:
     """Drafts for many responses at once with a small causal LM and the shared dice.
@@ -75,7 +73,9 @@ class ModelDrafter:
     noise_sampler: keyed sampling where the logits are. The default is native and for the CPU; on another
     device it would copy all logits to the host several times a level, so give one that samples there.
 
-    Raises CheckpointError (missing, incomplete, unsupported or of another tokenizer), ConfigError (settings).
+    Raises CheckpointError (missing, incomplete, unsupported, or a vocabulary of another size), ConfigError (settings).
+    A drafter of another tokenizer with as many ids is not noticed: its drafts are useless, the tokens the same. The
+    commands compare the tokenizers (`commands.checkpoint.check_drafter`).
     """
 
     NUM_CELLS: ClassVar[int] = NUM_CELLS
@@ -207,7 +207,7 @@ class ModelDrafter:
             )
 
     def _check_vocabulary(self, own: int, target: int | None) -> None:
-        if target is not None and abs(own - target) > PADDING_SHARE * max(own, target):
+        if target is not None and not fits_vocabulary(own, target):
             raise CheckpointError(
                 f"{self.checkpoint}: the drafter's vocabulary has {own} ids, the target's {target}: "
                 "choose a drafter with the target's tokenizer"

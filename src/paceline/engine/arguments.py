@@ -6,6 +6,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import difflib
+from collections.abc import Iterable
 from typing import Any
 
 from pydantic import ValidationError
@@ -60,6 +63,18 @@ def engine_arguments(settings: EngineSettings | None = None, **fields: Any) -> d
 
         arguments["kv_transfer_config"] = transfer_config(settings.kv_pool)
     return arguments
+
+
+def check_vllm_arguments(names: Iterable[str], shown: str) -> None:
+    """Raise ConfigError for a name that vLLM's EngineArgs lack. shown: where the names stand, for the message."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    known = [field.name for field in dataclasses.fields(EngineArgs)]
+    for name in names:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f": did you mean {near[0]}?" if near else ": see EngineArgs in vLLM's documentation"
+            raise ConfigError(f"{shown}.{name} is no argument of vLLM's engine{hint}")
 
 
 def parse_settings(fields: dict[str, Any]) -> EngineSettings:

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from paceline.dice import derive_key, key_from_seed
-from paceline.errors import RequestError
+from paceline.errors import RequestError, UnsupportedError
 
 MASK = (1 << 64) - 1
 MAX_PROMPTS = 1 << 16
@@ -49,7 +49,7 @@ def engine_seed(run_seed: int, vllm_config: Any) -> int:
 def check_options(params: Any) -> None:
     """Refuse wrong `extra_args` where a request is made: raised in the engine's process, an error would end it.
 
-    Raises RequestError.
+    Raises RequestError, or UnsupportedError for what a resumed response cannot have.
     """
     extra = params.extra_args or {}
     values = {name: _integer(extra, name) for name in OPTIONS}
@@ -64,6 +64,23 @@ def check_options(params: Any) -> None:
             )
     if params.seed is not None:
         key_from_seed(params.seed)
+    if values["paceline_generated"]:
+        check_resumed(params, f"paceline_generated={values['paceline_generated']}")
+
+
+def check_resumed(params: Any, shown: str) -> None:
+    """Refuse what vLLM would begin anew behind tokens that were generated earlier. shown: the request, for the message.
+
+    Raises UnsupportedError.
+    """
+    given = {
+        "structured_outputs": "the grammar would begin anew behind them",
+        "stop": "a stop text that begins in them would be missed; use stop_token_ids",
+        "repetition_detection": "it would look at the new tokens only",
+    }
+    for name, why in given.items():
+        if getattr(params, name, None):
+            raise UnsupportedError(f"{shown} with {name}: {why}, or generate the response whole")
 
 
 def key_of(params: Any) -> int:

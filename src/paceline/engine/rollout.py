@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.config import EngineSettings
+from paceline.engine.keys import check_resumed
 from paceline.errors import CheckpointError, ConfigError, EngineError, RequestError, UnsupportedError
 from paceline.types import KvPoolCounters, Response, RolloutRequest, StepObservation
 
@@ -259,11 +260,8 @@ class RolloutEngine:
 
     def _check_request(self, index: int, request: RolloutRequest, params: SamplingParams) -> None:
         self._check_tokens(index, request)
-        if request.generated and params.structured_outputs is not None:
-            raise UnsupportedError(
-                f"request {index}: structured_outputs with {len(request.generated)} generated tokens: vLLM's grammar "
-                "would begin anew behind them; generate the response whole"
-            )
+        if request.generated:
+            check_resumed(params, f"request {index}: {len(request.generated)} generated tokens")
         length = len(request.prompt) + len(request.generated)
         if not request.prompt:
             raise RequestError(f"request {index}: the prompt is empty; begin it with a BOS token")
