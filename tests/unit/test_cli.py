@@ -22,6 +22,7 @@ COMMANDS = (
     "ladder",
     "plan",
     "draft-server",
+    "simulate",
     "doctor",
 )
 
