@@ -12,9 +12,10 @@ import pytest
 from conftest import DigitTask
 from rich.console import Console
 
+import paceline.commands.train as train_command
 import paceline.integrations.training_run as training_run
 from paceline.engine.replay import replay_engine
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, RecordError
 from paceline.integrations.conductor import Conductor, Summary
 from paceline.integrations.recipe import Recipe
 from paceline.integrations.training_run import TrainingRun
@@ -99,6 +100,22 @@ def test_run_records_everything(whole: tuple[Path, Summary, str]) -> None:
     assert (folder / "report.html").is_file()
     assert "\x1b" not in screen
     assert "step 4/4" in screen
+
+
+def test_a_disk_that_fills_up_is_told(
+    policy_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever meets it: the writers of checkpoints raise errors of their own kinds."""
+
+    class Full:
+        def __init__(self, *_: Any, **__: Any) -> None: ...
+
+        def run(self) -> None:
+            raise RuntimeError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(training_run, "TrainingRun", Full)
+    with pytest.raises(RecordError, match=r"the disk of .* is full.*--resume"):
+        train_command._run(make_recipe(policy_dir), tmp_path / "run", resume=False, overwrite=False)
 
 
 def test_decisions_of_the_run_are_the_same_again(whole: tuple[Path, Summary, str]) -> None:
