@@ -3,14 +3,14 @@
 Two kinds of kills (SIGKILL), each at random moments and for each number format:
 
 * parts of a fleet: rollouts on `--workers` engines with a KV pool, a draft server and reward workers, one after the
-  other, until `--kills` processes have been killed: `--engine-kills` of them engines, which take half a minute to come
-  back, the others draft servers and reward workers;
+  other, until `--kills` processes have been killed: `--engine-kills` of them, at least half, engines that run responses
+  (they take half a minute to come back), the others draft servers and reward workers;
 * drivers: `paceline rollout --workers` is killed `--driver-kills` times, each time soon after its engines have begun to
   generate, and begun again with --resume. A rollout that ends before it is killed is followed by another one.
 
-Every rollout is compared with an undisturbed one. `twice` and `missing` count responses that came twice or not at all,
-`diverged` tokens that differ, `rewards` rewards that differ; `kv_loads` chunks that found their keys and values in the
-KV pool.
+Every rollout is compared with an undisturbed one. `twice` and `missing` count responses that came twice or not at
+all, `diverged` tokens that differ, `rewards` rewards that differ; `engines` kills that hit an engine, `cut` responses
+that those engines were running; `kv_loads` chunks that found their keys and values in the KV pool.
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ COLUMNS = (
     "case",
     "dtype",
     "kills",
+    "engines",
+    "cut",
     "rollouts",
     "responses",
     "tokens",
@@ -56,11 +58,13 @@ MOST_WORK_S = 2.0
 
 
 class Killer:
-    """Kills one process at a time, engines only while another one is up."""
+    """Kills one process at a time; engines that run responses, and only while another one is up."""
 
     def __init__(self, fleet: Any, left: Counter[str], rng: random.Random) -> None:
         self.fleet, self.left, self.rng = fleet, left, rng
         self.done: Counter[str] = Counter()
+        self.num_cut = 0
+        """Responses that killed engines were running."""
         self._killed: set[int] = set()
         self._next_s = 0.0
 
@@ -71,7 +75,7 @@ class Killer:
             return
         self._next_s = now_s + self.rng.uniform(0.0, MOST_PAUSE_S)
         kind = self.rng.choice(kinds)
-        process = self._choose(kind)
+        process, num_running = self._choose(kind)
         if process is None or process in self._killed:  # dead already, and nobody knows yet
             return
         with contextlib.suppress(ProcessLookupError):
@@ -79,16 +83,23 @@ class Killer:
             self._killed.add(process)
             self.left[kind] -= 1
             self.done[kind] += 1
+            self.num_cut += num_running
 
-    def _choose(self, kind: str) -> int | None:
+    def _choose(self, kind: str) -> tuple[int | None, int]:
+        """A process, and how many responses it runs; None: there is none to be killed now."""
         fleet = self.fleet
         if kind == "draft server":
-            return int(fleet._draft_server.pid) if fleet._draft_server._process.poll() is None else None
+            return (int(fleet._draft_server.pid) if fleet._draft_server._process.poll() is None else None), 0
         if kind == "reward worker":
             processes = fleet._rewards.processes
-            return int(self.rng.choice(processes)) if processes else None
-        up = [status.name for status in fleet.board.workers.values() if status.state == "up"]
-        return fleet._actors.process(self.rng.choice(up)) if len(up) > 1 else None  # type: ignore[no-any-return]
+            return (int(self.rng.choice(processes)) if processes else None), 0
+        running = {name: len(worker.chunks) for name, worker in fleet._controller._workers.items()}
+        up = [name for name in running if fleet._controller.state_of(name) == "up"]
+        busy = [name for name in up if running[name]]
+        if len(up) < 2 or not busy:
+            return None, 0
+        name = self.rng.choice(busy)
+        return fleet._actors.process(name), running[name]
 
 
 def roll_out(fleet: Any, requests: list[Any], killer: Killer | None, tally: Counter[str]) -> dict[int, Any]:
@@ -114,7 +125,7 @@ def count_differences(mine: Any, theirs: Any) -> int:
 
 def kill_parts(fleet: Any, requests: list[Any], options: argparse.Namespace) -> dict[str, Any]:
     """Rollouts of one fleet until all kills have been."""
-    engines = min(options.engine_kills, options.kills)
+    engines = options.engine_kills
     others = options.kills - engines
     left = Counter({"engine": engines, "draft server": others // 2, "reward worker": others - others // 2})
     tally: Counter[str] = Counter()
@@ -133,6 +144,8 @@ def kill_parts(fleet: Any, requests: list[Any], options: argparse.Namespace) -> 
     return {
         "case": ", ".join(f"{count} {kind}" for kind, count in killer.done.items()),
         "kills": sum(killer.done.values()),
+        "engines": killer.done["engine"],
+        "cut": killer.num_cut,
         "rollouts": num_rollouts,
         "responses": num_rollouts * len(requests),
         "tokens": num_tokens,
@@ -219,11 +232,11 @@ def kill_drivers(
 
 def run(dtype: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     """Both kinds of kills in one number format."""
-    from speed import make_prompts
+    from pairs import make_prompts
     from vllm import SamplingParams
 
     from paceline.config import EngineSettings, FleetSettings, RewardSettings
-    from paceline.fleet.rollout import Fleet
+    from paceline.fleet.fleet import Fleet
     from paceline.types import RolloutRequest
 
     prompts = make_prompts(MODEL, options.groups, 3)
@@ -255,8 +268,8 @@ def run(dtype: str, options: argparse.Namespace) -> list[dict[str, Any]]:
 
 def main() -> None:
     made = parser(__doc__)
-    made.add_argument("--kills", type=int, default=200, help="in each number format, drivers apart")
-    made.add_argument("--engine-kills", type=int, default=20)
+    made.add_argument("--kills", type=int, default=60, help="in each number format, drivers apart")
+    made.add_argument("--engine-kills", type=int, help="of them; default: half, and no fewer")
     made.add_argument("--driver-kills", type=int, default=4, help="in each number format")
     made.add_argument("--workers", type=int, default=2)
     made.add_argument("--groups", type=int, default=6)
@@ -265,8 +278,14 @@ def main() -> None:
     made.add_argument("--dtype", choices=["float32", "bfloat16"], nargs="+", default=["float32", "bfloat16"])
     made.add_argument("--seed", type=int, default=0)
     options = made.parse_args()
+    half = -(-options.kills // 2)
+    options.engine_kills = half if options.engine_kills is None else options.engine_kills
+    if not half <= options.engine_kills <= options.kills:
+        made.error(
+            f"--engine-kills {options.engine_kills}: {half} to {options.kills}, half of all kills or more"
+        )
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    publish("chaos", [row for dtype in options.dtype for row in run(dtype, options)], COLUMNS, options.json)
+    publish("chaos", [row for dtype in options.dtype for row in run(dtype, options)], COLUMNS, options)
 
 
 if __name__ == "__main__":

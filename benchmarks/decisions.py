@@ -19,6 +19,7 @@ from harness import parser, publish
 from paceline.config import FleetSettings
 from paceline.control.controller import Controller
 from paceline.control.events import Ending, Opened, Report, Reported, RunChunk, Submitted, Tick, WorkerUp
+from paceline.control.packed import Digest, Packed
 from paceline.planning.dispatch import Dispatcher, DispatchSettings
 from paceline.planning.latency_profile import AffineLatency
 from paceline.planning.placement import Cluster, place
@@ -94,7 +95,8 @@ def control(num_workers: int) -> Callable[[], object]:
         for i in range(100 * num_workers)
     )
     running = deque(controller.decide(Submitted(requests)))
-    tokens, logprobs = tuple(range(8)), (-1.0,) * 8
+    packed = Packed.of(range(8), (-1.0,) * 8)
+    digest = Digest().add(packed.tokens, packed.logprobs)
 
     def decide() -> None:
         for number in range(10_000):
@@ -104,7 +106,7 @@ def control(num_workers: int) -> Callable[[], object]:
             assert isinstance(chunk, RunChunk)
             start = len(chunk.request.generated)
             reason = "stop" if start == 24 else "length"
-            ending = Ending(chunk.chunk, start, tokens, logprobs, 8, 0, reason)
+            ending = Ending(chunk.chunk, start, 8, packed, digest, 8, 0, reason)
             report = Report(number + 1, endings=(ending,))
             actions = controller.decide(Reported(chunk.worker, 0, report))
             running.extend(action for action in actions if isinstance(action, RunChunk))
@@ -121,13 +123,13 @@ def main() -> None:
         ("racing, best of n", lambda: race(assign_best_of_n), 50.0),
         ("racing, fastest of n", lambda: race(assign_fastest_of_n), 50.0),
     ]
-    variants = ("even", "context", "no-context", "oracle", "group")
+    variants = ("even", "context", "no-context", "oracle", "sticky", "group")
     cases += [(f"dispatch, {name}", partial(dispatch, name), 50.0) for name in variants]
     cases += [
         (f"controller, {100 * count} responses", partial(control, count), 500.0) for count in (100, 1000)
     ]
     rows = [{"case": name, "ms": fastest_ms(prepare), "limit_ms": limit} for name, prepare, limit in cases]
-    publish("decisions", rows, COLUMNS, options.json)
+    publish("decisions", rows, COLUMNS, options)
 
 
 if __name__ == "__main__":

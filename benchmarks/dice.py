@@ -4,26 +4,24 @@
 
 Logits: `normal` (standard deviation 2, as of an untrained model), `peaked` (a few ids far above the rest, as of a
 trained one), `flat` (all equal: nothing can be skipped by its logit). Best of all repetitions within `--seconds`.
-Rows: case, system, rows, vocab, ns_per_logit, us_per_call.
+`over_native`: the time over that of the native sampler.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import platform
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from harness import parser, publish
 
 from paceline import dice
 from paceline.engine import dice_torch
 from paceline.types import Float32Array
 
+COLUMNS = ("vocab", "rows", "case", "system", "ns_per_logit", "us_per_call", "over_native")
 SHAPES = [(1, 64), (128, 64), (1, 32_000), (16, 32_000), (1, 152_064), (16, 152_064)]
 
 
@@ -70,44 +68,23 @@ def measure(seconds: float) -> list[dict[str, Any]]:
     for num_rows, vocab in SHAPES:
         for case in ("normal", "peaked", "flat"):
             logits = make_logits(case, num_rows, vocab)
+            native_s = 0.0
             for system, call in list_systems(logits).items():
                 elapsed = time_call(call, seconds)
                 row: dict[str, Any] = {"case": case, "system": system, "rows": num_rows, "vocab": vocab}
                 row |= {"ns_per_logit": elapsed * 1e9 / logits.size, "us_per_call": elapsed * 1e6}
+                native_s = native_s or elapsed  # the native sampler comes first
+                row["over_native"] = elapsed / native_s
                 rows.append(row)
     return rows
 
 
-def print_table(rows: list[dict[str, Any]]) -> None:
-    print(
-        f"{'vocab':>7} {'rows':>4} {'case':>7} {'system':>12} {'ns/logit':>9} {'us/call':>9} {'x native':>9}"
-    )
-    native = {(r["vocab"], r["rows"], r["case"]): r["us_per_call"] for r in rows if r["system"] == "native"}
-    for r in rows:
-        ratio = r["us_per_call"] / native[r["vocab"], r["rows"], r["case"]]
-        print(
-            f"{r['vocab']:>7} {r['rows']:>4} {r['case']:>7} {r['system']:>12} "
-            f"{r['ns_per_logit']:>9.3f} {r['us_per_call']:>9.1f} {ratio:>9.2f}"
-        )
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, help="write the results to this file")
-    parser.add_argument("--seconds", type=float, default=0.3, help="time for each measurement")
-    arguments = parser.parse_args()
+    made = parser(__doc__)
+    made.add_argument("--seconds", type=float, default=0.3, help="time for each measurement")
+    options = made.parse_args()
     torch.set_num_threads(1)
-    rows = measure(arguments.seconds)
-    print_table(rows)
-    if arguments.json:
-        machine = {
-            "system": platform.platform(),
-            "machine": platform.machine(),
-            "python": platform.python_version(),
-        }
-        versions = {"numpy": np.__version__, "torch": torch.__version__}
-        result = {"benchmark": "dice", "machine": machine, "versions": versions, "rows": rows}
-        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+    publish("dice", measure(options.seconds), COLUMNS, options)
 
 
 if __name__ == "__main__":

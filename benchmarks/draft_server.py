@@ -131,7 +131,7 @@ def main() -> None:
     made.add_argument("--step-ms", type=float, default=20.0, help="how long a step lasts")
     made.add_argument("--interval-ms", type=float, default=20.0, help="how often clients speak to the server")
     options = made.parse_args()
-    publish("draft_server", run(options), COLUMNS, options.json, step_ms=options.step_ms)
+    publish("draft_server", run(options), COLUMNS, options)
 
 
 if __name__ == "__main__":

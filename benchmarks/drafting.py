@@ -2,9 +2,11 @@
 
 All responses of a group advance in lockstep, as one engine batch: each step every response gets up to K draft tokens,
 its recorded continuation decides how many are accepted, accepted tokens and the bonus token are appended. Recorded
-text has no dice, so every drafter is greedy here. `us_per_token` is the time of the draft and append calls alone, over
-the tokens of the responses; `length_ratio` and `time_ratio` compare with Arctic's setting of the longer acceptance
-length (Arctic over the row: above 1 is faster).
+text has no dice, so every drafter is greedy here. `us_per_token` is the time of drafting, of appending and, for ours,
+of learning the calibration, over the tokens of the responses; `length_ratio` and `time_ratio` compare with Arctic's
+setting of the longer acceptance length in the same case (Arctic over the row: above 1 is faster).
+
+A case is `FILE:GROUPS` or `FILE:GROUPS:RESPONSES`: so many groups of a file, so many responses of each.
 """
 
 from __future__ import annotations
@@ -26,9 +28,18 @@ from paceline.drafting import lookup, suffix
 from paceline.planning import acceptance
 from paceline.types import DraftBatch, DraftQuery
 
-DEFAULT_GROUPS = Path("../shared/data/groups/grpo_gsm8k_tools_64x16.jsonl.gz")
+RECORDED = Path("../shared/data/groups")
+DEFAULT_GROUPS = RECORDED / "grpo_gsm8k_tools_64x16.jsonl.gz"
+DEFAULT_CASES = (
+    f"{DEFAULT_GROUPS}:8",
+    f"{DEFAULT_GROUPS}:64",
+    f"{RECORDED}/thinking_deepseek_r1_glm.jsonl.gz:24",
+    f"{RECORDED}/aiw_qwen_distill_14b.jsonl.gz:6:16",
+)
+ALL_RESPONSES = 1000
 GRID = np.array([np.inf], dtype=np.float32)
 COLUMNS = (
+    "case",
     "system",
     "acceptance_length",
     "drafted_per_step",
@@ -141,8 +152,8 @@ class Ours:
             temperatures=np.zeros(n, np.float32),
             max_tokens=np.full(n, limit, np.int32),
         )
-        calibration = acceptance.estimate(self.table)
         start = time.perf_counter()
+        calibration = acceptance.estimate(self.table)
         batch = self._drafter.draft(
             query, sharpness=np.inf, sharpness_grid=GRID, calibration=calibration, floor=self._floor
         )
@@ -158,10 +169,9 @@ class Ours:
         flat = np.concatenate(new)
         start = time.perf_counter()
         self._drafter.append_batch(groups, responses, offsets, flat)
-        seconds = time.perf_counter() - start
         if self._batch is not None:
             self._learn(self._batch, accepted)
-        return seconds
+        return time.perf_counter() - start
 
     def _learn(self, batch: DraftBatch, accepted: list[int]) -> None:
         cells, outcomes = acceptance.verified_outcomes(
@@ -254,17 +264,43 @@ def compare(rows: list[dict[str, Any]]) -> None:
         row["time_ratio"] = best["us_per_token"] / row["us_per_token"]
 
 
-def run(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    tokenizer = load_tokenizer()
+@dataclass(frozen=True)
+class Case:
+    """Recorded groups to replay."""
+
+    file: Path
+    num_groups: int
+    group_size: int
+
+    @property
+    def name(self) -> str:
+        """As the case is written, without folder and endings."""
+        size = f":{self.group_size}" if self.group_size != ALL_RESPONSES else ""
+        return f"{self.file.name.partition('.')[0]}:{self.num_groups}{size}"
+
+
+def read_case(text: str) -> Case:
+    """`FILE:GROUPS[:RESPONSES]`; ArgumentTypeError: not that, or no such file."""
+    name, *numbers = text.split(":")
+    if not 1 <= len(numbers) <= 2 or not all(number.isdigit() for number in numbers):
+        raise argparse.ArgumentTypeError(f"{text!r}: write FILE:GROUPS or FILE:GROUPS:RESPONSES")
+    if not Path(name).is_file():
+        raise argparse.ArgumentTypeError(f"{name} does not exist: give recorded responses")
+    num_groups, group_size = (*map(int, numbers), ALL_RESPONSES)[:2]
+    return Case(Path(name), num_groups, group_size)
+
+
+def run(case: Case, tokenizer: Any, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """One row for each drafter, each new to the case."""
     systems = build_systems(arguments.floor, arguments.depth)
     tallies = {system.name: Tally() for system in systems}
-    for number, (prompt, texts) in enumerate(islice(read_groups(arguments.groups), arguments.num_groups)):
+    for number, (prompt, texts) in enumerate(islice(read_groups(case.file), case.num_groups)):
         prompt_ids = encode(tokenizer, prompt)
-        responses = [encode(tokenizer, text) for text in texts[: arguments.group_size]]
+        responses = [encode(tokenizer, text) for text in texts[: case.group_size]]
         turn = number % len(systems)
         for system in systems[turn:] + systems[:turn]:
             replay(system, number, prompt_ids, responses, arguments.draft_tokens, tallies[system.name])
-    rows = [tally.row(name) for name, tally in tallies.items()]
+    rows = [{"case": case.name, **tally.row(name)} for name, tally in tallies.items()]
     compare(rows)
     return rows
 
@@ -273,23 +309,21 @@ def encode(tokenizer: Any, text: str) -> np.ndarray:
     return np.asarray(tokenizer.encode(text, bos=False, eos=False), dtype=np.int32)
 
 
-def parse() -> argparse.Namespace:
+def main() -> None:
     made = parser(__doc__)
-    made.add_argument("--groups", type=Path, default=DEFAULT_GROUPS, help="JSONL (.gz) of recorded responses")
-    made.add_argument("--num-groups", type=int, default=8)
-    made.add_argument("--group-size", type=int, default=1000, help="responses of a group at most")
+    made.add_argument(
+        "--cases", type=read_case, nargs="+", default=DEFAULT_CASES, help="FILE:GROUPS[:RESPONSES]"
+    )
     made.add_argument("--draft-tokens", type=int, default=8, help="longest draft (K)")
     made.add_argument("--floor", type=float, default=0.02, help="least path probability of a draft")
     made.add_argument("--depth", type=int, default=24, help="longest context of our trie, tokens")
     arguments = made.parse_args()
-    if not arguments.groups.exists():
-        made.error(f"{arguments.groups} does not exist: give recorded responses with --groups FILE")
-    return arguments
-
-
-def main() -> None:
-    arguments = parse()
-    publish("drafting", run(arguments), COLUMNS, arguments.json, groups=arguments.groups.name)
+    if arguments.cases is DEFAULT_CASES:
+        arguments.cases = [read_case(text) for text in DEFAULT_CASES]
+    tokenizer = load_tokenizer()
+    rows = [row for case in arguments.cases for row in run(case, tokenizer, arguments)]
+    arguments.cases = [case.name for case in arguments.cases]
+    publish("drafting", rows, COLUMNS, arguments)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ CHUNK_TOKENS = 48
 
 def make_requests(model: str, num_prompts: int, samples: int, max_tokens: int) -> list[Any]:
     """Countdown prompts, `samples` responses each, with fixed keys."""
-    from speed import make_prompts
+    from pairs import make_prompts
 
     from paceline.dice import derive_key
     from paceline.types import RolloutRequest
@@ -43,7 +43,7 @@ class Bench:
 
     def __init__(self, options: argparse.Namespace, dtype: str, invariant: bool) -> None:
         from paceline.config import BudgetSettings, EngineSettings
-        from paceline.engine.rollout import RolloutEngine
+        from paceline.engine.rollout_engine import RolloutEngine
 
         self.options = options
         self.settings = EngineSettings(
@@ -173,7 +173,7 @@ def main() -> None:
         }
         rows += measure(bench, requests, dtype, part)
         bench.engine.close()
-    publish("exactness", rows, COLUMNS, options.json)
+    publish("exactness", rows, COLUMNS, options)
 
 
 if __name__ == "__main__":

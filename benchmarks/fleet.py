@@ -1,13 +1,16 @@
 """What does divided, context-aware rollout give over binding groups to workers, where KV cache is scarce?
 
-One fleet, the variants in turn in every repetition: `group` (a whole group stays on one worker), `no-context`
-(divided, in order of submission), `context` (Seer), `even` (ours) and `oracle` (longest first by
-the lengths that the run before gave). The target is the Countdown policy, inflated to `--hidden`. Every repetition has
-new problems, the same for all variants, of 3 or 4 numbers: as in real data, some prompts are harder than others. KV
-cache is for `--kv-responses` responses at their limit on each worker. `tail_s` is the time from 90 % of the responses
-finished to the last one; `tail_ratio` and `ratio` compare tail and tokens per second with `group` of the same
-repetition, `over_oracle` with its oracle. `equal` says whether all tokens are those of the first variant;
-`preemptions` must be 0.
+One fleet, the variants in turn in every repetition: `group` (a whole group stays on one worker, whose engine gets all
+of it at once: vLLM's own admission starts what fits and preempts when KV cache runs out), `group, reserved` (the
+same, but a response starts only where its whole KV fits), `no-context` (divided, in order of submission), `context`
+(Seer), `even` (ours) and `oracle` (longest first by the lengths that the run before gave). The target is the
+Countdown policy, inflated to `--hidden`. Every repetition has new problems, the same for all variants, of 3 or 4
+numbers: as in real data, some prompts are harder than others. KV cache is for `--kv-responses` responses at their
+limit on each worker, in blocks of `--block-tokens`, of which a chunk has several. `mean_s` is when a response is
+finished, on average; `tail_s` the time from 90 % of the responses finished to the last one; `mean_ratio`,
+`tail_ratio` and `ratio` compare means, tails and tokens per second with `group` of the same repetition, `over_oracle`
+with its oracle. `equal` says whether all tokens are those of the first variant. `preemptions` must be 0 but for
+`group`.
 
 With `--drafts` it measures instead what the draft server is worth: one worker that sees everything, `--workers` workers
 with the server and without. `length_ratio` is the acceptance length over that of the one worker.
@@ -21,20 +24,22 @@ import os
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from harness import median, parser, publish
 
 ROOT = Path(__file__).resolve().parent.parent
-VARIANTS = ("group", "no-context", "context", "even", "oracle")
+VARIANTS = ("group", "group, reserved", "no-context", "context", "even", "oracle")
 COLUMNS = (
-    "case", "wall_s", "tokens_per_s", "ratio", "over_oracle", "tail_s", "tail_ratio", "preemptions", "equal",
+    "case", "wall_s", "tokens_per_s", "ratio", "over_oracle", "mean_s", "mean_ratio", "tail_s", "tail_ratio",
+    "preemptions", "equal",
 )  # fmt: skip
 DRAFT_COLUMNS = ("case", "wall_s", "tokens_per_s", "acceptance_length", "length_ratio", "equal")
-BLOCK_TOKENS = 128
-"""Of vLLM's CPU backend."""
+ENDLESS = 1 << 40
+"""KV blocks and concurrency of a worker that admits what it likes by itself."""
 
 
 @dataclass(frozen=True)
@@ -42,9 +47,11 @@ class Run:
     """One rollout."""
 
     wall_s: float
+    mean_s: float
     tail_s: float
     tokens: list[tuple[int, ...]]
     acceptance_length: float
+    preemptions: int
 
     @property
     def tokens_per_s(self) -> float:
@@ -53,7 +60,7 @@ class Run:
 
 def make_requests(options: argparse.Namespace, seed: int) -> list[Any]:
     """Groups of responses to Countdown prompts that no other seed has."""
-    from speed import make_prompts
+    from pairs import make_prompts
 
     from paceline.dice import derive_key
     from paceline.types import RolloutRequest
@@ -74,18 +81,19 @@ def make_requests(options: argparse.Namespace, seed: int) -> list[Any]:
 def start(options: argparse.Namespace, target: str, workers: int, draft_server: bool) -> Any:
     """A fleet, with all its workers up."""
     from paceline.config import BudgetSettings, EngineSettings, FleetSettings
-    from paceline.fleet.rollout import Fleet
+    from paceline.fleet.fleet import Fleet
 
     policy: Any = "marginal" if options.drafts else "off"
     settings = FleetSettings(workers=workers, chunk_tokens=options.chunk_tokens, draft_server=draft_server)
-    blocks = options.kv_responses * -(-(options.max_tokens + 32) // BLOCK_TOKENS) + 1
+    blocks = options.kv_responses * -(-(options.max_tokens + 32) // options.block_tokens) + 1
     fleet = Fleet(
         target,
         settings,
         EngineSettings(budget=BudgetSettings(policy=policy)),
         dtype="bfloat16",
         max_model_len=options.max_tokens + 64,
-        kv_cache_bytes=blocks * BLOCK_TOKENS * kv_bytes_per_token(target),
+        kv_cache_bytes=blocks * options.block_tokens * kv_bytes_per_token(target),
+        block_size=options.block_tokens,
     )
     while any(status.state != "up" for status in fleet.board.workers.values()):
         fleet.advance()
@@ -93,11 +101,20 @@ def start(options: argparse.Namespace, target: str, workers: int, draft_server: 
 
 
 def kv_bytes_per_token(target: str) -> int:
-    from paceline.commands.checkpoint import read_checkpoint
+    from paceline.commands.inputs.model_folder import read_checkpoint
 
     found = read_checkpoint(Path(target)).kv_bytes_per_token("bfloat16")
     assert found is not None
     return found
+
+
+def use_case(fleet: Any, case: str, rooms: dict[str, Any]) -> None:
+    """Dispatch the next rollout as `case` says. rooms: what the controller knows of each worker's KV cache."""
+    fleet.use_variant(case.partition(",")[0])
+    for name, worker in fleet._controller._workers.items():
+        facts = rooms[name]
+        admits_itself = replace(facts, num_kv_blocks=ENDLESS, max_concurrency=ENDLESS)
+        worker.facts = admits_itself if case == "group" else facts
 
 
 def roll_out(fleet: Any, requests: list[Any], true_lengths: list[int]) -> Run:
@@ -107,6 +124,7 @@ def roll_out(fleet: Any, requests: list[Any], true_lengths: list[int]) -> Run:
     from paceline.record import measure_tail
 
     fleet.take_observations()
+    before = fleet.board.num_preemptions
     begin_s, ends_s = time.monotonic(), []
     tokens: dict[int, tuple[int, ...]] = {}
     fleet.submit(requests, SamplingParams(temperature=1.0), true_lengths=true_lengths)
@@ -118,7 +136,9 @@ def roll_out(fleet: Any, requests: list[Any], true_lengths: list[int]) -> Run:
     decoded = sum(step.num_requests for step in steps)
     accepted = sum(step.num_accepted_tokens for step in steps)
     ordered = [tokens[index] for index in range(len(requests))]
-    return Run(max(ends_s), measure_tail(ends_s), ordered, 1 + accepted / max(decoded, 1))
+    preemptions = fleet.board.num_preemptions - before
+    length = 1 + accepted / max(decoded, 1)
+    return Run(max(ends_s), fmean(ends_s), measure_tail(ends_s), ordered, length, preemptions)
 
 
 def measure(fleets: dict[str, Any], options: argparse.Namespace) -> dict[str, list[Run]]:
@@ -127,6 +147,10 @@ def measure(fleets: dict[str, Any], options: argparse.Namespace) -> dict[str, li
     fleets: by case; with one fleet for all, a case is its variant, and the oracle comes last.
     """
     runs: dict[str, list[Run]] = {case: [] for case in fleets}
+    rooms = {
+        case: {name: worker.facts for name, worker in fleet._controller._workers.items()}
+        for case, fleet in fleets.items()
+    }
     for repetition in range(options.repetitions + 1):
         requests = make_requests(options, repetition)
         if repetition == 0:
@@ -136,7 +160,7 @@ def measure(fleets: dict[str, Any], options: argparse.Namespace) -> dict[str, li
         turn = repetition % max(len(cases) - 1, 1)
         for case in [*cases[turn:-1], *cases[:turn], cases[-1]]:
             if not options.drafts:
-                fleets[case].use_variant(case)
+                use_case(fleets[case], case, rooms[case])
             run = roll_out(fleets[case], requests, lengths)
             print(
                 f"{case} {repetition}: {run.wall_s:.1f} s, tail {run.tail_s:.1f} s",
@@ -148,7 +172,7 @@ def measure(fleets: dict[str, Any], options: argparse.Namespace) -> dict[str, li
     return {case: found[1:] for case, found in runs.items()}
 
 
-def row_of(case: str, runs: list[Run], base: list[Run], best: list[Run], preemptions: int) -> dict[str, Any]:
+def row_of(case: str, runs: list[Run], base: list[Run], best: list[Run]) -> dict[str, Any]:
     """Medians, and ratios of the same repetitions."""
     pairs = list(zip(runs, base, strict=True))
     return {
@@ -162,11 +186,13 @@ def row_of(case: str, runs: list[Run], base: list[Run], best: list[Run], preempt
         "over_oracle": median(
             [run.tokens_per_s / other.tokens_per_s for run, other in zip(runs, best, strict=True)]
         ),
+        "mean_s": median([run.mean_s for run in runs]),
+        "mean_ratio": median([run.mean_s / other.mean_s for run, other in pairs]),
         "tail_s": median([run.tail_s for run in runs]),
         "tail_ratio": median([run.tail_s / max(other.tail_s, 1e-9) for run, other in pairs]),
         "acceptance_length": median([run.acceptance_length for run in runs]),
         "length_ratio": median([run.acceptance_length / other.acceptance_length for run, other in pairs]),
-        "preemptions": preemptions,
+        "preemptions": sum(run.preemptions for run in runs),
         "equal": all(run.tokens == other.tokens for run, other in pairs),
     }
 
@@ -178,6 +204,9 @@ def main() -> None:
     made.add_argument("--group-size", type=int, default=8)
     made.add_argument("--max-tokens", type=int, default=640)
     made.add_argument("--chunk-tokens", type=int, default=128)
+    made.add_argument(
+        "--block-tokens", type=int, default=32, help="of a KV block; vLLM's CPU backend wants 32 n"
+    )
     made.add_argument(
         "--kv-responses", type=int, default=8, help="responses at their limit that a worker can hold"
     )
@@ -211,18 +240,9 @@ def main() -> None:
             cases = dict.fromkeys(options.variants, open_fleet(options.workers, False))
         runs = measure(cases, options)
         first, *_, last = runs.values()
-        rows = [
-            row_of(case, found, first, last, cases[case].board.num_preemptions)
-            for case, found in runs.items()
-        ]
+        rows = [row_of(case, found, first, last) for case, found in runs.items()]
     columns = DRAFT_COLUMNS if options.drafts else COLUMNS
-    publish(
-        "fleet",
-        rows,
-        columns,
-        options.json,
-        options={k: str(v) for k, v in vars(options).items() if k != "json"},
-    )
+    publish("fleet", rows, columns, options)
 
 
 if __name__ == "__main__":

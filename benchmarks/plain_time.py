@@ -2,31 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from rollouts import TAIL_SHARE, Timed
 from scipy.optimize import nnls
-
-TAIL_SHARE = 0.9
-"""The tail begins when this share of the responses has finished."""
 
 
 class PlainTime:
     """How long plain vLLM takes for responses of given lengths."""
 
-    def __init__(self, repetitions: list[list[dict[str, Any]]]) -> None:
-        """From all repetitions of the plain system in one case: a single one may lack steps of few requests."""
-        runs = [run for one in repetitions for run in one]
-        steps = np.array([step for run in runs for step in run["decode_steps"]])
-        self._weights, _ = nnls(_features(steps[:, 0], steps[:, 1]), steps[:, 2])
+    def __init__(self, runs: Sequence[Timed]) -> None:
+        """From all of plain vLLM's rollouts of one case: a single one may lack steps of few requests."""
+        steps = np.array([step[:3] for run in runs for step in run.steps if step.is_decode])
+        seconds = np.array([step.step_s for run in runs for step in run.steps if step.is_decode])
+        self._weights, _ = nnls(_features(steps[:, 0], steps[:, 2]), seconds)
         self._prefill_s = 0.0
-        rest_s = [run["wall_s"] - self.seconds(run)[0] for run in runs]
+        rest_s = [run.wall_s - self.seconds(run)[0] for run in runs]
         self._prefill_s = max(sum(rest_s) / len(runs), 0.0)
 
-    def seconds(self, run: dict[str, Any]) -> tuple[float, float]:
-        """(all, from the end of TAIL_SHARE of the responses to the end of the last)."""
-        lengths = np.array([len(ids) for ids in run["ids"]])
-        prompts = np.array(run["prompt_tokens"])
+    def seconds(self, run: Timed) -> tuple[float, float]:
+        """(all, from the end of TAIL_SHARE of the responses to the end of the last) for the lengths of `run`."""
+        lengths, prompts = np.array(run.lengths), np.array([len(prompt) for prompt in run.prompts])
         at = np.arange(1, lengths.max())
         running = lengths[:, None] > at
         context = (running * (prompts[:, None] + at)).sum(axis=0)

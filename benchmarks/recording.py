@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import argparse
 import time
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from clock import StepClock, fit_relative, step_features
 from numpy.typing import NDArray
 
 from paceline.config import EngineSettings
 from paceline.types import DraftGrowth, DraftQuery, ModelDrafts, StepObservation
 
-PROMPTS, SAMPLES, DEPTH, SHARPNESS = 8, 16, 16, 1.5
+PROMPTS, SAMPLES, SHARPNESS = 8, 16, 1.5
+DEPTH = EngineSettings().max_draft_tokens
 
 
 @dataclass
@@ -31,59 +32,31 @@ class Rollout:
 
 
 @dataclass
-class Clock:
-    """Seconds of a step and of a drafting call, as fitted to the real engine's."""
+class Clock(StepClock):
+    """The time of a drafting call as well."""
 
-    step: NDArray[np.float64]
     level: NDArray[np.float64]
-
-    def step_s(self, requests: int, tokens: int, context: int) -> float:
-        """A step of `requests` over `tokens`, draft tokens included; context: tokens before it, of all requests."""
-        return float(_step_features(np.array([[requests, tokens, context]]))[0] @ self.step)
 
     def drafting_s(self, growth: DraftGrowth) -> float:
         """Drafting of so many levels and rows."""
         return float(np.array([1.0, growth.num_levels, growth.num_rows]) @ self.level)
 
 
-def _step_features(steps: NDArray[Any]) -> NDArray[np.float64]:
-    """[num_steps, 3] requests, tokens, context -> what a step's time is linear in."""
-    requests, tokens, context = steps.T.astype(float)
-    few, some = np.minimum(tokens, 32), np.clip(tokens - 32, 0, 96)
-    many = np.maximum(tokens - 128, 0)
-    attended = tokens * context / requests / 1000
-    return np.stack([np.ones_like(tokens), few, some, many, requests, context / 1000, attended], axis=1)
-
-
-def fit_relative(features: NDArray[np.float64], seconds: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Least squares of the relative error, outliers weighing less; no weight is negative."""
-    from scipy.optimize import nnls
-
-    weights = 1.0 / seconds
-    fitted = np.zeros(features.shape[1])
-    for _ in range(6):
-        fitted, _ = nnls(features * weights[:, None], seconds * weights)
-        error = np.abs(features @ fitted / seconds - 1)
-        weights = 1.0 / seconds / (1 + error / 0.05)
-    usual = error < 0.3  # relative errors favour the fast steps: the sum has to agree
-    return fitted * float(seconds[usual].sum() / (features @ fitted)[usual].sum())
-
-
 class Recorder:
     """Generates with the real engine and keeps the times of its steps and of its drafting."""
 
-    def __init__(self, model: str, options: argparse.Namespace) -> None:
-        from paceline.engine.rollout import RolloutEngine
+    def __init__(self, model: str, drafter: str, max_tokens: int) -> None:
+        from paceline.engine.rollout_engine import RolloutEngine
 
         self.engine = RolloutEngine(
             model,
-            EngineSettings(drafter="none", model_drafter=options.drafter, sharpness=SHARPNESS),
+            EngineSettings(drafter="none", model_drafter=drafter, sharpness=SHARPNESS),
             dtype="bfloat16",
             max_model_len=2048,
             max_num_seqs=PROMPTS * SAMPLES,
             kv_cache_bytes=1 << 30,
         )
-        self.max_tokens: int = options.max_tokens
+        self.max_tokens = max_tokens
         self.steps: list[tuple[int, int, int, float]] = []
         self.calls: list[tuple[DraftGrowth, float]] = []
         self.last: list[tuple[int, int, int]] = []
@@ -144,7 +117,7 @@ class Recorder:
         growths = [growth for growth, _ in self.calls if growth.num_levels]
         calls = np.array([[1.0, g.num_levels, g.num_rows] for g in growths])
         drafting_s = np.array([total for growth, total in self.calls if growth.num_levels])
-        return Clock(fit_relative(_step_features(steps), seconds), fit_relative(calls, drafting_s))
+        return Clock(fit_relative(step_features(steps), seconds), fit_relative(calls, drafting_s))
 
 
 def draft_everywhere(made: list[Any], drafter: str, took: dict[str, float]) -> Rollout:
@@ -181,7 +154,12 @@ def draft_everywhere(made: list[Any], drafter: str, took: dict[str, float]) -> R
 
 
 def make_query(
-    rows: list[int], positions: list[int], keys: list[int], groups: list[int], left: list[int]
+    rows: list[int],
+    positions: list[int],
+    keys: list[int],
+    groups: list[int],
+    left: list[int],
+    depth: int = DEPTH,
 ) -> DraftQuery:
     """What the scheduler would ask for the responses `rows`, which may still grow by `left` tokens."""
     return DraftQuery(
@@ -190,5 +168,5 @@ def make_query(
         keys=np.array([keys[row] for row in rows], np.uint64),
         positions=np.array(positions, np.int64),
         temperatures=np.ones(len(rows), np.float32),
-        max_tokens=np.clip(left, 1, DEPTH + 1).astype(np.int32) - 1,
+        max_tokens=np.clip(left, 1, depth + 1).astype(np.int32) - 1,
     )

@@ -4,9 +4,15 @@ A live comparison is as noisy as the machine; here all policies get the same res
 
 1. The real engine generates a rollout (8 x 16 Countdown responses, the target of speed.py) without and with drafts.
    Kept are the responses, and of every step its requests, tokens, context and seconds.
-2. The model drafter drafts at every position of every response, 16 tokens deep.
+2. The model drafter drafts at every position of every response, as deep as the engine drafts.
 3. For each policy the engine's own `FastLoop` decides step after step what is verified; whether a draft token is
    accepted is read off the response, and the clock advances by the step time and the drafting time fitted in stage 1.
+
+`--drafters` and `--limits` replay the same responses with other drafters and other limits: what changed a figure
+can be told apart. The drafter that the project shipped before it learned from the policy's responses is in the history:
+
+    mkdir older
+    git archive 'HEAD^{/The shipped drafter learns from the policy}^' assets/countdown-drafter | tar -x -C older
 
 `policy` off, fixed (5 tokens), thresholds, bandit and marginal are the engine's budget policies with the model drafter
 alone, each after rollouts of other prompts to learn from. `best sum` is marginal without fair weights. `clairvoyant`
@@ -28,7 +34,7 @@ from typing import Any
 import numpy as np
 from harness import parser, publish
 from numpy.typing import NDArray
-from plain_time import TAIL_SHARE
+from pairs import ROOT, make_prompts, prepare_target
 from recording import (
     PROMPTS,
     SHARPNESS,
@@ -38,7 +44,7 @@ from recording import (
     draft_everywhere,
     make_query,
 )
-from speed import ROOT, make_prompts, prepare_target
+from rollouts import TAIL_SHARE
 
 from paceline.config import BudgetSettings, EngineSettings
 from paceline.planning.budget import fair_weights
@@ -46,6 +52,8 @@ from paceline.types import DraftGrowth, DraftQuery, ModelDrafts, StepObservation
 
 POLICIES = ("off", "fixed", "thresholds", "bandit", "marginal", "best sum")
 COLUMNS = (
+    "drafter",
+    "limit",
     "policy",
     "wall_s",
     "measured_s",
@@ -226,6 +234,15 @@ class Policy:
         return ModelDrafts(query.responses, query.positions, draft.batch(), growth, seconds)
 
 
+def truncate(rollout: Rollout, limit: int) -> Rollout:
+    """The rollout as it would have been with this limit of tokens per response."""
+    responses = [response[:limit] for response in rollout.responses]
+    measured_s = rollout.measured_s if limit >= rollout.max_tokens else {}
+    return replace(
+        rollout, responses=responses, max_tokens=min(limit, rollout.max_tokens), measured_s=measured_s
+    )
+
+
 def compare(rollouts: list[Rollout], clock: Clock, drafter: str) -> list[dict[str, Any]]:
     """One row per policy on the last rollout; the ones before it are what the policies learn from."""
     *lessons, last = (Replay(rollout, clock) for rollout in rollouts)
@@ -257,27 +274,36 @@ def compare(rollouts: list[Rollout], clock: Clock, drafter: str) -> list[dict[st
 def main() -> None:
     made = parser(__doc__)
     made.add_argument("--model", metavar="DIR", help="target; default: the Countdown policy, inflated")
-    made.add_argument("--drafter", metavar="DIR", default=str(ROOT / "assets/countdown-drafter"))
+    shipped = str(ROOT / "assets/countdown-drafter")
+    made.add_argument("--drafters", metavar="DIR", nargs="+", default=[shipped], help="the first one records")
+    made.add_argument(
+        "--limits", type=int, nargs="+", default=[1024], help="tokens; the largest is generated"
+    )
     made.add_argument("--rollouts", type=int, default=3, help="the last one is compared; at least 2")
-    made.add_argument("--max-tokens", type=int, default=1024)
     made.add_argument("--threads", type=int, default=2)
     options = made.parse_args()
     if options.rollouts < 2:
         made.error(f"--rollouts {options.rollouts}: the policies learn from all but the last, so at least 2")
     os.environ["OMP_NUM_THREADS"] = str(options.threads)
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
-    from paceline.engine.rollout import prepare_environment
+    from paceline.engine.rollout_engine import prepare_environment
 
     prepare_environment()
     with tempfile.TemporaryDirectory() as folder:
         model = prepare_target(options.model, Path(folder))
-        recorder = Recorder(model, options)
-        rollouts = []
-        for turn in range(options.rollouts):
-            responses, took = recorder.rollout(make_prompts(model, PROMPTS, 900 + turn), turn)
-            rollouts.append(draft_everywhere(responses, options.drafter, took))
-        rows = compare(rollouts, recorder.clock(), options.drafter)
-    publish("replay", rows, COLUMNS, options.json, threads=options.threads)
+        recorder = Recorder(model, options.drafters[0], max(options.limits))
+        recorded = [
+            recorder.rollout(make_prompts(model, PROMPTS, 900 + turn), turn)
+            for turn in range(options.rollouts)
+        ]
+        rows = []
+        for drafter in options.drafters:
+            rollouts = [draft_everywhere(responses, drafter, took) for responses, took in recorded]
+            for limit in options.limits:
+                cut = [truncate(rollout, limit) for rollout in rollouts]
+                found = compare(cut, recorder.clock(), drafter)
+                rows += [{"drafter": os.path.relpath(drafter, ROOT), "limit": limit, **row} for row in found]
+    publish("replay", rows, COLUMNS, options)
 
 
 if __name__ == "__main__":

@@ -65,7 +65,7 @@ def main() -> None:
         for per_worker in options.groups:
             rows.append(measure(preset, options.workers, per_worker, options.seeds))
             print(rows[-1], flush=True)
-    publish("scheduling", rows, COLUMNS, options.json)
+    publish("scheduling", rows, COLUMNS, options)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,9 @@
 The engine generates groups of Countdown responses with and without drafts of the small model. The simulator gets their
 lengths, and what was learned from rollouts of other prompts: step times over tokens and context, drafting times over
 requests (fitted to the engine's own observations), and two numbers about acceptance, level and spread. It never sees
-how long the rollouts took. `error` is simulated / measured - 1 of the time of all repetitions together.
+how long the rollouts took. `error` is simulated / measured - 1 of the time of all repetitions together. It is made of
+two: `rounds_error`, of how many times a request was verified (the inverse of the acceptance length's error), and
+`round_error`, of the time per such round. `cancels`: the time is nearer than both of them, so its error says little.
 """
 
 from __future__ import annotations
@@ -17,22 +19,34 @@ from typing import Any
 
 import numpy as np
 from harness import parser, publish
-from speed import ROOT, make_prompts, prepare_target, run_case
+from pairs import ROOT, make_prompts, prepare_target
+from rollouts import Timed, Work, roll_out
 
 from paceline.config import BudgetSettings, EngineSettings
 from paceline.planning.dispatch import DispatchSettings
 from paceline.planning.latency_profile import LatencyModel, StepLatency, fit_affine, fit_step
-from paceline.sim.acceptance import AcceptanceProcess
+from paceline.sim.acceptance_model import AcceptanceProcess
 from paceline.sim.budgeted import Budgeted
 from paceline.sim.costs import Drafter, EngineCosts
-from paceline.sim.fleet import FleetPlan, RolloutResult, simulate_rollout
+from paceline.sim.rollout import FleetPlan, RolloutResult, simulate_rollout
 from paceline.sim.speculation import Plain
 from paceline.sim.workload import recorded_workload
 
 CASES = {"8x16": (8, 16), "4x8": (4, 8), "2x4": (2, 4), "1x1": (1, 1)}
 FITTED = "2x4"
 BUDGET = BudgetSettings()
-COLUMNS = ("case", "drafts", "measured_s", "simulated_s", "error", "acceptance_length", "simulated_length")
+COLUMNS = (
+    "case",
+    "drafts",
+    "measured_s",
+    "simulated_s",
+    "error",
+    "acceptance_length",
+    "simulated_length",
+    "rounds_error",
+    "round_error",
+    "cancels",
+)
 
 
 @dataclass
@@ -49,15 +63,16 @@ class Machine:
 
 
 def simulate(
-    machine: Machine, runs: list[dict[str, Any]], samples: int, process: AcceptanceProcess | None
+    machine: Machine, runs: list[Timed], samples: int, process: AcceptanceProcess | None
 ) -> list[RolloutResult]:
     """The rollouts as simulated; process: of the model drafter, None: no drafts."""
     drafter = Drafter("model", machine.token, process or AcceptanceProcess(0.5))
     results = []
     for run in runs:
-        lengths = [len(ids) for ids in run["ids"]]
+        lengths = run.lengths
         groups = [lengths[at : at + samples] for at in range(0, len(lengths), samples)]
-        work = recorded_workload(groups, run["prompt_tokens"][::samples], max(lengths))
+        prompts = [len(prompt) for prompt in run.prompts[::samples]]
+        work = recorded_workload(groups, prompts, max(lengths))
         plan = FleetPlan(
             machine.costs(),
             1,
@@ -76,10 +91,10 @@ def acceptance_length(results: list[RolloutResult]) -> float:
     return generated / sum(one.rounds for r in results for one in r.counters)
 
 
-def fit_acceptance(machine: Machine, runs: list[dict[str, Any]], samples: int) -> AcceptanceProcess:
+def fit_acceptance(machine: Machine, runs: list[Timed], samples: int) -> AcceptanceProcess:
     """The level at which the simulated acceptance length is the measured one; the spread is that of the responses."""
-    measured = sum(r["tokens"] for r in runs) / sum(r["tokens"] / r["acceptance_length"] for r in runs)
-    lengths = np.concatenate([r["response_lengths"] for r in runs])
+    measured = sum(r.num_tokens for r in runs) / sum(sum(r.num_steps) for r in runs)
+    lengths = np.concatenate([np.array(r.lengths) / np.maximum(r.num_steps, 1) for r in runs])
     rates = np.clip(1.0 - 1.0 / lengths, 0.3, 0.98)
     spread = float(np.std(np.log(rates / (1.0 - rates))))
     low, high = 0.3, 0.995
@@ -91,6 +106,25 @@ def fit_acceptance(machine: Machine, runs: list[dict[str, Any]], samples: int) -
         else:
             high = level
     return process
+
+
+def compare(
+    measured_s: float, simulated_s: float, measured_length: float, simulated_length: float
+) -> dict[str, Any]:
+    """Errors of the time and of what it is made of: (1 + rounds_error) * (1 + round_error) = 1 + error."""
+    error = simulated_s / measured_s - 1.0
+    rounds_error = measured_length / simulated_length - 1.0
+    round_error = (1.0 + error) / (1.0 + rounds_error) - 1.0
+    return {
+        "measured_s": measured_s,
+        "simulated_s": simulated_s,
+        "error": error,
+        "acceptance_length": measured_length,
+        "simulated_length": simulated_length,
+        "rounds_error": rounds_error,
+        "round_error": round_error,
+        "cancels": abs(error) < min(abs(rounds_error), abs(round_error)),
+    }
 
 
 class Observer:
@@ -142,12 +176,12 @@ def main() -> None:
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
     with tempfile.TemporaryDirectory() as folder:
         rows = measure(options, prepare_target(options.model, Path(folder)))
-    publish("simulated_live", rows, COLUMNS, options.json, threads=options.threads)
+    publish("simulated_live", rows, COLUMNS, options)
 
 
 def measure(options: argparse.Namespace, model: str) -> list[dict[str, Any]]:
     """One row for each case, without and with drafts."""
-    from paceline.engine.rollout import RolloutEngine, prepare_environment
+    from paceline.engine.rollout_engine import RolloutEngine, prepare_environment
 
     prepare_environment()
     engine = RolloutEngine(
@@ -159,13 +193,13 @@ def measure(options: argparse.Namespace, model: str) -> list[dict[str, Any]]:
         kv_cache_bytes=1 << 30,
     )
 
-    def rollouts(case: str, drafts: bool, count: int, seed: int) -> list[dict[str, Any]]:
+    def rollouts(case: str, drafts: bool, count: int, seed: int) -> list[Timed]:
         num_prompts, samples = CASES[case]
-        engine.set_drafting(drafts)
         prompts = make_prompts(model, count * num_prompts, seed)
         parts = [prompts[at * num_prompts : (at + 1) * num_prompts] for at in range(count)]
         return [
-            run_case(engine, part, samples, options.max_tokens, seed + at) for at, part in enumerate(parts)
+            roll_out(engine, Work(part, samples, options.max_tokens, seed + at, drafting=drafts))
+            for at, part in enumerate(parts)
         ]
 
     for case in ("8x16", "1x1"):  # so that the budget knows the machine
@@ -173,7 +207,8 @@ def measure(options: argparse.Namespace, model: str) -> list[dict[str, Any]]:
     observer = Observer(engine.scheduler.loop)
     for case in ("8x16", "4x8", "1x1"):
         for run in rollouts(case, False, 1, 30):
-            observer.steps += run["decode_steps"]
+            decoded = [step for step in run.steps if step.is_decode]
+            observer.steps += [(one.num_tokens, one.num_context_tokens, one.step_s) for one in decoded]
         rollouts(case, True, 1, 40)
     fitted = rollouts(FITTED, True, 6, 50)
     machine = observer.machine()
@@ -185,19 +220,14 @@ def measure(options: argparse.Namespace, model: str) -> list[dict[str, Any]]:
         for drafts in (False, True):
             runs = rollouts(case, drafts, count, 900)
             simulated = simulate(machine, runs, samples, process if drafts else None)
-            measured_s, simulated_s = sum(r["wall_s"] for r in runs), sum(r.rollout_s for r in simulated)
             steps = sum(r["tokens"] / r["acceptance_length"] for r in runs)
-            rows.append(
-                {
-                    "case": case,
-                    "drafts": drafts,
-                    "measured_s": measured_s,
-                    "simulated_s": simulated_s,
-                    "error": simulated_s / measured_s - 1.0,
-                    "acceptance_length": sum(r["tokens"] for r in runs) / steps,
-                    "simulated_length": acceptance_length(simulated),
-                }
+            compared = compare(
+                sum(r["wall_s"] for r in runs),
+                sum(r.rollout_s for r in simulated),
+                sum(r["tokens"] for r in runs) / steps,
+                acceptance_length(simulated),
             )
+            rows.append({"case": case, "drafts": drafts, **compared})
             print(rows[-1], flush=True)
     return rows
 

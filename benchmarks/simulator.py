@@ -12,7 +12,7 @@ from typing import Any
 
 from harness import parser, publish
 
-from paceline.sim.fleet import simulate_rollout
+from paceline.sim.rollout import simulate_rollout
 from paceline.sim.scenario import build_system, load_scenario
 
 SYSTEMS = ("veRL", "vanilla speculation", "SpecActor", "Seer", "TLT", "Paceline")
@@ -45,7 +45,7 @@ def main() -> None:
                 }
             )
             print(rows[-1], flush=True)
-    publish("simulator", rows, COLUMNS, options.json)
+    publish("simulator", rows, COLUMNS, options)
 
 
 if __name__ == "__main__":

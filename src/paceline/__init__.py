@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from paceline.config import BudgetSettings, EngineSettings, KvPoolSettings
     from paceline.engine.arguments import engine_arguments
-    from paceline.engine.rollout import RolloutEngine, TokenEvent
+    from paceline.engine.rollout_engine import RolloutEngine, TokenEvent
     from paceline.errors import PacelineError
     from paceline.types import Response, RolloutRequest
 
@@ -19,9 +19,9 @@ _HOMES = {
     "KvPoolSettings": "paceline.config",
     "PacelineError": "paceline.errors",
     "Response": "paceline.types",
-    "RolloutEngine": "paceline.engine.rollout",
+    "RolloutEngine": "paceline.engine.rollout_engine",
     "RolloutRequest": "paceline.types",
-    "TokenEvent": "paceline.engine.rollout",
+    "TokenEvent": "paceline.engine.rollout_engine",
     "engine_arguments": "paceline.engine.arguments",
 }
 

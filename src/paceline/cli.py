@@ -16,20 +16,19 @@ from rich.console import Console
 from rich.text import Text
 
 import paceline
-from paceline.commands.bench import bench
-from paceline.commands.doctor import doctor
+from paceline.commands.bench.command import bench
+from paceline.commands.doctor.command import doctor
 from paceline.commands.draft_server import draft_server
-from paceline.commands.plan import ladder, plan
+from paceline.commands.ladder import ladder
+from paceline.commands.plan import plan
 from paceline.commands.profile import profile
 from paceline.commands.replay import replay
 from paceline.commands.report import report
-from paceline.commands.rollout import rollout
+from paceline.commands.rollout.command import rollout
 from paceline.commands.simulate import simulate
 from paceline.commands.train import train
 from paceline.errors import PacelineError
-
-INTERRUPTED = 130
-"""Exit code after Ctrl-C, as shells have it."""
+from paceline.terminal.interruption import INTERRUPTED
 
 TRACEBACK = "PACELINE_TRACEBACK"
 """Set in the environment, errors are shown with everything that led to them."""

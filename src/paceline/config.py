@@ -71,7 +71,7 @@ class EngineSettings(Section):
     model_drafter_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Number format of the model drafter's weights."""
 
-    max_draft_tokens: int = Field(default=16, ge=1, le=127)
+    max_draft_tokens: int = Field(default=32, ge=1, le=127)
     """Longest draft of one request in one step. vLLM refuses more than 128 tokens."""
 
     num_paths: int = Field(default=1, ge=1, le=8)
@@ -88,7 +88,9 @@ class EngineSettings(Section):
     """Longest context, in tokens, that the suffix tree counts."""
 
     suffix_memory_bytes: int = Field(default=1 << 30, ge=1 << 20)
-    """Memory bound of all suffix trees; whole groups are dropped, least recently used first."""
+    """Memory bound of all suffix trees; whole groups are dropped, least recently used first. The lookup drafter's bound
+    too: each of its indices has the same share and forgets its oldest n-grams when it grows beyond that; prompts keep
+    theirs."""
 
     draft_servers: tuple[str, ...] = ()
     """Addresses of draft servers (`paceline draft-server`), the same for every worker: responses of a group draft from
@@ -102,6 +104,11 @@ class EngineSettings(Section):
 
     batch_invariant: bool | None = None
     """Bitwise the same logits in every batch. Unset: on for the CPU, left to vLLM's own switch on a GPU."""
+
+    compiled: bool | None = None
+    """Run the target through torch.compile: more tokens per second, for a first start of a minute and later ones from
+    vLLM's compile cache. Compiled and eager logits differ in the last bits: all workers of a run, and its resumptions,
+    need the same mode. Unset: eager on the CPU, vLLM's own default on a GPU; commands and recipes set it either way."""
 
     budget: BudgetSettings = Field(default_factory=lambda: BudgetSettings())
     """How many drafted tokens are verified in each step."""
@@ -259,6 +266,9 @@ class KvPoolSettings(Section):
         return self
 
 
+EngineSettings.model_rebuild()  # its sections are all there: classes derived from it are complete too
+
+
 class RewardSettings(Section):
     """Rewards while rolling out: a pool of reward workers (fleet/rewards.py)."""
 
@@ -270,10 +280,13 @@ class RewardSettings(Section):
     """How many times a response whose reward worker died is scored again: the worker may have been killed from
     outside. A call that raised or took too long is not repeated."""
     failure_reward: float | None = Field(default=0.0, allow_inf_nan=False)
-    """Reward of a response that could not be scored; null: the rollout stops with an error."""
+    """Reward of a response that could not be scored or has failed; null: the rollout stops with an error."""
 
 
-Variant: TypeAlias = Literal["even", "context", "no-context", "oracle", "group"]
+OnFailure: TypeAlias = Literal["deliver", "raise"]
+"""What becomes of a response that fails."""
+
+Variant: TypeAlias = Literal["even", "context", "no-context", "oracle", "sticky", "group"]
 """How responses are dispatched; `planning/dispatch.py` says what each means."""
 
 
@@ -282,14 +295,15 @@ class FleetSettings(Section):
 
     workers: int = Field(default=2, ge=1, le=4096)
     """Engines, each in a Ray actor."""
-    variant: Variant = "even"
+    variant: Variant | None = None
     """Order of responses, planning/dispatch.py. even: who has the fewest tokens, those expected to become long ahead;
-    context: Seer's; no-context: divided, in order of submission; oracle: by true lengths, which must be given; group: a
-    group stays on one worker, undivided."""
+    context: Seer's; no-context: divided, in order of submission; oracle: by true lengths, which must be given; sticky:
+    a response stays on one worker; group: a group stays on one worker, undivided. Unset: sticky on CPUs without a KV
+    pool, where a response that moves is prefilled as slowly as it was generated; else even."""
     chunk_tokens: int = Field(default=8192, ge=1)
     """Longest chunk; after it a response may go on elsewhere."""
     guard_interval: int = Field(default=16, ge=0)
-    """context: every how many responses one comes from the group that ran least, 0: never."""
+    """context, sticky: every how many responses one comes from the group that ran least, 0: never."""
     address: str | None = None
     """Ray cluster to join, `HOST:PORT` or `auto`; unset: Ray is started on this machine for the fleet alone."""
     cpus_per_worker: float = Field(default=1.0, ge=0.0)
@@ -303,12 +317,15 @@ class FleetSettings(Section):
     on a cluster, joined by address or connected with several nodes, none is started."""
     kv_pool_gib: float = Field(default=1.0, ge=0.0)
     """Shared memory in which chunks leave keys and values for the next worker, so that nothing is prefilled twice
-    (docs/kv-pool.md); at most half of what is free, 0: none. On a cluster, and for the variant `group`, none is made;
-    `EngineSettings.kv_pool` names one of your own. Engines that cannot have one do without."""
+    (docs/kv-pool.md); at most half of what is free, 0: none. On a cluster, and for the variants `sticky` and `group`,
+    none is made; `EngineSettings.kv_pool` names one of your own. Engines that cannot have one do without."""
     metrics_port: int | None = Field(default=None, ge=0, le=65_535)
     """Port at which the driver serves metrics for Prometheus (`/metrics`); 0: a free one, unset: none."""
+    metrics_host: str = Field(default="127.0.0.1", min_length=1)
+    """Address at which it serves them; 0.0.0.0: every address of the machine, for a Prometheus elsewhere."""
     progress_ms: float = Field(default=100.0, gt=0.0, le=60_000.0)
-    """How often a worker tells what it has generated; a lost worker costs at most so much of its work."""
+    """How often a worker tells what it has generated; a lost worker costs at most so much of its work. Workers with
+    more chunks than their driver can hear of so often (10,000 in all at 100 ms) tell less often by themselves."""
     silence_s: float = Field(default=300.0, gt=0.0)
     """A worker whose engine finished no step for so long, with chunks to run, counts as lost."""
     start_timeout_s: float = Field(default=900.0, gt=0.0)
@@ -317,7 +334,11 @@ class FleetSettings(Section):
     """A worker that is lost so many times in a row without generating anything is given up."""
     max_crashes: int = Field(default=3, ge=0)
     """How many workers in a row may be lost that generated for others and brought a response no token. One more, and
-    the rollout ends with an error that names the response: it is what ends them."""
+    the response has failed: it is what ends them."""
+    on_failure: OnFailure = "deliver"
+    """What becomes of a response that fails: its options leave no token to draw, the model gives NaN, no engine takes
+    it, or it ends its workers. deliver: as far as it came, with `finish_reason` "error" and the reason, while the
+    others go on; its reward is `rewards.failure_reward`. raise: the rollout ends with an error that names it."""
     rewards: RewardSettings | None = None
     """The pool of reward workers. Unset, `Fleet` uses one with the defaults where it is given a reward function, and
     `train` computes rewards in the trainer's process after the rollout."""

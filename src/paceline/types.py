@@ -6,8 +6,7 @@ Array shapes are given with names; `num_requests` counts the requests that decod
 from __future__ import annotations
 
 from dataclasses import astuple, dataclass
-from operator import add
-from typing import Any
+from operator import add, sub
 
 import numpy as np
 from numpy.typing import NDArray
@@ -148,7 +147,7 @@ class Response:
     logprobs: tuple[float, ...]
     """Log-probability of each newly generated token (`len(tokens) - len(request.generated)`)."""
     finish_reason: str
-    """"stop" (EOS or a stop token/string), "length" or "abort"."""
+    """"stop" (EOS or a stop token/string), "length", "abort", "repetition" or "error" (see `failure`)."""
     key: int
     group: int
     policy_version: int
@@ -156,7 +155,8 @@ class Response:
     num_accepted_tokens: int
     num_steps: int
     """Engine steps in which the response decoded; acceptance length = new tokens / num_steps."""
-    extra: dict[str, Any] | None = None
+    failure: str | None = None
+    """Why the engine gave this response up, and no other; None unless `finish_reason` is "error"."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +169,31 @@ class KvUse:
     num_used: int
     num_preemptions: int
     """Requests that were thrown out for want of blocks since the engine started."""
+
+
+@dataclass(frozen=True, slots=True)
+class DraftSharingCounters:
+    """What one worker has told the draft servers and heard from them; a token may be told more than once."""
+
+    told_tokens: int = 0
+    heard_tokens: int = 0
+    """Tokens of other workers' responses that drafts can be made from."""
+    held_messages: int = 0
+    """Times that a server took nothing more: what has grown waits."""
+    unanswered_fetches: int = 0
+    """Fetches without an answer within a second."""
+    lost_tokens: int = 0
+    """Told, but the server has them not or not any more: they are told again."""
+    dropped_tokens: int = 0
+    """Never told: too much waited, and the response had ended."""
+
+    def __add__(self, other: DraftSharingCounters) -> DraftSharingCounters:
+        """What both have."""
+        return DraftSharingCounters(*map(add, astuple(self), astuple(other)))
+
+    def __sub__(self, before: DraftSharingCounters) -> DraftSharingCounters:
+        """What came since."""
+        return DraftSharingCounters(*map(sub, astuple(self), astuple(before)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import fields
 from types import ModuleType
 from typing import Any
 
@@ -13,7 +14,10 @@ pytest.importorskip("trl", reason="TRL is not installed")
 import transformers
 import trl.trainer.grpo_trainer as grpo
 import trl.trainer.rloo_trainer as rloo
+from trl import GRPOConfig, RLOOConfig
 from trl.generation.vllm_generation import VLLMGeneration
+
+from paceline.integrations.trl import options
 
 TRAINERS = [(grpo, grpo.GRPOTrainer), (rloo, rloo.RLOOTrainer)]
 both = pytest.mark.parametrize(("module", "trainer"), TRAINERS, ids=["grpo", "rloo"])
@@ -36,6 +40,55 @@ def test_trainer_looks_the_generation_class_up_in_its_module(module: ModuleType,
 def test_trainer_pushes_before_it_generates(module: ModuleType, trainer: type) -> None:
     source = inspect.getsource(trainer._generate_single_turn)
     assert source.index("vllm_generation.sync_weights()") < source.index("vllm_generation.generate(")
+
+
+PASSED = (
+    {
+        "model",
+        "accelerator",
+        "processing_class",
+        "mode",
+        "structured_outputs_regex",
+        "server_base_url",
+        "server_host",
+    }
+    | {
+        "server_port",
+        "server_timeout",
+        "group_port",
+        "tensor_parallel_size",
+        "gpu_memory_utilization",
+        "model_impl",
+    }
+    | {
+        "max_model_length",
+        "max_num_seqs",
+        "enable_sleep_mode",
+        "trust_remote_code",
+        "repetition_penalty",
+        "top_p",
+    }
+    | {"temperature", "top_k", "min_p", "max_completion_length", "logprobs", "generation_kwargs"}
+)
+"""What TRL gives its generation class: from options of options.py, and the size of a batch."""
+
+
+def test_generation_is_given_what_we_know() -> None:
+    assert set(names(VLLMGeneration.__init__)) - {"self"} == PASSED
+
+
+def test_every_option_of_trl_is_honoured_the_trainers_or_refused() -> None:
+    tables = (options.HONOURED, options.TRAINERS, options.ENGINES.keys(), options.REFUSED.keys())
+    known = [name for table in tables for name in table]
+    general = {field.name for field in fields(transformers.TrainingArguments)}
+    found = {field.name for kind in (GRPOConfig, RLOOConfig) for field in fields(kind)} - general
+    assert sorted(known) == sorted(found)
+
+
+def test_every_option_of_sampling_is_honoured_or_refused() -> None:
+    sampling = pytest.importorskip("vllm", reason="vLLM is not installed").SamplingParams
+    found = {name for name in names(sampling) if not name.startswith("_")}
+    assert sorted([*options.SAMPLING, *options.NOT_SAMPLING]) == sorted(found)
 
 
 def test_generation_calls() -> None:

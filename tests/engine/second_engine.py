@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.config import EngineSettings
-from paceline.engine.rollout import RolloutEngine
+from paceline.engine.rollout_engine import RolloutEngine
 from paceline.types import KvPoolCounters, Response, RolloutRequest
 
 
@@ -21,17 +21,21 @@ class Outcome:
     responses: list[Response]
     prefilled: int
     counters: KvPoolCounters
+    num_loaded: int
+    """Compiled models that the process has loaded from vLLM's compile cache."""
 
 
 def generate(engine: RolloutEngine, requests: list[RolloutRequest], **options: Any) -> Outcome:
     """Generate from an empty prefix cache and count the tokens that are prefilled."""
     from vllm import SamplingParams
+    from vllm.compilation.counter import compilation_counter
 
     engine.reset_prefix_cache()
     engine.take_observations()
     responses = engine.generate(requests, SamplingParams(**{"temperature": 1.0, **options}))
     prefilled = sum(step.num_prefill_tokens for step in engine.take_observations())
-    return Outcome(responses, prefilled, engine.kv_pool_counters())
+    loaded = compilation_counter.num_aot_artifacts_loaded
+    return Outcome(responses, prefilled, engine.kv_pool_counters(), loaded)
 
 
 class SecondEngine:

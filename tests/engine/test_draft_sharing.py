@@ -13,7 +13,7 @@ from paceline.config import EngineSettings
 from paceline.drafting.client import DraftClient
 from paceline.drafting.server import DraftServer
 from paceline.engine.keys import prompt_group
-from paceline.engine.rollout import RolloutEngine
+from paceline.engine.rollout_engine import RolloutEngine
 from paceline.types import RolloutRequest
 
 PROMPT = tuple(range(3, 23))

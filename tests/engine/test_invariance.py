@@ -14,7 +14,7 @@ from drafters import ScriptedDrafter
 from paceline.config import BudgetSettings, EngineSettings
 from paceline.engine import invariance
 from paceline.engine.audit import recorded
-from paceline.engine.rollout import RolloutEngine
+from paceline.engine.rollout_engine import RolloutEngine
 from paceline.types import RolloutRequest
 
 CONTEXT = 1100

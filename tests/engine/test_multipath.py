@@ -13,7 +13,7 @@ from drafters import ScriptedDrafter, ScriptedPaths
 
 from paceline.config import BudgetSettings, EngineSettings
 from paceline.engine.arguments import parse_settings
-from paceline.engine.rollout import RolloutEngine
+from paceline.engine.rollout_engine import RolloutEngine
 from paceline.errors import ConfigError, UnsupportedError
 from paceline.types import Response, RolloutRequest
 

@@ -14,7 +14,7 @@ import pytest
 from paceline.config import EngineSettings
 from paceline.engine import plugin
 from paceline.engine.arguments import SCHEDULER, engine_arguments, read_settings
-from paceline.engine.rollout import RolloutEngine
+from paceline.engine.rollout_engine import RolloutEngine
 from paceline.errors import ConfigError, UnsupportedError
 from paceline.types import RolloutRequest
 

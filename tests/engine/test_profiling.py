@@ -11,7 +11,7 @@ import pytest
 from conftest import make_model
 
 from paceline.engine.profiling import STEPS, Shape, measure_steps, profiling_settings
-from paceline.engine.rollout import RolloutEngine
+from paceline.engine.rollout_engine import RolloutEngine
 from paceline.errors import ConfigError, EngineError
 from paceline.record.profile import read_profile
 
@@ -57,6 +57,7 @@ def test_the_commands_work_end_to_end(model_dir: Path, tmp_path: Path) -> None:
         "1",
         "--kv-cache-gib",
         "0.1",
+        "--eager",
     ]
     made = subprocess.run(
         [*program, "profile", model_dir, "--drafter", small, "--out", out, *grid],

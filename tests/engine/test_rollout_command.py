@@ -14,11 +14,23 @@ from typing import Any
 import pytest
 from conftest import make_model
 
-from paceline.commands.invariance_check import check_invariance
-from paceline.commands.responses import ResponseLine
+from paceline.commands.doctor.invariance_check import check_invariance
+from paceline.commands.rollout.responses import ResponseLine
 
 SAMPLES = 6
-OPTIONS = ["--samples", SAMPLES, "--max-tokens", 120, "--max-num-seqs", 4, "--dtype", "float32", "--seed", 5]
+OPTIONS = [
+    "--samples",
+    SAMPLES,
+    "--max-tokens",
+    120,
+    "--max-num-seqs",
+    4,
+    "--dtype",
+    "float32",
+    "--seed",
+    5,
+    "--eager",
+]
 PROMPTS: list[dict[str, Any]] = [
     {"prompt": "ABCDEFG", "answer": 42},
     {"id": "long", "prompt": "ABC" * 60},
@@ -151,6 +163,9 @@ def test_ctrl_c_then_resume_gives_the_same_with_drafts(
     other = run(*arguments, "--resume", "--temperature", "0.5")
     assert other.returncode == 6
     assert "made with temperature=1.0, this run has 0.5" in other.stderr.replace("\n", " ")
+    other = run(*arguments, "--resume", "--compiled")
+    assert other.returncode == 6
+    assert "made with compiled=False, this run has True" in other.stderr.replace("\n", " ")
     assert out.read_bytes() == before
 
 
@@ -158,7 +173,7 @@ def test_bench_compares_tokens(model_dir: Path, prompts: Path, tmp_path: Path) -
     result = tmp_path / "b.json"
     done = run(
         "bench", model_dir, prompts, "--methods", "lookup", "--repetitions", 2, "--samples", 2, "--limit", 2,
-        "--max-tokens", 60, "--dtype", "float32", "--json", result,
+        "--max-tokens", 60, "--dtype", "float32", "--eager", "--json", result,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "compared tokens are those of decoding without drafts" in done.stdout.replace("\n", " ")

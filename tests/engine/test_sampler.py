@@ -20,7 +20,15 @@ from paceline.engine.compat import (
     MinTokensLogitsProcessor,
     SamplingMetadata,
 )
-from paceline.engine.sampler import KeyedSampler, Rows, apply_filters, apply_options, scale
+from paceline.engine.sampler import (
+    PLACEHOLDER,
+    KeyedSampler,
+    Rows,
+    apply_filters,
+    apply_options,
+    scale,
+    throw,
+)
 
 VOCABULARY = 24
 REQUESTS = 6
@@ -166,3 +174,75 @@ def test_log_probabilities_are_vllms(mode: Any) -> None:
     own = output.logprobs_tensors.logprobs
     torch.testing.assert_close(own, wanted.gather(1, chosen), rtol=1e-5, atol=1e-5)
     assert torch.isfinite(own).all()
+
+
+def test_rows_without_a_token_leave_the_others_alone() -> None:
+    rng = np.random.default_rng(4)
+    logits = torch.from_numpy(3 * rng.standard_normal((6, VOCABULARY)).astype(np.float32))
+    keys, positions = rng.integers(0, 1 << 63, 6).astype(np.uint64), np.arange(1, 7)
+    temperatures = np.array([1.0, 0.0, 0.7, 1.0, 0.0, 2.0], np.float32)
+    sound = throw(logits, keys, positions, temperatures)
+    logits[1], logits[3, 5], logits[4, 2] = float("-inf"), float("nan"), float("nan")
+    logits[5, :-1] = float("-inf")
+    wanted = [sound[0], PLACEHOLDER, sound[2], PLACEHOLDER, PLACEHOLDER, VOCABULARY - 1]
+    assert throw(logits, keys, positions, temperatures).tolist() == wanted
+    assert throw(logits[1:2], keys[:1], positions[:1], temperatures[1:2]).tolist() == [PLACEHOLDER]
+
+
+def few_drafts(rng: np.random.Generator, depth: int) -> tuple[list[Request], Rows, np.ndarray]:
+    """Requests of which one has many draft tokens."""
+    requests = [draw_request(rng) for _ in range(REQUESTS)]
+    counts = np.zeros(REQUESTS, np.int64)
+    counts[2] = depth
+    rows = Rows.of(counts, np.array([len(r.prompt) + len(r.output) for r in requests]))
+    return requests, rows, rng.integers(0, VOCABULARY, depth)
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_log_probabilities_are_computed_where_there_is_a_token(
+    monkeypatch: pytest.MonkeyPatch, named: bool
+) -> None:
+    rng = np.random.default_rng(6)
+    requests, rows, drafts = few_drafts(rng, 12)
+    logits = torch.from_numpy(3 * rng.standard_normal((len(rows.requests), VOCABULARY)).astype(np.float32))
+    keys = rng.integers(0, 1 << 63, REQUESTS).astype(np.uint64)
+    outputs = [r.output for r in requests]
+    metadata = make_metadata(requests, num_logprobs=2)
+    if named:
+        metadata.logprob_token_ids = {2: [3, 4, 5], 4: [6]}
+    sampler, sizes, log_softmax = KeyedSampler("processed_logprobs"), [], torch.Tensor.log_softmax
+
+    def watch(values: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        sizes.append(len(values))
+        return log_softmax(values, *args, **options)
+
+    monkeypatch.setattr(torch.Tensor, "log_softmax", watch)
+    output, verdict = sampler.sample(logits.clone(), rows, drafts, keys, metadata, outputs)
+    assert sizes == [int((verdict.table >= 0).sum())]
+    made = output.logprobs_tensors
+    assert made is not None
+    assert len(made.logprobs) == len(made.logprob_token_ids) == verdict.table.size
+    # Each row alone, as a request of its own, has the same ones.
+    width = verdict.table.shape[1]
+    for request, column in zip(*np.nonzero(verdict.table >= 0), strict=True):
+        row = int(rows.first[request] + column)
+        one = Request(requests[request].params, requests[request].prompt,
+                      [*outputs[request], *drafts[:column].tolist()],
+                      requests[request].bad_words, requests[request].allowed)  # fmt: skip
+        ids = metadata.logprob_token_ids.get(int(request)) if named else None
+        alone = make_metadata([one], num_logprobs=0 if named else 2)
+        alone.logprob_token_ids = {0: ids} if ids else None
+        single = Rows.of(np.zeros(1, np.int64), rows.positions[row : row + 1])
+        wanted, _ = sampler.sample(
+            logits[row : row + 1].clone(),
+            single,
+            drafts[:0],
+            keys[request : request + 1],
+            alone,
+            [one.output],
+        )
+        assert wanted.logprobs_tensors is not None
+        found = made.logprobs[int(request) * width + int(column)]
+        count = wanted.logprobs_tensors.logprobs.shape[1]
+        assert torch.equal(found[:count], wanted.logprobs_tensors.logprobs[0])
+        assert torch.isneginf(found[count:]).all()

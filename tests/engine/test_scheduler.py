@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+from conftest import VOCAB
 
 from paceline.config import EngineSettings
 from paceline.dice import derive_key
 from paceline.engine.arguments import check_engine
-from paceline.engine.rollout import RolloutEngine
+from paceline.engine.rollout_engine import RolloutEngine
+from paceline.engine.scheduler import PacelineScheduler
 from paceline.errors import UnsupportedError
 from paceline.types import RolloutRequest
 
@@ -60,22 +64,81 @@ def test_nothing_is_kept_of_responses_that_have_ended(engine: RolloutEngine) -> 
     assert not scheduler.loop.drafter._groups
     assert not scheduler.live
     assert not scheduler.finished
+    assert not scheduler.loop._numbers
+    assert not scheduler.loop._running
 
 
-def test_a_full_batch_expects_no_prefill(engine: RolloutEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    scheduler, seen = engine.scheduler, []
+def test_a_step_is_told_the_prefill_tokens_that_it_will_have(
+    engine: RolloutEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scheduler, told = engine.scheduler, []
     propose = scheduler.loop.propose
 
     def watch(query: Any, num_other_tokens: int, *args: Any) -> Any:
-        seen.append((len(scheduler.running), len(scheduler.waiting), num_other_tokens))
+        told.append((len(scheduler.observations), num_other_tokens))
         return propose(query, num_other_tokens, *args)
 
     monkeypatch.setattr(scheduler.loop, "propose", watch)
-    engine.generate(requests(6), params(ignore_eos=True, min_tokens=20))
-    full = [others for running, waiting, others in seen if running == 2 and waiting]
-    assert len(full) > 10
-    assert sum(full) <= 3  # a step in which one request prefills and the other decodes
-    assert any(waiting and others for running, waiting, others in seen if running < 2)
+    engine.take_observations()
+    rng = np.random.default_rng(1)
+    longer = [
+        RolloutRequest((*PROMPT, *rng.integers(3, VOCAB, 40 * i).tolist()), 20 + 7 * i) for i in range(5)
+    ]
+    longer += [replace(longer[4], sample=1)]  # its prompt's first block is in the prefix cache by then
+    engine.generate(longer, params(ignore_eos=True, min_tokens=20))
+    steps = list(scheduler.observations)
+    found = [(others, steps[at].num_prefill_tokens) for at, others in told]
+    assert [others for others, _ in found] == [prefill for _, prefill in found]
+    assert sum(prefill > 30 for _, prefill in found) >= 3
+    assert sum(prefill == 0 for _, prefill in found) > 20
+
+
+def a_scheduler(
+    running: list[Any], waiting_lengths: Sequence[int], num_free_blocks: int
+) -> PacelineScheduler:
+    """A scheduler of 500 tokens a step that has these requests, without an engine."""
+    made = object.__new__(PacelineScheduler)
+    pool = SimpleNamespace(get_num_free_blocks=lambda: num_free_blocks)
+    vars(made).update(
+        running=running,
+        waiting=[SimpleNamespace(num_tokens=length) for length in waiting_lengths],
+        kv_holding_waiting=[],
+        scheduler_config=SimpleNamespace(
+            max_num_seqs=16, max_num_batched_tokens=1200, long_prefill_token_threshold=0
+        ),
+        adaptive_long_prefill_threshold=False,
+        max_num_scheduled_tokens=500,
+        kv_cache_manager=SimpleNamespace(block_pool=pool, get_computed_blocks=lambda request: (None, 0, 0)),
+        kv_pool=None,
+        block_size=128,
+    )
+    return made
+
+
+@pytest.mark.parametrize(
+    ("threshold", "is_adaptive", "told"),
+    [(0, False, 496), (100, False, 204), (100, True, 346), (400, False, 496)],
+)
+def test_long_prompts_are_told_as_vllm_divides_them(threshold: int, is_adaptive: bool, told: int) -> None:
+    decoding = [SimpleNamespace(num_tokens=40 + i, num_computed_tokens=39 + i) for i in range(4)]
+    chunked = SimpleNamespace(num_tokens=5000, num_computed_tokens=600)
+    scheduler = a_scheduler([*decoding, chunked], waiting_lengths=(3000, 4), num_free_blocks=1000)
+    scheduler.scheduler_config.long_prefill_token_threshold = threshold
+    scheduler.adaptive_long_prefill_threshold = is_adaptive
+    assert scheduler._num_other_tokens(4) == told
+
+
+def test_the_pool_is_asked_for_what_has_blocks_to_go_to_and_no_more() -> None:
+    scheduler = a_scheduler([], waiting_lengths=(640, 640, 640, 640), num_free_blocks=13)
+    asked: list[Any] = []
+
+    def look_up(request: Any, num_computed_tokens: int) -> tuple[int, bool]:
+        asked.append(request)
+        return request.num_tokens - num_computed_tokens - 1, False
+
+    scheduler.kv_pool = SimpleNamespace(get_num_new_matched_tokens=look_up)
+    assert scheduler._num_other_tokens(0) == 2
+    assert asked == scheduler.waiting[:2]
 
 
 def test_an_impossible_resumption_fails_alone(engine: RolloutEngine) -> None:

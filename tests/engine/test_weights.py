@@ -10,7 +10,7 @@ import torch
 from conftest import make_model
 
 from paceline.config import EngineSettings
-from paceline.engine.rollout import RolloutEngine
+from paceline.engine.rollout_engine import RolloutEngine
 from paceline.errors import EngineError
 from paceline.types import Response, RolloutRequest
 

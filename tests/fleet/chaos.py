@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
+from paceline.fleet.fleet import Finished, Fleet
 from paceline.fleet.journal import Journal
-from paceline.fleet.rollout import Finished, Fleet
 from paceline.types import RolloutRequest
 
 

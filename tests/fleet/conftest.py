@@ -19,8 +19,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 from paceline.config import BudgetSettings, EngineSettings, FleetSettings, RewardSettings
 from paceline.fleet.cluster import import_ray
+from paceline.fleet.fleet import Fleet
 from paceline.fleet.rewards import RewardFunction
-from paceline.fleet.rollout import Fleet
 from paceline.types import Response, RolloutRequest
 
 POLICY = Path(__file__).resolve().parents[2] / "assets/countdown-policy"
@@ -73,7 +73,7 @@ def fleet(ray: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]
 @pytest.fixture(scope="session")
 def plain() -> Iterator[Generate]:
     """A single engine without drafts."""
-    from paceline.engine.rollout import RolloutEngine
+    from paceline.engine.rollout_engine import RolloutEngine
 
     settings = EngineSettings(run_seed=3, drafter="none", budget=BudgetSettings(policy="off"))
     with RolloutEngine(POLICY, settings, kv_cache_bytes=1 << 29, **ENGINE) as engine:

@@ -12,7 +12,7 @@ import pytest
 from paceline.config import FleetSettings
 from paceline.control.events import CancelChunk, WorkerEvent, WorkerLost, WorkerUp
 from paceline.fleet.actors import Actors
-from paceline.fleet.worker import EngineSpec, Facts
+from paceline.fleet.rollout_worker import EngineSpec, Facts, Pace
 
 
 def make_worker() -> type:
@@ -21,7 +21,7 @@ def make_worker() -> type:
     class Deaf:
         """No engine; fails on any order for chunk 13."""
 
-        def __init__(self, spec: EngineSpec, progress_s: float) -> None:
+        def __init__(self, spec: EngineSpec, pace: Pace) -> None:
             pass
 
         def start(self) -> Facts:

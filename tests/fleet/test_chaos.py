@@ -12,7 +12,7 @@ from chaos import Chaos, roll_out
 from conftest import Generate, make_requests, make_score
 from vllm import SamplingParams
 
-from paceline.fleet.rollout import Fleet
+from paceline.fleet.fleet import Fleet
 
 ENGINE_KILLS, DRAFT_KILLS, REWARD_KILLS = 3, 9, 10
 MOST_ROUNDS = 12

@@ -18,7 +18,7 @@ ray = import_ray()
 from ray.cluster_utils import Cluster
 from vllm import SamplingParams
 from paceline.config import EngineSettings, FleetSettings
-from paceline.fleet.rollout import Fleet
+from paceline.fleet.fleet import Fleet
 from paceline.types import RolloutRequest
 
 policy, job = sys.argv[1], json.load(open(sys.argv[2]))

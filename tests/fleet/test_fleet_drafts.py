@@ -12,7 +12,7 @@ from vllm import SamplingParams
 from paceline.drafting.client import DraftClient
 from paceline.drafting.suffix import SuffixForest
 from paceline.engine.sharing import SharedDrafts
-from paceline.fleet.rollout import Fleet
+from paceline.fleet.fleet import Fleet
 from paceline.types import Response, RolloutRequest
 
 PARAMS = SamplingParams(temperature=1.0, ignore_eos=True)
@@ -23,7 +23,7 @@ PATIENCE_S = 20.0
 
 
 @pytest.fixture
-def guest(fleet: Fleet) -> Iterator[SharedDrafts]:
+def client(fleet: Fleet) -> Iterator[SharedDrafts]:
     """Shares drafts with the workers, which have just got weights: they speak of groups by the version."""
     from transformers import AutoModelForCausalLM
 
@@ -46,35 +46,35 @@ def accepted(responses: list[Response]) -> int:
 
 
 def test_workers_tell_every_token_once(
-    fleet: Fleet, guest: SharedDrafts, prompts: list[tuple[int, ...]]
+    fleet: Fleet, client: SharedDrafts, prompts: list[tuple[int, ...]]
 ) -> None:
     forest, requests = SuffixForest(), requests_for(prompts)
     groups = [fleet._resolve(0, request).group for request in requests]
     for number, group in enumerate(groups):
         assert group is not None
-        guest.open(group, number, SILENT + number, [])
+        client.open(group, number, SILENT + number, [])
     responses = fleet.generate(requests, PARAMS)
     deadline_s = time.monotonic() + PATIENCE_S
     while forest.num_tokens < len(requests) * NUM_TOKENS:
         assert time.monotonic() < deadline_s, forest.num_tokens
-        guest.take_over(forest)
+        client.take_over(forest)
         time.sleep(0.02)
     for response in responses:
         assert forest.count(response.group, response.tokens[:20]) == 1
         assert forest.count(response.group, response.tokens[-20:]) == 1
     time.sleep(0.2)
-    guest.take_over(forest)
+    client.take_over(forest)
     assert forest.num_tokens == len(requests) * NUM_TOKENS
 
 
 def test_workers_draft_from_what_others_tell(
-    fleet: Fleet, guest: SharedDrafts, plain: Generate, prompts: list[tuple[int, ...]]
+    fleet: Fleet, client: SharedDrafts, plain: Generate, prompts: list[tuple[int, ...]]
 ) -> None:
     requests = requests_for(prompts)
     wanted = plain(requests, PARAMS)
     alone = fleet.generate(requests[:2], PARAMS)
     for number, response in enumerate(wanted[2:]):
-        guest.open(response.group, number, SILENT + number, response.tokens)
+        client.open(response.group, number, SILENT + number, response.tokens)
     helped = fleet.generate(requests[2:], PARAMS)
     assert [r.tokens for r in (*alone, *helped)] == [r.tokens for r in wanted]
     assert accepted(helped) > 1.2 * accepted(alone), (accepted(helped), accepted(alone))

@@ -10,7 +10,7 @@ from conftest import POLICY, make_requests
 from vllm import SamplingParams
 
 from paceline.control.events import RunChunk
-from paceline.fleet.rollout import Fleet
+from paceline.fleet.fleet import Fleet
 
 PARAMS = SamplingParams(temperature=1.0)
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -67,3 +70,13 @@ class DigitTask:
 def policy_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny policy."""
     return make_policy(tmp_path_factory.mktemp("policy"))
+
+
+def kill_run(recipe: Any, folder: Path, *, step: int, num_finished: int) -> None:
+    """Run in a process that is killed in the middle of a step's rollout."""
+    description = folder.with_suffix(".json")
+    description.write_text(recipe.model_dump_json())
+    program = str(Path(__file__).with_name("killed_run.py"))
+    command = [sys.executable, program, str(description), str(folder), str(step), str(num_finished)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
+    assert done.returncode == -signal.SIGKILL, done.stderr[-2000:]

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import io
 import sys
+from collections.abc import Iterable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import DigitTask
+from conftest import DigitTask, kill_run
 from rich.console import Console
 from trace_rules import check_trace
 
-import paceline.integrations.training_run as training_run
+import paceline.training.run as training_run
+from paceline.control.events import Kept
 from paceline.fleet.cluster import import_ray
-from paceline.integrations.conductor import Summary
-from paceline.integrations.fleet_rollouts import FleetRollouts
-from paceline.integrations.recipe import Recipe
-from paceline.integrations.training_run import TrainingRun
+from paceline.fleet.journal import Journal
 from paceline.record import (
     ChunkDone,
     Comparison,
@@ -28,6 +27,11 @@ from paceline.record import (
     TrainStep,
 )
 from paceline.report.trace import write_trace
+from paceline.training.fleet_rollouts import FleetRollouts
+from paceline.training.recipe import Recipe
+from paceline.training.run import TrainingRun
+from paceline.training.step_runner import Summary
+from paceline.types import RolloutRequest
 
 pytest.importorskip("ray", reason="Ray is not installed")
 
@@ -45,6 +49,7 @@ def make_recipe(policy_dir: Path, **sections: Any) -> Recipe:
         "batch": {"prompts": 2, "group_size": 4, "micro_batch": 4},
         "lengths": {"prompt_tokens": 32, "response_tokens": 48},
         "optimizer": {"learning_rate": 5e-3},
+        "engine": {"compiled": False},
         "capacity": {"dtype": "float32", "kv_cache_mib": 64},
         "evaluation": {"problems": 4, "every": 3},
     }
@@ -129,3 +134,38 @@ def test_a_fleet_trains_the_same_policy(
     assert sum(sample.num_generated_tokens for sample in samples) == sum(
         s.tokens for s in read(many, TrainStep)
     )
+
+
+@pytest.mark.slow
+def test_a_killed_driver_goes_on_within_the_rollout(
+    policy_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed in step 2: what was finished is not generated again, what was not goes on from its tokens."""
+    import torch
+
+    sections: dict[str, Any] = {
+        "batch": {"prompts": 4, "group_size": 8, "micro_batch": 4},
+        "capacity": {"dtype": "float32", "kv_cache_mib": 64, "max_num_seqs": 3},
+        "steps": 2,
+    }
+    alone, killed = tmp_path / "alone", tmp_path / "killed"
+    run(make_recipe(policy_dir, **sections), alone)
+    fleet = {"workers": 2, "chunk_tokens": 16, "progress_ms": 5.0}
+    recipe = make_recipe(policy_dir, fleet=fleet, **sections)
+    kill_run(recipe, killed, step=2, num_finished=4)
+    found: list[dict[int, Kept]] = []
+    find = Journal.find
+
+    def watch(journal: Journal, requests: Iterable[RolloutRequest]) -> dict[int, Kept]:
+        found.append(find(journal, requests))
+        return found[-1]
+
+    monkeypatch.setattr(Journal, "find", watch)
+    import_ray().cloudpickle.register_pickle_by_value(sys.modules[DigitTask.__module__])
+    TrainingRun(recipe, killed, Console(file=io.StringIO()), resume=True).run()
+    first, second = found
+    assert len(first) == 32, "step 1, which no checkpoint holds, is trained again on the same responses"
+    assert sum(kept.finish_reason is not None for kept in second.values()) >= 4
+    assert any(kept.finish_reason is None and len(kept.packed) for kept in second.values())
+    ours, theirs = weights(killed), weights(alone)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)

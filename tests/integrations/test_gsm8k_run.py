@@ -10,9 +10,9 @@ from typing import Any
 import yaml
 from rich.console import Console
 
-from paceline.integrations.recipe import load_recipe
-from paceline.integrations.training_run import TrainingRun
 from paceline.record import Evaluation, RecordReader, ResponseDone
+from paceline.training.recipe import load_recipe
+from paceline.training.run import TrainingRun
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "gsm8k.yaml"
 SMALL: dict[str, Any] = {
@@ -22,6 +22,7 @@ SMALL: dict[str, Any] = {
     "batch": {"prompts": 8, "group_size": 8, "micro_batch": 32},
     "lengths": {"prompt_tokens": 16, "response_tokens": 4},
     "optimizer.precision": "float32",
+    "engine.compiled": False,
     "capacity": {"dtype": "float32", "kv_cache_mib": 64},
     "evaluation.problems": 4,
 }

@@ -9,16 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import DigitTask
+from conftest import DigitTask, kill_run
 from rich.console import Console
 
 import paceline.commands.train as train_command
-import paceline.integrations.training_run as training_run
-from paceline.engine.replay import replay_engine
+import paceline.training.run as training_run
+from paceline.engine.loop_replay import replay_engine
+from paceline.engine.rollout_engine import RolloutEngine
 from paceline.errors import ConfigError, RecordError
-from paceline.integrations.conductor import Conductor, Summary
-from paceline.integrations.recipe import Recipe
-from paceline.integrations.training_run import TrainingRun
 from paceline.record import (
     Comparison,
     EngineStepSample,
@@ -29,6 +27,9 @@ from paceline.record import (
     TrainStep,
 )
 from paceline.record.decisions import DecisionReader, find_decisions
+from paceline.training.recipe import Recipe
+from paceline.training.run import TrainingRun
+from paceline.training.step_runner import StepRunner, Summary
 
 
 @pytest.fixture(autouse=True)
@@ -45,6 +46,7 @@ def make_recipe(policy_dir: Path, **sections: Any) -> Recipe:
         "batch": {"prompts": 2, "group_size": 4, "micro_batch": 4},
         "lengths": {"prompt_tokens": 32, "response_tokens": 48},
         "optimizer": {"learning_rate": 5e-3},
+        "engine": {"compiled": False},
         "capacity": {"dtype": "float32", "kv_cache_mib": 64},
         "evaluation": {"problems": 4, "every": 2},
         "compare": {"every": 2},
@@ -167,15 +169,15 @@ def test_resumed_run_is_the_uninterrupted_one(
 
 def interrupt_rewards(monkeypatch: pytest.MonkeyPatch, call: int) -> None:
     """Send Ctrl-C while the rewards of the given step are computed: its rollout is done, its update is not."""
-    original, calls = Conductor.reward, []
+    original, calls = StepRunner.reward, []
 
-    def reward(self: Conductor, completions: Sequence[str], **columns: Any) -> list[float]:
+    def reward(self: StepRunner, completions: Sequence[str], **columns: Any) -> list[float]:
         calls.append(1)
         if len(calls) == call:
             signal.raise_signal(signal.SIGINT)
         return original(self, completions, **columns)
 
-    monkeypatch.setattr(Conductor, "reward", reward)
+    monkeypatch.setattr(StepRunner, "reward", reward)
 
 
 def test_resume_refuses_another_recipe(whole: tuple[Path, Summary, str], policy_dir: Path) -> None:
@@ -210,3 +212,28 @@ def test_finished_run_trains_no_further_when_resumed(
     assert (summary.reason, summary.steps) == ("finished", 4)
     assert len(read(whole[0], TrainStep)) == 4
     assert all(weight.equal(before[name]) for name, weight in weights(whole[0]).items())
+
+
+def test_a_killed_run_goes_on_within_the_rollout(
+    whole: tuple[Path, Summary, str], policy_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed in step 2, which no checkpoint holds: step 1 is done again, then three responses are known."""
+    folder, recipe = tmp_path / "killed", make_recipe(policy_dir)
+    kill_run(recipe, folder, step=2, num_finished=3)
+    assert (folder / "rollouts" / "step-2").is_file()
+    asked: list[int] = []
+    stream = RolloutEngine.stream
+
+    def count(engine: RolloutEngine, requests: Sequence[Any], params: Any) -> Any:
+        asked.append(len(requests))
+        return stream(engine, requests, params)
+
+    monkeypatch.setattr(RolloutEngine, "stream", count)
+    summary, _ = run(recipe, folder, resume=True)
+    assert summary.reason == "finished"
+    assert asked == [8, 8, 5, 4, 8, 8, 8, 4], "step 1 twice (compared), what step 2 lacks, an evaluation, .."
+    assert not (folder / "rollouts").exists()
+    expected = weights(whole[0])
+    for name, weight in weights(folder).items():
+        assert weight.equal(expected[name]), name
+    assert summary.solve_rates == whole[1].solve_rates

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,12 +13,15 @@ from conftest import DigitTask
 
 from paceline.config import EngineSettings
 from paceline.dice import derive_key
-from paceline.engine.rollout import RolloutEngine
+from paceline.engine.rollout_engine import RolloutEngine
 from paceline.errors import ConfigError
-from paceline.integrations.arguments import trainer_arguments
-from paceline.integrations.checkpoints import load_policy, load_tokenizer
-from paceline.integrations.recipe import Recipe
+from paceline.integrations.trl import options
+from paceline.integrations.trl.generation import EngineGeneration
 from paceline.tasks.alphabet import encode_prompt
+from paceline.training.policy import load_policy, load_tokenizer
+from paceline.training.recipe import Recipe
+from paceline.training.trl_arguments import trainer_arguments
+from paceline.types import RolloutRequest
 
 PROMPTS, GROUP = 2, 4
 Seen = list[dict[str, Any]]
@@ -35,7 +39,7 @@ def make_trainer(engine: RolloutEngine, policy_dir: Path, folder: Path, **sectio
     """A trainer for two tiny steps, and the list in which its reward function keeps what it is given."""
     from datasets import Dataset
 
-    from paceline.integrations import trl
+    from paceline.integrations.trl import trainers as trl
 
     fields: dict[str, Any] = {
         "task": {"name": "countdown"},
@@ -131,7 +135,7 @@ def test_reward_functions_receive_the_rollout(
 def test_padding_is_saved_without_a_change(engine: RolloutEngine, policy_dir: Path, tmp_path: Path) -> None:
     import torch
 
-    from paceline.integrations import trl
+    from paceline.integrations.trl import trainers as trl
 
     trainer, _ = make_trainer(engine, policy_dir, tmp_path)
     lengths, prompts, kept = [3, 17, 1, 9], [5, 2, 4, 1], 20
@@ -149,6 +153,72 @@ def test_padding_is_saved_without_a_change(engine: RolloutEngine, policy_dir: Pa
     real = mask[:, 6:].bool()
     for ours, theirs in zip(trimmed[:2], plain[:2], strict=True):
         torch.testing.assert_close(ours[real], theirs[real], atol=1e-4, rtol=1e-4)
+
+
+SAMPLING: dict[str, Any] = {
+    "presence_penalty": 0.5,
+    "frequency_penalty": 0.5,
+    "repetition_penalty": 1.2,
+    "temperature": 0.5,
+    "top_p": 0.9,
+    "top_k": 5,
+    "min_p": 0.1,
+    "stop": ["a"],
+    "stop_token_ids": [5],
+    "ignore_eos": True,
+    "max_tokens": 7,
+    "min_tokens": 2,
+    "skip_special_tokens": False,
+    "spaces_between_special_tokens": False,
+    "include_stop_str_in_output": True,
+    "bad_words": ["b"],
+    "structured_outputs": {"regex": "[0-9]+"},
+    "logit_bias": {4: 1.0},
+    "allowed_token_ids": [3, 4],
+    "extra_args": {"their_own": 1},
+    "skip_reading_prefix_cache": True,
+    "repetition_detection": None,
+}
+
+
+@pytest.mark.parametrize("name", sorted(options.SAMPLING))
+def test_a_sampling_option_reaches_the_engine(policy_dir: Path, name: str) -> None:
+    seen: list[tuple[RolloutRequest, Any]] = []
+
+    class Keeper:
+        def generate(self, requests: list[RolloutRequest], params: Any) -> list[Any]:
+            seen.extend((request, params) for request in requests)
+            return []
+
+    state = SimpleNamespace(global_step=0)
+    generation = EngineGeneration(
+        trainer=SimpleNamespace(state=state, model=SimpleNamespace(training=True)),
+        engine=Keeper(),  # type: ignore[arg-type]
+        run_seed=0,
+        model=object(),
+        accelerator=SimpleNamespace(num_processes=1),
+        processing_class=None,
+        temperature=1.0,
+        max_completion_length=20,
+        generation_kwargs={name: SAMPLING[name]},
+    )
+    generation.generate([[3, 4]], None, 1)
+    request, params = seen[0]
+    assert request.max_tokens == (7 if name == "max_tokens" else 20)
+    if name == "structured_outputs":
+        assert params.structured_outputs.regex == "[0-9]+"
+    else:
+        assert getattr(params, name) == SAMPLING[name]
+
+
+def test_refuses_an_option_that_would_do_nothing(engine: RolloutEngine, tmp_path: Path) -> None:
+    from trl import GRPOConfig
+
+    from paceline.integrations.trl import GRPOTrainer
+
+    config = GRPOConfig(str(tmp_path), use_cpu=True, bf16=False, use_vllm=True, vllm_enable_sleep_mode=True)
+    with pytest.raises(ConfigError, match="vllm_enable_sleep_mode"):
+        GRPOTrainer(args=config, engine=engine)
 
 
 def test_refuses_a_trainer_without_vllm(engine: RolloutEngine, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reports import make_ending, make_growths, pack
 
 from paceline.config import FleetSettings
 from paceline.control.controller import Controller
@@ -21,10 +22,10 @@ from paceline.control.events import (
     Action,
     CancelChunk,
     Deliver,
-    Ending,
     Event,
     Fail,
     Growth,
+    Growths,
     Keep,
     Kept,
     LoadWeights,
@@ -41,15 +42,16 @@ from paceline.control.events import (
     WorkerLost,
     WorkerUp,
 )
+from paceline.control.packed import Packed
 from paceline.errors import EngineError
 from paceline.fleet.chunk_log import ChunkLog
-from paceline.fleet.decision_log import open_log
-from paceline.fleet.replay import replay_controller
+from paceline.fleet.controller_log import open_log
+from paceline.fleet.controller_replay import replay_controller
 from paceline.record.decisions import DecisionReader
 from paceline.types import Response, RolloutRequest
 
 BLOCK, LIMIT, CHUNK = 4, 40, 8
-SILENCE_S = 10.0
+SILENCE_S = 2.0  # ticks come less than a second apart, so all of the time counts
 seeds = st.integers(0, 2**32 - 1)
 
 
@@ -73,7 +75,8 @@ class Worker:
 
     life: int
     version: int | None = None  # None: the engine is starting
-    loads: int | None = None
+    loads: list[int] = field(default_factory=list)
+    """Versions that it was given and has not answered, in order."""
     chunks: dict[int, Running] = field(default_factory=dict)
     num_steps: int = 0
     is_stale: bool = False
@@ -90,6 +93,8 @@ class World:
     lengths: list[int]
     rng: random.Random
     rooms: dict[str, tuple[int, int]]
+    failing: set[int] = field(default_factory=set)
+    """Responses that the engines give up midway."""
     version: int = 0
     workers: dict[str, Worker] = field(default_factory=dict)
     requests: tuple[RolloutRequest, ...] = ()
@@ -99,6 +104,9 @@ class World:
     now_s: float = 0.0
     num_lives: Counter[str] = field(default_factory=Counter)
     num_given: Counter[int] = field(default_factory=Counter)  # tokens that a response's chunks began with
+    num_held: Counter[int] = field(default_factory=Counter)  # tokens of a response that have arrived
+    owners: dict[int, str] = field(default_factory=dict)  # workers of the chunks that run
+    indices: dict[int, int] = field(default_factory=dict)  # responses of all chunks
     num_fruitless: Counter[str] = field(default_factory=Counter)  # lives in a row, by worker
     num_crashes: Counter[int] = field(default_factory=Counter)  # workers in a row, by response
     failure: Fail | None = None
@@ -119,13 +127,33 @@ class World:
         assert key is not None
         return tuple(token(key, self.version, place) for place in range(self.lengths[index]))
 
+    def hear(self, event: Event) -> None:
+        """What of a report is new."""
+        if not isinstance(event, Reported) or event.life != self.num_lives[event.worker] - 1:
+            return
+        for growth in event.report.growths:
+            self.take(event.worker, growth.chunk, growth.start, len(growth.piece))
+        for ending in event.report.endings:
+            num_told = ending.num_tokens - len(ending.rest)
+            if self.owners.get(ending.chunk) == event.worker:
+                self.workers[event.worker].has_generated = True
+                self.take(event.worker, ending.chunk, ending.start + num_told, len(ending.rest))
+                del self.owners[ending.chunk]
+
+    def take(self, name: str, chunk: int, start: int, count: int) -> None:
+        """Tokens of a chunk arrived: they count unless something before them is missing."""
+        index = self.indices.get(chunk, -1)
+        if self.owners.get(chunk) == name and start <= self.num_held[index] < start + count:
+            self.num_held[index] = start + count
+            self.num_crashes[index] = 0
+            self.workers[name].has_generated = True
+
     def tell(self, event: Event) -> None:
         self.clock_s += 1.0
         self.log.hear(event, self.clock_s)
+        self.hear(event)
         actions = self.controller.decide(event)
         self.log.note(actions, self.clock_s)
-        if isinstance(event, Reported) and any(isinstance(action, Keep) for action in actions):
-            self.workers[event.worker].has_generated = True
         for action in actions:
             match action:
                 case StartWorker(name, life):
@@ -141,35 +169,50 @@ class World:
                     assert self.workers[name].life == life
                     assert version > 0, "nobody has the weights of the checkpoint"
                     assert not self.workers[name].chunks, "an engine that generates cannot load"
-                    self.workers[name].loads = version
+                    self.workers[name].loads.append(version)
                 case RunChunk():
                     self.begin(action)
                 case CancelChunk(name, life, number):
                     assert self.workers[name].life == life
                     self.workers[name].chunks.pop(number, None)
+                    self.owners.pop(number, None)
                 case Keep():
                     self.keep(action)
                 case Deliver(index, response):
                     assert index not in self.delivered
-                    assert response.tokens == self.truth(index)
+                    self.check_response(index, response)
                     assert response.policy_version == self.version
                     self.delivered[index] = response
                 case Fail():
                     self.fail(action)
+        assert all(len(worker.loads) <= 1 for worker in self.workers.values())
         for name in set(self.rooms) - set(self.workers):
             assert self.failure or self.num_fruitless[name] >= self.settings.max_failed_starts
         self.check_rooms()
 
+    def check_response(self, index: int, response: Response) -> None:
+        if response.failure is None:
+            assert response.tokens == self.truth(index)
+            return
+        assert self.settings.on_failure == "deliver"
+        assert response.finish_reason == "error"
+        assert response.tokens == self.truth(index)[: len(response.tokens)]
+        if "got no token" in response.failure:
+            assert self.num_crashes[index] == self.settings.max_crashes + 1
+        else:
+            assert index in self.failing
+            assert "NaN" in response.failure
+
     def bury(self, name: str) -> int:
         """A worker's life is over: what follows from it, by the rules of FleetSettings. Gives its number."""
         worker = self.workers.pop(name)
-        is_up = worker.version is not None and worker.loads is None
+        self.owners = {chunk: owner for chunk, owner in self.owners.items() if owner != name}
+        is_up = worker.version is not None and not worker.loads
         if worker.has_generated:
             self.num_fruitless[name] = 0
             for running in worker.chunks.values():
                 index = self.index_of(running.order)
-                known = self.kept.get(index, Kept((), ()))
-                self.num_crashes[index] += len(known.tokens) == len(running.order.request.generated)
+                self.num_crashes[index] += self.num_held[index] == len(running.order.request.generated)
         elif not is_up or worker.has_run:
             self.num_fruitless[name] += 1
         return worker.life
@@ -180,7 +223,8 @@ class World:
         if "no worker is left" in failure.message:
             assert self.is_over
         else:
-            assert "before they brought a token to response" in failure.message
+            assert self.settings.on_failure == "raise"
+            assert "got no token from" in failure.message
             assert max(self.num_crashes.values()) == self.settings.max_crashes + 1
 
     def index_of(self, order: RunChunk) -> int:
@@ -189,6 +233,7 @@ class World:
     def begin(self, order: RunChunk) -> None:
         worker = self.workers[order.worker]
         assert (order.life, order.version, worker.version) == (worker.life, self.version, self.version)
+        assert not worker.loads, "a worker that loads weights cannot generate"
         index = self.index_of(order)
         assert self.num_crashes[index] <= self.settings.max_crashes
         assert index not in self.delivered
@@ -199,21 +244,20 @@ class World:
         ), "a response runs twice"
         done = len(order.request.generated)
         assert order.request.generated == self.truth(index)[:done]
-        assert self.num_given[index] <= done < order.request.max_tokens <= LIMIT
+        assert self.num_given[index] <= done == self.num_held[index]
+        assert done < order.request.max_tokens <= LIMIT
         self.num_given[index] = done
         worker.has_run = True
         worker.chunks[order.chunk] = Running(order)
+        self.owners[order.chunk], self.indices[order.chunk] = order.worker, index
 
     def keep(self, keep: Keep) -> None:
-        known = self.kept.get(keep.index, Kept((), ()))
+        known = self.kept.get(keep.index, Kept(Packed()))
         assert known.finish_reason is None
-        assert keep.start == len(known.tokens)
-        assert len(keep.tokens) == len(keep.logprobs)
-        if keep.tokens:
-            self.num_crashes[keep.index] = 0
+        assert keep.start == len(known.packed)
+        assert keep.start + len(keep.packed) == self.num_held[keep.index]
         self.kept[keep.index] = Kept(
-            known.tokens + keep.tokens,
-            known.logprobs + keep.logprobs,
+            Packed(known.packed.tokens + keep.packed.tokens, known.packed.logprobs + keep.packed.logprobs),
             keep.num_steps,
             keep.num_draft_tokens,
             keep.finish_reason,
@@ -227,7 +271,8 @@ class World:
             assert all(before.end_s <= after.start_s for before, after in pairwise(own))
             assert all(before.start + before.num_tokens == after.start for before, after in pairwise(own))
             assert (own[0].start, own[-1].start + own[-1].num_tokens) == (0, len(response.tokens))
-            assert own[-1].finish_reason == response.finish_reason
+            ends = {"lost", "error"} if response.failure is not None else {response.finish_reason}
+            assert own[-1].finish_reason in ends, "what a failed one had may have been lost on the way"
             assert {span.finish_reason for span in own[:-1]} <= {"length", "lost", "abort"}
 
     def check_rooms(self) -> None:
@@ -247,9 +292,8 @@ class World:
 
     def load(self, name: str) -> None:
         worker = self.workers[name]
-        worker.version, worker.loads = worker.loads, None
+        worker.version = worker.loads.pop(0)
         worker.is_stale = self.rng.random() < 0.2
-        assert worker.version is not None
         self.say(WeightsLoaded(name, worker.life, worker.version))
 
     def say(self, event: Event) -> None:
@@ -272,20 +316,28 @@ class World:
             end = min(self.lengths[index], request.max_tokens)
             running.num_made = min(running.num_made + self.rng.randrange(6), end - start)
             tokens = tuple(token(key, self.version, start + i) for i in range(running.num_made))
+            if index in self.failing and start + running.num_made > self.lengths[index] // 2:
+                told = running.num_told
+                ending = make_ending(number, start, tokens, "error", num_told=told, logprob=-0.5)
+                endings.append(replace(ending, failure="NaN"))
+                del worker.chunks[number]
+                continue
             if start + running.num_made == end and self.rng.random() < 0.7:
                 stops = end == self.lengths[index] < LIMIT
                 reason = "stop" if stops else "length"
-                endings.append(Ending(number, start, tokens, (-0.5,) * len(tokens), 3, 2, reason))
+                endings.append(
+                    make_ending(number, start, tokens, reason, num_told=running.num_told, logprob=-0.5)
+                )
                 del worker.chunks[number]
             else:
                 told = running.num_told
                 fresh = tokens[told : end - start - 1]
                 if fresh and self.rng.random() < 0.8:
-                    growths.append(Growth(number, start + told, fresh, (-0.5,) * len(fresh), 1))
+                    growths.append(Growth(number, start + told, pack(fresh, -0.5), 1))
                     running.num_told += len(fresh)
                     if self.rng.random() < 0.2:
-                        growths.pop()  # lost: the ending tells it again
-        report = Report(worker.num_steps, tuple(growths), tuple(endings))
+                        growths.pop()  # lost on the way
+        report = Report(worker.num_steps, Growths.pack(growths), tuple(endings))
         self.say(Reported(name, worker.life, report))
 
     def lose(self, name: str) -> None:
@@ -313,14 +365,23 @@ class World:
             self.tick()
         elif worker.version is None:
             self.come_up(name)
-        elif worker.loads is not None:
+        elif worker.loads:
             self.lose(name) if chance > 0.9 else self.load(name)
         else:
             self.work(name)
 
+    def change_weights(self) -> None:
+        """New weights, and a while in which nobody waits for them."""
+        self.version += 1
+        self.tell(WeightsChanged(self.version))
+        for _ in range(self.rng.randrange(8)):
+            if self.workers:
+                self.happen()
+
     def begin_rollout(self, requests: tuple[RolloutRequest, ...], kept: dict[int, Kept]) -> None:
         self.requests, self.delivered, self.kept, self.failure = requests, {}, dict(kept), None
         self.num_given.clear()
+        self.num_held = Counter({index: len(one.packed) for index, one in kept.items()})
         self.num_crashes.clear()
         self.tell(Submitted(requests, kept, tuple(self.lengths)))
 
@@ -336,14 +397,16 @@ class World:
         assert self.controller.num_unfinished == 0
         assert sorted(self.delivered) == list(range(len(requests)))
         for index in range(len(requests)):
-            assert self.kept[index].tokens == self.truth(index)
+            if self.delivered[index].failure is not None:
+                continue
+            assert self.kept[index].packed == pack(self.truth(index), -0.5)
             assert self.kept[index].finish_reason is not None
         self.check_log()
 
 
 @st.composite
 def worlds(draw: st.DrawFn) -> World:
-    variant = draw(st.sampled_from(["even", "context", "no-context", "oracle", "group"]))
+    variant = draw(st.sampled_from(["even", "context", "no-context", "oracle", "sticky", "group"]))
     num_workers = draw(st.integers(1, 3))
     configured = FleetSettings(
         workers=num_workers,
@@ -360,7 +423,10 @@ def worlds(draw: st.DrawFn) -> World:
         f"w{i}": (draw(st.integers(least, 3 * least)), draw(st.integers(1, 4))) for i in range(num_workers)
     }
     lengths = draw(st.lists(st.integers(1, LIMIT), min_size=1, max_size=12))
-    return World(Controller(configured), lengths, random.Random(draw(seeds)), rooms)
+    on_failure = draw(st.sampled_from(["deliver", "raise"]))
+    configured = configured.model_copy(update={"on_failure": on_failure})
+    failing = draw(st.sets(st.integers(0, 11), max_size=2)) if on_failure == "deliver" else set()
+    return World(Controller(configured), lengths, random.Random(draw(seeds)), rooms, failing)
 
 
 def make_requests(world: World, first_key: int) -> tuple[RolloutRequest, ...]:
@@ -376,11 +442,13 @@ def make_requests(world: World, first_key: int) -> tuple[RolloutRequest, ...]:
 def test_every_response_comes_once_and_right_whatever_happens(world: World) -> None:
     world.tell(Opened())
     world.roll_out(make_requests(world, 100))
-    world.tell(Abandoned())
-    world.version = 1
-    world.tell(WeightsChanged(1))
-    if not world.is_over:
-        world.roll_out(make_requests(world, 900))
+    for step in range(1, 4):
+        world.tell(Abandoned())
+        for _ in range(world.rng.randrange(1, 3)):
+            world.change_weights()
+        if world.is_over:
+            break
+        world.roll_out(make_requests(world, 100 + 800 * step))
     if world.is_over:
         world.tell(Abandoned())
         with pytest.raises(EngineError, match="no worker is left, all have been given up"):
@@ -406,9 +474,9 @@ def test_a_restarted_driver_goes_on_from_what_was_kept(world: World) -> None:
     while len(world.delivered) < len(requests) and not world.failure:
         world.happen()
     for index, response in world.delivered.items():
-        assert response.tokens == world.truth(index)
+        world.check_response(index, response)
         assert len(response.logprobs) == len(response.tokens)
-        assert response.num_steps >= before.get(index, Kept((), ())).num_steps
+        assert response.num_steps >= before.get(index, Kept(Packed())).num_steps
 
 
 @given(worlds())
@@ -463,8 +531,7 @@ def test_a_token_that_differs_is_an_error_that_names_it() -> None:
     world.come_up("w0")
     [number] = world.workers["w0"].chunks
     right = world.truth(0)[:3]
-    grown = Growth(number, 0, right, (-1.0,) * 3, 3)
-    world.say(Reported("w0", 0, Report(3, (grown,))))
-    wrong = replace(grown, start=1, tokens=(right[1], right[2] + 1))
+    world.say(Reported("w0", 0, Report(3, make_growths(number, 0, right))))
+    wrong = make_growths(number, 1, (right[1], right[2] + 1))
     with pytest.raises(EngineError, match=rf"response 0 \(key 5\): token 2 was {right[2]} and is now"):
-        world.tell(Reported("w0", 0, Report(4, (wrong,))))
+        world.tell(Reported("w0", 0, Report(4, wrong)))

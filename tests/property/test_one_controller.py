@@ -8,6 +8,7 @@ from unittest import mock
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reports import digest, pack
 
 from paceline.config import FleetSettings, Variant
 from paceline.control.controller import Controller
@@ -15,7 +16,7 @@ from paceline.control.events import Action, Deliver, Event, Reported, RunChunk
 from paceline.planning.dispatch import DispatchSettings
 from paceline.planning.latency_profile import AffineLatency, StepLatency
 from paceline.sim.costs import EngineCosts
-from paceline.sim.fleet import FleetPlan, simulate_rollout
+from paceline.sim.rollout import FleetPlan, simulate_rollout
 from paceline.sim.speculation import Plain
 from paceline.sim.workload import Workload
 
@@ -37,11 +38,11 @@ def with_tokens(event: Event) -> Event:
     """What a live worker would tell: token i of a response is i."""
     if not isinstance(event, Reported):
         return event
-    endings = tuple(
-        replace(one, tokens=tuple(one.tokens), logprobs=(-1.0,) * len(one.tokens))
-        for one in event.report.endings
-    )
-    return replace(event, report=replace(event.report, endings=endings))
+    endings = []
+    for one in event.report.endings:
+        rest = pack(range(one.start, one.start + one.num_tokens))
+        endings.append(replace(one, rest=rest, digest=digest(rest)))
+    return replace(event, report=replace(event.report, endings=tuple(endings)))
 
 
 def orders(actions: list[Action]) -> list[tuple[object, ...]]:
@@ -55,7 +56,7 @@ def orders(actions: list[Action]) -> list[tuple[object, ...]]:
 
 
 @given(
-    st.sampled_from(["even", "context", "no-context", "oracle", "group"]),
+    st.sampled_from(["even", "context", "no-context", "oracle", "sticky", "group"]),
     st.lists(st.lists(st.integers(1, LIMIT), min_size=3, max_size=3), min_size=1, max_size=6),
     st.integers(1, 3),
     st.integers(40, 200),
@@ -72,7 +73,7 @@ def test_the_controller_orders_the_same_with_tokens(
     )
     plan = FleetPlan(engine, num_workers, DispatchSettings(variant, CHUNK, BLOCK, guard_interval=2), Plain)
     Watched.heard = []
-    with mock.patch("paceline.sim.fleet.Controller", Watched):
+    with mock.patch("paceline.sim.rollout.Controller", Watched):
         simulate_rollout(plan, work)
 
     live = Controller(

@@ -46,14 +46,16 @@ class Wire(_Link):
         vars(self).update(vars(link))
         self._logs, self._answers, self._seal = logs, deque[bytes](), Seal(None)
 
-    def send(self, frame: bytes) -> None:
+    def send(self, frame: bytes) -> bool:
         request = self._seal.open_request(frame)
         assert request is not None
         if isinstance(request, Append):
-            self._logs[-1].append(request.group, request.pieces, 0.0)
+            for one in request.groups:
+                self._logs[-1].append(one.group, one.pieces, 0.0)
         else:
             news = News(request.number, self._logs[-1].fetch(request.wants, 0.0))
             self._answers.append(self._seal.pack(news))
+        return True
 
     def receive(self) -> list[bytes]:
         frames = list(self._answers)

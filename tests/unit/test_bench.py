@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from paceline.commands.bench import choose_methods, compare
-from paceline.commands.contender import Measurement, summarise
+from paceline.commands.bench.command import choose_methods, compare
+from paceline.commands.bench.contender import Measurement, summarise
 from paceline.types import Response, RolloutRequest
 
 
@@ -34,7 +34,7 @@ def test_the_tail_begins_when_nine_in_ten_have_finished() -> None:
 
 
 def measurement(wall_s: float, *tokens: tuple[int, ...]) -> Measurement:
-    return Measurement(wall_s, 0.5, tokens, 10, 5, 4)
+    return Measurement(wall_s, 0.5, tokens, 10, 5, 4, (wall_s / 2, wall_s))
 
 
 def test_every_token_is_compared_with_the_reference() -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
+from reports import make_ending, make_growths
 
 from paceline.control.events import (
     CancelChunk,
-    Ending,
-    Growth,
     Report,
     Reported,
     RunChunk,
@@ -23,12 +24,12 @@ def order(chunk: int, index: int = 0, have: int = 0, worker: str = "w0", life: i
     return RunChunk(worker, life, chunk, request, 0, index)
 
 
-def ended(chunk: int, start: int, count: int, reason: str) -> Report:
-    return Report(1, endings=(Ending(chunk, start, (7,) * count, (-1.0,) * count, count, 0, reason),))
+def ended(chunk: int, start: int, count: int, reason: str, num_told: int = 0) -> Report:
+    return Report(1, endings=(make_ending(chunk, start, (7,) * count, reason, num_told=num_told),))
 
 
 def grown(chunk: int, start: int, count: int) -> Report:
-    return Report(1, growths=(Growth(chunk, start, (7,) * count, (-1.0,) * count, count),))
+    return Report(1, growths=make_growths(chunk, start, (7,) * count))
 
 
 @pytest.fixture
@@ -63,6 +64,13 @@ def test_what_a_lost_worker_had_told_is_counted(log: ChunkLog) -> None:
     assert 2 not in spans
 
 
+def test_a_chunk_whose_report_was_lost_has_what_came_before(log: ChunkLog) -> None:
+    log.note([order(0, have=4)], 1.0)
+    log.hear(Reported("w0", 0, grown(0, 4, 3)), 1.5)
+    log.hear(Reported("w0", 0, ended(0, 4, 6, "stop", num_told=5)), 2.0)
+    assert log.take() == [ChunkSpan(0, "w0", 1.0, 2.0, 4, 3, "lost")]
+
+
 def test_late_and_foreign_reports_change_nothing(log: ChunkLog) -> None:
     log.note([order(0, life=1)], 1.0)
     log.hear(Reported("w0", 0, ended(0, 0, 8, "length")), 2.0)
@@ -77,3 +85,12 @@ def test_cancelled_chunks_and_stopped_workers_end_too(log: ChunkLog) -> None:
     log.note([order(0), order(1, worker="w1")], 1.0)
     log.note([CancelChunk("w0", 0, 0), StopWorker("w1", 0)], 2.0)
     assert [(span.worker, span.finish_reason) for span in log.take()] == [("w0", "abort"), ("w1", "lost")]
+
+
+def test_no_tokens_are_held(log: ChunkLog) -> None:
+    """A tuple of Python numbers has 36 bytes a token, and thousands of responses run."""
+    long = order(0, have=9)
+    held = sys.getrefcount(long.request)
+    log.note([long], 1.0)
+    now = sys.getrefcount(long.request)
+    assert now == held

@@ -27,6 +27,12 @@ COMMANDS = (
 )
 
 
+def test_a_reader_finds_every_command_under_its_name() -> None:
+    folder = Path(cli.__file__).parent / "commands"
+    found = {path.stem for path in folder.iterdir() if not path.name.startswith("_")}
+    assert found - {"inputs"} == {name.replace("-", "_") for name in COMMANDS}
+
+
 def test_importing_the_command_line_imports_nothing_heavy() -> None:
     heavy = ("torch", "vllm", "transformers", "trl", "ray")
     code = f"import paceline.cli, sys; print([m for m in {heavy} if m in sys.modules])"

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+from dataclasses import replace
 
 import pytest
+from reports import make_ending, make_growths, pack
 
 from paceline.config import FleetSettings
 from paceline.control.controller import Controller
@@ -13,9 +15,7 @@ from paceline.control.events import (
     Action,
     CancelChunk,
     Deliver,
-    Ending,
     Fail,
-    Growth,
     Keep,
     Kept,
     LoadWeights,
@@ -32,7 +32,7 @@ from paceline.control.events import (
     WorkerLost,
     WorkerUp,
 )
-from paceline.control.ledger import LiveResponse
+from paceline.control.live_response import LiveResponse
 from paceline.errors import EngineError, PacelineError, RequestError
 from paceline.types import RolloutRequest
 
@@ -54,11 +54,11 @@ def up(worker: str = "w0", life: int = 0, blocks: int = 100) -> WorkerUp:
 
 
 def grown(chunk: int, start: int, *tokens: int) -> Report:
-    return Report(1, (Growth(chunk, start, tokens, (-1.0,) * len(tokens), 1),))
+    return Report(1, make_growths(chunk, start, tokens))
 
 
-def ended(chunk: int, start: int, *tokens: int, reason: str = "stop") -> Report:
-    return Report(2, endings=(Ending(chunk, start, tokens, (-1.0,) * len(tokens), 2, 5, reason),))
+def ended(chunk: int, start: int, *tokens: int, reason: str = "stop", num_told: int = 0) -> Report:
+    return Report(2, endings=(make_ending(chunk, start, tokens, reason, num_told=num_told),))
 
 
 def run_of(actions: list[Action]) -> list[RunChunk]:
@@ -71,6 +71,10 @@ def failure_of(actions: list[Action], kind: type[PacelineError]) -> str:
     return failure.message
 
 
+def listen(fleet: Controller, first_s: int, last_s: int) -> list[Action]:
+    return [action for now_s in range(first_s, last_s + 1) for action in fleet.decide(Tick(float(now_s)))]
+
+
 def test_every_worker_is_started() -> None:
     actions = Controller(FleetSettings(workers=3)).decide(Opened())
     assert actions == [StartWorker("w0", 0), StartWorker("w1", 0), StartWorker("w2", 0)]
@@ -81,16 +85,75 @@ def test_a_response_runs_in_chunks_until_it_stops() -> None:
     fleet.decide(up())
     [first] = fleet.decide(Submitted((request(1),)))
     assert first == RunChunk("w0", 0, 0, request(1, max_tokens=8), 0, 0)
-    kept, second = fleet.decide(Reported("w0", 0, ended(0, 0, *range(8), reason="length")))
-    assert kept == Keep(0, 0, tuple(range(8)), (-1.0,) * 8, 2, 5, None)
+    [second] = fleet.decide(Reported("w0", 0, ended(0, 0, *range(8), reason="length")))
     assert isinstance(second, RunChunk)
     assert second.request == request(1, max_tokens=16, generated=tuple(range(8)))
-    _, done = fleet.decide(Reported("w0", 0, ended(1, 8, 8, 9)))
+    kept, done = fleet.decide(Reported("w0", 0, ended(1, 8, 8, 9)))
+    assert kept == Keep(0, 0, pack(range(10)), 4, 10, "stop")
     assert isinstance(done, Deliver)
     assert done.response.tokens == tuple(range(10))
     assert (done.response.num_steps, done.response.num_draft_tokens) == (4, 10)
     assert done.response.num_accepted_tokens == 6
     assert fleet.num_unfinished == 0
+
+
+def test_an_ending_tells_what_growths_have_not() -> None:
+    fleet = controller()
+    fleet.decide(up())
+    fleet.decide(Submitted((request(1),)))
+    fleet.decide(Reported("w0", 0, grown(0, 0, 7, 8)))
+    _, done = fleet.decide(Reported("w0", 0, ended(0, 0, 7, 8, 9, num_told=2)))
+    assert isinstance(done, Deliver)
+    assert done.response.tokens == (7, 8, 9)
+    assert done.response.logprobs == (-1.0,) * 3
+
+
+def test_a_report_that_was_lost_costs_what_it_told() -> None:
+    fleet = controller()
+    fleet.decide(up())
+    fleet.decide(Submitted((request(1),)))
+    fleet.decide(Reported("w0", 0, grown(0, 0, 7)))
+    fleet.decide(Reported("w0", 0, grown(0, 3, 5)))
+    [again] = fleet.decide(Reported("w0", 0, ended(0, 0, 7, 8, 9, 5, 2, num_told=4)))
+    assert isinstance(again, RunChunk)
+    assert again.request.generated == (7,)
+    _, done = fleet.decide(Reported("w0", 0, ended(again.chunk, 1, 8, 9, 5, 2)))
+    assert isinstance(done, Deliver)
+    assert done.response.tokens == (7, 8, 9, 5, 2)
+
+
+@pytest.mark.parametrize("wrong", [(7, 4, 9), (7, 8, 4)])
+def test_what_a_worker_generated_and_what_came_are_compared(wrong: tuple[int, ...]) -> None:
+    fleet = controller()
+    fleet.decide(up())
+    fleet.decide(Submitted((request(1),)))
+    fleet.decide(Reported("w0", 0, grown(0, 0, *wrong)))
+    with pytest.raises(EngineError, match="tokens 0 to 4 are not those that their worker generated"):
+        fleet.decide(Reported("w0", 0, ended(0, 0, 7, 8, 9, 2, num_told=3)))
+
+
+def test_log_probabilities_are_compared_too() -> None:
+    fleet = controller()
+    fleet.decide(up())
+    fleet.decide(Submitted((request(1),)))
+    fleet.decide(Reported("w0", 0, grown(0, 0, 7, 8)))
+    ending = make_ending(0, 0, (7, 8, 9), "stop", num_told=2, logprob=-1.0000001)
+    with pytest.raises(EngineError, match="tokens 0 to 3 are not those that their worker generated"):
+        fleet.decide(Reported("w0", 0, Report(2, endings=(ending,))))
+
+
+def test_what_has_grown_is_kept_once_a_second() -> None:
+    fleet = controller()
+    fleet.decide(up())
+    fleet.decide(Tick(0.0))
+    fleet.decide(Submitted((request(1), request(2))))
+    fleet.decide(Reported("w0", 0, grown(0, 0, 4)))
+    fleet.decide(Reported("w0", 0, grown(0, 1, 5)))
+    assert fleet.decide(Tick(0.5)) == []
+    assert fleet.decide(Tick(1.0)) == [Keep(0, 0, pack((4, 5)), 1, 0, None)]
+    assert fleet.decide(Tick(2.0)) == []
+    fleet.decide(Reported("w0", 0, grown(0, 2, 6)))
+    assert fleet.decide(Abandoned())[0] == Keep(0, 2, pack((6,)), 1, 0, None), "whatever ends a rollout"
 
 
 def test_a_rollout_waits_for_the_first_worker() -> None:
@@ -134,10 +197,29 @@ def test_new_weights_reach_a_worker_before_any_chunk() -> None:
     assert isinstance(run, RunChunk)
     assert (run.worker, run.version) == ("w1", 1)
     fleet.decide(Reported("w1", 0, ended(0, 0, 4)))
-    assert fleet.decide(WeightsChanged(2)) == [LoadWeights("w0", 0, 2), LoadWeights("w1", 0, 2)]
-    assert fleet.decide(WeightsLoaded("w0", 0, 1)) == [LoadWeights("w0", 0, 2)], (
-        "it loaded the version before"
-    )
+    assert fleet.decide(WeightsChanged(2)) == [LoadWeights("w1", 0, 2)], "w0 still loads the version before"
+    assert fleet.decide(WeightsLoaded("w0", 0, 1)) == [LoadWeights("w0", 0, 2)]
+
+
+def test_a_worker_that_came_up_late_joins_the_next_rollout_once() -> None:
+    fleet = controller(2)
+    fleet.decide(up("w0"))
+    fleet.decide(WeightsChanged(1))
+    fleet.decide(WeightsLoaded("w0", 0, 1))
+    fleet.decide(Submitted((request(1),)))
+    loads = fleet.decide(up("w1"))
+    fleet.decide(Reported("w0", 0, ended(0, 0, 4)))
+    loads += fleet.decide(WeightsChanged(2))
+    fleet.decide(WeightsLoaded("w0", 0, 2))
+    runs: list[RunChunk] = []
+    requests = tuple(request(key) for key in range(20, 30))
+    while loads:  # whatever w1 was given is answered, in order
+        load = loads.pop(0)
+        if isinstance(load, LoadWeights) and load.worker == "w1":
+            loads += fleet.decide(WeightsLoaded("w1", load.life, load.version))
+        if fleet.state_of("w1") == "up" and not runs:
+            runs = run_of(fleet.decide(Submitted(requests)))
+    assert {run.worker for run in runs} == {"w0", "w1"}
 
 
 def test_a_worker_that_refuses_a_chunk_gets_the_weights_it_missed() -> None:
@@ -177,7 +259,7 @@ def test_weights_have_to_wait_for_the_rollout() -> None:
 def test_what_an_earlier_run_finished_is_delivered_and_the_rest_goes_on() -> None:
     fleet = controller()
     fleet.decide(up())
-    kept = {0: Kept((4, 5), (-1.0, -1.0), 2, 1, "stop"), 1: Kept((6,), (-2.0,), 1)}
+    kept = {0: Kept(pack((4, 5)), 2, 1, "stop"), 1: Kept(pack((6,), -2.0), 1)}
     delivered, run = fleet.decide(Submitted((request(1), request(2)), kept))
     assert isinstance(delivered, Deliver)
     assert delivered.response.tokens == (4, 5)
@@ -193,18 +275,29 @@ def test_what_an_earlier_run_finished_is_delivered_and_the_rest_goes_on() -> Non
 def test_a_silent_worker_is_replaced() -> None:
     fleet = controller(silence_s=10.0, start_timeout_s=50.0)
     fleet.decide(up())
-    assert fleet.decide(Tick(0.0)) == []
-    assert fleet.decide(Tick(100.0)) == [], "nothing is expected of an idle worker"
+    assert listen(fleet, 0, 100) == [], "nothing is expected of an idle worker"
     fleet.decide(Submitted((request(1),)))
-    fleet.decide(Tick(101.0))
-    assert fleet.decide(Tick(111.0)) == []
+    assert listen(fleet, 101, 111) == []
     fleet.decide(Reported("w0", 0, grown(0, 0, 4)))
-    assert fleet.decide(Tick(115.0)) == []
-    assert fleet.decide(Tick(126.0)) == [StopWorker("w0", 0), StartWorker("w0", 1)]
-    fleet.decide(Tick(126.0))
-    assert fleet.decide(Tick(170.0)) == []
-    assert fleet.decide(Tick(177.0)) == [StopWorker("w0", 1), StartWorker("w0", 2)], (
+    [kept, *later] = listen(fleet, 112, 122)
+    assert isinstance(kept, Keep)
+    assert later == []
+    assert listen(fleet, 123, 123) == [StopWorker("w0", 0), StartWorker("w0", 1)]
+    assert listen(fleet, 124, 174) == []
+    assert listen(fleet, 175, 175) == [StopWorker("w0", 1), StartWorker("w0", 2)], (
         "it does not come up either"
+    )
+
+
+def test_a_driver_that_was_busy_has_heard_nobody() -> None:
+    fleet = controller(2, silence_s=10.0, start_timeout_s=50.0)
+    fleet.decide(up("w0"))
+    fleet.decide(Submitted((request(1),)))
+    assert listen(fleet, 0, 5) == []
+    assert fleet.decide(Tick(10_000.0)) == []
+    assert listen(fleet, 10_001, 10_004) == []
+    assert listen(fleet, 10_005, 10_005) == [StopWorker("w0", 0), StartWorker("w0", 1)], (
+        "w0 was silent for 11 s"
     )
 
 
@@ -248,8 +341,9 @@ def test_a_worker_that_has_generated_may_be_lost_while_loading() -> None:
     assert fleet.decide(WorkerLost("w0", 0, "killed")) == [StartWorker("w0", 1)]
 
 
-def test_a_response_that_ends_its_workers_is_named() -> None:
-    fleet = controller(4, max_crashes=2)
+@pytest.mark.parametrize("on_failure", ["deliver", "raise"])
+def test_a_response_that_ends_its_workers_is_named(on_failure: str) -> None:
+    fleet = controller(4, max_crashes=2, on_failure=on_failure)
     for name in fleet.workers:
         fleet.decide(up(name))
     runs = run_of(fleet.decide(Submitted(tuple(request(key, max_tokens=90) for key in range(8)))))
@@ -264,10 +358,19 @@ def test_a_response_that_ends_its_workers_is_named() -> None:
     worker, _ = placed[0]
     actions = fleet.decide(WorkerLost(worker, 0, "bad memory access"))
     assert actions[0] == StartWorker(worker, 1), "the fleet is whole for the next rollout"
-    assert not run_of(actions)
-    failure = failure_of(actions, EngineError)
-    assert "3 workers in a row were lost before they brought a token to response 0, the last" in failure
-    assert "thus: bad memory access; leave it out, or raise max_crashes (2)" in failure
+    why = "got no token from 3 workers in a row that were lost while they ran it, the last one thus: bad memory access"
+    if on_failure == "raise":
+        assert not run_of(actions)
+        failure = failure_of(actions, EngineError)
+        assert failure.startswith(f"response 0 {why}; leave it out, or raise max_crashes (2)")
+        return
+    assert {run.index for run in run_of(actions)} <= set(range(1, 8)), "the others of that worker go on"
+    delivered = actions[1]
+    assert isinstance(delivered, Deliver)
+    assert (delivered.index, delivered.response.finish_reason) == (0, "error")
+    assert delivered.response.failure is not None
+    assert delivered.response.failure.startswith(why)
+    assert fleet.num_unfinished == 7
 
 
 def test_a_worker_that_never_worked_is_not_held_against_a_response() -> None:
@@ -326,13 +429,46 @@ def test_requests_that_cannot_run_are_refused() -> None:
         fleet.decide(Submitted((request(1, max_tokens=2, generated=(4, 5)),)))
 
 
-def test_a_rejected_chunk_ends_the_rollout_with_what_it_has() -> None:
+def test_a_failed_response_is_delivered_as_far_as_it_came_and_the_others_go_on() -> None:
     fleet = controller()
+    fleet.decide(up())
+    first, second = run_of(fleet.decide(Submitted((request(1), request(2)))))
+    fleet.decide(Reported("w0", 0, grown(first.chunk, 0, 4)))
+    failed = make_ending(first.chunk, 0, (4, 5), "error", num_told=1)
+    [delivered] = fleet.decide(Reported("w0", 0, Report(2, endings=(replace(failed, failure="NaN"),))))
+    assert isinstance(delivered, Deliver)
+    response = delivered.response
+    assert (response.tokens, response.finish_reason) == ((4, 5), "error")
+    assert response.failure == "failed on worker w0: NaN"
+    assert fleet.num_unfinished == 1
+    [rejected] = fleet.decide(Reported("w0", 0, Report(3, rejected=((second.chunk, "bad"),))))
+    assert isinstance(rejected, Deliver)
+    assert rejected.response.failure == "cannot run on worker w0: bad"
+    assert fleet.num_unfinished == fleet.num_running == 0
+    assert len(run_of(fleet.decide(Submitted((request(3),))))) == 1
+
+
+def test_the_length_of_a_failed_response_tells_nothing_about_its_group() -> None:
+    """It would make the group look short, and its other responses run last."""
+    fleet = controller(variant="context", guard_interval=0)
+    fleet.decide(up(blocks=1000))
+    requests = tuple(request(key) for key in (10, 11, 20, 21))
+    fleet.decide(WorkerLost("w0", 0, "killed"))
+    fleet.decide(WorkerUp("w0", 1, 0, 1000, 4, 2))
+    first, second = run_of(fleet.decide(Submitted(requests)))
+    assert [first.request.key, second.request.key] == [10, 20]
+    [_, run] = fleet.decide(Reported("w0", 1, Report(1, rejected=((first.chunk, "bad"),))))
+    assert isinstance(run, RunChunk)
+    assert run.request.key == 11, "as long as group 2 for all that is known, and submitted first"
+
+
+def test_a_rejected_chunk_ends_the_rollout_with_what_it_has() -> None:
+    fleet = controller(on_failure="raise")
     fleet.decide(up())
     first, second = run_of(fleet.decide(Submitted((request(1, max_tokens=4), request(2, max_tokens=4)))))
     growth = grown(second.chunk, 0, 4).growths
     actions = fleet.decide(Reported("w0", 0, Report(1, growth, rejected=((first.chunk, "bad"),))))
-    assert isinstance(actions[0], Keep)
+    assert actions[-1] == Keep(1, 0, pack((4,)), 1, 0, None)
     assert failure_of(actions, RequestError) == "response 0 cannot run on worker w0: bad"
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from paceline.errors import ConfigError, EngineError, RequestError
 from paceline.planning.dispatch import Assignment, Dispatcher, DispatchSettings
 
-VARIANTS = ("even", "context", "no-context", "oracle", "group")
+VARIANTS = ("even", "context", "no-context", "oracle", "sticky", "group")
 PROMPT, BLOCK = 4, 4
 Response = tuple[int, int]
 seeds = st.integers(0, 2**32)  # of the order of events
@@ -64,6 +64,7 @@ class Reference:
     running: dict[Response, str] = field(default_factory=dict)
     reserved: dict[Response, int] = field(default_factory=dict)
     served: Counter[int] = field(default_factory=Counter)
+    home: dict[Response, str] = field(default_factory=dict)
     capacity: dict[str, tuple[int, int]] = field(default_factory=dict)  # I, by the order of coming up
     num_rest: int = 0
 
@@ -101,6 +102,9 @@ class Reference:
         worker = max(free, key=lambda w: free[w], default=None)  # line 20
         if worker is None or free[worker] < need:  # lines 21-24
             return None
+        home = self.home.get(chosen)
+        if home in free and need <= free[home] and free[worker] - need <= free[home]:
+            worker = home
         self.running[chosen], self.reserved[chosen] = worker, need
         self.served[chosen[0]] += chunk
         self.num_rest += not spec
@@ -169,6 +173,7 @@ def test_decisions_are_those_of_algorithm_1(
             for response in responses(list(lost)):
                 reference.leave(response)
             running = [a for a in running if a not in lost]
+            reference.home = {r: w for r, w in reference.home.items() if w != worker}
             num_blocks, concurrency = reference.capacity.pop(worker)
             dispatcher.worker_up(worker, num_blocks, concurrency)
             reference.capacity[worker] = num_blocks, concurrency
@@ -178,6 +183,7 @@ def test_decisions_are_those_of_algorithm_1(
         num_tokens = min(true[ended.group][ended.sample], reference.tokens[response] + ended.chunk_tokens)
         finished = num_tokens == true[ended.group][ended.sample]
         assert dispatcher.chunk_finished(ended, num_tokens, finished)
+        reference.home[response] = ended.worker
         reference.leave(response)
         reference.tokens[response] = num_tokens
         if finished:
@@ -479,6 +485,77 @@ def test_the_worker_with_the_most_free_blocks_is_chosen() -> None:
     dispatcher.worker_up("small", 11, 9)
     dispatcher.worker_up("large", 16, 9)
     assert [a.worker for a in all_assignments(dispatcher)] == ["large", "large", "small", "large", "small"]
+
+
+def test_a_chunk_goes_on_in_place_when_nothing_waits() -> None:
+    dispatcher = started("even", {group: [40] for group in range(6)}, 40)
+    for worker in ("a", "b"):
+        dispatcher.worker_up(worker, 100, 9)
+    running = {assignment.group: assignment for assignment in all_assignments(dispatcher)}
+    assert [running[group].worker for group in range(6)] == ["a", "b"] * 3
+    for group in (3, 5):
+        dispatcher.chunk_finished(running[group], 8, finished=True)
+    for num_tokens in (8, 16, 24):
+        dispatcher.chunk_finished(running[0], num_tokens, finished=False)
+        [running[0]] = all_assignments(dispatcher)
+        assert running[0].worker == "a", "6 blocks of others there, 3 and its own 5 or more on b"
+
+
+def test_a_chunk_moves_to_a_worker_that_has_more_room_with_it_than_its_own_without() -> None:
+    dispatcher = started("even", {0: [40], 1: [40], 2: [40], 3: [40]}, 40)
+    dispatcher.worker_up("a", 100, 9)
+    first, *others = all_assignments(dispatcher)
+    dispatcher.worker_up("b", 100, 9)
+    dispatcher.chunk_finished(first, 8, finished=False)
+    [moved] = all_assignments(dispatcher)
+    assert (moved.group, moved.worker) == (0, "b"), "a has 9 blocks of others"
+    dispatcher.chunk_finished(others[0], 8, finished=False)
+    [stayed] = all_assignments(dispatcher)
+    assert (stayed.group, stayed.worker) == (1, "a"), "a has 6 blocks of others and b 5, so it would have 10"
+
+
+@given(rollouts(), st.integers(0, 3), seeds)
+@settings(max_examples=120)
+def test_who_has_begun_stays_and_goes_on_first_where_nothing_can_move(
+    rollout: tuple[dict[int, list[int]], int, list[tuple[int, int]]], guard: int, seed: int
+) -> None:
+    true, max_tokens, workers = rollout
+    dispatcher, events = started("sticky", true, max_tokens, guard), random.Random(seed)
+    for number, room in enumerate(workers):
+        dispatcher.worker_up(f"w{number}", *room)
+    home: dict[Response, str] = {}
+    tokens: Counter[Response] = Counter()
+    running: list[Assignment] = []
+    while dispatcher.num_unfinished:
+        for assignment in all_assignments(dispatcher):
+            response = assignment.group, assignment.sample
+            in_line = {home[r] for r in home if tokens[r] and r not in responses(running) and r != response}
+            if response not in home:
+                assert assignment.worker not in in_line, "somebody who has begun there waits"
+            assert home.setdefault(response, assignment.worker) == assignment.worker
+            running.append(assignment)
+        ended = running.pop(events.randrange(len(running)))
+        response, length = (ended.group, ended.sample), true[ended.group][ended.sample]
+        tokens[response] = min(length, tokens[response] + ended.chunk_tokens)
+        dispatcher.chunk_finished(ended, tokens[response], tokens[response] == length)
+        if tokens[response] == length:
+            del home[response]
+
+
+def test_a_response_moves_from_a_worker_that_is_lost_or_too_small_for_it() -> None:
+    dispatcher = started("sticky", {0: [40], 1: [40]}, 40)
+    dispatcher.worker_up("large", 11, 1)
+    dispatcher.worker_up("small", 5, 1)
+    large, small = all_assignments(dispatcher)
+    assert (large.worker, small.worker) == ("large", "small")
+    dispatcher.chunk_finished(small, 8, finished=False)
+    [small] = all_assignments(dispatcher)
+    assert small.worker == "small", "16 tokens fit"
+    dispatcher.chunk_finished(small, 16, finished=False)
+    assert dispatcher.next_assignment() is None, "24 do not, and the other worker is busy"
+    dispatcher.worker_lost("large")
+    dispatcher.worker_up("new", 11, 2)
+    assert [(a.group, a.worker) for a in all_assignments(dispatcher)] == [(0, "new"), (1, "new")]
 
 
 def test_a_group_is_bound_to_the_worker_with_the_fewest_responses_and_not_divided() -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from paceline.commands.findings import Finding, cpu_quota, fits, look_at_environment
+from paceline.commands.doctor.command import _look
+from paceline.commands.doctor.findings import Finding, cpu_quota, fits, look_at_environment
+from paceline.commands.doctor.invariance_check import Way
 
 
 def states(**environment: str) -> dict[str, Finding]:
@@ -64,3 +67,30 @@ def test_the_quota_of_a_container_is_read(tmp_path: Path, text: str, quota: floa
 )
 def test_versions_are_compared_without_their_label(version: str, wanted: str, answer: bool) -> None:
     assert fits(version, wanted) is answer
+
+
+def test_a_machine_without_a_compiler_is_checked_eager_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled mode is no need: its want is a warning, and no reason to fail."""
+    pytest.importorskip("vllm", reason="vllm is not installed")
+    checked: list[bool] = []
+
+    def check(dtype: str, *, compiled: bool) -> list[Way]:
+        checked.append(compiled)
+        return [Way("together", 5, 0, 0, 0)]
+
+    monkeypatch.setattr("paceline.commands.doctor.invariance_check.check_invariance", check)
+    nothing: dict[str, Any] = dict.fromkeys(
+        ("look_at_installation", "look_at_machine", "look_at_doors"), lambda: iter(())
+    )
+    for name, look in nothing.items():
+        monkeypatch.setattr(f"paceline.commands.doctor.command.{name}", look)
+    compiler = Finding("machine", "compiled mode", "warn", "cannot run")
+    monkeypatch.setattr("paceline.commands.doctor.command.look_at_compiler", lambda: compiler)
+    findings = list(_look({}, quick=False))
+    assert set(checked) == {False}
+    assert {finding.state for finding in findings if finding.area == "batch invariance"} == {"ok"}
+    monkeypatch.setattr(
+        "paceline.commands.doctor.command.look_at_compiler", lambda: replace(compiler, state="ok")
+    )
+    assert len(list(_look({}, quick=False))) > len(findings)
+    assert set(checked) == {False, True}

@@ -70,6 +70,21 @@ def join(server: Server) -> Iterator[Callable[..., DraftClient]]:
         client.close()
 
 
+def completed_s(client: DraftClient, count: int, num_tokens: int) -> list[float]:
+    """Seconds until each of `count` responses has been heard of with all its tokens, each once and in order."""
+    began_s, found, done_s = time.monotonic(), dict.fromkeys(range(count), 0), {}
+    while len(done_s) < count:
+        now_s = time.monotonic() - began_s
+        assert now_s < PATIENCE_S, f"{len(done_s)} of {count} responses are complete"
+        for growth in client.take(1000):
+            assert growth.start == found[growth.group] == growth.tokens[0]
+            found[growth.group] += len(growth.tokens)
+            if found[growth.group] == num_tokens:
+                done_s[growth.group] = now_s
+        time.sleep(0.002)
+    return list(done_s.values())
+
+
 def hear(client: DraftClient, wanted: dict[int, list[int]]) -> None:
     """Wait until the client has heard exactly these tokens, by key, each once and in order."""
     found: dict[int, list[int]] = {}
@@ -379,3 +394,148 @@ def test_counts_are_those_of_one_worker_when_responses_move(server: Server) -> N
 def forest(loop: FastLoop) -> SuffixForest:
     assert isinstance(loop.drafter, SuffixForest)
     return loop.drafter
+
+
+@pytest.mark.parametrize("count", [130, 1000])
+def test_however_many_groups_none_starves(join: Callable[..., DraftClient], count: int) -> None:
+    one, other = join(), join()
+    for group in range(count):
+        one.watch(group, HERE)
+        other.watch(group, THERE)
+    for start in range(0, 40, 2):
+        for group in range(count):
+            one.report(group, HERE, start, range(start, start + 2))
+        time.sleep(0.005)
+    done_s = completed_s(other, count, 40)
+    assert max(done_s) < 5.0
+    assert max(done_s) < min(done_s) + 2.0
+    counts = one.counters()
+    assert counts.told_tokens >= 40 * count
+    assert (counts.lost_tokens, counts.dropped_tokens) == (0, 0)
+    assert other.counters().heard_tokens == 40 * count
+
+
+def test_what_a_busy_server_does_not_take_waits_and_none_starves(
+    server: Server, join: Callable[..., DraftClient]
+) -> None:
+    """The server stands still for a second, in which 12 MB are reported; then all groups are complete at once."""
+    count, num_tokens = 150, 20_000
+    one, other = join(), join()
+    for group in range(count):
+        one.watch(group, HERE)
+        other.watch(group, THERE)
+    time.sleep(0.05)
+    os.kill(server.process.pid, signal.SIGSTOP)
+    try:
+        for start in range(0, num_tokens, 200):
+            for group in range(count):
+                one.report(group, HERE, start, range(start, start + 200))
+            time.sleep(0.01)
+    finally:
+        os.kill(server.process.pid, signal.SIGCONT)
+    assert one.counters().held_messages > 0
+    assert max(completed_s(other, count, num_tokens)) < 10.0
+    counts = one.counters()
+    assert (counts.lost_tokens, counts.dropped_tokens) == (0, 0)
+
+
+def test_after_a_response_of_more_than_a_message_the_others_come_in_turn(
+    join: Callable[..., DraftClient],
+) -> None:
+    one, other = join(), join()
+    for group in range(3):
+        other.watch(group, THERE)
+        one.watch(group, HERE)
+    one.report(0, HERE, 0, range(3 * MAX_TEXT_BYTES // 4))  # three messages
+    one.report(1, HERE, 0, [1])
+    wanted_s = time.monotonic() + PATIENCE_S
+    first: list[int] = []
+    while len(set(first)) < 2:
+        assert time.monotonic() < wanted_s
+        first += [growth.group for growth in other.take(10_000)]
+        time.sleep(0.001)
+    assert (
+        first.count(0) * 256 < 3 * MAX_TEXT_BYTES // 4
+    )  # the short one did not wait for all of the long one
+
+
+def test_counters_tell_what_was_told_again(server: Server, join: Callable[..., DraftClient]) -> None:
+    one, other = join(), join()
+    one.watch(GROUP, HERE)
+    other.watch(GROUP, THERE)
+    one.report(GROUP, HERE, 0, range(10))
+    hear(other, {HERE: list(range(10))})
+    server.kill()
+    server.start()
+    one.report(GROUP, HERE, 10, [10])
+    hear(other, {HERE: [10]})
+    assert one.counters().lost_tokens >= 10
+    assert other.counters().heard_tokens == 11
+
+
+def held_bytes(client: DraftClient) -> int:
+    """Text that the client keeps."""
+    groups = [*client._groups.values(), *client._dormant.values()]
+    return sum(len(own.tokens) for group in groups for own in group.own.values())
+
+
+def test_the_text_of_a_group_that_has_ended_goes_once_it_is_sent(join: Callable[..., DraftClient]) -> None:
+    one, other = join(), join()
+    for group in range(50):
+        other.watch(group, THERE)
+        for key in range(4):
+            one.watch(group, key)
+            one.report(group, key, 0, range(1000))
+            one.leave(group, key, 1000)
+        one.unwatch(group)
+    deadline_s = time.monotonic() + PATIENCE_S
+    while held_bytes(one):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+    assert not one._links[0].unsent
+    one.watch(7, 9)  # what is remembered suffices: nothing of its own is heard, and nothing twice
+    other.report(7, THERE, 0, [5])
+    hear(one, {THERE: [5]})
+    one.unwatch(7)
+    one.forget()
+    assert not one._groups
+    assert not one._dormant
+
+
+def test_without_a_server_the_text_of_ended_groups_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.drafting.client.MOST_UNSENT_BYTES", 40_000)
+    client = DraftClient(["tcp://127.0.0.1:1"], interval_ms=2.0)
+    try:
+        for group in range(2000):
+            client.watch(group, HERE)
+            client.report(group, HERE, 0, range(1000))
+            client.leave(group, HERE, 1000)
+            client.unwatch(group)
+            assert held_bytes(client) <= 40_000
+            assert len(client._dormant) <= 1024
+            assert len(client._links[0].unsent) <= 10
+            time.sleep(0.0005)
+        counts = client.counters()
+        assert counts.told_tokens + counts.dropped_tokens + held_bytes(client) // 4 == 2_000_000
+        assert counts.dropped_tokens > 1_500_000
+    finally:
+        client.close()
+
+
+def test_what_a_fast_loop_knows_of_shared_groups_goes_with_them(server: Server) -> None:
+    loop = FastLoop(EngineSettings(draft_servers=(server.address,)))
+    sharing = loop._sharing
+    assert sharing is not None
+    try:
+        for epoch in range(3):
+            for number in range(200):
+                group = number + 1000 * epoch
+                loop.open(group, number, [1, 2, 3], [], number)
+                loop.append([(group, number, [4, 5])])
+                loop.close(group, number)
+            assert not any(value for value in vars(sharing).values() if isinstance(value, dict))
+            loop.forget_tokens()
+        assert not loop._numbers
+        assert not loop._running
+    finally:
+        loop.shut_down()

@@ -209,3 +209,21 @@ def test_what_may_not_draft_learns_and_orders_nothing(settings: EngineSettings) 
     loop.observe(step(3, 0, 0))
     assert loop.policy_state.budget.num_steps == 0
     assert loop.order() is None
+
+
+@pytest.mark.parametrize(("others", "wanted"), [(0, 12), (10, 7), (17, 0), (40, 0)])
+def test_drafts_take_what_the_other_tokens_leave_of_a_step(others: int, wanted: int) -> None:
+    loop = FastLoop(EngineSettings(budget=FIXED, draft_floor=0.0), max_step_tokens=20)
+    fill(loop)
+    assert loop.propose(query(), others).lengths.sum() == wanted
+
+
+def test_nothing_is_kept_of_responses_that_have_ended() -> None:
+    loop = FastLoop(EngineSettings(budget=FIXED))
+    for response, key in enumerate((5, 5, 6)):  # a key that runs twice in its group has a number of its own
+        loop.open(0, response, [1, 2, 3], [4], key)
+    loop.append([(0, response, [5, 6]) for response in range(3)])
+    for response in (1, 0, 2):
+        loop.close(0, response)
+    assert not loop._numbers
+    assert not loop._running

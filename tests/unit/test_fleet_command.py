@@ -9,14 +9,14 @@ import pytest
 from command_line import Run
 from rich.console import Console
 
-from paceline.commands.fleet_job import FleetView, find_troubles
-from paceline.commands.launch import build_settings
+from paceline.commands.inputs.launch import build_settings
+from paceline.commands.rollout.fleet_job import FleetView, find_troubles
 from paceline.config import FleetSettings
 from paceline.control.events import Report, Telemetry, WorkerStep
 from paceline.errors import ConfigError, InstallError
 from paceline.fleet import cluster
 from paceline.fleet.status import StatusBoard, WorkerStatus
-from paceline.types import KvPoolCounters, KvUse, StepObservation
+from paceline.types import DraftSharingCounters, KvPoolCounters, KvUse, StepObservation
 
 pytest.importorskip("ray", reason="Ray is not installed")
 
@@ -41,6 +41,7 @@ def free_port() -> int:
         (["--variant", "group"], "--variant: for a fleet; add --workers N"),
         (["--chunk-tokens", 8192], "--chunk-tokens: for a fleet"),
         (["--ray-address", "a:1", "--metrics-port", 0], "--ray-address, --metrics-port: for a fleet"),
+        (["--metrics-host", "0.0.0.0"], "--metrics-host: for a fleet"),
         (["--draft-server", "tcp://a:1", "--plain"], "--draft-server cannot help"),
         (["--draft-server", "tcp://a:1", "--drafter", "none"], "draft_servers need drafter='suffix'"),
         (["--draft-secret-file", "nowhere"], "name the server that it is for"),
@@ -69,7 +70,7 @@ def test_a_recorded_run_is_not_replaced_unasked(run: Run, model: Path, prompts: 
 def test_paths_reach_engines_that_run_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("secret").write_bytes(bytes(range(65, 85)))
-    settings = build_settings(0, "suffix", Path("small"), ["tcp://a:1"], Path("secret"))
+    settings = build_settings(0, "suffix", Path("small"), ["tcp://a:1"], Path("secret"), compiled=True)
     assert settings.model_drafter == str(tmp_path / "small")
     assert settings.draft_secret_file == str(tmp_path / "secret")
     assert settings.draft_servers == ("tcp://a:1",)
@@ -186,6 +187,26 @@ def test_the_kv_pool_is_counted_over_all_lives() -> None:
     assert board.workers["w1"].kv_pool == KvPoolCounters()
 
 
+def sharing_report(**counts: int) -> Report:
+    shared = DraftSharingCounters(**counts)
+    return Report(1, telemetry=Telemetry(KvUse(10, 16, 7, 0), 1, (), draft_sharing=shared))
+
+
+def test_draft_sharing_is_counted_over_all_lives_and_trouble_is_shown() -> None:
+    fleet = Shown()
+    view = FleetView(fleet)  # type: ignore[arg-type]
+    fleet.board.hear("w0", sharing_report(told_tokens=10))
+    fleet.board.hear("w1", sharing_report(told_tokens=1, heard_tokens=4))
+    console = Console(width=100, record=True)
+    console.print(view.table())
+    assert "draft server" not in console.export_text()
+    fleet.board.lose("w0", 0)
+    fleet.board.hear("w0", sharing_report(told_tokens=2, held_messages=3, lost_tokens=7))
+    assert fleet.board.draft_sharing == DraftSharingCounters(13, 4, held_messages=3, lost_tokens=7)
+    console.print(view.table())
+    assert "the draft server took no message 3 times, lacked 7 tokens" in console.export_text()
+
+
 class Torn:
     """A journal whose last line was not written, or was."""
 
@@ -203,7 +224,7 @@ class Torn:
             KvPoolCounters(hits=9, misses=3, corrupt=1, evicted=2),
             "the disk is full",
             [
-                "the disk is full; what is missing there would be generated again",
+                "the disk is full",
                 "3 of 12 chunks were prefilled again: of the KV pool's entries 1 were damaged, 2 dropped for want of "
                 "room and 0 not written",
             ],
@@ -211,4 +232,9 @@ class Torn:
     ],
 )
 def test_what_cost_work_is_told(pool: KvPoolCounters, failure: str | None, told: list[str]) -> None:
-    assert find_troubles(pool, Torn(failure)) == told  # type: ignore[arg-type]
+    assert find_troubles(pool, DraftSharingCounters(told_tokens=3), Torn(failure)) == told  # type: ignore[arg-type]
+
+
+def test_a_draft_server_that_did_not_keep_up_is_told() -> None:
+    (told,) = find_troubles(KvPoolCounters(), DraftSharingCounters(dropped_tokens=8), Torn(None))  # type: ignore[arg-type]
+    assert told == "the draft server was never told 8 tokens: drafts were shorter for a while"

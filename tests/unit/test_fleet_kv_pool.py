@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -14,36 +15,52 @@ from kv_entries import BLOCK_BYTES, LAYOUT, reader, tokens
 
 from paceline.config import EngineSettings, FleetSettings, KvPoolSettings
 from paceline.fleet import kv_pool, prefetch
-from paceline.fleet.kv_pool import PREFIX, FleetKvPool, open_pool, remove_leftovers
+from paceline.fleet.kv_pool import FleetKvPool, open_pool, remove_leftovers
 from paceline.kvpool import Address, KvPool, response_identity
 from paceline.types import RolloutRequest
 
 OTHERS = KvPoolSettings(backend="MooncakeStoreConnector", namespace="run")
 
 
-def make_old(folder: Path) -> None:
-    before = time.time() - 3600
-    os.utime(folder, (before, before))
+OWNER = """
+import sys, time
+from pathlib import Path
+from paceline.fleet.kv_pool import FleetKvPool
+pool = FleetKvPool.make(Path(sys.argv[1]), 1 << 20)
+print(pool.settings.directory, flush=True)
+time.sleep(600)
+"""
 
 
-def test_pools_of_killed_fleets_are_removed(tmp_path: Path) -> None:
-    left, fresh = tmp_path / f"{PREFIX}left", tmp_path / f"{PREFIX}fresh"
+def test_the_pool_of_a_killed_driver_is_removed_at_once(tmp_path: Path) -> None:
+    """Although one of its engines still lives, and nothing of it is old."""
+    owner = subprocess.Popen([sys.executable, "-c", OWNER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert owner.stdout is not None
+    folder = Path(owner.stdout.readline().strip())
+    engine = KvPool(folder, 1 << 20)
+    place = Address(response_identity(7, (1, 2)), 0, LAYOUT)
+    assert engine.save(place, tokens(0, 4), 4, BLOCK_BYTES, reader(0, 0, 4))
+    remove_leftovers(tmp_path)
+    assert engine.load(place, tokens(0, 4)) is not None, "its driver lives"
+    owner.kill()
+    owner.communicate()
+    remove_leftovers(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    assert engine.load(place, tokens(0, 4)) is None
+    assert not engine.save(place, tokens(0, 4), 4, BLOCK_BYTES, reader(0, 0, 4))
+    engine.close()
+
+
+def test_what_is_not_a_left_pool_stays(tmp_path: Path) -> None:
     other = tmp_path / "something-else"
-    for folder in (left, fresh, other):
-        folder.mkdir()
-        (folder / "users").touch()
-        (folder / "entry").write_bytes(bytes(100))
+    other.mkdir()
     used = FleetKvPool.make(tmp_path, 1 << 20)
     assert used.settings.directory is not None
-    for folder in (left, other, Path(used.settings.directory)):
-        make_old(folder)
     remove_leftovers(tmp_path)
-    assert not left.exists()
-    assert fresh.exists(), "its fleet may be about to open it"
     assert other.exists()
     assert Path(used.settings.directory).exists(), "somebody uses it"
     used.close()
-    assert not Path(used.settings.directory).exists()
+    assert list(tmp_path.iterdir()) == [other]
 
 
 @pytest.mark.parametrize(
@@ -51,6 +68,7 @@ def test_pools_of_killed_fleets_are_removed(tmp_path: Path) -> None:
     [
         (FleetSettings(workers=1), EngineSettings(), True),
         (FleetSettings(variant="group"), EngineSettings(), True),
+        (FleetSettings(variant="sticky"), EngineSettings(), True),
         (FleetSettings(), EngineSettings(), False),
         (FleetSettings(kv_pool_gib=0.0), EngineSettings(), True),
         (FleetSettings(), EngineSettings(kv_pool=OTHERS), True),

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from urllib.request import urlopen
 
+import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from paceline.config import FleetSettings
 from paceline.errors import ConfigError
 from paceline.fleet.metrics import COUNTERS, GAUGES, MetricsServer
 from paceline.fleet.status import StatusBoard, WorkerStatus
@@ -24,7 +26,7 @@ BOARD = StatusBoard(
 
 @pytest.fixture
 def server() -> Iterator[MetricsServer]:
-    made = MetricsServer(BOARD, lambda: 17, 0)
+    made = MetricsServer(BOARD, lambda: 17, 0, FleetSettings().metrics_host)
     yield made
     made.close()
 
@@ -53,5 +55,26 @@ def test_the_board_is_served_as_it_is_now(server: MetricsServer) -> None:
 
 
 def test_a_port_that_is_taken_is_named(server: MetricsServer) -> None:
-    with pytest.raises(ConfigError, match=f"metrics_port {server.port} cannot be used"):
-        MetricsServer(BOARD, lambda: 0, server.port)
+    with pytest.raises(ConfigError, match=f"metrics_port {server.port} .*choose another port"):
+        MetricsServer(BOARD, lambda: 0, server.port, "127.0.0.1")
+
+
+def listens_at(server: MetricsServer) -> str:
+    [one] = [
+        one
+        for one in psutil.Process().net_connections("tcp")
+        if one.status == psutil.CONN_LISTEN and one.laddr.port == server.port
+    ]
+    return str(one.laddr.ip)
+
+
+def test_nobody_outside_the_machine_reads_them_unless_asked(server: MetricsServer) -> None:
+    assert listens_at(server) == "127.0.0.1"
+    open_to_all = MetricsServer(BOARD, lambda: 17, 0, "0.0.0.0")
+    assert listens_at(open_to_all) == "0.0.0.0"
+    open_to_all.close()
+
+
+def test_an_address_of_another_machine_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"metrics_host '192\.0\.2\.1'"):
+        MetricsServer(BOARD, lambda: 0, 0, "192.0.2.1")

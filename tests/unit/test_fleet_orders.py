@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,18 +20,21 @@ from paceline.control.events import (
     LoadWeights,
     Opened,
     Order,
+    Report,
+    Reported,
     StartWorker,
     StopWorker,
     Submitted,
+    Telemetry,
     Tick,
     WorkerLost,
     WorkerUp,
 )
 from paceline.errors import EngineError
 from paceline.fleet.chunk_log import ChunkLog
-from paceline.fleet.rollout import TICK_S, Fleet
+from paceline.fleet.fleet import TICK_S, Fleet
 from paceline.fleet.status import StatusBoard, WorkerStatus
-from paceline.types import RolloutRequest
+from paceline.types import KvPoolCounters, KvUse, RolloutRequest
 
 
 class Calls:
@@ -87,8 +93,8 @@ def test_a_loss_counts_once_however_often_it_is_told(fleet: Fleet) -> None:
     for event in events:
         fleet._hear(event)
     fleet._tell(Submitted((RolloutRequest((1,), 8, key=1, group=0),)))
-    fleet._tell(Tick(0.0))
-    fleet._tell(Tick(11.0))
+    for now_s in range(12):
+        fleet._tell(Tick(float(now_s)))
     stopped = [call for call in told(fleet) if call[0] == "stop"]
     assert stopped == [("stop", "w0", 0)]
     fleet._hear(WorkerLost("w0", 0, "its report was cut off"))
@@ -100,9 +106,35 @@ def test_a_loss_counts_once_however_often_it_is_told(fleet: Fleet) -> None:
     assert fleet.board.workers["w0"].num_losses == 3
 
 
+def test_what_has_arrived_is_read_before_the_clock(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: list[str] = []
+    fleet._draft_server = fleet._kv_pool = fleet._rewards = None
+    fleet._finished = []
+    fleet._actors = SimpleNamespace(calls=["report"], take=lambda ref: heard.append(ref))  # type: ignore[assignment]
+    ray = SimpleNamespace(wait=lambda calls, num_returns, timeout: (calls, []))
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    fleet._tell = lambda event: heard.append(type(event).__name__)  # type: ignore[method-assign]
+    fleet.advance()
+    assert heard == ["report", "Tick"]
+
+
 def test_time_is_told_no_oftener_than_it_matters(fleet: Fleet) -> None:
     events: list[Event] = []
     fleet._tell = events.append  # type: ignore[method-assign]
     for step in range(1000):
         fleet._tick(step * TICK_S / 100)
     assert len(events) == 10
+
+
+def test_what_a_life_that_is_over_still_tells_is_not_shown(fleet: Fleet) -> None:
+    """A hung engine's reports go on until its process is gone."""
+    seen = Telemetry(KvUse(10, 16, 7, 2), 5, (), KvPoolCounters(hits=3))
+    fleet._hear(Reported("w0", 0, Report(1, telemetry=seen)))
+    fleet._act([StopWorker("w0", 0)])
+    before = replace(fleet.board.workers["w0"])
+    assert (before.num_running, before.num_preemptions, before.kv_pool.hits) == (0, 2, 3)
+    fleet._hear(Reported("w0", 0, Report(2, telemetry=seen)))
+    assert fleet.board.workers["w0"] == before
+    fleet._hear(Reported("w0", 1, Report(1, telemetry=seen)))
+    status = fleet.board.workers["w0"]
+    assert (status.num_running, status.num_preemptions, status.kv_pool.hits) == (5, 4, 6)

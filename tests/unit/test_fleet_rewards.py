@@ -1,4 +1,4 @@
-"""The reward desk: every response is settled exactly once, whatever functions and processes do."""
+"""The reward scheduler: every response is settled exactly once, whatever functions and processes do."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from paceline.fleet.rewards import (
     Replace,
     Reward,
     RewardAction,
-    RewardDesk,
+    RewardScheduler,
     Score,
     Settle,
 )
 
 
-def desk(**fields: object) -> RewardDesk:
-    made = RewardDesk(
+def scheduler(**fields: object) -> RewardScheduler:
+    made = RewardScheduler(
         RewardSettings.model_validate({"workers": 1, "timeout_s": 10.0, "max_crashes": 1, **fields})
     )
     assert made.open(0.0) == [Replace(worker, 1) for worker in range(fields.get("workers", 1))]  # type: ignore[call-overload]
@@ -32,7 +32,7 @@ def desk(**fields: object) -> RewardDesk:
 
 
 def test_responses_are_scored_in_turn_once_a_worker_is_up() -> None:
-    pool = desk()
+    pool = scheduler()
     assert pool.add(7, 0.0) == []
     assert pool.up(0, 1, 0.0) == [Score(0, 1, 7)]
     assert pool.add(8, 0.0) == []
@@ -49,7 +49,7 @@ class Pair:
 
 @pytest.mark.parametrize("value", [None, "much", float("nan"), float("inf"), [1.0], 10**400, Pair()])
 def test_what_is_no_number_is_a_failure(value: object) -> None:
-    pool = desk(failure_reward=-1.0)
+    pool = scheduler(failure_reward=-1.0)
     pool.up(0, 1, 0.0)
     pool.add(7, 0.0)
     [settled] = pool.returned(0, 1, value, 0.0)
@@ -59,7 +59,7 @@ def test_what_is_no_number_is_a_failure(value: object) -> None:
 
 
 def test_what_raises_is_not_asked_again() -> None:
-    pool = desk(failure_reward=None)
+    pool = scheduler(failure_reward=None)
     pool.up(0, 1, 0.0)
     pool.add(7, 0.0)
     assert pool.raised(0, 1, "ValueError: no", 0.0) == [
@@ -68,7 +68,7 @@ def test_what_raises_is_not_asked_again() -> None:
 
 
 def test_what_hangs_is_killed_and_replaced() -> None:
-    pool = desk()
+    pool = scheduler()
     pool.up(0, 1, 0.0)
     pool.add(7, 5.0)
     pool.add(8, 5.0)
@@ -82,7 +82,7 @@ def test_what_hangs_is_killed_and_replaced() -> None:
 
 
 def test_a_response_whose_worker_dies_is_scored_again() -> None:
-    pool = desk()
+    pool = scheduler()
     pool.up(0, 1, 0.0)
     pool.add(7, 0.0)
     assert pool.died(0, 1, "killed", 0.0) == [Replace(0, 2)]
@@ -94,7 +94,7 @@ def test_a_response_whose_worker_dies_is_scored_again() -> None:
 
 
 def test_a_function_that_cannot_be_loaded_ends_the_rollout() -> None:
-    pool = desk()
+    pool = scheduler()
     for life in range(1, MOST_FAILED_STARTS):
         assert pool.died(0, life, "ModuleNotFoundError", 0.0) == [Replace(0, life + 1)]
     with pytest.raises(EngineError, match=r"5 reward workers in a row did not start.*ModuleNotFoundError"):
@@ -102,13 +102,13 @@ def test_a_function_that_cannot_be_loaded_ends_the_rollout() -> None:
 
 
 def test_a_worker_that_does_not_come_up_is_replaced() -> None:
-    pool = desk()
+    pool = scheduler()
     assert pool.tick(START_S - 1) == []
     assert pool.tick(START_S) == [Replace(0, 2)]
 
 
 def test_clearing_cuts_off_what_is_being_scored() -> None:
-    pool = desk(workers=2)
+    pool = scheduler(workers=2)
     pool.up(0, 1, 0.0)
     pool.up(1, 1, 0.0)
     pool.add(7, 0.0)
@@ -121,7 +121,7 @@ def test_clearing_cuts_off_what_is_being_scored() -> None:
 @settings(max_examples=100)
 def test_every_response_is_settled_once(seed: int, workers: int, count: int) -> None:
     rng = random.Random(seed)
-    pool = desk(workers=workers)
+    pool = scheduler(workers=workers)
     lives, busy = dict.fromkeys(range(workers), 1), dict[int, int]()
     told: list[tuple[int, int]] = []
     settled: Counter[int] = Counter()

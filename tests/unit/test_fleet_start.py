@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from paceline.config import EngineSettings, FleetSettings
+from paceline.config import EngineSettings, FleetSettings, KvPoolSettings, Variant
 from paceline.control.controller import Controller
 from paceline.errors import ConfigError, RequestError, UnsupportedError
-from paceline.fleet import cluster, draft_process, rollout
+from paceline.fleet import cluster, draft_process, fleet
 from paceline.fleet.chunk_log import ChunkLog
 from paceline.fleet.draft_process import MAX_FAILED_STARTS, DraftProcess, start_draft_process
-from paceline.fleet.rollout import Fleet
+from paceline.fleet.fleet import Fleet
 from paceline.types import RolloutRequest
 
 PLAIN: dict[str, Any] = {
@@ -77,6 +77,35 @@ def test_lengths_that_do_not_fit_leave_the_fleet_free(variant: str, lengths: tup
     assert fleet.num_unfinished == 0
 
 
+@pytest.mark.parametrize(
+    ("chosen", "pool", "obstacle", "is_cpu", "variant"),
+    [
+        (None, KvPoolSettings(directory="/dev/shm/x"), None, True, "even"),
+        (None, KvPoolSettings(directory="/dev/shm/x"), "sliding windows", True, "sticky"),
+        (None, None, None, True, "sticky"),
+        (None, None, None, False, "even"),
+        ("context", None, None, True, "context"),
+    ],
+)
+def test_responses_move_by_default_where_that_is_cheap(
+    chosen: Variant | None,
+    pool: KvPoolSettings | None,
+    obstacle: str | None,
+    is_cpu: bool,
+    variant: Variant,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = idle_fleet()
+    made.use_variant(chosen)
+    made.engine_settings = EngineSettings(kv_pool=pool)
+    made._actors = SimpleNamespace(vocab_size=50, kv_pool_obstacle=obstacle)  # type: ignore[assignment]
+    monkeypatch.setattr(fleet, "is_cpu_build", lambda: is_cpu)
+    told: list[Any] = []
+    monkeypatch.setattr(made, "_tell", told.append)
+    made.submit([RolloutRequest((1, 2), 10)], SimpleNamespace(**PLAIN))  # type: ignore[arg-type]
+    assert [event.variant for event in told] == [variant]
+
+
 def test_a_submission_that_breaks_leaves_the_fleet_free(monkeypatch: pytest.MonkeyPatch) -> None:
     fleet = idle_fleet()
     act = fleet._act
@@ -108,11 +137,11 @@ def test_what_was_made_goes_when_the_start_fails(
         raise ConfigError("broken")
 
     ray = SimpleNamespace(shutdown=lambda: ended.append("ray"))
-    monkeypatch.setattr(rollout, "MetricsServer", Metrics)
+    monkeypatch.setattr(fleet, "MetricsServer", Metrics)
     monkeypatch.setattr(cluster, "import_ray", lambda: ray)
     monkeypatch.setattr(cluster, "connect", lambda *args: True)
     monkeypatch.setattr(cluster, "is_one_machine", lambda settings: True)
-    monkeypatch.setattr(rollout if breaks == "open_pool" else cluster, breaks, fail)
+    monkeypatch.setattr(fleet if breaks == "open_pool" else cluster, breaks, fail)
     with pytest.raises(ConfigError, match="broken"):
         Fleet(model, FleetSettings(metrics_port=0))
     assert ended == (["metrics"] if breaks == "connect" else ["ray", "metrics"])

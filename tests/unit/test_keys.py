@@ -13,8 +13,8 @@ from paceline.engine.keys import KeyBook, check_options, engine_seed, key_of, pr
 from paceline.errors import RequestError, UnsupportedError
 
 
-def params(seed: int | None = None, **extra: object) -> SimpleNamespace:
-    return SimpleNamespace(seed=seed, extra_args=extra or None)
+def params(seed: int | None = None, min_tokens: int = 0, **extra: object) -> SimpleNamespace:
+    return SimpleNamespace(seed=seed, min_tokens=min_tokens, extra_args=extra or None)
 
 
 def test_equal_prompts_count_their_samples() -> None:
@@ -49,6 +49,13 @@ def test_a_resumed_response_keeps_key_and_group() -> None:
     whole = book.assign(params(paceline_sample=1), [1, 2], 0)
     resumed = book.assign(params(paceline_sample=1, paceline_generated=3), [1, 2, 7, 8, 9], 1)
     assert resumed == (whole[0], whole[1], 3)
+
+
+@pytest.mark.parametrize(("wanted", "left"), [(5, 2), (3, 0), (1, 0)])
+def test_what_was_generated_earlier_counts_for_the_least_length(wanted: int, left: int) -> None:
+    resumed = params(min_tokens=wanted, paceline_generated=3)
+    KeyBook(0).assign(resumed, [1, 2, 7, 8, 9], 1)
+    assert resumed.min_tokens == left
 
 
 @pytest.mark.parametrize("value", [-1, 2, 3, True, "1", 0.5])

@@ -11,7 +11,7 @@ import pytest
 PROGRAM = """
 import sys
 from pathlib import Path
-from paceline.commands.launch import hush
+from paceline.commands.inputs.launch import hush
 from paceline.errors import RecordError
 try:
     with hush(Path(sys.argv[1])):

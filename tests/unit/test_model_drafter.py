@@ -14,6 +14,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from paceline import dice  # noqa: E402
+from paceline.drafting import model as model_module  # noqa: E402
 from paceline.drafting import model_cache  # noqa: E402
 from paceline.drafting.model import ModelDrafter  # noqa: E402
 from paceline.drafting.proposal import (  # noqa: E402
@@ -39,7 +40,7 @@ def save_model(path: Path, architecture: str = "qwen2", seed: int = 0, **overrid
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
-        "head_dim": 8,
+        "head_dim": 16,
         "max_position_embeddings": 2048,
         "tie_word_embeddings": True,
         "initializer_range": 0.25,
@@ -476,15 +477,74 @@ def test_the_lean_form_drafts_what_transformers_drafts(
                 tensor.add_(torch.rand_like(tensor))
     model.save_pretrained(tmp_path)
     made = []
-    for lean in (True, False):
+    for form in ("native", "lean", "transformers"):
         drafter = ModelDrafter(tmp_path, max_model_len=256, max_requests=4)
+        assert drafter._native is not None
         assert drafter._lean is not None
-        if not lean:
+        if form != "native":
+            drafter._native = None
+        if form == "transformers":
             drafter._lean = None
         rollout = Rollout(random_prompts([40, 9, 23]))
         made.append(draft(drafter, rollout, range(3), 12))
-    assert made[0].tokens.tolist() == made[1].tokens.tolist()
-    assert made[0].cells.tolist() == made[1].cells.tolist()
+    for one in made[1:]:
+        assert one.tokens.tolist() == made[0].tokens.tolist()
+        assert one.cells.tolist() == made[0].cells.tolist()
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"hidden_size": 48, "num_attention_heads": 3, "num_key_value_heads": 1, "vocab_size": 70},
+        {"head_dim": 48, "num_attention_heads": 2, "num_key_value_heads": 2, "hidden_size": 80},
+        {"head_dim": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 176},
+        {"head_dim": 128, "num_attention_heads": 2, "num_key_value_heads": 1},
+    ],
+    ids=str,
+)
+def test_the_native_form_gives_the_logits_of_transformers(
+    tmp_path: Path, sizes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ragged pieces on rows of many lengths, one token and several, in the middle of what the row has."""
+    stock = save_model(tmp_path, "llama", **sizes)
+    drafter = ModelDrafter(tmp_path, max_model_len=256, max_requests=9)
+    assert drafter._native is not None
+    monkeypatch.setattr(model_module, "NATIVE_TOKENS", 512)
+    prompts = random_prompts([1, 2, 15, 16, 17, 33, 100, 200, 64])
+    rows = np.arange(9)
+    with torch.inference_mode():
+        for begin, end in ((0.0, 0.6), (0.6, 0.9), (0.9, 1.0)):
+            starts = np.array([int(begin * len(prompt)) for prompt in prompts])
+            counts = np.array([int(end * len(prompt)) for prompt in prompts]) - starts
+            fed = counts > 0
+            pieces = [
+                prompt[start : start + count]
+                for prompt, start, count in zip(prompts, starts, counts, strict=True)
+            ]
+            ids = np.array([token for piece in pieces for token in piece], np.int64)
+            made = drafter._forward(rows[fed], starts[fed], counts[fed], ids)
+        for row, logits in zip(rows[fed], made, strict=True):
+            expected = stock(input_ids=torch.tensor([prompts[row]])).logits[0, -1]
+            torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_sizes_without_a_native_form_keep_the_lean_one(tmp_path: Path) -> None:
+    save_model(tmp_path / "odd", "llama", intermediate_size=72)
+    save_model(tmp_path / "even", "llama")
+    odd = ModelDrafter(tmp_path / "odd", max_model_len=64, max_requests=2)
+    half = ModelDrafter(tmp_path / "even", max_model_len=64, max_requests=2, dtype="bfloat16")
+    for drafter in (odd, half):
+        assert drafter._native is None
+        assert drafter._lean is not None
+
+
+def test_the_native_form_refuses_what_would_leave_its_arrays(tmp_path: Path) -> None:
+    save_model(tmp_path, "llama")
+    drafter = ModelDrafter(tmp_path, max_model_len=64, max_requests=2)
+    one = np.ones(1, np.int64)
+    for row, start, token in ((2, 0, 0), (0, 64, 0), (0, 0, VOCAB), (-1, 0, 0)):
+        with pytest.raises(ValueError, match="do not fit"):
+            drafter._forward(row * one, start * one, one, token * one)
 
 
 def test_a_model_without_a_lean_form_runs_through_transformers(tmp_path: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import re
 from itertools import product
 from pathlib import Path
 
@@ -10,7 +12,7 @@ import msgspec
 import pytest
 from command_line import CONFIG, Run, make_model
 
-from paceline.commands.lists import read_counts, read_rates
+from paceline.commands.inputs.lists import read_counts, read_rates
 from paceline.errors import ConfigError, RecordError
 from paceline.planning.placement import Cluster, place
 from paceline.planning.profile_fit import fit_profile
@@ -131,12 +133,18 @@ def test_a_ladder_never_begins_with_a_slower_drafter(profile_file: Path, run: Ru
 
 
 def rows(table: str) -> list[list[str]]:
-    """Cells of the body rows of a printed table."""
-    return [
-        [cell.strip() for cell in line.split("│")[1:-1]]
-        for line in table.splitlines()
-        if line.startswith("│")
-    ]
+    """Cells of the body rows of a printed table: a cell stands where its heading begins or ends."""
+    lines = table.splitlines()
+    first = next(i for i, line in enumerate(lines) if line.startswith(("plan ", "drafter ")))
+    heads = list(re.finditer(r"\S+(?: \S+)*", lines[first]))
+    found = []
+    for line in itertools.takewhile(lambda line: ":" not in line, lines[first + 1 :]):
+        cells = {head.start(): "" for head in heads}
+        for cell in re.finditer(r"\S+", line):
+            near = (head for head in heads if cell.start() == head.start() or cell.end() == head.end())
+            cells[next(near).start()] = cell.group()
+        found.append(list(cells.values()))
+    return found
 
 
 def test_what_lies_beyond_the_profile_is_said(profile_file: Path, run: Run) -> None:

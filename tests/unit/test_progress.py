@@ -1,4 +1,4 @@
-"""Progress without a terminal, and Ctrl-C."""
+"""The progress view, with and without a terminal, and Ctrl-C."""
 
 from __future__ import annotations
 
@@ -9,40 +9,97 @@ import signal
 import pytest
 from rich.console import Console
 
-from paceline.commands.interrupt import Interrupt
-from paceline.commands.progress import LINE_S, Progress
+from paceline.terminal.interruption import Interrupted, Interruption
+from paceline.terminal.meter import RolloutMeter
+from paceline.terminal.progress import LINE_S, Progress
 from paceline.types import StepObservation
+
+STEP = StepObservation(
+    num_requests=4, num_draft_tokens=8, num_accepted_tokens=6, num_prefill_tokens=0, step_s=0.1
+)
+
+
+def a_terminal(screen: io.StringIO) -> Console:
+    return Console(file=screen, force_terminal=True, width=80, _environ={"TERM": "xterm"})
 
 
 def test_without_a_terminal_progress_is_plain_lines() -> None:
     now = [0.0]
     text = io.StringIO()
-    step = StepObservation(
-        num_requests=4, num_draft_tokens=8, num_accepted_tokens=6, num_prefill_tokens=0, step_s=0.1
-    )
-    with Progress(8, Console(file=text, width=100), clock=lambda: now[0]) as progress:
-        progress.count(100, 1, lambda: [step])
+    meter = RolloutMeter(8, clock=lambda: now[0])
+    with Progress(Console(file=text, width=100), clock=lambda: now[0]) as progress:
+        meter.count(100, 1)
+        progress.show_rollout(meter, lambda: [STEP])
         assert text.getvalue() == ""
         now[0] = LINE_S
-        progress.count(100, 1, lambda: [step])
-    assert text.getvalue() == "2/8 responses, 20 tokens/s, acceptance length 2.50, 4 running, 10 s\n"
+        meter.count(100, 1)
+        progress.show_rollout(meter, lambda: [STEP])
+    assert text.getvalue() == "2/8 responses, 20 tokens/s, acceptance length 2.50, 10 s\n"
+
+
+def test_a_training_run_shows_its_rollouts_in_the_same_words() -> None:
+    now = [0.0]
+    text = io.StringIO()
+    meter = RolloutMeter(8, clock=lambda: now[0])
+    with Progress(Console(file=text, width=100), 3, clock=lambda: now[0]) as progress:
+        progress.show_phase("evaluation")
+        meter.count(100, 2)
+        now[0] = LINE_S
+        progress.show_rollout(meter)
+        progress.show_step(1, reward=0.5, num_tokens=100, rollout_s=2.0, train_s=3.0, acceptance_length=1.5)
+    assert text.getvalue().splitlines() == [
+        "evaluation: 2/8 responses, 10 tokens/s, 10 s",
+        "step 1/3: reward 0.500, held-out -, tokens/s 50, acceptance length 1.50, rollout s 2.0, train s 3.0",
+    ]
+
+
+def test_rates_are_those_of_the_last_seconds() -> None:
+    now = [0.0]
+    meter = RolloutMeter(8, clock=lambda: now[0])
+    for _ in range(20):
+        now[0] += 1.0
+        meter.count(10 if now[0] <= 10 else 30, 0)
+        line = meter.describe()
+    assert "30 tokens/s" in line
+
+
+def test_a_terminal_sees_steps_rollout_and_workers() -> None:
+    screen = io.StringIO()
+    now = [0.0]
+    meter = RolloutMeter(4, clock=lambda: now[0])
+    with Progress(
+        a_terminal(screen), 2, below=lambda: "all workers are up", clock=lambda: now[0]
+    ) as progress:
+        progress.show_phase("rollout")
+        meter.count(10, 1)
+        now[0] = 1.0
+        progress.show_rollout(meter)
+        progress.show_step(1, reward=None, num_tokens=10, rollout_s=1.0, train_s=1.0, acceptance_length=1.0)
+    shown = screen.getvalue()
+    for text in ("1/4 responses", "held-out", "1/2", "all workers are up"):
+        assert text in shown
+    assert "…" not in shown
+
+
+def test_the_end_of_a_rollout_is_shown() -> None:
+    screen = io.StringIO()
+    now = [0.0]
+    meter = RolloutMeter(4, clock=lambda: now[0])
+    with Progress(a_terminal(screen), clock=lambda: now[0]) as progress:
+        now[0] = 1.0
+        progress.show_rollout(meter)
+        meter.count(10, 4)
+        progress.show_rollout(meter)
+    assert "4/4 responses" in screen.getvalue()
 
 
 def test_an_interrupt_is_a_request_first() -> None:
     before = signal.getsignal(signal.SIGINT)
-    with Interrupt() as interrupt:
-        assert not interrupt.requested
+    with Interruption() as interruption:
+        interruption.check()
         os.kill(os.getpid(), signal.SIGINT)
-        assert interrupt.requested
-        with pytest.raises(KeyboardInterrupt):
-            os.kill(os.getpid(), signal.SIGTERM)
+        assert interruption.wanted
+        with pytest.raises(Interrupted):
+            interruption.check()
+        assert signal.getsignal(signal.SIGINT) is before  # a second one is the shell's business again
     assert signal.getsignal(signal.SIGINT) is before
-
-
-def test_a_table_stands_below_the_bar_in_a_terminal() -> None:
-    screen = io.StringIO()
-    console = Console(file=screen, force_terminal=True, width=80, _environ={"TERM": "xterm"})
-    with Progress(4, console, below=lambda: "all workers are up") as progress:
-        progress.count(10, 1, list)
-    assert "1/4 responses" in screen.getvalue()
-    assert "all workers are up" in screen.getvalue()

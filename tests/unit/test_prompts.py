@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from command_line import write
 
-from paceline.commands.checkpoint import read_checkpoint
-from paceline.commands.prompts import read_prompts
-from paceline.commands.responses import (
+from paceline.commands.inputs.model_folder import read_checkpoint
+from paceline.commands.inputs.prompts import read_prompts
+from paceline.commands.rollout.responses import (
     RESERVED,
 )
 from paceline.errors import RequestError

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.errors import ConfigError
-from paceline.integrations.recipe import Recipe, check_resumable, load_recipe
+from paceline.training.recipe import Recipe, check_resumable, load_recipe
 
 MINIMAL = "task: {name: countdown}\nmodel: policy\nsteps: 4\n"
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
@@ -71,7 +71,7 @@ def test_overrides_win_and_are_yaml(tmp_path: Path) -> None:
         ("optimizer: {learning_rate: .inf}", "optimizer.learning_rate = inf"),
         ("sampling: {temperature: 0}", "sampling.temperature = 0"),
         ("engine: {budget: {policy: fastest}}", "engine.budget.policy = 'fastest'"),
-        ("fleet: {variant: oracle}", "choose even, context, no-context or group"),
+        ("fleet: {variant: oracle}", "choose even, context, no-context, sticky or group"),
     ],
 )
 def test_bad_value_is_named_with_its_remedy(tmp_path: Path, text: str, message: str) -> None:
@@ -123,6 +123,17 @@ def test_resume_allows_what_changes_no_result_and_nothing_else(tmp_path: Path) -
             check_resumable(load_recipe(path, [override]), recorded)
 
 
+def test_a_run_keeps_to_its_mode(tmp_path: Path) -> None:
+    path = write(tmp_path, MINIMAL)
+    recorded = load_recipe(path).model_dump(mode="json")
+    with pytest.raises(ConfigError, match=r"engine\.compiled was False and is True"):
+        check_resumable(load_recipe(path, ["engine.compiled=true"]), recorded)
+    del recorded["engine"]["compiled"]  # as written before there was a choice
+    check_resumable(load_recipe(path), recorded)
+    with pytest.raises(ConfigError, match=r"engine\.compiled was False and is True"):
+        check_resumable(load_recipe(path, ["engine.compiled=true"]), recorded)
+
+
 def test_schedule_with_an_end_fixes_the_steps(tmp_path: Path) -> None:
     path = write(tmp_path, MINIMAL + "optimizer: {schedule: linear}\n")
     recorded = load_recipe(path).model_dump(mode="json")
@@ -132,7 +143,7 @@ def test_schedule_with_an_end_fixes_the_steps(tmp_path: Path) -> None:
 
 def test_reading_a_recipe_imports_nothing_heavy() -> None:
     code = (
-        "import sys, paceline.integrations.recipe, paceline.integrations.run_folder; "
+        "import sys, paceline.training.recipe, paceline.training.run_folder; "
         "print([m for m in ('torch', 'vllm', 'trl', 'transformers') if m in sys.modules])"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

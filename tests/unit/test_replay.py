@@ -10,15 +10,16 @@ import pytest
 from command_line import Run
 from edited_log import edit_log
 from live_loop import live
+from reports import make_ending
 
 from paceline.config import BudgetSettings, EngineSettings, FleetSettings
 from paceline.control.controller import Controller
 from paceline.control.events import (
     Abandoned,
     CancelChunk,
-    Ending,
     Event,
     Growth,
+    Growths,
     Opened,
     Report,
     Reported,
@@ -30,10 +31,11 @@ from paceline.control.events import (
     WorkerLost,
     WorkerUp,
 )
-from paceline.engine.replay import replay_engine
+from paceline.control.packed import Packed
+from paceline.engine.loop_replay import replay_engine
 from paceline.errors import RecordError, RequestError
-from paceline.fleet.decision_log import describe, open_log
-from paceline.fleet.replay import replay_controller
+from paceline.fleet.controller_log import describe, open_log
+from paceline.fleet.controller_replay import replay_controller
 from paceline.record.decisions import (
     BudgetLine,
     DecisionLine,
@@ -154,19 +156,17 @@ def request(key: int) -> RolloutRequest:
 
 
 def ended(chunk: int, start: int, count: int, reason: str) -> Report:
-    tokens = list(range(start, start + count))  # a list, as msgpack gives it back
-    return Report(2, endings=(Ending(chunk, start, tokens, [-1.0] * count, 2, 5, reason),))
+    return Report(2, endings=(make_ending(chunk, start, range(start, start + count), reason),))
 
 
 EVENTS: list[Event] = [
     Opened(),
     WorkerUp("w0", 0, 0, 100, 4, 10),
     Submitted((request(2**64 - 1), request(2)), true_lengths=(12, 3)),
-    Reported("w0", 0, Report(1, (Growth(0, 0, (0, 1), (-0.5, float("nan")), 1),))),
+    Reported("w0", 0, Report(1, Growths.pack([Growth(0, 0, Packed.of((0, 1), (-0.5, float("nan"))), 1)]))),
     WorkerUp("w1", 0, 0, 100, 4, 10),
     WorkerLost("w0", 0, "killed"),
-    Tick(1.0),
-    Tick(100.0),
+    *(Tick(float(now_s)) for now_s in range(1, 13)),
     WorkerUp("w1", 1, 0, 100, 4, 10),
     Reported("w1", 1, ended(5, 2, 6, "stop")),
     Reported("w1", 1, ended(4, 0, 8, "length")),
@@ -195,7 +195,7 @@ def test_a_controllers_actions_are_the_same_again(controller_log: Path) -> None:
 
 
 def test_events_come_back_as_they_were(controller_log: Path) -> None:
-    from paceline.fleet.replay import _read_event
+    from paceline.fleet.controller_replay import _read_event
 
     with DecisionReader(controller_log) as reader:
         found = [_read_event(reader, line) for line in reader]  # type: ignore[arg-type]

@@ -282,6 +282,59 @@ def test_long_runs_are_thinned() -> None:
     assert len(page) < 1_500_000
 
 
+def paused_steps(worker: str = "") -> list[EngineStepSample]:
+    """Pairs of steps of 0.044 s, one pair in 0.110 s, with 256 requests; 10 s later one request alone."""
+    busy = [
+        EngineStepSample(
+            t_s=0.11 * i,
+            num_steps=2,
+            step_s=0.088,
+            num_running=256.0,
+            num_generated_tokens=512,
+            step=1,
+            worker=worker,
+        )
+        for i in range(200)
+    ]
+    alone = EngineStepSample(t_s=32.0, num_steps=2, step_s=0.088, num_running=1.0, step=1, worker=worker)
+    return [*busy, alone]
+
+
+def drawn_running(events: list[EngineStepSample]) -> tuple[list[float], list[float]]:
+    """x and y of the first picture."""
+    choice = running_figure(collect(HEADER, events))
+    assert isinstance(choice, Choice)
+    series = choice.figures[0].series[0]
+    return series.x, [value or 0.0 for value in series.y]
+
+
+def test_requests_go_on_running_between_two_steps() -> None:
+    x, y = drawn_running(paused_steps()[:-1])
+    assert x[-1] == pytest.approx(0.11 * 200, abs=0.1)
+    assert y == pytest.approx([256.0] * len(y), rel=1e-3)
+
+
+def test_a_slow_reader_does_not_end_the_requests_of_an_engine() -> None:
+    x, y = drawn_running(paused_steps())
+    assert min(y[:-1]) == pytest.approx(256.0, rel=1e-3)
+    assert x[-1] == pytest.approx(32.0, abs=0.1)
+
+
+def test_a_worker_of_a_fleet_that_has_nothing_to_do_runs_nothing() -> None:
+    x, y = drawn_running(paused_steps("w1"))
+    idle = [value for at, value in zip(x, y, strict=True) if 22.5 < at < 31.5]
+    assert max(idle) == 0.0
+    assert [value for at, value in zip(x, y, strict=True) if at < 21.5] == pytest.approx(
+        [256.0] * sum(at < 21.5 for at in x), rel=1e-3
+    )
+
+
+def test_the_momentary_throughput_is_that_of_the_rollout() -> None:
+    history = collect(HEADER, paused_steps()[:-1])
+    used = history.throughput.used()
+    assert used[:, 0].sum() / used[:, 1].sum() == pytest.approx(512 / 0.11, rel=1e-2)
+
+
 def test_thinning_keeps_the_course_of_a_line() -> None:
     history = collect(HEADER, [train_step(i, reward_mean=i / 6000) for i in range(1, 6001)])
     figure = reward_figure(history)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from command_line import write
 
-from paceline.commands.responses import (
+from paceline.commands.rollout.responses import (
     KnownResponse,
     ResponseFile,
     ResponseLine,
@@ -101,6 +101,10 @@ def test_a_full_disk_loses_nothing_that_was_written(tmp_path: Path, monkeypatch:
         ({"policy_fingerprint": "g"}, "of other weights"),
         ({"options": {"seed": 0, "temperature": 0.5}}, "made with temperature=0.5, this run has 1.0"),
         ({"options": {"temperature": 1.0}}, "made with seed=None, this run has 0"),
+        (
+            {"options": {"seed": 0, "temperature": 1.0, "compiled": True}},
+            "made with compiled=True, this run has None",
+        ),
         ({"key": 4}, "of another prompt"),
     ],
 )

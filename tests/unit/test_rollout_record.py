@@ -8,20 +8,30 @@ from typing import Any
 
 import pytest
 import typer
+from reports import make_ending
 
-from paceline.commands.job import Job
-from paceline.commands.launch import Launch
-from paceline.commands.prompts import Prompt
-from paceline.commands.rollout_record import RolloutRecord
+from paceline.commands.inputs.launch import Launch
+from paceline.commands.inputs.prompts import Prompt
+from paceline.commands.rollout.job import Job
+from paceline.commands.rollout.rollout_record import RolloutRecord
 from paceline.config import EngineSettings, FleetSettings
-from paceline.control.events import Ending, Report, Reported, RunChunk, Telemetry, WorkerStep
+from paceline.control.events import Report, Reported, RunChunk, Telemetry, WorkerStep
 from paceline.errors import EngineError, RecordError
 from paceline.fleet.chunk_log import ChunkLog
-from paceline.fleet.rollout import Finished
+from paceline.fleet.fleet import Finished
 from paceline.fleet.status import StatusBoard, WorkerStatus
-from paceline.record import ChunkDone, EngineStepSample, Event, RecordReader, ResponseDone, RunEnd, TrainStep
+from paceline.record import (
+    ChunkDone,
+    EngineStepSample,
+    Event,
+    Note,
+    RecordReader,
+    ResponseDone,
+    RunEnd,
+    TrainStep,
+)
 from paceline.report import build_report
-from paceline.types import KvUse, Response, RolloutRequest, StepObservation
+from paceline.types import DraftSharingCounters, KvUse, Response, RolloutRequest, StepObservation
 
 
 @dataclass
@@ -36,7 +46,7 @@ class Told:
         request = RolloutRequest((1, 2), 9, key=index, group=77)
         self.chunks.note([RunChunk("w0", 0, index, request, 0, index)], 1.0)
         step = WorkerStep(StepObservation(1, 0, 0, 0, 0.01), tokens)
-        ending = Ending(index, 0, (5,) * tokens, (-1.0,) * tokens, tokens, 0, "stop")
+        ending = make_ending(index, 0, (5,) * tokens, "stop")
         report = Report(1, endings=(ending,), telemetry=Telemetry(KvUse(10, 16, 1, 0), 1, (step,)))
         self.board.hear("w0", report)
         self.chunks.hear(Reported("w0", 0, report), 2.0)
@@ -46,7 +56,7 @@ class Told:
 
 @pytest.fixture
 def job() -> Job:
-    launch = Launch(Path("models/policy"), EngineSettings(), "float32", 64, 8, 1 << 20, True)
+    launch = Launch(Path("models/policy"), EngineSettings(), "float32", 64, 8, 1 << 20, True, False)
     todo = [(Prompt(line, line, {}, (1, 2)), sample, None) for line in (1, 2) for sample in (0, 1)]
     unused: Any = None
     return Job(unused, launch, unused, "abc", {"seed": 3}, todo, 0)
@@ -86,6 +96,20 @@ def test_a_rollout_is_one_step_of_a_run(job: Job, tmp_path: Path) -> None:
     page = build_report(tmp_path / "r").read_text()
     assert page.count('class="timeline"') == 1
     assert "No train step ended" not in page
+
+
+def test_a_draft_server_that_did_not_keep_up_is_noted_and_reported(job: Job, tmp_path: Path) -> None:
+    record, fleet = record_of(job, tmp_path), Told()
+    fleet.board.workers["w0"].draft_sharing = DraftSharingCounters(held_messages=2)
+    with record:
+        record.begin(fleet)  # type: ignore[arg-type]
+        fleet.board.workers["w0"].draft_sharing = DraftSharingCounters(held_messages=2, unanswered_fetches=5)
+        record.look([fleet.run(0, 4)])
+        fleet.board.workers["w0"].draft_sharing = DraftSharingCounters(held_messages=2, unanswered_fetches=5)
+    [note] = read(tmp_path, Note)
+    assert "left 5 questions unanswered" in note.text
+    assert "took no message" not in note.text
+    assert note.text in build_report(tmp_path).read_text()
 
 
 def test_a_resumed_rollout_adds_a_step(job: Job, tmp_path: Path) -> None:

@@ -153,6 +153,21 @@ def test_difference_counts_from_the_nearest_end(
     assert ClaimResult(claim(paper=paper, paper_to=to), ours).difference == pytest.approx(difference)
 
 
+@pytest.mark.parametrize(
+    ("paper", "to", "ours", "difference"),
+    [(1.2, None, 1.1, -0.5), (2.0, 2.4, 2.2, 0.0), (1.5, 2.6, 1.25, -0.5), (0.95, None, 0.9, None)],
+)
+def test_the_gain_is_compared_too_where_there_is_one(
+    paper: float, to: float | None, ours: float, difference: float | None
+) -> None:
+    found = ClaimResult(claim(paper=paper, paper_to=to), ours).gain_difference
+    assert found == (None if difference is None else pytest.approx(difference))
+
+
+def test_a_share_has_no_gain() -> None:
+    assert ClaimResult(claim(quantity="tail_cut"), 0.7).gain_difference is None
+
+
 def test_claims_are_judged_by_their_quantity(tmp_path: Path) -> None:
     quantities = ["rollout", "step", "tail", "tail_cut", "idle_share", "rollout_s"]
     claims = [claim(quantity=one).model_dump() for one in quantities]

@@ -9,7 +9,7 @@ import pytest
 
 from paceline.config import BudgetSettings
 from paceline.planning.latency_profile import AffineLatency, PiecewiseLatency, StepLatency
-from paceline.sim.acceptance import AcceptanceProcess
+from paceline.sim.acceptance_model import AcceptanceProcess
 from paceline.sim.budgeted import Budgeted
 from paceline.sim.costs import Drafter, EngineCosts
 from paceline.sim.speculation import Batch, Plain, RoundPlan

@@ -1,4 +1,4 @@
-"""`paceline ladder` and `paceline plan`: which drafter, how many devices for it, and which window, from profiles."""
+"""`paceline plan`: which drafter, how many devices for it, and which window, from profiles."""
 
 from __future__ import annotations
 
@@ -9,78 +9,27 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
-from paceline.commands.lists import read_rates
-from paceline.commands.options import check_writable
+from paceline.commands.inputs.lists import read_rates
+from paceline.commands.inputs.profiles import (
+    SEGMENTS,
+    Acceptance,
+    Context,
+    MaxWindow,
+    PaperRules,
+    check_least,
+    warn_beyond,
+)
 from paceline.errors import ConfigError
 from paceline.planning.composition import Candidate, Devices, Option, best_of, rank_options
-from paceline.planning.ladder import LadderSettings, build_ladder, choose_first, rank_drafters
 from paceline.planning.latency_profile import LatencyModel, RequestLatency
 from paceline.planning.profile_fit import load_fits
 from paceline.planning.window import Mode, Rules
 from paceline.record.profile import Profile
-
-SEGMENTS = 8
-"""Of the curve that a target's step times are fitted with; SpecActor's formulas want a line."""
+from paceline.terminal.tables import make_table
 
 _ON = {None: " ", Mode.COUPLED: "shared", Mode.DECOUPLED: ""}
 """Where a drafter runs that has no devices of its own."""
-
-Acceptance = Annotated[
-    list[str],
-    typer.Option(
-        metavar="RATE|NAME=RATE",
-        help="Probability that a draft token is accepted if those before it were; may be given per drafter.",
-    ),
-]
-Context = Annotated[int, typer.Option(help="Tokens of each request so far, at which the plan is made.")]
-MaxWindow = Annotated[int, typer.Option(help="Longest draft window, tokens.")]
-PaperRules = Annotated[
-    bool, typer.Option("--paper", help="Decide by SpecActor's formulas to the letter (docs/planning.md).")
-]
-
-
-def ladder(
-    profile: Annotated[Path, typer.Argument(metavar="PROFILE", help="Written by 'paceline profile'.")],
-    acceptance: Acceptance,
-    batch: Annotated[int, typer.Option(help="Requests drafted for and verified together.")] = 16,
-    context: Context = 512,
-    max_window: MaxWindow = 16,
-    mode: Annotated[Mode, typer.Option(help="Whether drafter and verifier take turns or work at once.")] = (
-        Mode.COUPLED
-    ),
-    paper: PaperRules = False,
-    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the ladder here.")] = None,
-) -> None:
-    """Rank the drafters of a profile by their speed-up over plain decoding.
-
-    Example: paceline ladder policy.json --acceptance small=0.8 --acceptance suffix=0.6 --html ladder.html
-    """
-    _check_least({"--batch": batch, "--context": context, "--max-window": max_window})
-    rules = Rules.PAPER if paper else Rules.PROTOCOL
-    made, target, fits = load_fits(profile, None if paper else SEGMENTS)
-    rates = read_rates("--acceptance", acceptance, list(fits))
-    if html is not None:
-        check_writable("--html", html)
-    _warn_beyond(made, context, dict.fromkeys(("", *rates), batch))
-    drafters: dict[str, LatencyModel] = {name: fits[name].model for name in rates}
-    settings = LadderSettings(batch, max_window, mode, rules)
-    built = build_ladder(drafters, target.model.for_requests_of(context), settings)
-    table = Table(title=f"{made.target}, batch {batch}, context {context}, {mode}")
-    for column in ("drafter", "acceptance", "speed-up", "window"):
-        table.add_column(column, justify="left" if column == "drafter" else "right")
-    for rung in rank_drafters(built, rates):
-        table.add_row(rung.drafter, f"{rates[rung.drafter]:.2f}", f"{rung.speedup:.2f}", str(rung.window))
-    Console().print(table)
-    first = choose_first(built, rates)
-    typer.echo(f"begin with: {first.drafter if first.speedup > 1.0 else 'no drafts'}")
-    if html is not None:
-        from paceline.report.plan_page import build_ladder_page
-
-        facts = {"target": made.target, "batch": batch, "context": context, "mode": str(mode)}
-        build_ladder_page(html, built, rates, facts)
-        typer.echo(f"picture: {html}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +70,7 @@ def plan(
 
     Example: paceline plan policy.json --acceptance 0.8 --devices 8 --requests 512
     """
-    _check_least(
+    check_least(
         {"--devices": devices, "--requests": requests, "--context": context, "--max-window": max_window}
     )
     if alternatives < 0:
@@ -139,7 +88,7 @@ def plan(
             err=True,
         )
     for profile in job.profiles:
-        _warn_beyond(profile, context, _largest_batches(options, profile.num_gpus))
+        warn_beyond(profile, context, _largest_batches(options, profile.num_gpus))
     _show_plans(options, job)
 
 
@@ -183,14 +132,12 @@ def _read_job(
 def _show_plans(options: Sequence[Option], job: Job) -> None:
     plain = best_of(options, None)
     assert plain is not None
-    table = Table(
+    table = make_table(
+        ("plan", "drafter"),
+        ("on", "engine", "window", "batch", "tok/s", "x plain"),
         title=f"{job.requests} responses on {job.devices} devices",
-        collapse_padding=True,  # so that it fits into 80 columns
         caption="on: devices of one drafter; engine: devices of one engine; tok/s: of one request",
     )
-    texts = ("plan", "drafter")
-    for column in (*texts, "on", "engine", "window", "batch", "tok/s", "x plain"):
-        table.add_column(column, justify="left" if column in texts else "right", no_wrap=True)
     for at, option in enumerate(options):
         table.add_row(
             option.mode or "plain",
@@ -206,26 +153,6 @@ def _show_plans(options: Sequence[Option], job: Job) -> None:
     Console().print(table)
 
 
-def _warn_beyond(made: Profile, context: int, batches: Mapping[str, int]) -> None:
-    """Say so where the fits are asked for more than was measured.
-
-    batches: largest batch of each drafter, and under "" of the engine.
-    """
-    measured = {one.name: max(point.batch for point in one.points) for one in made.drafters}
-    measured[""] = max(point.batch for point in made.steps)
-    asked = [("context", context, max(point.context for point in made.steps))]
-    for name, batch in batches.items():
-        what = f"batch of drafter {name}" if name else "batch"
-        asked.append((what, batch, measured.get(name, batch)))
-    for what, value, most in asked:
-        if value > most:
-            typer.echo(
-                f"note: a {what} of {value} is extrapolated, the profile of {made.target} ({made.num_gpus} per engine) "
-                f"ends at {most}: profile that far for sure numbers",
-                err=True,
-            )
-
-
 def _largest_batches(options: Sequence[Option], num_gpus: int) -> dict[str, int]:
     """The largest batch of the engines of this size, and of each drafter beside them."""
     largest: dict[str, int] = {}
@@ -234,9 +161,3 @@ def _largest_batches(options: Sequence[Option], num_gpus: int) -> dict[str, int]
             for name in {"", option.drafter}:
                 largest[name] = max(largest.get(name, 0), option.batch)
     return largest
-
-
-def _check_least(values: Mapping[str, int]) -> None:
-    for option, value in values.items():
-        if value < 1:
-            raise ConfigError(f"{option} {value}: must be at least 1")

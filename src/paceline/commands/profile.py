@@ -12,10 +12,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from paceline.commands.checkpoint import Checkpoint, check_drafter, read_checkpoint
-from paceline.commands.launch import GIB, Launch, check_batch, describe_failure, hush
-from paceline.commands.lists import read_counts
-from paceline.commands.options import Dtype, ModelArgument, check_writable
+from paceline.commands.inputs.launch import GIB, Launch, check_batch, describe_failure, hush
+from paceline.commands.inputs.lists import read_counts
+from paceline.commands.inputs.model_folder import Checkpoint, check_drafter, read_checkpoint
+from paceline.commands.inputs.options import Compiled, Dtype, ModelArgument, check_writable
 from paceline.engine.build import is_cpu_build
 from paceline.errors import ConfigError, EngineError, PacelineError
 from paceline.planning.latency_profile import AffineLatency, LatencyFit, StepLatency
@@ -28,6 +28,7 @@ from paceline.record.profile import (
     StepPoint,
     write_profile,
 )
+from paceline.terminal.tables import make_table
 
 if TYPE_CHECKING:
     from paceline.engine.profiling import Shape
@@ -61,6 +62,7 @@ def profile(
         int, typer.Option(help="GPUs that the engine runs on.", rich_help_panel="Engine")
     ] = 1,
     dtype: Dtype = "auto",
+    compiled: Compiled = False,
     kv_cache_gib: Annotated[
         float | None,
         typer.Option(
@@ -88,7 +90,7 @@ def profile(
     if tensor_parallel_size < 1 or (tensor_parallel_size > 1 and is_cpu_build()):
         raise ConfigError(f"--tensor-parallel-size {tensor_parallel_size}: at least 1, and 1 on a CPU engine")
     page = _check_out(out)
-    settings = profiling_settings(widths[-1])
+    settings = profiling_settings(widths[-1], compiled)
     checkpoint = read_checkpoint(model)
     folders = _check_drafters(drafter or [], checkpoint)
     length = lengths[-1] + longest_response(widths)
@@ -98,7 +100,9 @@ def profile(
             f"{checkpoint.max_len}: lower --contexts"
         )
     kv_cache_bytes = _fit_cache(checkpoint, dtype, sizes[-1], length, kv_cache_gib)
-    launch = Launch(model, settings, dtype, length, sizes[-1], kv_cache_bytes, not checkpoint.has_tokenizer)
+    launch = Launch(
+        model, settings, dtype, length, sizes[-1], kv_cache_bytes, not checkpoint.has_tokenizer, compiled
+    )
     shapes = [Shape(b, q, c) for b, c, q in product(sizes, lengths, widths)]
     console = Console(stderr=True)
     drafters = _measure_drafters(folders, sizes, lengths[-1], console)
@@ -107,6 +111,7 @@ def profile(
         version=PROFILE_VERSION,
         target=model.resolve().name,
         dtype=used_dtype,
+        compiled=compiled,
         num_gpus=tensor_parallel_size,
         threads=threads,
         machine=describe_machine(),
@@ -213,26 +218,26 @@ def _measure_drafters(
     folders: dict[str, Path], batches: Sequence[int], context: int, console: Console
 ) -> tuple[DrafterProfile, ...]:
     from paceline.drafting.profiling import measure_model, measure_suffix
-    from paceline.engine.rollout import prepare_environment
+    from paceline.engine.rollout_engine import prepare_environment
 
     prepare_environment()
     found = [DrafterProfile(SUFFIX, measure_suffix(batches, context))]
     for name, folder in folders.items():
         console.print(f"drafter {name}")
         with hush():
-            from paceline.engine.sampler import throw
+            from paceline.engine.sampler import throw_all
         device = "cpu" if is_cpu_build() else "cuda"
-        found.append(DrafterProfile(name, measure_model(folder, batches, context, "auto", device, throw)))
+        found.append(DrafterProfile(name, measure_model(folder, batches, context, "auto", device, throw_all)))
     return tuple(found)
 
 
-def _show(made: Profile, target: LatencyFit[StepLatency], fits: dict[str, LatencyFit[AffineLatency]]) -> None:
-    table = Table(title=f"{made.target}, {made.dtype}: milliseconds of a step, measured (fitted)")
+def profile_tables(
+    made: Profile, target: LatencyFit[StepLatency], fits: dict[str, LatencyFit[AffineLatency]]
+) -> tuple[Table, Table]:
+    """Step times, and what drafting costs."""
     widths = sorted({p.tokens_per_request for p in made.steps})
-    table.add_column("batch", justify="right")
-    table.add_column("context", justify="right")
-    for width in widths:
-        table.add_column(f"{width} tok/req", justify="right")
+    title = f"{made.target}, {made.dtype}: ms of a step by tokens per request, measured (fitted)"
+    table = make_table(("batch", "context", *map(str, widths)), (), title=title)
     by_shape = {(p.batch, p.context, p.tokens_per_request): p.step_s for p in made.steps}
     for batch, context in sorted({(p.batch, p.context) for p in made.steps}):
         cells = []
@@ -241,9 +246,12 @@ def _show(made: Profile, target: LatencyFit[StepLatency], fits: dict[str, Latenc
             fitted_s = float(target.model.seconds(batch * width, batch * context))
             cells.append("" if step_s is None else f"{1e3 * step_s:.1f} ({1e3 * fitted_s:.1f})")
         table.add_row(str(batch), str(context), *cells)
-    drafting = Table(title="drafting one token for each request: base + per request, microseconds")
-    for column in ("drafter", "base", "per request", "variance explained", "largest error"):
-        drafting.add_column(column, justify="left" if column == "drafter" else "right")
+    drafting = make_table(
+        ("drafter",),
+        ("base", "per request", "explained", "largest error"),
+        title="drafting one token for each request: base + per request, microseconds",
+        caption="explained: share of the variance",
+    )
     for name, fit in fits.items():
         drafting.add_row(
             name,
@@ -252,7 +260,12 @@ def _show(made: Profile, target: LatencyFit[StepLatency], fits: dict[str, Latenc
             f"{100 * fit.r_squared:.1f} %",
             f"{100 * fit.largest_relative_error:.0f} %",
         )
+    return table, drafting
+
+
+def _show(made: Profile, target: LatencyFit[StepLatency], fits: dict[str, LatencyFit[AffineLatency]]) -> None:
     console = Console()
+    table, drafting = profile_tables(made, target, fits)
     console.print(table)
     console.print(
         f"fit of the step time: {100 * target.r_squared:.1f} % of the variance explained, largest error "

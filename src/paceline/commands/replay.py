@@ -12,12 +12,13 @@ from rich.table import Table
 
 from paceline.record.decisions import DecisionReader, find_decisions
 from paceline.record.tally import Tally
+from paceline.terminal.tables import make_table
 
 DIFFERENT = 1
 
 
 @dataclass(frozen=True, slots=True)
-class _Replayed:
+class Replayed:
     """One log."""
 
     name: str
@@ -43,7 +44,7 @@ def replay(
     """
     logs = [_replay(log) for log in find_decisions(path)]
     console = Console(soft_wrap=True, highlight=False)
-    console.print(_table(logs))
+    console.print(replay_table(logs))
     for log in logs:
         if log.torn:
             console.print(f"{log.name}: the last line is torn and was passed over")
@@ -53,23 +54,22 @@ def replay(
         raise typer.Exit(DIFFERENT)
 
 
-def _replay(path: Path) -> _Replayed:
+def _replay(path: Path) -> Replayed:
     with DecisionReader(path) as reader:
         if reader.header.kind == "engine":
-            from paceline.engine.replay import replay_engine
+            from paceline.engine.loop_replay import replay_engine
 
             tallies = replay_engine(reader)
         else:
-            from paceline.fleet.replay import replay_controller
+            from paceline.fleet.controller_replay import replay_controller
 
             tallies = replay_controller(reader)
-        return _Replayed(path.name, tallies, reader.torn)
+        return Replayed(path.name, tallies, reader.torn)
 
 
-def _table(logs: list[_Replayed]) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for name in ("log", "decisions", "planned again", "different"):
-        table.add_column(name, justify="left" if name in {"log", "decisions"} else "right")
+def replay_table(logs: list[Replayed]) -> Table:
+    """One row per log and kind of decision."""
+    table = make_table(("log", "decisions"), ("planned again", "different"))
     for log in logs:
         for tally in log.tallies:
             table.add_row(log.name, tally.kind, str(tally.num_planned), str(tally.num_different))

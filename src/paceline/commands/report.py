@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from paceline.commands.options import check_writable
+from paceline.commands.inputs.options import check_writable
 
 
 def report(

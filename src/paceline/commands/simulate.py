@@ -13,10 +13,11 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from paceline.commands.options import check_writable
+from paceline.commands.inputs.options import check_writable
 from paceline.errors import ConfigError
 from paceline.sim.comparison import ClaimResult, SystemResult, judge_claims, run_systems
 from paceline.sim.scenario import SYSTEMS, Scenario, as_row, find_scenario, load_scenario, preset_names
+from paceline.terminal.tables import make_table
 
 RESULT_VERSION = 1
 
@@ -57,7 +58,7 @@ def simulate(
     Without an argument, lists the presets. Example: paceline simulate specactor-dapo-32b --html dapo.html
     """
     if scenario is None:
-        _list_presets()
+        Console().print(presets_table())
         return
     if show:
         if override or what_if or system:
@@ -78,7 +79,7 @@ def simulate(
     results, claims = run_scenario(scenario, loaded, changes, names)
     _show_results(loaded.title, results)
     if claims:
-        _show_claims(claims)
+        Console().print(claims_table(claims))
     if json_file is not None:
         _write_json(json_file, loaded, results, claims)
     if html is not None:
@@ -123,78 +124,71 @@ def _names(scenario: Scenario, chosen: Sequence[str] | None) -> list[str]:
     return names
 
 
-def _list_presets() -> None:
-    table = Table(title="presets: paceline simulate PRESET")
-    for column in ("preset", "responses", "GPUs", "what"):
-        table.add_column(column, justify="right" if column in ("responses", "GPUs") else "left")
+def presets_table() -> Table:
+    """One row per shipped scenario."""
+    table = make_table(("preset", "what"), ("responses", "GPUs"), title="presets: paceline simulate PRESET")
     for name in preset_names():
         loaded = load_scenario(name)
-        table.add_row(name, str(loaded.groups * loaded.group_size), str(loaded.gpus), loaded.title)
-    Console().print(table)
+        table.add_row(name, loaded.title, str(loaded.groups * loaded.group_size), str(loaded.gpus))
+    return table
 
 
-def _show_results(title: str, results: Mapping[str, SystemResult]) -> None:
-    table = Table(
-        title=title,
-        caption="s: the rollout; x: over the first system; e2e: the training step; tail: from 90 % finished; "
-        "AL: tokens per step and request; wasted: draft tokens",
+def results_table(title: str, results: Mapping[str, SystemResult]) -> Table:
+    """One row per system."""
+    columns = ("s", "x", "step\nx", "tail\ns", "idle\n%", "AL", "waste\n%", "pre-\nempt")
+    caption = (
+        "s: the rollout; x: over the first system; step: the whole training step; tail: from 90 % finished; idle: of "
+        "the workers' time; AL: acceptance length, tokens per request and step; waste: of the draft tokens; pre-empt: "
+        "requests that lost their memory"
     )
-    columns = (
-        "system",
-        "rollout s",
-        "x",
-        "x e2e",
-        "tail s",
-        "idle",
-        "tok/step",
-        "drafts wasted",
-        "preempted",
-    )
-    for column in columns:
-        table.add_column(column, justify="left" if column == "system" else "right")
+    table = make_table(("system",), columns, title=title, caption=caption)
     baseline = next(iter(results.values()))
     for one in results.values():
-        wasted = f"{one.wasted_tokens / one.drafted_tokens:.0%}" if one.drafted_tokens else ""
+        wasted = f"{100 * one.wasted_tokens / one.drafted_tokens:.0f}" if one.drafted_tokens else ""
         table.add_row(
             one.name,
             f"{one.rollout_s:.0f}",
             f"{baseline.rollout_s / one.rollout_s:.2f}",
             f"{baseline.step_s / one.step_s:.2f}",
             f"{one.tail_s:.0f}",
-            f"{one.idle_share:.0%}",
+            f"{100 * one.idle_share:.0f}",
             f"{one.acceptance_length:.2f}",
             wasted,
             f"{one.preemptions:.0f}" if one.preemptions else "",
         )
+    return table
+
+
+def _show_results(title: str, results: Mapping[str, SystemResult]) -> None:
     console = Console()
-    console.print(table)
+    console.print(results_table(title, results))
     for one in results.values():
         if one.note:
             console.print(f"{one.name}: {one.note}", highlight=False)
 
 
-def _show_claims(claims: Sequence[ClaimResult]) -> None:
-    table = Table(title="published numbers and ours", caption="*: constants were chosen to meet this number")
-    for column in ("claim", "published", "ours", "diff."):
-        table.add_column(column, justify="left" if column == "claim" else "right")
+def claims_table(claims: Sequence[ClaimResult]) -> Table:
+    """One row per published number."""
+    table = make_table(
+        ("claim",),
+        ("published", "ours", "diff."),
+        title="published numbers and ours",
+        caption="*: no prediction (fitted, or implied by others)",
+    )
     for one in claims:
         claim = one.claim
         high = f"-{claim.paper_to:g}" if claim.paper_to is not None else ""
-        text = claim.text + (" *" if claim.calibrated else "")
+        text = claim.text + ("" if claim.standing == "predicted" else " *")
         table.add_row(text, f"{claim.paper:g}{high}", f"{one.ours:.3g}", f"{100 * one.difference:+.0f} %")
-    Console().print(table)
+    return table
 
 
 def _sweep(
     source: str, changes: Sequence[str], names: Sequence[str], what_if: Sequence[str], target: Path | None
 ) -> None:
     axes = [_read_axis(text) for text in what_if]
-    table = Table(title="what if")
-    for key, _ in axes:
-        table.add_column(key)
-    table.add_column("system")
-    for heading in ("rollout s", f"over {names[0]}"):
-        table.add_column(heading, justify="right")
+    keys = [key for key, _ in axes]
+    table = make_table((*keys, "system"), ("rollout s", "x"), title="what if", caption=f"x: over {names[0]}")
     rows: list[dict[str, Any]] = []
     points = []
     for values in itertools.product(*(values for _, values in axes)):

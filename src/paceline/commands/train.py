@@ -11,19 +11,19 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from paceline.commands.checkpoint import read_checkpoint
-from paceline.commands.launch import check_batch, check_model_drafter, hush
+from paceline.commands.inputs.launch import check_batch, check_model_drafter, hush
+from paceline.commands.inputs.model_folder import read_checkpoint
 from paceline.engine.arguments import check_vllm_arguments
 from paceline.errors import PacelineError, RecordError, TrainingError
 from paceline.fleet.cluster import check_fleet
-from paceline.integrations.recipe import Recipe, load_recipe
-from paceline.integrations.run_folder import LOG, check_folder
 from paceline.record import FILE_NAME
+from paceline.terminal.interruption import INTERRUPTED
+from paceline.training.recipe import Recipe, load_recipe
+from paceline.training.run_folder import LOG, check_folder
 
 if TYPE_CHECKING:
-    from paceline.integrations.conductor import Summary
+    from paceline.training.step_runner import Summary
 
-INTERRUPTED = 130
 QUIET = {
     "TRANSFORMERS_VERBOSITY": "error",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
@@ -105,7 +105,7 @@ def _run(recipe: Recipe, out: Path, *, resume: bool, overwrite: bool) -> Summary
         console.print(f"preparing {recipe.task.name} and {recipe.model}", soft_wrap=True)
         with hush(log):
             try:
-                from paceline.integrations.training_run import TrainingRun
+                from paceline.training.run import TrainingRun
 
                 check_vllm_arguments(recipe.capacity.vllm, "capacity.vllm")
                 return TrainingRun(recipe, out, console, resume=resume, overwrite=overwrite).run()

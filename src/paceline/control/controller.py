@@ -1,14 +1,17 @@
 """The controller: the slow loop's state machine. The only place that decides where a response runs.
 
-`decide(event) -> actions`, without clock, I/O or Ray: the live fleet (`fleet.rollout`) carries out what it says, and so
-does the simulated one (`sim.fleet`). Owns the dispatcher of the rollout, the only copy of every response's state, and
+`decide(event) -> actions`, without clock, I/O or Ray: the live fleet (`fleet.fleet`) carries out what it says, and so
+does the simulated one (`sim.rollout`). Owns the dispatcher of the rollout, the only copy of every response's state, and
 what each worker is about.
 
 Invariants: a response is delivered exactly once, whatever is lost, told late or told twice; its tokens only grow; a
 worker generates only with the weights of the present version; the chunks of a worker fit into its KV cache.
 
 A worker is *starting* (no engine yet), *loading* (weights), *up*, or *given up* after too many fruitless lives. Only
-those that are up are known to the dispatcher.
+those that are up are known to the dispatcher. A worker is given one set of weights at a time; if they have become old
+when it has them, it is given the present ones next.
+
+Silence is measured while the driver listens: of a long time between two ticks only `LONGEST_TICK_S` count.
 """
 
 from __future__ import annotations
@@ -28,7 +31,6 @@ from paceline.control.events import (
     Event,
     Fail,
     Growth,
-    Keep,
     Kept,
     LoadWeights,
     Opened,
@@ -45,12 +47,18 @@ from paceline.control.events import (
     WorkerLost,
     WorkerUp,
 )
-from paceline.control.ledger import LiveResponse, RunningChunk
-from paceline.errors import EngineError, RequestError
+from paceline.control.live_response import LiveResponse, RunningChunk
+from paceline.errors import EngineError, PacelineError, RequestError
 from paceline.planning.dispatch import Assignment, Dispatcher, DispatchSettings
 from paceline.types import RolloutRequest
 
 WorkerState = Literal["starting", "loading", "up", "given up"]
+
+LONGEST_TICK_S = 1.0
+"""Of a longer time between two ticks so much counts as silence: the driver was busy elsewhere and has heard nobody."""
+
+KEEP_S = 1.0
+"""How often responses that grow are kept for a restarted driver: one growth of all has a few tokens, and a header."""
 
 
 @dataclass(slots=True)
@@ -70,7 +78,8 @@ class _Worker:
     num_fruitless: int = 0
     """Lives in a row that came to nothing."""
     waiting_since_s: float | None = None
-    """When a tick first found that something is expected of it; None: nothing is, or it has just done something."""
+    """When a tick first found that something is expected of it, in seconds that the driver has listened; None: nothing
+    is, or it has just done something."""
 
 
 @dataclass(slots=True)
@@ -81,6 +90,7 @@ class _Rollout:
     variant: Variant
     groups: dict[tuple[int, tuple[int, ...], int], list[LiveResponse]] = field(default_factory=dict)
     places: dict[tuple[int, int], LiveResponse] = field(default_factory=dict)  # by dispatch group and sample
+    unkept: dict[int, LiveResponse] = field(default_factory=dict)  # by index: have grown since they were kept
 
     def add(self, response: LiveResponse) -> None:
         request = response.request
@@ -104,6 +114,9 @@ class Controller:
         self._rollout: _Rollout | None = None
         self._dispatcher: Dispatcher | None = None
         self._numbers = itertools.count()
+        self._last_tick_s: float | None = None
+        self._listened_s = 0.0
+        self._kept_s = float("-inf")
         self.num_unfinished = 0
         """Responses of the rollout that are not delivered."""
 
@@ -125,13 +138,13 @@ class Controller:
             case WeightsChanged():
                 actions = self._change_weights(event.version)
             case Tick():
-                actions = self._look_for_silence(event.now_s)
+                actions = [*self._keep_grown(event.now_s), *self._look_for_silence(event.now_s)]
             case _ if self._workers[event.worker].life != event.life:  # a late report
                 return []
             case _:
                 actions = self._hear(event, self._workers[event.worker])
         if any(isinstance(action, Fail) for action in actions):
-            return actions
+            return [*actions, *self._keep_all()]
         return [*actions, *self._match()]
 
     def _hear(self, event: WorkerEvent, worker: _Worker) -> list[Action]:
@@ -140,7 +153,7 @@ class Controller:
                 worker.facts = event
                 return self._welcome(worker, event.version)
             case WeightsLoaded():
-                return self._welcome(worker, event.version)
+                return self._welcome(worker, event.version) if worker.state == "loading" else []
             case WorkerLost():
                 return self._lose(worker, event.reason)
             case Reported():
@@ -185,7 +198,7 @@ class Controller:
             raise EngineError("no worker is left, all have been given up: start another fleet")
         self._dispatcher, self._rollout = (
             None,
-            _Rollout(event.true_lengths, event.variant or self._settings.variant),
+            _Rollout(event.true_lengths, event.variant or self._settings.variant or "even"),
         )
         actions: list[Action] = []
         for index, request in enumerate(event.requests):
@@ -257,7 +270,7 @@ class Controller:
         return RunChunk(worker.name, worker.life, number, request, self._version, response.index)
 
     def _abandon(self) -> list[Action]:
-        actions: list[Action] = []
+        actions = self._keep_all()
         for worker in self._workers.values():
             actions += [CancelChunk(worker.name, worker.life, number) for number in worker.chunks]
             worker.chunks.clear()
@@ -272,61 +285,90 @@ class Controller:
             worker.num_steps, worker.waiting_since_s = report.num_steps, None
         actions: list[Action] = []
         for growth in report.growths:
-            actions += self._grow(worker, growth)
+            self._grow(worker, growth)
         for ending in report.endings:
             actions += self._end(worker, ending)
         if any(number in worker.chunks for number in report.refused):
             actions += self._renew(worker)
         for number, reason in report.rejected:
             if number in worker.chunks:
-                index = worker.chunks[number].response.index
-                message = f"response {index} cannot run on worker {worker.name}: {reason}"
-                actions.append(Fail(RequestError, message))
+                actions += self._give_up(worker, number, f"cannot run on worker {worker.name}: {reason}")
         return actions
 
-    def _grow(self, worker: _Worker, growth: Growth) -> list[Action]:
+    def _grow(self, worker: _Worker, growth: Growth) -> None:
         chunk = worker.chunks.get(growth.chunk)
         if chunk is None:  # it was taken away or has ended
-            return []
+            return
         response = chunk.response
-        response.check_extent(chunk, growth.start, growth.start + len(growth.tokens) + 1)
-        num_new = response.absorb(growth.start, growth.tokens, growth.logprobs)
-        if not num_new:
-            return []
-        worker.has_generated = True
-        response.num_steps = chunk.num_steps + growth.num_steps
-        return [response.keep(num_new, None)]
+        response.check_extent(chunk, growth.start, growth.start + len(growth.piece) + 1)
+        if response.absorb(growth.start, growth.piece):
+            worker.has_generated = True
+            response.num_steps = chunk.num_steps + growth.num_steps
+            assert self._rollout is not None
+            self._rollout.unkept[response.index] = response
 
     def _end(self, worker: _Worker, ending: Ending) -> list[Action]:
         chunk = worker.chunks.get(ending.chunk)
         if chunk is None:
             return []
         response = chunk.response
-        response.check_extent(chunk, ending.start, ending.start + len(ending.tokens))
-        num_new = response.absorb(ending.start, ending.tokens, ending.logprobs)
-        num_tokens = response.num_tokens
+        response.check_extent(chunk, ending.start, ending.start + ending.num_tokens)
         response.check_end(chunk, ending)
+        is_whole = response.absorb_end(ending)
+        num_tokens = response.num_tokens
         worker.has_generated = True
         response.num_steps = chunk.num_steps + ending.num_steps
         response.num_draft_tokens += ending.num_draft_tokens
-        is_final = ending.finish_reason == "stop" or num_tokens == response.request.max_tokens
+        if ending.failure is not None:
+            return self._give_up(worker, ending.chunk, f"failed on worker {worker.name}: {ending.failure}")
+        is_final = is_whole and (ending.finish_reason == "stop" or num_tokens == response.request.max_tokens)
         assert self._dispatcher is not None
+        assert self._rollout is not None
         self._dispatcher.chunk_finished(chunk.assignment, num_tokens, is_final)
         del worker.chunks[ending.chunk]
         response.chunk = None
-        reason = ending.finish_reason if is_final else None
-        kept: Keep = response.keep(num_new, reason)
-        if reason is None:
-            return [kept]
-        return [kept, self._deliver(chunk, reason)]
+        if not is_final:
+            self._rollout.unkept[response.index] = response
+            return []
+        self._rollout.unkept.pop(response.index, None)
+        return [response.keep(ending.finish_reason), self._deliver(chunk, ending.finish_reason)]
 
-    def _deliver(self, chunk: RunningChunk, reason: str) -> Deliver:
+    def _give_up(
+        self, worker: _Worker, number: int, failure: str, error: type[PacelineError] = RequestError
+    ) -> list[Action]:
+        """A response has failed: it is delivered as far as it came, or the rollout ends with the error."""
+        chunk = worker.chunks[number]
+        response = chunk.response
+        if self._settings.on_failure == "raise":
+            return [Fail(error, f"response {response.index} {failure}")]
+        assert self._dispatcher is not None
+        assert self._rollout is not None
+        self._dispatcher.give_up(chunk.assignment)
+        del worker.chunks[number]
+        response.chunk = None
+        self._rollout.unkept.pop(response.index, None)
+        return [self._deliver(chunk, "error", failure)]
+
+    def _deliver(self, chunk: RunningChunk, reason: str, failure: str | None = None) -> Deliver:
         assert self._rollout is not None
         del self._rollout.places[chunk.assignment.group, chunk.assignment.sample]
         self.num_unfinished -= 1
         if not self.num_unfinished:
             self._rollout = self._dispatcher = None
-        return Deliver(chunk.response.index, chunk.response.finish(reason, self._version))
+        return Deliver(chunk.response.index, chunk.response.finish(reason, self._version, failure))
+
+    def _keep_grown(self, now_s: float) -> list[Action]:
+        """Keep what has grown, from time to time."""
+        if now_s - self._kept_s < KEEP_S:
+            return []
+        self._kept_s = now_s
+        return self._keep_all()
+
+    def _keep_all(self) -> list[Action]:
+        if self._rollout is None:
+            return []
+        grown, self._rollout.unkept = self._rollout.unkept.values(), {}
+        return [response.keep(None) for response in grown]
 
     # -- workers come and go
 
@@ -351,11 +393,10 @@ class Controller:
 
     def _lose(self, worker: _Worker, reason: str) -> list[Action]:
         """A worker is gone: what it ran goes on elsewhere from the last token told, and another engine is started."""
+        actions = self._blame(worker, reason) if worker.has_generated else []
         lost = self._withdraw(worker).values()
-        actions: list[Action] = []
         if worker.has_generated:
             worker.num_fruitless = 0
-            actions = self._blame(lost, reason)
         elif worker.state != "up" or worker.has_run:
             worker.num_fruitless += 1
         worker.life += 1
@@ -374,19 +415,21 @@ class Controller:
             actions.append(Fail(EngineError, message))
         return actions
 
-    def _blame(self, chunks: Collection[RunningChunk], reason: str) -> list[Action]:
-        """A worker that could work was lost with these chunks: does a response end every worker that runs it?"""
-        for chunk in chunks:
-            chunk.response.num_losses += chunk.response.num_tokens == chunk.start
+    def _blame(self, worker: _Worker, reason: str) -> list[Action]:
+        """A worker that could work is lost: does a response end every worker that runs it?"""
         most = self._settings.max_crashes
-        suspects = [chunk for chunk in chunks if chunk.response.num_losses > most]
-        if not suspects:
-            return []
-        message = (
-            f"{most + 1} workers in a row were lost before they brought a token to {_name(suspects)}, the last one "
-            f"thus: {reason}; leave it out, or raise max_crashes ({most}) if something else ends the workers"
+        suspects = []
+        for number, chunk in worker.chunks.items():
+            chunk.response.num_losses += chunk.response.num_tokens == chunk.start
+            if chunk.response.num_losses > most:
+                suspects.append(number)
+        failure = (
+            f"got no token from {most + 1} workers in a row that were lost while they ran it, the last one thus: "
+            f"{reason}; leave it out, or raise max_crashes ({most}) if something else ends the workers"
         )
-        return [Fail(EngineError, message)]
+        return [
+            action for number in suspects for action in self._give_up(worker, number, failure, EngineError)
+        ]
 
     def _withdraw(self, worker: _Worker) -> dict[int, RunningChunk]:
         """Take the worker out of the rollout; its chunks wait again. Gives them by number."""
@@ -418,27 +461,35 @@ class Controller:
         self._version = version
         actions: list[Action] = []
         for worker in self._workers.values():
-            if worker.state in {"up", "loading"}:
+            if worker.state == "up":  # one that is loading is given these when it is done
                 worker.state, worker.waiting_since_s = "loading", None
                 actions.append(LoadWeights(worker.name, worker.life, version))
         return actions
 
     def _look_for_silence(self, now_s: float) -> list[Action]:
         """Give up on workers of which something has been expected for too long."""
+        listened_s = self._listen(now_s)
         actions: list[Action] = []
         for worker in self._workers.values():
             if worker.state == "given up" or (worker.state == "up" and not worker.chunks):
                 worker.waiting_since_s = None
                 continue
             if worker.waiting_since_s is None:
-                worker.waiting_since_s = now_s
+                worker.waiting_since_s = listened_s
             is_up = worker.state == "up"
             limit_s = self._settings.silence_s if is_up else self._settings.start_timeout_s
-            if now_s - worker.waiting_since_s > limit_s:
+            if listened_s - worker.waiting_since_s > limit_s:
                 what = "finished no engine step" if is_up else f"was still {worker.state}"
                 actions.append(StopWorker(worker.name, worker.life))
                 actions += self._lose(worker, f"it {what} after {limit_s:g} s")
         return actions
+
+    def _listen(self, now_s: float) -> float:
+        """Time goes on; gives the seconds that the driver has listened so far."""
+        before_s, self._last_tick_s = self._last_tick_s, now_s
+        if before_s is not None:
+            self._listened_s += min(now_s - before_s, LONGEST_TICK_S)
+        return self._listened_s
 
 
 def _name(chunks: Collection[RunningChunk]) -> str:

@@ -1,50 +1,99 @@
 """What happens to a fleet, and what is to be done about it: the controller's events and actions.
 
-All frozen, without behaviour. A worker is a place with a name; each time an engine is started there it begins another
-life, so that what an earlier life still had to say is known as late. Chunks are numbered by the controller, uniquely
-over all rollouts.
+All frozen, without behaviour beyond packing. A worker is a place with a name; each time an engine is started there it
+begins another life, so that what an earlier life still had to say is known as late. Chunks are numbered by the
+controller, uniquely over all rollouts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import struct
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, Self, TypeAlias
+
+import msgspec
 
 from paceline.config import Variant
+from paceline.control.packed import TOKEN_BYTES, Digest, Packed
 from paceline.errors import PacelineError
-from paceline.types import KvPoolCounters, KvUse, Response, RolloutRequest, StepObservation
+from paceline.types import (
+    DraftSharingCounters,
+    KvPoolCounters,
+    KvUse,
+    Response,
+    RolloutRequest,
+    StepObservation,
+)
 
 # ---------------------------------------------------------------- what workers tell
 
 
-@dataclass(frozen=True, slots=True)
-class Growth:
+class Growth(msgspec.Struct, frozen=True, gc=False):
     """Further tokens of a running chunk. Never its last ones: those come with its Ending."""
 
     chunk: int
     start: int
     """Index within the response of the first token."""
-    tokens: tuple[int, ...]
-    logprobs: tuple[float, ...]
+    piece: Packed
     num_steps: int
     """Engine steps in which the chunk has decoded so far."""
 
 
+_GROWTH = struct.Struct("=qiii")
+
+
+class Growths(msgspec.Struct, frozen=True, gc=False):
+    """All growths of a report, packed: a worker has hundreds, ten times a second, of a few tokens each."""
+
+    places: bytes = b""  # [num_growths] of `_GROWTH`: chunk, start, number of tokens, num_steps
+    packed: Packed = Packed()
+
+    @classmethod
+    def pack(cls, growths: Iterable[Growth]) -> Self:
+        """One after another."""
+        found = list(growths)
+        return cls(
+            b"".join(_GROWTH.pack(one.chunk, one.start, len(one.piece), one.num_steps) for one in found),
+            Packed(
+                b"".join(one.piece.tokens for one in found), b"".join(one.piece.logprobs for one in found)
+            ),
+        )
+
+    def extents(self) -> Iterator[tuple[int, int, int, int]]:
+        """Of each growth its chunk, the index of its first token, how many tokens it has, and `num_steps`."""
+        return _GROWTH.iter_unpack(self.places)
+
+    def __iter__(self) -> Iterator[Growth]:
+        tokens, logprobs, done = self.packed.tokens, self.packed.logprobs, 0
+        for chunk, start, count, num_steps in self.extents():
+            end = done + count * TOKEN_BYTES
+            yield Growth(chunk, start, Packed(tokens[done:end], logprobs[done:end]), num_steps)
+            done = end
+
+    def __len__(self) -> int:
+        return len(self.places) // _GROWTH.size
+
+
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """A chunk ended. It tells the whole chunk again, so that lost or damaged reports come to light."""
+    """A chunk ended. Length and digest are of the whole chunk, so that lost or damaged reports come to light."""
 
     chunk: int
     start: int
     """Index within the response of the chunk's first token."""
-    tokens: Sequence[int]
-    """A tuple from a live worker, a list in a log, a range from a simulated worker: there they are only counted."""
-    logprobs: Sequence[float]
+    num_tokens: int
+    """Of the chunk."""
+    rest: Packed
+    """The last of them, which no growth has told."""
+    digest: Digest
+    """Of all its tokens. A simulated worker tells no tokens, and none."""
     num_steps: int
     num_draft_tokens: int
     finish_reason: str
-    """"stop" ends the response, "length" the chunk."""
+    """"stop" and "error" end the response, "length" the chunk."""
+    failure: str | None = None
+    """Why the engine gave the response up, where `finish_reason` is "error"."""
 
 
 class WorkerStep(NamedTuple):
@@ -66,6 +115,8 @@ class Telemetry:
     """Engine steps since the last report."""
     kv_pool: KvPoolCounters = field(default_factory=KvPoolCounters)
     """What this life has done with the KV pool."""
+    draft_sharing: DraftSharingCounters = field(default_factory=DraftSharingCounters)
+    """What this life has told the draft servers and heard from them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +125,7 @@ class Report:
 
     num_steps: int
     """Engine steps of this life."""
-    growths: tuple[Growth, ...] = ()
+    growths: Growths = field(default_factory=Growths)
     endings: tuple[Ending, ...] = ()
     refused: tuple[int, ...] = ()
     """Chunks of another policy version than the engine has."""
@@ -95,9 +146,8 @@ class Opened:
 class Kept:
     """What is known of a response from an earlier run."""
 
-    tokens: tuple[int, ...]
+    packed: Packed
     """Response tokens from `RolloutRequest.generated` on."""
-    logprobs: tuple[float, ...]
     num_steps: int = 0
     num_draft_tokens: int = 0
     finish_reason: str | None = None
@@ -239,8 +289,7 @@ class Keep:
     index: int
     start: int
     """Index of the first token, counted from `RolloutRequest.generated` on."""
-    tokens: tuple[int, ...]
-    logprobs: tuple[float, ...]
+    packed: Packed
     num_steps: int
     """Of the whole response so far, as are the draft tokens."""
     num_draft_tokens: int

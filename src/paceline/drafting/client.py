@@ -4,16 +4,20 @@ All network work is done by a thread of its own; `watch`, `report`, `forget` and
 engine step never waits. What a server lacks (it was started anew, or dropped the group) is sent to it again. Whatever
 fails, drafting goes on from what is here. `watch` to `take` are for one thread, the scheduler's.
 
+All that has grown goes out in one message per server and tick. What the server has not taken yet stays here, and the
+next message begins with what has waited longest; so it is with what is asked for. No group starves, however many.
+
+Memory: a group without a response here is only remembered (`MOST_DORMANT`), with text as long as that is unsent.
+
 Responses move between workers. Invariant: `watch`, `report` and `take` together give the tokens of each response in
 order and without a gap; what was given before may come again after a `watch`, or from the response's beginning on.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -24,21 +28,27 @@ from paceline.drafting.wire import (
     MAX_MESSAGE_BYTES,
     MAX_QUEUED,
     MAX_TEXT_BYTES,
+    PIECE_BYTES,
     TOKEN_BYTES,
     Append,
     Fetch,
+    GroupNews,
+    GroupPieces,
     News,
     Piece,
     Seal,
     Want,
 )
 from paceline.errors import ConfigError
-from paceline.types import Int32Array
+from paceline.types import DraftSharingCounters, Int32Array
 
 LOGGER = logging.getLogger(__name__)
 
 MOST_DORMANT = 1024
 """Groups without a response here whose place in the log is remembered, in case one comes back."""
+
+MOST_UNSENT_BYTES = 64 << 20
+"""Text of dormant groups that waits for a server that takes nothing; beyond this whole groups go, the oldest first."""
 
 MOST_WAITING = 1 << 14
 """Pieces that wait to be taken; while there are more, nothing is fetched."""
@@ -77,15 +87,28 @@ class _Own:
 
 @dataclass(slots=True)
 class _Group:
-    """What the thread knows of a watched group."""
+    """What the thread knows of a group."""
 
     log: int = 0
     since: int = 0
-    is_ending: bool = False
-    """Nothing is generated here any more; what was is still to be sent."""
+    heard_at: int = 0
+    """When news of it came last, in answers of its server: the others are asked for first."""
     own: dict[int, _Own] = field(default_factory=dict)  # by key
     heard: dict[int, int] = field(default_factory=dict)
     """Tokens of each response, by key, from which on more is handed over; those that the log has while it is here."""
+
+    def num_unsent(self) -> int:
+        """Bytes of text that no server has taken."""
+        return sum(max(len(own.tokens) - own.num_sent, 0) for own in self.own.values())
+
+
+class _Part(NamedTuple):
+    """Text that is being sent."""
+
+    name: tuple[int, int]
+    own: _Own
+    start: int  # bytes
+    text: bytes
 
 
 class DraftClient:
@@ -115,6 +138,9 @@ class DraftClient:
         """Answers to what was asked in an earlier one are dropped."""
         self._lock = threading.Lock()  # held for moments: around the groups' small tables
         self._groups: dict[int, _Group] = {}
+        self._dormant: dict[int, _Group] = {}
+        """Groups without a response here, the longest without first."""
+        self._counts: Counter[str] = Counter()  # the fields of DraftSharingCounters
         self._arrived: deque[Growth] = deque()
         self._context = zmq.Context()
         self._links = [_Link(self._context, address) for address in addresses]
@@ -127,23 +153,23 @@ class DraftClient:
     def watch(self, group: int, key: int, generated: Sequence[int] = ()) -> None:
         """A response of the group is generated here, with these tokens so far."""
         with self._lock:
-            known = self._groups.pop(group, None) or _Group()
-            self._groups[group] = known  # the last one: dormant ones at the front are the oldest
-            known.is_ending = False
+            known = self._groups.get(group)
+            if known is None:
+                known = self._groups[group] = self._dormant.pop(group) if group in self._dormant else _Group()
             own = known.own.setdefault(key, _Own())
             own.is_here = True
             if heard := known.heard.get(key, 0):
                 if heard * TOKEN_BYTES > len(own.tokens):  # the server told it, so it need not be told
                     own.num_sent = heard * TOKEN_BYTES
                 self._arrived = deque(one for one in self._arrived if (one.group, one.key) != (group, key))
-            own.put(0, generated)
+            self._put(group, key, own, 0, generated)
 
     def report(self, group: int, key: int, start: int, tokens: Sequence[int]) -> None:
         """A watched response has grown by `tokens`, from its `start`-th on; what is known already is passed over."""
         with self._lock:
             known = self._groups.get(group)
             if known is not None and (own := known.own.get(key)) is not None:
-                own.put(start, tokens)
+                self._put(group, key, own, start, tokens)
 
     def leave(self, group: int, key: int, num_tokens: int) -> None:
         """A watched response is not generated here any more; from its `num_tokens`-th on it may be elsewhere."""
@@ -159,19 +185,29 @@ class DraftClient:
     def unwatch(self, group: int) -> None:
         """The last response of the group here has ended. What was reported is still sent."""
         with self._lock:
-            if group in self._groups:
-                self._groups[group].is_ending = True
+            if (known := self._groups.pop(group, None)) is not None:
+                self._dormant[group] = known
+                self._trim(known)
+                self._drop_dormant()
 
     def forget(self) -> None:
         """Stop watching all groups at once: their tokens are those of an old policy."""
         with self._lock:
             self._groups.clear()
+            self._dormant.clear()
+            for link in self._links:
+                link.unsent.clear()
             self._arrived.clear()
             self._epoch += 1
 
     def take(self, most: int) -> list[Growth]:
         """What has arrived since the last call, in order, at most so many pieces."""
         return [self._arrived.popleft() for _ in range(min(len(self._arrived), most))]
+
+    def counters(self) -> DraftSharingCounters:
+        """What has been told and heard so far, and what went wrong."""
+        with self._lock:
+            return DraftSharingCounters(**self._counts)
 
     def close(self) -> None:
         """Stop the thread; what was reported and not sent yet is lost."""
@@ -180,6 +216,37 @@ class DraftClient:
         for link in self._links:
             link.socket.close()
         self._context.term()
+
+    # -- both sides, with the lock
+
+    def _link_of(self, group: int) -> _Link:
+        return self._links[group % len(self._links)]
+
+    def _put(self, group: int, key: int, own: _Own, start: int, tokens: Sequence[int]) -> None:
+        own.put(start, tokens)
+        if own.num_sent < len(own.tokens):
+            self._link_of(group).unsent.setdefault((group, key), own)
+        else:
+            self._link_of(group).unsent.pop((group, key), None)
+
+    def _trim(self, group: _Group) -> None:
+        """Of a dormant group the text goes once it is sent; `heard` says how far it went."""
+        group.own = {key: own for key, own in group.own.items() if own.num_sent < len(own.tokens)}
+
+    def _drop_dormant(self) -> None:
+        """Forget the oldest dormant groups beyond the bounds, sent or not."""
+        unsent = {number: group.num_unsent() for number, group in self._dormant.items() if group.own}
+        excess = sum(unsent.values()) - MOST_UNSENT_BYTES
+        for number in list(self._dormant):
+            if excess <= 0 and len(self._dormant) <= MOST_DORMANT:
+                return
+            lost, group = unsent.get(number, 0), self._dormant[number]
+            if lost or len(self._dormant) > MOST_DORMANT:
+                del self._dormant[number]
+                for key in group.own:
+                    self._link_of(number).unsent.pop((number, key), None)
+                excess -= lost
+                self._counts["dropped_tokens"] += lost // TOKEN_BYTES
 
     # -- the thread's side
 
@@ -196,25 +263,55 @@ class DraftClient:
             news = self._seal.open_news(frame)
             if news is not None:
                 self._hear(news, link)
+        self._tell(link)
+        self._ask(at, link)
+
+    def _tell(self, link: _Link) -> None:
+        """Send what has grown; what the server does not take now stays first in line."""
         with self._lock:
-            epoch = self._epoch  # of what is asked for below
-            mine = [
-                (number, group) for number, group in self._groups.items() if number % len(self._links) == at
-            ]
-            appends = _unsent(mine)
-            dormant = [number for number, group in self._groups.items() if group.is_ending]
-            for number in dormant[: max(len(dormant) - MOST_DORMANT, 0)]:
-                del self._groups[number]
-            is_full = len(self._arrived) > MOST_WAITING
-            wants = tuple(
-                Want(number, group.log, group.since) for number, group in mine if not group.is_ending
-            )
-        for append in appends:
-            link.send(self._seal.pack(append))
+            parts = link.next_parts()
+        if not parts:
+            return
+        pieces: dict[int, list[Piece]] = {}
+        for part in parts:
+            group, key = part.name
+            pieces.setdefault(group, []).append(Piece(key, part.start // TOKEN_BYTES, part.text))
+        message = Append(tuple(GroupPieces(group, tuple(grown)) for group, grown in pieces.items()))
+        is_sent = link.send(self._seal.pack(message))
+        with self._lock:
+            if is_sent:
+                self._note_sent(link, parts)
+            else:
+                self._counts["held_messages"] += 1
+
+    def _note_sent(self, link: _Link, parts: list[_Part]) -> None:
+        for name, own, start, text in parts:
+            self._counts["told_tokens"] += len(text) // TOKEN_BYTES
+            own.num_sent = max(own.num_sent, start + len(text))
+            if link.unsent.get(name) is own:
+                del link.unsent[name]
+                if own.num_sent < len(own.tokens):
+                    link.unsent[name] = own  # behind the others
+        for number in {part.name[0] for part in parts}:
+            if (group := self._dormant.get(number)) is not None:
+                self._trim(group)
+
+    def _ask(self, at: int, link: _Link) -> None:
         link.waited_ms += 1e3 * self._interval_s
-        if wants and not is_full and (link.answered or link.waited_ms > ANSWER_MS):
+        is_late = link.waited_ms > ANSWER_MS
+        if not link.answered and not is_late:
+            return
+        with self._lock:
+            epoch = self._epoch
+            if len(self._arrived) > MOST_WAITING:
+                return
+            mine = [one for one in self._groups.items() if one[0] % len(self._links) == at]
+            mine.sort(key=lambda one: one[1].heard_at)
+            wants = tuple(Want(number, group.log, group.since) for number, group in mine)
+        if wants and link.send(self._seal.pack(Fetch(link.number + 1, wants))):
+            with self._lock:
+                self._counts["unanswered_fetches"] += not link.answered
             link.number, link.answered, link.waited_ms, link.epoch = link.number + 1, False, 0.0, epoch
-            link.send(self._seal.pack(Fetch(link.number, wants)))
 
     def _hear(self, news: News, link: _Link) -> None:
         if news.number != link.number:  # a late answer: another question has been asked since
@@ -225,19 +322,33 @@ class DraftClient:
                 return
             for one in news.groups:
                 group = self._groups.get(one.group)
-                if group is None:
-                    continue
-                if one.log != group.log:
-                    group.log = one.log
-                    for own in group.own.values():
-                        own.num_sent = 0
-                group.since = one.until
-                for key, known in one.behind:
-                    if key in group.own:
-                        own = group.own[key]
-                        own.num_sent = min(known * TOKEN_BYTES, len(own.tokens))
-                for piece in one.pieces:
-                    self._pass_on(one.group, group, piece)
+                if group is not None:
+                    self._learn(one, group, link)
+
+    def _learn(self, news: GroupNews, group: _Group, link: _Link) -> None:
+        group.heard_at = link.number
+        is_lost = news.log != group.log != 0  # the server has another log than the one that was told
+        if news.log != group.log:
+            group.log = news.log
+            for key in group.own:
+                self._tell_again(link, news.group, group, key, 0, is_lost)
+        group.since = news.until
+        for key, known in news.behind:
+            if key in group.own:
+                self._tell_again(link, news.group, group, key, known, True)
+        for piece in news.pieces:
+            self._pass_on(news.group, group, piece)
+
+    def _tell_again(
+        self, link: _Link, number: int, group: _Group, key: int, known: int, is_lost: bool
+    ) -> None:
+        """The server has only the first `known` tokens of a response. is_lost: it had been told more."""
+        own = group.own[key]
+        before, own.num_sent = own.num_sent, min(known * TOKEN_BYTES, len(own.tokens))
+        if is_lost:
+            self._counts["lost_tokens"] += max(before - own.num_sent, 0) // TOKEN_BYTES
+        if own.num_sent < len(own.tokens):
+            link.unsent.setdefault((number, key), own)
 
     def _pass_on(self, number: int, group: _Group, piece: Piece) -> None:
         """Hand over what is new of a foreign response."""
@@ -252,6 +363,7 @@ class DraftClient:
         own = group.own.get(piece.key)
         if own is not None and own.is_here:
             return
+        self._counts["heard_tokens"] += len(tokens)
         for first in range(0, len(tokens), MOST_TOKENS):
             part = tokens[first : first + MOST_TOKENS]
             self._arrived.append(Growth(number, piece.key, heard + first, part))
@@ -267,6 +379,8 @@ class _Link:
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
         self.socket.setsockopt(zmq.SNDHWM, MAX_QUEUED)
+        self.unsent: dict[tuple[int, int], _Own] = {}
+        """Responses with text that the server has not taken, by group and key; what has waited longest first."""
         self.epoch = 0
         self.number, self.answered, self.waited_ms = 0, True, 0.0
         try:
@@ -285,25 +399,24 @@ class _Link:
             frames.append(self.socket.recv())
         return frames
 
-    def send(self, frame: bytes) -> None:
-        """Send, or drop it where the server takes no more: it will name the gap, and hear it again."""
+    def send(self, frame: bytes) -> bool:
+        """Send, unless the server takes no more now."""
         import zmq
 
-        with contextlib.suppress(zmq.Again):
+        try:
             self.socket.send(frame, zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        return True
 
-
-def _unsent(groups: list[tuple[int, _Group]]) -> list[Append]:
-    """What the server has not been told, at most MAX_TEXT_BYTES; counted as told."""
-    appends, room = [], MAX_TEXT_BYTES
-    for number, group in groups:
-        pieces = []
-        for key, own in group.own.items():
-            if own.num_sent < len(own.tokens) and room > 0:
-                fresh = bytes(own.tokens[own.num_sent : own.num_sent + room // TOKEN_BYTES * TOKEN_BYTES])
-                pieces.append(Piece(key, own.num_sent // TOKEN_BYTES, fresh))
-                own.num_sent += len(fresh)
-                room -= len(fresh)
-        if pieces:
-            appends.append(Append(number, tuple(pieces)))
-    return appends
+    def next_parts(self) -> list[_Part]:
+        """What has waited longest, as much as one message carries."""
+        parts, room = [], MAX_TEXT_BYTES
+        for name, own in self.unsent.items():
+            if room <= 0:
+                break
+            most = max(room // TOKEN_BYTES, 1) * TOKEN_BYTES
+            text = bytes(own.tokens[own.num_sent : own.num_sent + most])
+            parts.append(_Part(name, own, own.num_sent, text))
+            room -= len(text) + PIECE_BYTES
+        return parts

@@ -21,7 +21,9 @@ MODEL_TYPES = ("llama", "qwen2")
 
 
 @dataclass(frozen=True, slots=True)
-class _Layer:
+class FusedLayer:
+    """Weights of a layer, projections of the same input in one."""
+
     qkv: torch.Tensor  # [(num_heads + 2 * num_kv_heads) * head_dim, hidden], the norm's weight in it
     qkv_bias: torch.Tensor | None
     output: torch.Tensor
@@ -34,21 +36,21 @@ class LeanDecoder:
     """The forward pass of one loaded model; keeps fused copies of its projections."""
 
     def __init__(self, model: Any, max_model_len: int) -> None:
-        self._embedding = model.get_input_embeddings().weight
-        self._head = model.get_output_embeddings().weight
-        size = self._embedding.shape[1]
-        self._norm = model.model.norm.weight * size**0.5
+        self.embedding = model.get_input_embeddings().weight
+        self.head = model.get_output_embeddings().weight
+        size = self.embedding.shape[1]
+        self.norm = model.model.norm.weight * size**0.5
         eps = model.config.get_text_config().rms_norm_eps * size
-        self._eps = torch.full((1, 1), eps, dtype=torch.float32, device=self._embedding.device)
+        self.eps = torch.full((1, 1), eps, dtype=torch.float32, device=self.embedding.device)
         attention = model.model.layers[0].self_attn
         self._head_dim: int = attention.head_dim
-        self._scaling: float = attention.scaling
-        self._layers = [_fuse(layer) for layer in model.model.layers]
-        device, dtype = self._embedding.device, self._embedding.dtype
+        self.scaling: float = attention.scaling
+        self.layers = [_fuse(layer) for layer in model.model.layers]
+        device, dtype = self.embedding.device, self.embedding.dtype
         positions = torch.arange(max_model_len, device=device).unsqueeze(0)
         cos, sin = model.model.rotary_emb(torch.zeros(1, 1, 1, device=device, dtype=dtype), positions)
         half = self._head_dim // 2
-        self._cos, self._sin = cos[0, :, None, :half].contiguous(), sin[0, :, None, :half].contiguous()
+        self.cos, self.sin = cos[0, :, None, :half].contiguous(), sin[0, :, None, :half].contiguous()
 
     def logits(
         self, ids: torch.Tensor, step: PackedStep, cache: RowCache, *, last_only: bool
@@ -57,27 +59,27 @@ class LeanDecoder:
 
         Returns the logits of every token, or with `last_only` of each row's last one. [num_rows, vocab_size]
         """
-        hidden = F.embedding(ids, self._embedding)
-        cos, sin = self._cos[step.positions], self._sin[step.positions]
-        for index, layer in enumerate(self._layers):
+        hidden = F.embedding(ids, self.embedding)
+        cos, sin = self.cos[step.positions], self.sin[step.positions]
+        for index, layer in enumerate(self.layers):
             heads = F.linear(self._normed(hidden), layer.qkv, layer.qkv_bias).view(
                 len(ids), -1, self._head_dim
             )
             num_kv = cache.num_kv_heads(index)
             turned = _rotate(heads[:, : heads.shape[1] - num_kv], cos, sin)
             cache.write(index, turned[:, -num_kv:], heads[:, -num_kv:])
-            mixed = cache.attend_packed(index, turned[:, :-num_kv], self._scaling)
+            mixed = cache.attend_packed(index, turned[:, :-num_kv], self.scaling)
             hidden = hidden + F.linear(mixed.reshape(len(ids), -1), layer.output, layer.output_bias)
             gate, up = F.linear(self._normed(hidden), layer.gate_up).chunk(2, dim=1)
             hidden = hidden + F.linear(F.silu(gate) * up, layer.down)
         if last_only:
             hidden = hidden[step.last]
-        return F.linear(self._normed(hidden) * self._norm, self._head)
+        return F.linear(self._normed(hidden) * self.norm, self.head)
 
     def _normed(self, hidden: torch.Tensor) -> torch.Tensor:
         """RMS norm without its weight, and smaller by sqrt(hidden_size); both are in the weights that follow."""
         length = torch.linalg.vector_norm(hidden, dim=-1, keepdim=True, dtype=torch.float32)
-        return hidden * torch.rsqrt(torch.addcmul(self._eps, length, length)).to(hidden.dtype)
+        return hidden * torch.rsqrt(torch.addcmul(self.eps, length, length)).to(hidden.dtype)
 
 
 def lean_decoder(model: Any, max_model_len: int) -> LeanDecoder | None:
@@ -89,11 +91,11 @@ def lean_decoder(model: Any, max_model_len: int) -> LeanDecoder | None:
     return LeanDecoder(model, max_model_len)
 
 
-def _fuse(layer: Any) -> _Layer:
+def _fuse(layer: Any) -> FusedLayer:
     attention, mlp = layer.self_attn, layer.mlp
     parts = (attention.q_proj, attention.k_proj, attention.v_proj)
     biases = [part.bias for part in parts]
-    return _Layer(
+    return FusedLayer(
         qkv=_scale(torch.cat([part.weight for part in parts]), layer.input_layernorm),
         qkv_bias=None if biases[0] is None else torch.cat(biases),
         output=attention.o_proj.weight,

@@ -1,8 +1,9 @@
 """N-gram lookup: draft what followed the last occurrence of the newest tokens in the own prompt and response.
 
 The simplest drafter, for comparison and for machines where nothing else fits. Owns one text and one index per
-response, one index per prompt; same calls as `suffix.SuffixForest`. Called by the engine's fast loop. Not
-thread-safe.
+response, one index per prompt; same calls as `suffix.SuffixForest`. Every index has the same share of the memory and
+forgets its oldest n-grams when it grows beyond that; one that does not grow, a prompt's, keeps what it has. Called by
+the engine's fast loop. Not thread-safe.
 
 Source: prompt lookup decoding (Saxena 2023), vLLM's "ngram" method. Differs: an index in place of a scan, the
 longest n-gram first, and calibrated acceptance estimates.
@@ -10,7 +11,10 @@ longest n-gram first, and calibrated acceptance estimates.
 
 from __future__ import annotations
 
+import itertools
+from array import array
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -24,18 +28,25 @@ _POSITION_CLASSES = 8
 NUM_CELLS = MAX_NGRAM * _POSITION_CLASSES
 """Calibration cells: length of the n-gram found x position in the draft (the last class is open)."""
 
+ENTRY_BYTES = 256
+"""What an n-gram takes in an index, about: a tuple of up to four numbers, its place and theirs."""
+
 _Index = dict[tuple[int, ...], int]
+_Text: TypeAlias = "array[int]"
 
 
 @dataclass(slots=True)
 class _Response:
-    text: list[int]  # prompt and response
-    index: _Index = field(default_factory=dict)  # n-gram -> where its last continuation stands
+    text: _Text  # prompt and response
+    has_prompt: (
+        bool  # the text begins with the group's prompt, so places in the prompt's index are places in it
+    )
+    index: _Index = field(default_factory=dict)  # n-gram -> where its last continuation stands; oldest first
 
 
 @dataclass(slots=True)
 class _Group:
-    prompt: list[int] = field(default_factory=list)
+    prompt: _Text = field(default_factory=lambda: array("i"))
     index: _Index = field(default_factory=dict)
     responses: dict[int, _Response] = field(default_factory=dict)
 
@@ -43,20 +54,22 @@ class _Group:
 class LookupDrafter:
     """The n-gram indices of all responses of one engine."""
 
-    def __init__(self, min_ngram: int = 2, max_ngram: int = MAX_NGRAM) -> None:
-        """Shortest and longest n-gram to look for, tokens. Raises ConfigError."""
+    def __init__(self, min_ngram: int = 2, max_ngram: int = MAX_NGRAM, memory_bytes: int = 1 << 30) -> None:
+        """Shortest and longest n-gram to look for, tokens; memory of all indices. Raises ConfigError."""
         if not 1 <= min_ngram <= max_ngram <= MAX_NGRAM:
             raise ConfigError(
                 f"n-grams of {min_ngram} to {max_ngram} tokens: choose 1 <= min <= max <= {MAX_NGRAM}"
             )
         self._sizes = range(min_ngram, max_ngram + 1)
         self._groups: dict[int, _Group] = {}
+        self._max_entries = memory_bytes // ENTRY_BYTES
+        self._num_indices = 0
 
     def open_group(self, group: int, prompt: ArrayLike) -> None:
         """Index the prompt ([num_tokens] ids) of a group, once."""
-        found = self._groups.setdefault(group, _Group())
+        found = self._home(group)
         if not found.prompt:
-            found.prompt = _ids(prompt)
+            found.prompt = array("i", _ids(prompt))
             for end in range(1, len(found.prompt)):
                 self._note(found.prompt, end, found.index)
 
@@ -78,24 +91,28 @@ class LookupDrafter:
 
     def resync(self, group: int, response: int, tokens: ArrayLike) -> None:
         """Index the tokens ([num_tokens] ids) of a response that begins or goes on; what it had before is forgotten."""
-        if group in self._groups:
-            self._groups[group].responses.pop(response, None)
+        if group in self._groups and self._groups[group].responses.pop(response, None) is not None:
+            self._num_indices -= 1
         self.append(group, response, tokens)
 
     def close_response(self, group: int, response: int) -> None:
         """Forget a response, which nothing else reads, and with its last response the group."""
         if group in self._groups:
             responses = self._groups[group].responses
-            if responses.pop(response, None) is not None and not responses:
-                del self._groups[group]
+            if responses.pop(response, None) is not None:
+                self._num_indices -= 1
+                if not responses:
+                    self.drop_group(group)
 
     def drop_group(self, group: int) -> None:
         """Forget a group; unknown groups are ignored."""
-        self._groups.pop(group, None)
+        if (found := self._groups.pop(group, None)) is not None:
+            self._num_indices -= 1 + len(found.responses)
 
     def clear(self) -> None:
         """Forget all groups."""
         self._groups.clear()
+        self._num_indices = 0
 
     def draft(
         self,
@@ -129,25 +146,39 @@ class LookupDrafter:
                 _write(batch, r, copied, size, chances, floor)
         return batch
 
+    def _home(self, group: int) -> _Group:
+        if group not in self._groups:
+            self._groups[group] = _Group()
+            self._num_indices += 1
+        return self._groups[group]
+
     def _open(self, group: int, response: int) -> _Response:
-        home = self._groups.setdefault(group, _Group())
+        home = self._home(group)
         if response not in home.responses:
-            home.responses[response] = _Response(list(home.prompt))
+            home.responses[response] = _Response(home.prompt[:], bool(home.prompt))
+            self._num_indices += 1
         return home.responses[response]
 
-    def _note(self, text: list[int], end: int, index: _Index) -> None:
+    def _note(self, text: _Text, end: int, index: _Index) -> None:
         """The token at `end` is the newest continuation of the n-grams before it."""
         for size in self._sizes:
             if size > end:
-                return
-            index[tuple(text[end - size : end])] = end
+                break
+            ngram = tuple(text[end - size : end])
+            index.pop(ngram, None)
+            index[ngram] = end
+        share = self._max_entries // self._num_indices
+        if len(index) > share:  # half of it at once: single entries at the front of a dict are slow to find
+            newest = list(itertools.islice(index.items(), len(index) - share // 2, None))
+            index.clear()
+            index.update(newest)
 
     def _find(self, group: int, response: int, limit: int) -> tuple[int, list[int]]:
         """Length of the longest n-gram at the end that occurred before, and what followed it."""
         if group not in self._groups or limit <= 0:
             return 0, []
-        found, prompt_index = self._open(group, response), self._groups[group].index
-        text = found.text
+        found = self._open(group, response)
+        text, prompt_index = found.text, self._groups[group].index if found.has_prompt else {}
         for size in reversed(self._sizes):
             newest = tuple(text[-size:])
             if len(newest) == size and (at := found.index.get(newest, prompt_index.get(newest))) is not None:
@@ -167,9 +198,9 @@ def prior_calibration() -> Float32Array:
     return prior
 
 
-def _copy(text: list[int], at: int, limit: int) -> list[int]:
+def _copy(text: _Text, at: int, limit: int) -> list[int]:
     """`limit` tokens from `at` on; a copy that runs into the end goes on with what it has copied."""
-    copied = text[at : at + limit]
+    copied = text[at : at + limit].tolist()
     period = len(copied)
     return [copied[i % period] for i in range(limit)]
 

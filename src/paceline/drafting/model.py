@@ -31,6 +31,7 @@ from paceline.drafting.model_cache import (
     RowCache,
     common_prefix,
 )
+from paceline.drafting.native_decoder import NativeDecoder, native_decoder
 from paceline.drafting.proposal import (
     NUM_CELLS,
     Draft,
@@ -55,6 +56,10 @@ PREFILL_CHUNK_TOKENS = 512
 
 LEAN_TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 """Difference of the lean form's logits from transformers', as a share of the largest, that rounding explains."""
+
+
+NATIVE_TOKENS = 128
+"""Largest step of the native form, which has one thread; beyond, arithmetic counts more than calls."""
 
 
 class ModelDrafter:
@@ -109,6 +114,7 @@ class ModelDrafter:
             if hasattr(module, "layer_idx"):
                 module.paceline_rows = self._cache  # where attend_rows finds it
         self._lean: LeanDecoder | None = None
+        self._native: NativeDecoder | None = None
         self._warm_up()
 
     def draft(
@@ -172,9 +178,9 @@ class ModelDrafter:
     def _warm_up(self) -> None:
         """A few tokens through the model: allocates the cache and proves that the architecture fits.
 
-        The lean form is taken if it gives the same logits behind them.
+        The lean form, and then the native one, is taken if it gives the same logits behind them.
         """
-        self._lean = None
+        self._lean = self._native = None
         count = min(8, self.max_model_len)
         ids = np.linspace(0, self.vocab_size - 1, count).astype(np.int64)
         row = np.zeros(1, np.int64)
@@ -183,11 +189,16 @@ class ModelDrafter:
                 logits = self._forward(row, row, row + count, ids)
                 self._check_layers()
                 self._lean = lean_decoder(self._model, self.max_model_len)
+                if self._lean is not None and not self._agrees(
+                    logits, self._forward(row, row, row + count, ids)
+                ):
+                    self._lean = None
                 if self._lean is not None:
-                    again, scale = self._forward(row, row, row + count, ids), float(logits.abs().max())
-                    error = float((again - logits).abs().max())
-                    if not scale > 0 or not error <= LEAN_TOLERANCE[self._model.dtype] * scale:
-                        self._lean = None
+                    self._native = native_decoder(self._lean, self.vocab_size, self._cache)
+                if self._native is not None and not self._agrees(
+                    logits, self._forward(row, row, row + count, ids)
+                ):
+                    self._native = None
         except PacelineError:
             raise
         except Exception as error:
@@ -196,6 +207,11 @@ class ModelDrafter:
                 "choose a full-attention decoder such as Llama, Qwen2 or Qwen3"
             ) from error
         assert logits.shape == (1, self.vocab_size)
+
+    def _agrees(self, logits: torch.Tensor, again: torch.Tensor) -> bool:
+        """Whether another form's logits differ by no more than rounding explains."""
+        scale = float(logits.abs().max())
+        return scale > 0 and float((again - logits).abs().max()) <= LEAN_TOLERANCE[self._model.dtype] * scale
 
     def _check_layers(self) -> None:
         layers = set(range(self._model.config.get_text_config().num_hidden_layers))
@@ -220,6 +236,8 @@ class ModelDrafter:
 
         Returns the logits after each row's last token, [num_rows, vocab_size] float32.
         """
+        if self._native is not None and len(ids) <= NATIVE_TOKENS:
+            return self._native.logits(rows, starts, counts, ids, self._cache)
         step = PackedStep(rows, starts, counts, self.max_model_len, self._device, self._model.dtype)
         self._cache.step = step
         every_token_last = len(ids) == len(rows)

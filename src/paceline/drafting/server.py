@@ -1,7 +1,8 @@
 """The draft server: one process that passes on what each worker generates to all workers of the group (Seer 3.3, DGDS).
 
 Owns the log of every group and nothing else: workers build their own suffix trees from it and draft from their own
-memory. A group's log is append-only, a list of pieces in the order of arrival; a client's place in it is one number.
+memory. A group's log is the text of each response and the order in which they grew, 4 bytes for each growth; a client's
+place in it is one number. However small the growths were, a fetch gives what is new of a response in one piece.
 Invariants: of every response the log holds a prefix, each token once, whatever is sent twice or out of order; all logs
 together stay below the memory bound, whole groups go, the least recently used first.
 
@@ -14,15 +15,19 @@ from __future__ import annotations
 import itertools
 import secrets
 import time
+from array import array
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from paceline.drafting.wire import (
     MAX_MESSAGE_BYTES,
     MAX_QUEUED,
     MAX_TEXT_BYTES,
+    PIECE_BYTES,
     TOKEN_BYTES,
     Append,
     Fetch,
@@ -34,8 +39,21 @@ from paceline.drafting.wire import (
 )
 from paceline.errors import ConfigError
 
-PIECE_BYTES = 160
-"""What a piece costs beyond its tokens, about."""
+GROUP_BYTES = 800
+"""What a group costs beyond its responses, about."""
+
+RESPONSE_BYTES = 300
+"""What a response costs beyond its tokens and growths, about."""
+
+GROWTH_BYTES = 4
+"""What a growth costs beyond its tokens."""
+
+MOST_RESPONSES = 1 << 16
+"""Responses of one group that the log takes; more are not passed on."""
+
+_COUNT_BITS = 16
+_MOST_GROWN = (1 << _COUNT_BITS) - 1
+"""Tokens of one entry in the order of growth; longer growths are several."""
 
 POLL_MS = 200
 """The longest that the server looks at nothing but its socket."""
@@ -47,10 +65,51 @@ class _Log:
 
     name: int
     touched_s: float
-    num_bytes: int = 0
-    pieces: list[Piece] = field(default_factory=list)
-    known: dict[int, int] = field(default_factory=dict)  # tokens of each response, by key
+    num_bytes: int = GROUP_BYTES
+    numbers: dict[int, int] = field(default_factory=dict)  # of the responses, by key: 0, 1, ...
+    texts: list[bytearray] = field(default_factory=list)  # by number
+    order: array[int] = field(default_factory=lambda: array("I"))
+    """Response's number << 16 | tokens, of each growth."""
     gaps: set[int] = field(default_factory=set)  # keys of responses of which something was lost on the way
+
+    def known(self, key: int) -> int:
+        """Tokens of a response."""
+        number = self.numbers.get(key)
+        return 0 if number is None else len(self.texts[number]) // TOKEN_BYTES
+
+    def grow(self, key: int, fresh: bytes) -> None:
+        """A response has grown."""
+        number = self.numbers.get(key)
+        if number is None:
+            if len(self.numbers) == MOST_RESPONSES:
+                return
+            number = self.numbers[key] = len(self.numbers)
+            self.texts.append(bytearray())
+            self.num_bytes += RESPONSE_BYTES
+        self.texts[number] += fresh
+        self.num_bytes += len(fresh)
+        num_tokens = len(fresh) // TOKEN_BYTES
+        for first in range(0, num_tokens, _MOST_GROWN):
+            self.order.append(number << _COUNT_BITS | min(num_tokens - first, _MOST_GROWN))
+            self.num_bytes += GROWTH_BYTES
+
+    def read(self, since: int, most_tokens: int) -> tuple[int, tuple[Piece, ...]]:
+        """What came after the first `since` growths, one piece per response, and up to which growth it goes.
+
+        Ends before `most_tokens` are exceeded, but not before the first growth.
+        """
+        later = np.frombuffer(self.order, dtype=np.uint32)[since:]
+        owners, counts = later >> _COUNT_BITS, later & _MOST_GROWN
+        num_read = max(int(np.searchsorted(np.cumsum(counts, dtype=np.int64), most_tokens, "right")), 1)
+        fresh = np.bincount(owners[:num_read], counts[:num_read]).astype(np.int64)
+        rest = np.bincount(owners[num_read:], counts[num_read:], len(self.texts)).astype(np.int64)
+        keys, pieces = list(self.numbers), []
+        for number in np.flatnonzero(fresh).tolist():
+            text = self.texts[number]
+            end = len(text) - int(rest[number]) * TOKEN_BYTES
+            start = end - int(fresh[number]) * TOKEN_BYTES
+            pieces.append(Piece(keys[number], start // TOKEN_BYTES, bytes(text[start:end])))
+        return since + num_read, tuple(pieces)
 
 
 class DraftLog:
@@ -76,16 +135,15 @@ class DraftLog:
         for piece in pieces:
             if piece.start < 0 or len(piece.tokens) % TOKEN_BYTES:
                 continue
-            known = log.known.get(piece.key, 0)
+            known = log.known(piece.key)
             if piece.start > known:
                 log.gaps.add(piece.key)
                 continue
             log.gaps.discard(piece.key)
             if fresh := piece.tokens[(known - piece.start) * TOKEN_BYTES :]:
-                log.pieces.append(Piece(piece.key, known, fresh))
-                log.known[piece.key] = known + len(fresh) // TOKEN_BYTES
-                log.num_bytes += len(fresh) + PIECE_BYTES
-                self.num_bytes += len(fresh) + PIECE_BYTES
+                before = log.num_bytes
+                log.grow(piece.key, fresh)
+                self.num_bytes += log.num_bytes - before
         self._evict(group)
 
     def fetch(self, wants: Iterable[Want], now_s: float) -> tuple[GroupNews, ...]:
@@ -100,13 +158,15 @@ class DraftLog:
                 break
             log = self._touch(want.group, now_s)
             since = max(want.since, 0) if want.log == log.name else 0
+            pieces: tuple[Piece, ...] = ()
             until = since
-            while until < len(log.pieces) and room > 0:
-                room -= len(log.pieces[until].tokens) + PIECE_BYTES
-                until += 1
+            if since < len(log.order):
+                until, pieces = log.read(since, room // TOKEN_BYTES)
+                room -= sum(len(piece.tokens) + PIECE_BYTES for piece in pieces)
             if until > since or want.log != log.name or log.gaps:
-                behind = tuple((key, log.known.get(key, 0)) for key in log.gaps)
-                news.append(GroupNews(want.group, log.name, until, tuple(log.pieces[since:until]), behind))
+                behind = tuple((key, log.known(key)) for key in log.gaps)
+                news.append(GroupNews(want.group, log.name, until, pieces, behind))
+            self._evict(want.group)  # a group that is only asked for takes room too
         return tuple(news)
 
     def expire(self, now_s: float) -> None:
@@ -121,6 +181,7 @@ class DraftLog:
         log = self._logs.get(group)
         if log is None:
             log = self._logs[group] = _Log(next(self._names), now_s)
+            self.num_bytes += log.num_bytes
         log.touched_s = now_s
         self._logs.move_to_end(group)
         return log
@@ -168,8 +229,8 @@ class DraftServer:
             ) from error
         self.address: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self.num_refused = 0
-        self._is_stopping = False
         """Messages that were damaged or not signed with the secret."""
+        self._is_stopping = False
 
     def serve(self, forever: bool = True) -> None:
         """Answer until `stop`; with `forever` false, until nothing has come for POLL_MS."""
@@ -190,7 +251,9 @@ class DraftServer:
         sender, frame = frames[0], frames[-1]
         request = self._seal.open_request(bytes(frame)) if len(frames) == 2 else None
         if isinstance(request, Append):
-            self._log.append(request.group, request.pieces, time.monotonic())
+            now_s = time.monotonic()
+            for one in request.groups:
+                self._log.append(one.group, one.pieces, now_s)
         elif isinstance(request, Fetch):
             groups = self._log.fetch(request.wants, time.monotonic())
             self._socket.send_multipart([sender, self._seal.pack(News(request.number, groups))])

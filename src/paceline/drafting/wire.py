@@ -20,10 +20,13 @@ MAX_MESSAGE_BYTES = 16 << 20
 """Longer messages are refused by the socket."""
 
 MAX_QUEUED = 16
-"""Messages that wait on each side of a connection; more are dropped, and sent again where that is noticed."""
+"""Messages that wait on each side of a connection; a sender keeps what goes beyond, an answer that does is dropped."""
 
 MAX_TEXT_BYTES = 4 << 20
-"""Token bytes of one message that a sender packs; the rest follows in the next."""
+"""Pieces of one message that a sender packs; the rest follows in the next."""
+
+PIECE_BYTES = 32
+"""What a piece takes of a message beyond its tokens, at most."""
 
 TOKEN_BYTES = 4
 _TAG_BYTES = 16
@@ -40,11 +43,17 @@ class Piece(msgspec.Struct, frozen=True, array_like=True):
     """int32, little-endian."""
 
 
-class Append(msgspec.Struct, frozen=True, array_like=True, tag="append"):
-    """A worker's responses have grown. Not answered."""
+class GroupPieces(msgspec.Struct, frozen=True, array_like=True):
+    """What a worker's responses of one group have grown by."""
 
     group: int
     pieces: tuple[Piece, ...]
+
+
+class Append(msgspec.Struct, frozen=True, array_like=True, tag="append"):
+    """A worker's responses have grown: all of them in one message. Not answered."""
+
+    groups: tuple[GroupPieces, ...]
 
 
 class Want(msgspec.Struct, frozen=True, array_like=True):
@@ -62,6 +71,7 @@ class Fetch(msgspec.Struct, frozen=True, array_like=True, tag="fetch"):
     number: int
     """Comes back in the answer."""
     wants: tuple[Want, ...]
+    """Served in this order, as far as one answer carries."""
 
 
 class GroupNews(msgspec.Struct, frozen=True, array_like=True):

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from paceline.config import BudgetSettings, EngineSettings
 from paceline.drafting.drafter import PathDrafter
-from paceline.engine.decision_log import EngineLog
 from paceline.engine.learned import Learned
+from paceline.engine.loop_log import EngineLog
 from paceline.planning import paths
 from paceline.planning.acceptance import BoolArray
 from paceline.planning.budget import BudgetState

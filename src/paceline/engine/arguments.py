@@ -14,6 +14,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from paceline.config import EngineSettings, describe
+from paceline.engine.compiled import check_compiler
 from paceline.errors import ConfigError, UnsupportedError
 
 SCHEDULER = "paceline.engine.scheduler.PacelineScheduler"
@@ -56,8 +57,10 @@ def engine_arguments(settings: EngineSettings | None = None, **fields: Any) -> d
         },
         "async_scheduling": False,
     }
-    if is_cpu():
-        arguments["enforce_eager"] = True
+    if settings.compiled is not None or is_cpu():
+        arguments["enforce_eager"] = not settings.compiled
+    if settings.compiled:
+        check_compiler()
     if settings.kv_pool is not None:
         from paceline.engine.kv_backend import transfer_config
 
@@ -66,11 +69,18 @@ def engine_arguments(settings: EngineSettings | None = None, **fields: Any) -> d
 
 
 def check_vllm_arguments(names: Iterable[str], shown: str) -> None:
-    """Raise ConfigError for a name that vLLM's EngineArgs lack. shown: where the names stand, for the message."""
+    """Raise ConfigError for a name that vLLM's EngineArgs lack, or that Paceline's settings have under another one.
+
+    shown: where the names stand, for the message.
+    """
     from vllm.engine.arg_utils import EngineArgs
 
     known = [field.name for field in dataclasses.fields(EngineArgs)]
     for name in names:
+        if name == "enforce_eager":
+            raise ConfigError(
+                f"{shown}.enforce_eager: set EngineSettings.compiled (recipe: engine.compiled) instead"
+            )
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f": did you mean {near[0]}?" if near else ": see EngineArgs in vLLM's documentation"

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from paceline.engine.rollout import RolloutEngine
+from paceline.engine.rollout_engine import RolloutEngine
 from paceline.engine.sampler import KeyedSampler, Rows, Verdict
 from paceline.types import Int64Array, UInt64Array
 

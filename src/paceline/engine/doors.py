@@ -67,6 +67,7 @@ DOORS: tuple[Door, ...] = (
             "_free_request",
             "_preempt_request",
             "reset_prefix_cache",
+            "shutdown",
             "update_draft_token_ids",
             "update_from_output",
             "_update_request_with_output",
@@ -75,6 +76,9 @@ DOORS: tuple[Door, ...] = (
             "num_spec_tokens",
             "dynamic_sd_lookup",
             "max_model_len",
+            "max_num_scheduled_tokens",
+            "adaptive_long_prefill_threshold",
+            "get_request_counts",
             "scheduler_config",
             "kv_cache_manager",
             "block_size",
@@ -112,13 +116,17 @@ DOORS: tuple[Door, ...] = (
     ),
     Door(
         "vllm.v1.core.sched.output:SchedulerOutput",
-        members=("scheduled_spec_decode_tokens", "total_num_scheduled_tokens"),
+        members=(
+            "scheduled_spec_decode_tokens",
+            "total_num_scheduled_tokens",
+            "scheduled_new_reqs",
+            "scheduled_cached_reqs",
+        ),
     ),
     Door("vllm.v1.outputs:ModelRunnerOutput", members=("sampled_token_ids", "req_id_to_index")),
     Door("vllm.v1.outputs:DraftTokenIds", members=("req_ids", "draft_token_ids")),
     Door("vllm.v1.outputs:LogprobsTensors"),
     Door("vllm.v1.outputs:SamplerOutput"),
-    Door("vllm.v1.engine:EngineCoreOutputs"),
     # what the runner subclass overrides and reads
     Door(
         RUNNER,
@@ -126,6 +134,8 @@ DOORS: tuple[Door, ...] = (
             "_sample",
             "load_model",
             "execute_model",
+            "sample_tokens",
+            "discard_request_mask",
             "take_draft_token_ids",
             "get_model",
             "input_batch",
@@ -149,6 +159,10 @@ DOORS: tuple[Door, ...] = (
     ),
     Door(f"{RUNNER}._sample", parameters=("logits", "spec_decode_metadata")),
     Door(
+        f"{RUNNER}._bookkeeping_sync",
+        mentions=("self.discard_request_mask.np", "discard_sampled_tokens_req_indices"),
+    ),
+    Door(
         BATCH,
         members=(
             "num_tokens_no_spec",
@@ -171,6 +185,7 @@ DOORS: tuple[Door, ...] = (
         members=(
             "init_device",
             "load_model",
+            "determine_available_memory",
             "execute_model",
             "reload_weights",
             "model_runner",
@@ -268,6 +283,11 @@ DOORS: tuple[Door, ...] = (
         parameters=("num_tokens_unpadded", "num_tokens_padded"),
     ),
     Door("vllm.v1.kv_cache_interface:FullAttentionSpec", members=("block_size",)),
+    Door("vllm.v1.core.sched.output:NewRequestData", members=("block_ids", "num_computed_tokens")),
+    Door(
+        "vllm.v1.core.sched.output:CachedRequestData",
+        members=("req_ids", "resumed_req_ids", "new_block_ids", "num_computed_tokens"),
+    ),
     # the KV pool: the connector that vLLM builds, and when it calls it
     Door(
         "vllm.config.kv_transfer:KVTransferConfig",
@@ -329,7 +349,16 @@ DOORS: tuple[Door, ...] = (
             "kv_transfer_config",
         ),
     ),
-    Door("vllm.config.vllm:VllmConfig", members=("use_v2_model_runner", "additional_config")),
+    Door(
+        "vllm.config.vllm:VllmConfig",
+        members=(
+            "use_v2_model_runner",
+            "additional_config",
+            "compilation_config",
+            "model_config",
+            "compute_hash",
+        ),
+    ),
     Door(
         "vllm.config.parallel:ParallelConfig",
         members=(
@@ -339,20 +368,74 @@ DOORS: tuple[Door, ...] = (
             "decode_context_parallel_size",
         ),
     ),
-    Door("vllm.config.model:ModelConfig", members=("seed", "enable_prompt_embeds")),
+    Door(
+        "vllm.config.model:ModelConfig",
+        members=(
+            "seed",
+            "enable_prompt_embeds",
+            "model",
+            "max_model_len",
+            "quantization",
+            "use_mla",
+            "hf_config",
+        ),
+    ),
+    # compiled mode on the CPU
+    Door("vllm.config:CompilationMode", members=("NONE",)),
+    Door("vllm.compilation.caching:aot_compile_hash_factors", mentions=("vllm_config.compute_hash()",)),
+    Door(
+        "vllm.compilation.decorators:_try_load_aot_compiled_fn",
+        mentions=("compiled_fn.finalize_loading(model.vllm_config)",),
+    ),
+    Door("torch._dynamo.aot_compile_types:BundledAOTAutogradSerializableCallable"),
+    Door(
+        "vllm.platforms.cpu:CpuPlatform.check_and_update_config",
+        mentions=('"cpp.dynamic_threads": True', '"TORCHINDUCTOR_CPP_DYNAMIC_THREADS"'),
+    ),
+    Door("torch._inductor.config:cpp", members=("dynamic_threads",)),
     Door(
         ENGINE,
         members=(
             "from_engine_args",
             "add_request",
-            "step",
             "abort_request",
             "collective_rpc",
             "reset_prefix_cache",
             "engine_core",
+            "output_processor",
         ),
     ),
-    Door("vllm.v1.engine.core_client:InprocClient", members=("engine_core", "shutdown")),
+    Door(f"{ENGINE}.abort_request", parameters=("request_ids", "internal")),
+    Door(
+        "vllm.v1.engine.core_client:InprocClient",
+        members=("engine_core", "shutdown", "get_output", "abort_requests"),
+    ),
+    # what is read of a step without vLLM's output processor, and with it where stop texts are looked for
+    Door("vllm.v1.engine:EngineCoreOutputs", members=("outputs",)),
+    Door(
+        "vllm.v1.engine:EngineCoreOutput",
+        members=("request_id", "new_token_ids", "new_logprobs", "finish_reason"),
+    ),
+    Door("vllm.v1.outputs:LogprobsLists", members=("logprobs",)),
+    Door(
+        "vllm.v1.engine.logprobs:LogprobsProcessor._update_sample_logprobs",
+        mentions=("# Sampler puts the sampled logprob in first.",),
+    ),
+    Door(
+        "vllm.v1.engine.output_processor:OutputProcessor.process_outputs", parameters=("engine_core_outputs",)
+    ),
+    Door(
+        "vllm.v1.engine.output_processor:OutputProcessor.abort_requests",
+        parameters=("request_ids", "internal"),
+    ),
+    Door(
+        "vllm.v1.engine.output_processor:OutputProcessor._trim_surplus_tokens",
+        mentions=("del output.new_token_ids[num_kept:]", "output.new_logprobs ="),
+    ),
+    Door(
+        "vllm.v1.engine.output_processor:OutputProcessorOutput", members=("request_outputs", "reqs_to_abort")
+    ),
+    Door("vllm.v1.engine:FinishReason", members=("STOP", "LENGTH", "ABORT", "ERROR", "REPETITION")),
     Door("vllm.v1.engine.core:EngineCore", members=("scheduler",)),
     Door("vllm.platforms:current_platform", members=("is_cpu",)),
     Door("vllm.utils.torch_utils:PIN_MEMORY"),

@@ -12,6 +12,7 @@ before. Of a request's candidates the one with the most expected accepted tokens
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -22,16 +23,18 @@ from numpy.typing import NDArray
 from paceline.config import BudgetSettings, EngineSettings
 from paceline.drafting.drafter import Drafter, PathDrafter
 from paceline.engine.alternatives import AlternativePaths, Alternatives, StepDrafts, outcomes_of
-from paceline.engine.decision_log import open_log
 from paceline.engine.learned import Learned
+from paceline.engine.loop_log import open_log
 from paceline.engine.model_steering import ModelSteering
 from paceline.engine.sharing import SharedDrafts, drafter_number
 from paceline.errors import RequestError
 from paceline.planning import budget, candidates, sharpness
+from paceline.planning.latency import MAX_TOKENS
 from paceline.types import (
     DraftBatch,
     DraftOrder,
     DraftQuery,
+    DraftSharingCounters,
     Float32Array,
     Float64Array,
     Int32Array,
@@ -70,9 +73,15 @@ class PolicyState(NamedTuple):
 class FastLoop:
     """One per engine. Not thread-safe: the scheduler's thread alone uses it."""
 
-    def __init__(self, settings: EngineSettings, vocab_size: int = 1 << 31) -> None:
-        """vocab_size: the target's; what other workers tell of other ids is dropped."""
+    def __init__(
+        self, settings: EngineSettings, vocab_size: int = 1 << 31, max_step_tokens: int = MAX_TOKENS
+    ) -> None:
+        """vocab_size: the target's; what other workers tell of other ids is dropped.
+
+        max_step_tokens: the engine's token budget. Drafts get what other tokens of the step leave of it.
+        """
         self._settings = settings
+        self._max_step_tokens = max_step_tokens
         self.drafter, prior = _make_drafter(settings)
         self.free = Learned(prior, settings.sharpness)
         self.model = Learned(_model_prior(settings), settings.sharpness)
@@ -126,8 +135,8 @@ class FastLoop:
             for group, response, new in zip(groups, responses, lists, strict=True):
                 self._sharing.grow(group, response, new)
         offsets = np.zeros(len(lists) + 1, dtype=np.int32)
-        np.cumsum([len(item) for item in lists], out=offsets[1:])
-        flat = np.fromiter((token for item in lists for token in item), np.int32, int(offsets[-1]))
+        np.cumsum(list(map(len, lists)), out=offsets[1:])
+        flat = np.fromiter(itertools.chain.from_iterable(lists), np.int32, int(offsets[-1]))
         self.drafter.append_batch(
             np.asarray(groups, np.int64), self._drafter_numbers(responses), offsets, flat
         )
@@ -141,8 +150,8 @@ class FastLoop:
         if self._sharing is not None:
             self._sharing.close(group, response)
 
-    def _drafter_numbers(self, responses: Iterable[int]) -> Int64Array:
-        return np.asarray([self._numbers.get(response, response) for response in responses], np.int64)
+    def _drafter_numbers(self, responses: Sequence[int]) -> Int64Array:
+        return np.fromiter(map(self._numbers.get, responses, responses), np.int64, len(responses))
 
     def shut_down(self) -> None:
         """Disconnect from the draft servers, end the decision log."""
@@ -170,6 +179,10 @@ class FastLoop:
             self.forget_tokens()
             self.drafter, self._resting = self._resting, self.drafter
             self.drafting = wanted
+
+    def sharing_counters(self) -> DraftSharingCounters:
+        """What this engine has told the draft servers and heard from them; zeros without any."""
+        return DraftSharingCounters() if self._sharing is None else self._sharing.counters()
 
     @property
     def policy_state(self) -> PolicyState:
@@ -213,7 +226,8 @@ class FastLoop:
 
         Args:
             query: what to draft for.
-            num_other_tokens: prefill tokens in the same step.
+            num_other_tokens: tokens of the step that are neither drafts nor the next tokens of the query's requests:
+                prefill above all.
             max_alternatives: draft paths beyond one per request that the step has room for.
             weight: what a token of each request counts (`budget.fair_weights`). [num_requests]
         """
@@ -256,7 +270,7 @@ class FastLoop:
             num_requests=num_requests,
             num_other_tokens=num_other_tokens,
             path_probability=batch.path_probability,
-            max_total_draft_tokens=num_requests * self._settings.max_draft_tokens,
+            max_total_draft_tokens=max(self._max_step_tokens - num_requests - num_other_tokens, 0),
             weight=weight,
         )
 
@@ -395,7 +409,7 @@ def _make_drafter(settings: EngineSettings) -> tuple[Drafter | None, Float32Arra
     if settings.drafter == "lookup":
         from paceline.drafting import lookup
 
-        return lookup.LookupDrafter(), lookup.prior_calibration()
+        return lookup.LookupDrafter(memory_bytes=settings.suffix_memory_bytes), lookup.prior_calibration()
     return None, np.zeros(1, dtype=np.float32)
 
 

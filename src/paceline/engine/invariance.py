@@ -8,6 +8,9 @@ Three causes, three measures (docs/engine.md tells how each was found):
    several rows of at most `MAX_QUERY` query tokens. The step's keys and values are written before attention runs, so
    this is exact.
 
+Compiled code has the branch of measure 2 for several rows only, so a compiled step of one token is padded to two
+(compiled.py); the output head is not compiled and keeps the branch.
+
 On a GPU vLLM has its own switch (`VLLM_BATCH_INVARIANT=1`), which this module leaves alone.
 """
 
@@ -18,6 +21,8 @@ import os
 from typing import Any
 
 import torch
+
+from paceline.engine.compiled import is_invariant
 
 MAX_QUERY = 8
 """Most query tokens of one attention row."""
@@ -95,14 +100,9 @@ def patch_attention() -> None:
         self: Any, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
     ) -> Any:
         metadata = common_attn_metadata
-        if metadata.max_query_len > MAX_QUERY and metadata.causal is True and _is_enabled(self):
+        if metadata.max_query_len > MAX_QUERY and metadata.causal is True and is_invariant(self.vllm_config):
             metadata = split_queries(metadata)
         return build(self, common_prefix_len, metadata, fast_build)
 
     setattr(build_split, _MARK, True)
     builder.build = build_split
-
-
-def _is_enabled(builder: Any) -> bool:
-    settings = builder.vllm_config.additional_config
-    return bool(settings.get("paceline_invariant", False)) if isinstance(settings, dict) else False

@@ -5,7 +5,8 @@ Users may set, in `extra_args` (over HTTP: `vllm_xargs`):
 * `paceline_key`: the dice key, an integer of 64 bits (a negative number stands for its two's complement);
 * `paceline_group`: the rollout group whose responses share drafts; default: requests with equal prompts;
 * `paceline_sample`: index of the response within its group, from which a missing key is derived;
-* `paceline_generated`: how many tokens at the end of the prompt were generated earlier (a resumed response);
+* `paceline_generated`: how many tokens at the end of the prompt were generated earlier (a resumed response); they count
+  for `min_tokens` and penalties, while `max_tokens` is vLLM's limit of new ones;
 * `paceline_policy_version`: version of the weights; a request that names it takes part in the KV pool, if there is one;
 * `paceline_keep_kv`: after what the pool keeps the response: 1, the default, after max_tokens; 2 after an abort too
   (stop strings and clients that go away are aborts); 0 never: it will not go on.
@@ -120,7 +121,8 @@ class KeyBook:
     def assign(self, params: Any, tokens: Sequence[int], response: int) -> tuple[int, int, int]:
         """Write `paceline_key` and `paceline_response` into the request's extra_args and clear its seed.
 
-        The seed is cleared because vLLM would build a random generator for it that nothing reads.
+        The seed is cleared because vLLM would build a random generator for it that nothing reads. What was generated
+        earlier counts towards `min_tokens`, of which vLLM is left to see the rest.
 
         Returns:
             (key, group, number of prompt tokens that were generated earlier)
@@ -146,6 +148,7 @@ class KeyBook:
         extra["paceline_response"] = response
         params.extra_args = extra
         params.seed = None
+        params.min_tokens = max(params.min_tokens - carried, 0)
         return key & MASK, group & (MASK >> 1), carried
 
     def _derive(self, params: Any, prompt: Sequence[int], sample: int | None) -> int:

@@ -15,7 +15,7 @@ import numpy as np
 
 from paceline.config import BudgetSettings, EngineSettings
 from paceline.drafting.drafter import Forgetful
-from paceline.engine.rollout import RolloutEngine
+from paceline.engine.rollout_engine import RolloutEngine
 from paceline.errors import ConfigError, EngineError
 from paceline.record.profile import StepPoint
 from paceline.types import DraftBatch, DraftQuery, Float32Array, RolloutRequest
@@ -63,13 +63,13 @@ class RandomDrafts(Forgetful):
         )
 
 
-def profiling_settings(tokens_per_request: int) -> EngineSettings:
+def profiling_settings(tokens_per_request: int, compiled: bool = False) -> EngineSettings:
     """Settings of an engine that can be profiled with up to so many tokens per request. Raises ConfigError."""
     if not 1 <= tokens_per_request <= MOST_TOKENS:
         raise ConfigError(
             f"{tokens_per_request} tokens per request and step: profile 1 to {MOST_TOKENS} (a draft and one more)"
         )
-    return EngineSettings(max_draft_tokens=max(tokens_per_request - 1, 1))
+    return EngineSettings(max_draft_tokens=max(tokens_per_request - 1, 1), compiled=compiled)
 
 
 def longest_response(widths: Sequence[int]) -> int:

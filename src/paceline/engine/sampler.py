@@ -36,13 +36,15 @@ from paceline.engine.compat import (
     apply_bad_words,
     apply_top_k_top_p_pytorch,
 )
+from paceline.errors import EngineError
 from paceline.types import Int32Array, Int64Array, UInt64Array
 
 GREEDY_EPS = 1e-5
 """Temperatures below this sample greedily, as in vLLM."""
 
 PLACEHOLDER = -1
-"""Fills the output table where a request has no token (vLLM's own convention)."""
+"""Fills the output table where a request has no token (vLLM's own convention): behind the first rejection, and from a
+row on from which nothing can be drawn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,9 +91,7 @@ class Rows:
 class Verdict:
     """What the dice decided in one step."""
 
-    table: (
-        Int32Array  # [num_requests, 1 + max_num_drafts] output tokens, PLACEHOLDER beyond the first rejection
-    )
+    table: Int32Array  # [num_requests, 1 + max_num_drafts] output tokens, then PLACEHOLDER
     accepted: Int64Array  # [num_requests] accepted draft tokens
     winners: Int64Array  # [num_requests] the path they come from
 
@@ -141,7 +141,33 @@ def throw(
         keys: [num_rows] uint64
         positions: absolute position of each row's token. [num_rows] int64
         temperatures: [num_rows] float32, 0 = greedy
+
+    Returns the tokens [num_rows], PLACEHOLDER for a row from which nothing can be drawn.
     """
+    try:
+        return throw_all(logits, keys, positions, temperatures)
+    except EngineError:  # of one row: the others are decided all the same
+        drawable = _drawable(logits, temperatures)
+        tokens = np.full(len(logits), PLACEHOLDER, dtype=np.int64)
+        rows = torch.from_numpy(drawable).to(logits.device)
+        tokens[drawable] = throw_all(
+            logits[rows], keys[drawable], positions[drawable], temperatures[drawable]
+        )
+        return tokens
+
+
+def _drawable(logits: torch.Tensor, temperatures: NDArray[np.float32]) -> NDArray[np.bool_]:
+    """Whether a row has an id that can be drawn, and no NaN. [num_rows]"""
+    divisor = torch.from_numpy(np.where(temperatures > 0, temperatures, np.float32(1.0)))
+    best = (logits / divisor.to(logits.device)[:, None]).amax(dim=-1)  # NaN where there is one in the row
+    found: NDArray[np.bool_] = (best > float("-inf")).cpu().numpy()
+    return found
+
+
+def throw_all(
+    logits: torch.Tensor, keys: UInt64Array, positions: Int64Array, temperatures: NDArray[np.float32]
+) -> Int64Array:
+    """`throw`, where every row is sound. Raises EngineError for one that is not."""
     if logits.device.type == "cpu":
         return dice.sample(logits.contiguous().numpy(), keys, positions, temperatures)
     device = logits.device
@@ -206,42 +232,54 @@ class KeyedSampler:
     def _gather(
         self, logits: torch.Tensor, rows: Rows, verdict: Verdict, metadata: SamplingMetadata
     ) -> LogprobsTensors:
-        """Log-probabilities of the output table's tokens: [num_requests * (1 + max_num_drafts), 1 + num_logprobs]."""
-        width = verdict.table.shape[1]
-        first = rows.first[verdict.winners]
-        index = np.minimum(first[:, None] + np.arange(width), len(rows.requests) - 1).ravel()
-        chosen = torch.from_numpy(np.maximum(verdict.table, 0).ravel().astype(np.int64)).to(logits.device)
+        """Log-probabilities of the output table's tokens: [num_requests * (1 + max_num_drafts), 1 + num_logprobs].
+
+        Computed where the table has a token alone: few requests have drafts, and their drafts set its width.
+        """
+        filled = verdict.table != PLACEHOLDER
+        requests, columns = np.nonzero(filled)
+        index = rows.first[verdict.winners][requests] + columns
+        chosen = torch.from_numpy(verdict.table[filled].astype(np.int64)).to(logits.device)
         values = logits[torch.from_numpy(index).to(logits.device)]
         if not self.as_logits:
             values = values.log_softmax(dim=-1, dtype=torch.float32)
-        if metadata.logprob_token_ids:
-            return _gather_named(values, chosen, width, metadata.logprob_token_ids)
-        count = metadata.max_num_logprobs
         own = values.gather(-1, chosen[:, None])
         ranks = (values >= own).sum(-1)
-        if not count:
-            return LogprobsTensors(chosen[:, None].to(torch.int32), own, ranks)
-        top, top_ids = values.topk(count, dim=-1)
-        ids = torch.cat([chosen[:, None], top_ids], dim=1).to(torch.int32)
-        return LogprobsTensors(ids, torch.cat([own, top], dim=1), ranks)
+        if metadata.logprob_token_ids:
+            ids, found = _gather_named(values, chosen, requests, metadata.logprob_token_ids)
+        else:
+            found, ids = values.topk(metadata.max_num_logprobs or 0, dim=-1)
+            ids, found = torch.cat([chosen[:, None], ids], dim=1), torch.cat([own, found], dim=1)
+        where = torch.from_numpy(np.flatnonzero(filled)).to(logits.device)
+        return LogprobsTensors(
+            *(_spread(part, where, filled.size) for part in (ids.to(torch.int32), found, ranks))
+        )
+
+
+def _spread(values: torch.Tensor, where: torch.Tensor, size: int) -> torch.Tensor:
+    """Values of some rows at their places among `size` rows, zeros elsewhere."""
+    if len(values) == size:
+        return values
+    return values.new_zeros(size, *values.shape[1:]).index_copy_(0, where, values)
 
 
 def _gather_named(
-    values: torch.Tensor, chosen: torch.Tensor, width: int, wanted: dict[int, list[int]]
-) -> LogprobsTensors:
-    """Log-probabilities of the token ids that single requests asked for, the sampled token first."""
+    values: torch.Tensor, chosen: torch.Tensor, requests: Int64Array, wanted: dict[int, list[int]]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids that single requests asked for, the sampled token first, and their log-probabilities.
+
+    requests: of each row. [num_rows]
+    """
     longest = max(len(ids) for ids in wanted.values())
     ids = torch.zeros(len(chosen), longest + 1, dtype=torch.int64)
     valid = torch.zeros_like(ids, dtype=torch.bool)
     ids[:, 0], valid[:, 0] = chosen.cpu(), True
     for request, tokens in wanted.items():
-        block = slice(request * width, (request + 1) * width)
-        ids[block, 1 : len(tokens) + 1] = torch.as_tensor(tokens)
-        valid[block, 1 : len(tokens) + 1] = True
+        of_request = torch.from_numpy(np.flatnonzero(requests == request))
+        ids[of_request, 1 : len(tokens) + 1] = torch.as_tensor(tokens)
+        valid[of_request, 1 : len(tokens) + 1] = True
     ids, valid = ids.to(values.device), valid.to(values.device)
-    gathered = values.gather(-1, ids).masked_fill(~valid, float("-inf"))
-    ranks = (values >= values.gather(-1, chosen[:, None])).sum(-1)
-    return LogprobsTensors(ids.to(torch.int32), gathered, ranks)
+    return ids, values.gather(-1, ids).masked_fill(~valid, float("-inf"))
 
 
 def _temperatures(metadata: SamplingMetadata, num_requests: int) -> NDArray[np.float32]:

@@ -54,6 +54,8 @@ class LiveResponse:
     num_accepted_tokens: int = 0
     """Tokens of the response beyond one per step; drafts accepted behind its end do not count."""
     num_steps: int = 0
+    failure: str | None = None
+    """Why the response ends here and now, where it was Paceline that gave it up."""
 
 
 class PacelineScheduler(Scheduler):  # type: ignore[misc]
@@ -62,7 +64,8 @@ class PacelineScheduler(Scheduler):  # type: ignore[misc]
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(vllm_config, *args, **kwargs)
         self.settings = read_settings(vllm_config)
-        self.loop = FastLoop(self.settings, vllm_config.model_config.get_vocab_size())
+        vocab_size = vllm_config.model_config.get_vocab_size()
+        self.loop = FastLoop(self.settings, vocab_size, self.max_num_scheduled_tokens)
         self.keys = KeyBook(engine_seed(self.settings.run_seed, vllm_config))
         self.live: dict[str, LiveResponse] = {}
         self.finished: dict[str, LiveResponse] = {}
@@ -114,12 +117,12 @@ class PacelineScheduler(Scheduler):  # type: ignore[misc]
             return
         # The samples of one request with n > 1 share their parameters; each needs a key of its own.
         params = request.sampling_params = copy.copy(request.sampling_params)
+        failure = None
         try:
             self._check_salt(request)
             key, group, carried = self.keys.assign(params, tokens, self._next_response)
         except RequestError as error:  # let out, it would end the engine: this request alone is to fail
-            LOGGER.error("request %s is refused: %s", request.request_id, error)
-            self.grammar_compile_error_reqs.add(request.request_id)
+            failure = str(error)
             params.extra_args = None
             key, group, carried = self.keys.assign(params, tokens, self._next_response)
         live = LiveResponse(
@@ -131,8 +134,17 @@ class PacelineScheduler(Scheduler):  # type: ignore[misc]
         )
         self._next_response += 1
         self.live[request.request_id] = live
+        if failure is not None:
+            self._give_up(request.request_id, failure)
         prompt = tokens[: len(tokens) - carried]
         self.loop.open(group, live.response, prompt, tokens[len(tokens) - carried :], key)
+
+    def _give_up(self, name: str, why: str) -> None:
+        """End one request with an error at the end of the step; the others go on."""
+        LOGGER.error("request %s ends with an error: %s", name, why)
+        self.grammar_compile_error_reqs.add(name)
+        if (live := self.live.get(name)) is not None:
+            live.failure = why
 
     def _check_salt(self, request: Request) -> None:
         """Other backends of the KV pool know entries by tokens and salt; without it they serve those of old weights."""
@@ -238,7 +250,7 @@ class PacelineScheduler(Scheduler):  # type: ignore[misc]
             max_tokens=np.fromiter((self._room(r) for r in ready), np.int32, count),
         )
         self._positions = query.positions
-        others = len(self.running) - count + self._num_admissible()
+        others = self._num_other_tokens(count)
         proposal = self.loop.propose(query, others, max_alternatives, self._weights(lives))
         tokens = proposal.batch.tokens
         for row, (request, length) in enumerate(zip(ready, proposal.lengths.tolist(), strict=True)):
@@ -253,14 +265,42 @@ class PacelineScheduler(Scheduler):  # type: ignore[misc]
         accepted = np.fromiter((x.num_accepted_tokens for x in lives), np.int64, len(lives))
         return fair_weights(steps + accepted, steps)
 
-    def _num_admissible(self) -> int:
-        """Waiting requests that the coming step can admit, as far as free seats and KV blocks tell."""
+    def _num_other_tokens(self, num_ready: int) -> int:
+        """Tokens that the coming step should have beside the next ones of the requests that draft, and their drafts."""
+        longest = self._longest_prefill()
+        running = sum(
+            min(request.num_tokens - request.num_computed_tokens, longest) for request in self.running
+        )
+        room: int = self.max_num_scheduled_tokens - num_ready
+        others: int = running - num_ready + self._num_admissible_tokens(room, longest)
+        return min(others, room)
+
+    def _longest_prefill(self) -> int:
+        """Most tokens of one prompt in a step: vLLM's `long_prefill_token_threshold`, while there are others."""
+        limit: int = self.scheduler_config.long_prefill_token_threshold
+        count = sum(self.get_request_counts()) if limit > 0 else 0
+        if count <= 1:
+            return int(self.max_num_scheduled_tokens)
+        fair = self.scheduler_config.max_num_batched_tokens // count
+        return max(limit, fair) if self.adaptive_long_prefill_threshold else limit
+
+    def _num_admissible_tokens(self, room: int, longest: int) -> int:
+        """Tokens of waiting requests that the coming step can admit, as far as free seats and KV blocks tell."""
         seats = self.scheduler_config.max_num_seqs - len(self.running)
         if seats <= 0 or not self.waiting:
             return 0
-        free = self.kv_cache_manager.block_pool.get_num_free_blocks()
-        fits = self._blocks_for(self.waiting.peek_request().num_tokens) <= free
-        return min(seats, len(self.waiting)) if fits else 0
+        blocks, tokens = self.kv_cache_manager.block_pool.get_num_free_blocks(), 0
+        for request in itertools.islice(self.waiting, seats):
+            known = self.kv_cache_manager.get_computed_blocks(request)[1]
+            blocks -= self._blocks_for(request.num_tokens - known)
+            if blocks < 0 or tokens >= room:
+                break
+            if (
+                self.kv_pool is not None
+            ):  # after the blocks: what is found stays in memory until it is admitted
+                known += self.kv_pool.get_num_new_matched_tokens(request, known)[0]
+            tokens += min(request.num_tokens - known, longest)
+        return tokens
 
     def _room(self, request: Request) -> int:
         """Longest draft whose tokens can all still become part of the response."""
@@ -282,6 +322,8 @@ class PacelineScheduler(Scheduler):  # type: ignore[misc]
         if self.kv_pool is not None:
             step_s -= self.kv_pool.take_spent_s()
         self._observe(scheduler_output, model_runner_output, step_s)
+        for name, why in getattr(model_runner_output, "paceline_undrawable", {}).items():
+            self._give_up(name, why)
         result: dict[int, EngineCoreOutputs] = super().update_from_output(
             scheduler_output, model_runner_output
         )

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from paceline.drafting.client import DraftClient
 from paceline.drafting.drafter import Drafter
+from paceline.types import DraftSharingCounters
 
 MOST_GROWTHS = 256
 """Pieces (of at most client.MOST_TOKENS) that one step takes over; the others wait for the next."""
@@ -32,7 +33,6 @@ class SharedDrafts:
         self._client = client
         self._own: dict[int, tuple[int, int]] = {}  # key and number of tokens, by own response
         self._num_open: Counter[int] = Counter()  # own responses of each group
-        self._local: dict[int, int] = {}  # the engine's number of a shared group
         self.epoch = 0
         """Workers share the groups of an equal epoch; set it between responses only."""
 
@@ -40,7 +40,6 @@ class SharedDrafts:
         """A response begins here, or resumes with `generated` tokens."""
         self._own[response] = key, len(generated)
         self._num_open[group] += 1
-        self._local[self._shared(group)] = group
         self._client.watch(self._shared(group), key, generated)
 
     def grow(self, group: int, response: int, tokens: Sequence[int]) -> None:
@@ -64,19 +63,26 @@ class SharedDrafts:
         """Give the drafter what has arrived."""
         for growth in self._client.take(MOST_GROWTHS):
             tell = drafter.append if growth.start else drafter.resync
-            tell(self._local[growth.group], drafter_number(growth.key), growth.tokens)
+            tell(self._local(growth.group), drafter_number(growth.key), growth.tokens)
 
     def forget(self) -> None:
         """The policy has changed: all tokens are of the old one, and groups are others from now on."""
         self._client.forget()
         self._own.clear()
         self._num_open.clear()
-        self._local.clear()
         self.epoch += 1
 
     def _shared(self, group: int) -> int:
         """The number by which workers speak of the group under the present policy."""
         return (group + self.epoch * _EPOCH_STRIDE) & _GROUP_MASK
+
+    def _local(self, shared: int) -> int:
+        """The engine's number of such a group."""
+        return (shared - self.epoch * _EPOCH_STRIDE) & _GROUP_MASK
+
+    def counters(self) -> DraftSharingCounters:
+        """What has been told and heard so far, and what went wrong."""
+        return self._client.counters()
 
     def close_client(self) -> None:
         """Disconnect."""

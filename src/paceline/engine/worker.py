@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from paceline.engine import invariance
+from paceline.engine import compiled, invariance
 from paceline.engine.arguments import check_engine, read_settings
 from paceline.engine.compat import (
     SamplerOutput,
@@ -24,10 +24,16 @@ from paceline.engine.compat import (
     repack_tied_head,
 )
 from paceline.engine.keys import key_of
-from paceline.engine.kv_pool import PoolConnector, worker_end
+from paceline.engine.kv_connector import PoolConnector, worker_end
+from paceline.engine.nan_blocks import NanBlocks
 from paceline.engine.proposer import Proposer
-from paceline.engine.sampler import KeyedSampler, Rows, Verdict
+from paceline.engine.sampler import PLACEHOLDER, KeyedSampler, Rows, Verdict
 from paceline.types import Int64Array, UInt64Array
+
+_NAN = "the model gave NaN for its next token; check the weights and the prompt"
+_NOTHING_LEFT = (
+    "its sampling options leave no token to draw; loosen allowed_token_ids, bad_words or min_tokens"
+)
 
 
 class KeyedRunner:
@@ -35,6 +41,8 @@ class KeyedRunner:
 
     keyed_sampler: KeyedSampler
     drafter: Proposer
+    undrawable: dict[str, str]  # requests of the present step that have no next token, and why
+    nan_blocks: NanBlocks
 
     def adopt(self: Any) -> None:
         """Finish the change of class: build what vLLM left out because speculation is on."""
@@ -42,6 +50,7 @@ class KeyedRunner:
         self.input_batch.logitsprocs = all_logits_processors(self.vllm_config, self.device)
         self.input_batch.sampling_metadata.logitsprocs = self.input_batch.logitsprocs
         self.drafter.attach(self)
+        self.undrawable = {}
 
     def load_model(self: Any, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)  # type: ignore[misc]
@@ -49,11 +58,21 @@ class KeyedRunner:
 
     def seal_model(self: Any) -> None:
         """Put batch invariance and the live weight update onto the loaded model; run again after a reload."""
-        model = self.get_model()
-        if self.vllm_config.additional_config.get("paceline_invariant", False):
-            invariance.pad_single_rows(model)
+        if compiled.is_invariant(self.vllm_config):
+            invariance.pad_single_rows(self.get_model())
+
+    def _determine_batch_execution_and_padding(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if compiled.is_compiled(self.vllm_config) and compiled.is_invariant(self.vllm_config):
+            kwargs["num_tokens"] = max(kwargs["num_tokens"], compiled.MIN_TOKENS)
+        return super()._determine_batch_execution_and_padding(*args, **kwargs)  # type: ignore[misc]
+
+    def initialize_kv_cache(self: Any, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
+        super().initialize_kv_cache(kv_cache_config, *args, **kwargs)  # type: ignore[misc]
+        sizes = [group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups]
+        self.nan_blocks = NanBlocks(self.kv_caches, kv_cache_config.num_blocks, sizes)
 
     def execute_model(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        self.nan_blocks.clear_before(scheduler_output)
         self.drafter.order = getattr(scheduler_output, "paceline_order", None)
         self.drafter.forget(scheduler_output.finished_req_ids)
         return super().execute_model(scheduler_output, *args, **kwargs)  # type: ignore[misc]
@@ -71,7 +90,30 @@ class KeyedRunner:
             logits, rows, drafts, self.batch_keys(), metadata, outputs
         )
         self.settle(verdict)
+        if (verdict.table[:, 0] == PLACEHOLDER).any():
+            self.set_aside(verdict, rows, logits)
         return result
+
+    def set_aside(self: Any, verdict: Verdict, rows: Rows, logits: torch.Tensor) -> None:
+        """Have vLLM take no token for requests that have none, and remember them for the scheduler.
+
+        A response that ends between its draft tokens keeps those that were accepted and has no token one step later.
+        """
+        without = self.discard_request_mask.np  # of unfinished prompts, which need no token yet
+        for request in np.flatnonzero(verdict.table[:, 0] == PLACEHOLDER).tolist():
+            if not without[request]:
+                without[request] = True
+                state = self.requests[self.input_batch.req_ids[request]]
+                nan = bool(logits[int(rows.first[request])].isnan().any())
+                self.undrawable[state.req_id] = _NAN if nan else _NOTHING_LEFT
+                if nan:
+                    self.nan_blocks.leave(state.block_ids)
+
+    def sample_tokens(self: Any, *args: Any, **kwargs: Any) -> Any:
+        output = super().sample_tokens(*args, **kwargs)  # type: ignore[misc]
+        if self.undrawable:
+            output.paceline_undrawable, self.undrawable = self.undrawable, {}
+        return output
 
     def lay_out_rows(self: Any, metadata: SpecDecodeMetadata | None) -> tuple[Rows, Int64Array]:
         """The rows of the step's logits and the draft tokens that they verify, [num_draft_tokens] int64."""
@@ -115,8 +157,7 @@ class PacelineWorker(platform_worker()):  # type: ignore[misc]
 
     def init_device(self) -> None:
         check_engine(self.vllm_config)
-        invariant = self.vllm_config.additional_config.get("paceline_invariant", False)
-        if invariant:
+        if compiled.is_invariant(self.vllm_config):
             invariance.prepare_environment()
             invariance.patch_attention()
         super().init_device()
@@ -134,6 +175,14 @@ class PacelineWorker(platform_worker()):  # type: ignore[misc]
         super().load_model(*args, **kwargs)
         model = self.model_runner.get_model()
         model.load_weights = self._load_live if is_cpu() else self._load_through
+
+    def determine_available_memory(self) -> int:
+        """vLLM's own; on the CPU this is where the model is compiled, or loaded from the compile cache."""
+        if not (is_cpu() and compiled.is_compiled(self.vllm_config)):
+            return super().determine_available_memory()  # type: ignore[no-any-return]
+        compiled.mend_cache()
+        with compiled.cached_by_architecture(self.vllm_config):
+            return super().determine_available_memory()  # type: ignore[no-any-return]
 
     def _load_through(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """Stand in for `model.load_weights` on a live model elsewhere: vLLM's own, which the KV pool has to hear of."""

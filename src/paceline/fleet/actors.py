@@ -16,7 +16,7 @@ import ray
 from paceline.config import FleetSettings
 from paceline.control.events import Order, Reported, WeightsLoaded, WorkerEvent, WorkerLost, WorkerUp
 from paceline.fleet.cluster import actor_options
-from paceline.fleet.worker import EngineSpec, Facts, RolloutWorker
+from paceline.fleet.rollout_worker import EngineSpec, Facts, Pace, RolloutWorker
 
 LOGGER = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class Actors:
 
     def __init__(self, spec: EngineSpec, settings: FleetSettings) -> None:
         self._spec = spec
-        self._progress_s = settings.progress_ms / 1e3
+        self._pace = Pace(settings.progress_ms / 1e3, settings.workers)
         self._class = ray.remote(**actor_options(settings, spec.vllm))(RolloutWorker)
         self._actors: dict[str, _Actor] = {}
         self._calls: dict[Any, _Call] = {}
@@ -68,7 +68,7 @@ class Actors:
     def start(self, worker: str, life: int) -> None:
         """Start an engine; what was there before is killed."""
         self._kill(worker)
-        handle = self._class.remote(self._spec, self._progress_s)
+        handle = self._class.remote(self._spec, self._pace)
         self._actors[worker] = _Actor(handle, life)
         self._calls[handle.start.remote()] = _Call("start", worker, life)
 

@@ -10,14 +10,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
 
 from paceline.control.events import (
     Action,
     CancelChunk,
     Ending,
     Event,
-    Growth,
+    Growths,
     Reported,
     RunChunk,
     StopWorker,
@@ -42,16 +41,20 @@ class ChunkSpan:
     """Tokens that the response had before."""
     num_tokens: int
     """Tokens that it gained: of a chunk that was lost or cancelled, those that had been told."""
-    finish_reason: Literal["stop", "length", "abort", "lost"]
-    """abort: cancelled; lost: with its worker."""
+    finish_reason: str
+    """"stop", "length", "error" (the response has failed), "abort" (cancelled) or "lost" (with its worker, or with a
+    report on the way)."""
 
 
 @dataclass(slots=True)
 class _Open:
-    """A chunk that runs."""
+    """A chunk that runs. Its order is not held: it has all tokens of the response."""
 
-    order: RunChunk
+    index: int
+    worker: str
+    life: int
     start_s: float
+    start: int
     end: int
     """Tokens of the response, as far as told."""
 
@@ -67,8 +70,7 @@ class ChunkLog:
         """Something happened."""
         match event:
             case Reported(worker, life, report):
-                for growth in report.growths:
-                    self._grow(worker, life, growth)
+                self._grow(worker, life, report.growths)
                 for ending in report.endings:
                     self._end(worker, life, ending, now_s)
             case WorkerLost(worker, life):
@@ -79,7 +81,7 @@ class ChunkLog:
         for action in actions:
             match action:
                 case RunChunk():
-                    self._open[action.chunk] = _Open(action, now_s, len(action.request.generated))
+                    self._open[action.chunk] = _begin(action, now_s)
                 case CancelChunk(_, _, chunk):
                     self._close(chunk, "abort", now_s)
                 case StopWorker(worker, life):
@@ -94,36 +96,44 @@ class ChunkLog:
     def _find(self, worker: str, life: int, chunk: int) -> _Open | None:
         """The chunk if this worker runs it; the controller believes nobody else either."""
         found = self._open.get(chunk)
-        return (
-            found if found is not None and (found.order.worker, found.order.life) == (worker, life) else None
-        )
+        is_theirs = found is not None and found.worker == worker and found.life == life
+        return found if is_theirs else None
 
-    def _grow(self, worker: str, life: int, growth: Growth) -> None:
-        chunk = self._find(worker, life, growth.chunk)
-        if (
-            chunk is not None and growth.start <= chunk.end
-        ):  # what lies beyond a gap, the controller leaves out
-            chunk.end = max(chunk.end, growth.start + len(growth.tokens))
+    def _grow(self, worker: str, life: int, growths: Growths) -> None:
+        for number, start, count, _ in growths.extents():
+            chunk = self._open.get(number)
+            if chunk is None or not start <= chunk.end < start + count:  # what lies beyond a gap is left out
+                continue
+            if chunk.worker == worker and chunk.life == life:
+                chunk.end = start + count
 
     def _end(self, worker: str, life: int, ending: Ending, now_s: float) -> None:
         chunk = self._find(worker, life, ending.chunk)
-        if chunk is not None:
-            chunk.end = ending.start + len(ending.tokens)
-            self._close(ending.chunk, "stop" if ending.finish_reason == "stop" else "length", now_s)
+        if chunk is None:
+            return
+        end = ending.start + ending.num_tokens
+        if end - len(ending.rest) > chunk.end:
+            self._close(ending.chunk, "lost", now_s)
+            return
+        chunk.end = end
+        self._close(ending.chunk, ending.finish_reason, now_s)
 
     def _lose(self, worker: str, life: int, now_s: float) -> None:
         lost = [number for number in self._open if self._find(worker, life, number) is not None]
         for number in lost:
             self._close(number, "lost", now_s)
 
-    def _close(
-        self, number: int, finish_reason: Literal["stop", "length", "abort", "lost"], now_s: float
-    ) -> None:
+    def _close(self, number: int, finish_reason: str, now_s: float) -> None:
         chunk = self._open.pop(number, None)
         if chunk is None:
             return
-        order, start = chunk.order, len(chunk.order.request.generated)
+        num_tokens = chunk.end - chunk.start
         span = ChunkSpan(
-            order.index, order.worker, chunk.start_s, now_s, start, chunk.end - start, finish_reason
+            chunk.index, chunk.worker, chunk.start_s, now_s, chunk.start, num_tokens, finish_reason
         )
         self._done.append(span)
+
+
+def _begin(order: RunChunk, now_s: float) -> _Open:
+    start = len(order.request.generated)
+    return _Open(order.index, order.worker, order.life, now_s, start, start)

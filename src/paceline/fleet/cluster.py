@@ -42,7 +42,7 @@ ENGINE_ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
 }
-"""What an engine in an actor needs; engine/rollout.py says why. The driver's own values go first."""
+"""What an engine in an actor needs; engine/rollout_engine.py says why. The driver's own values go first."""
 
 HANDED_ON = ("HF_HUB_OFFLINE", "VLLM_CPU_ATTN_SPLIT_KV", "VLLM_BATCH_INVARIANT")
 """Variables of the driver that every worker gets too, wherever it runs."""

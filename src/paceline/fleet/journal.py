@@ -1,101 +1,103 @@
 """The journal of a rollout: what responses have so far, so that a restarted driver goes on from there.
 
-One JSON line per growth of a response, appended as workers report it. Invariants: what is read back of a response is a
-prefix of its tokens, whatever was torn or lost; a journal of another job is never used. A response is known by its
-dice key and the tokens that it was given, `generated` included: what follows them is always the same. The journal
-saves work and is not the result: while the disk is full the rollout goes on and lines wait in memory, up to a limit.
+A binary file of frames, one for all that responses have grown by since the last one: eight bytes a token and a few for
+each growth. Invariants: what is read back of a response is a prefix of its tokens, whatever was torn or lost; a journal
+of another job is never used. A response is known by its dice key and the tokens that it was given, `generated`
+included: what follows them is always the same. The journal saves work and is not the result: while the disk is full the
+rollout goes on and frames wait in memory, up to a limit. What is safe elsewhere is dropped (`drop`), so that the file
+has at most twice the size of what is needed, and `SLACK_BYTES`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
-from collections import defaultdict
-from collections.abc import Iterable
+import struct
+import zlib
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Self
-
-import msgspec
+from typing import NamedTuple, Self
 
 from paceline.control.events import Keep, Kept
+from paceline.control.packed import TOKEN_BYTES, Packed
 from paceline.engine.keys import prompt_group
 from paceline.errors import RecordError
+from paceline.record.append import AppendFile
 from paceline.types import RolloutRequest
 
 MOST_WAITING_BYTES = 1 << 28
-"""Lines that the disk does not take wait in memory up to so much; then the journal ends where it is."""
+"""Frames that the disk does not take wait in memory up to so much; then the journal ends where it is."""
+SLACK_BYTES = 1 << 26
+"""What is no longer needed is left in the file up to so much."""
+_FRAME_BYTES = 1 << 22
+"""Frames of about this size are written where a file is written anew."""
 
 Name = tuple[int, int]
 """Key, and digest of the tokens that the response was given."""
 
-
-class _Head(msgspec.Struct, frozen=True):
-    """The first line."""
-
-    job: str
+_MAGIC = b"paceline journal 2\n"
+_FRAME = struct.Struct("=II")  # bytes of what follows, and their checksum
+_ENTRY = struct.Struct("=QQIIIIB")  # key, given, start, tokens, steps, drafts, bytes of the finish reason
 
 
-class _Line(msgspec.Struct, frozen=True):
-    key: int
-    given: int
+class _Entry(NamedTuple):
+    """What a response has grown by."""
+
+    name: Name
     start: int
-    tokens: tuple[int, ...]
-    logprobs: tuple[float, ...]
     num_steps: int
     num_draft_tokens: int
-    finish_reason: str | None = None
+    finish_reason: str | None
+    packed: Packed
+    size: int
+    """Bytes in the file."""
 
 
 @dataclass(slots=True)
 class _Known:
-    """What the lines so far tell of a response."""
+    """What the entries so far tell of a response."""
 
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
+    tokens: bytearray = field(default_factory=bytearray)  # [num_tokens] int32
+    logprobs: bytearray = field(default_factory=bytearray)  # [num_tokens] float32
     num_steps: int = 0
     num_draft_tokens: int = 0
     finish_reason: str | None = None
 
-    def take(self, line: _Line) -> None:
-        """Go on with a line that connects; any other one is passed over."""
-        overlap = len(self.tokens) - line.start
-        if overlap < 0 or self.finish_reason is not None or len(line.tokens) != len(line.logprobs):
+    def take(self, entry: _Entry) -> None:
+        """Go on with an entry that connects; any other one is passed over."""
+        overlap = len(self.tokens) // TOKEN_BYTES - entry.start
+        if overlap < 0 or self.finish_reason is not None:
             return
-        if overlap > len(line.tokens) and line.finish_reason is None:
+        if overlap > len(entry.packed) and entry.finish_reason is None:
             return
-        self.tokens += line.tokens[overlap:]
-        self.logprobs += line.logprobs[overlap:]
-        self.num_steps, self.num_draft_tokens = line.num_steps, line.num_draft_tokens
-        self.finish_reason = line.finish_reason
+        fresh = entry.packed.cut(overlap, len(entry.packed))
+        self.tokens += fresh.tokens
+        self.logprobs += fresh.logprobs
+        self.num_steps, self.num_draft_tokens = entry.num_steps, entry.num_draft_tokens
+        self.finish_reason = entry.finish_reason
 
     def freeze(self) -> Kept:
         """As the controller takes it."""
-        return Kept(
-            tuple(self.tokens),
-            tuple(self.logprobs),
-            self.num_steps,
-            self.num_draft_tokens,
-            self.finish_reason,
-        )
-
-
-_encoder = msgspec.json.Encoder()
-_heads = msgspec.json.Decoder(_Head)
-_lines = msgspec.json.Decoder(_Line)
+        packed = Packed(bytes(self.tokens), bytes(self.logprobs))
+        return Kept(packed, self.num_steps, self.num_draft_tokens, self.finish_reason)
 
 
 class Journal:
     """One file, written by this process alone. Use `open`; close it, or `discard` it once the rollout is complete."""
 
-    def __init__(self, path: Path, fd: int) -> None:
-        self.path = path
-        self._fd = fd
-        self._kept: defaultdict[Name, _Known] = defaultdict(_Known)
+    def __init__(self, file: AppendFile, job: str) -> None:
+        self.path = file.path
+        self._new_path = file.path.with_name(file.path.name + ".new")
+        self._file = file
+        self._head = _frame(_MAGIC + job.encode())
         self._names: list[Name] = []
-        self._waiting = bytearray()
+        self._sizes: dict[Name, int] = {}  # bytes of each response that is needed
+        self._needed_bytes = 0
+        self._waiting: deque[bytes] = deque()
         self._has_ended = False
+        self._slack_bytes = SLACK_BYTES  # doubled when the disk has no room for a new file
         self.failure: str | None = None
         """Why something is not on the disk; None: all is."""
 
@@ -106,95 +108,170 @@ class Journal:
         job: names everything that decides the tokens beside key and given tokens. Raises RecordError if the file
         cannot be opened, or another process writes it.
         """
+        journal = cls(_open(path), job)
+        num_bytes = journal._survey() if resume else 0
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        except OSError as error:
-            raise RecordError(f"cannot write to {path}: {error.strerror}; choose another output") from error
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            os.close(fd)
-            raise RecordError(f"{path} is being written by another process: wait for it") from error
-        journal = cls(path, fd)
-        num_bytes = journal._read(job) if resume else 0
-        with contextlib.suppress(OSError):
-            os.ftruncate(fd, num_bytes)
+            journal._file.cut(num_bytes)
+        except RecordError as error:
+            journal.failure = str(error)
         if not num_bytes:
-            journal._kept.clear()
-            journal._append(_encoder.encode(_Head(job)) + b"\n")
+            journal._append(journal._head)
         return journal
 
     def find(self, requests: Iterable[RolloutRequest]) -> dict[int, Kept]:
-        """A rollout of these requests begins: what is known of them, by their place."""
-        self._names = [self._name(request) for request in requests]
-        return {
-            index: self._kept[name].freeze() for index, name in enumerate(self._names) if name in self._kept
-        }
+        """A rollout of these requests begins: what is known of them, by their place. Of others nothing is needed."""
+        self._names = [_name(request) for request in requests]
+        wanted = set(self._names)
+        self._sizes = {name: size for name, size in self._sizes.items() if name in wanted}
+        self._needed_bytes = sum(self._sizes.values())
+        known: dict[Name, _Known] = {}
+        for frame in _read_frames(self.path, self._head):
+            for entry in _read_entries(frame):
+                if entry.name in wanted:
+                    known.setdefault(entry.name, _Known()).take(entry)
+        return {index: known[name].freeze() for index, name in enumerate(self._names) if name in known}
 
-    def write(self, keeps: Iterable[Keep]) -> None:
+    def write(self, keeps: Sequence[Keep]) -> None:
         """Append what responses have grown by. A disk that refuses is noted in `failure` and asked again next time."""
-        self._append(b"".join(self._encode(keep) for keep in keeps))
+        if keeps:
+            self._append(_frame(b"".join(self._encode(keep) for keep in keeps)))
+
+    def drop(self, indices: Iterable[int]) -> None:
+        """These responses of the rollout are safe elsewhere: a restarted driver will not ask for them."""
+        for index in indices:
+            self._needed_bytes -= self._sizes.pop(self._names[index], 0)
+        if self._file.size - self._needed_bytes > max(self._needed_bytes, self._slack_bytes):
+            self._write_anew()
 
     def close(self) -> None:
         """Close the file; a second call does nothing."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        self._file.close()
 
     def discard(self) -> None:
         """The rollout is complete and its responses are safe: remove the file."""
         self.close()
         self.path.unlink(missing_ok=True)
+        self._new_path.unlink(missing_ok=True)  # of a driver that was killed while it wrote it
 
     def _encode(self, keep: Keep) -> bytes:
-        line = _Line(
-            *self._names[keep.index],
-            keep.start,
-            keep.tokens,
-            keep.logprobs,
-            keep.num_steps,
-            keep.num_draft_tokens,
-            keep.finish_reason,
+        name, reason = self._names[keep.index], (keep.finish_reason or "").encode()
+        head = _ENTRY.pack(
+            *name, keep.start, len(keep.packed), keep.num_steps, keep.num_draft_tokens, len(reason)
         )
-        return _encoder.encode(line) + b"\n"
+        entry = b"".join((head, reason, keep.packed.tokens, keep.packed.logprobs))
+        self._count(name, len(entry))
+        return entry
 
-    def _append(self, lines: bytes) -> None:
-        """Write what waits and these. A line may be cut in two for a time, for the next call goes on where it ends."""
-        if self._has_ended:
+    def _count(self, name: Name, num_bytes: int) -> None:
+        self._sizes[name] = self._sizes.get(name, 0) + num_bytes
+        self._needed_bytes += num_bytes
+
+    def _append(self, frame: bytes) -> None:
+        """Write what waits and this."""
+        if self._has_ended or not self._file.is_open:
             return
-        self._waiting += lines
+        self._waiting.append(frame)
         try:
             while self._waiting:
-                del self._waiting[: os.write(self._fd, self._waiting)]
+                self._file.append(self._waiting[0])
+                self._waiting.popleft()
             self.failure = None
-        except OSError as error:
-            self.failure = f"cannot write to {self.path}: {error.strerror}"
-            if len(self._waiting) > MOST_WAITING_BYTES:  # a line that is left out would be a gap
+        except RecordError as error:
+            self.failure = str(error)
+            if sum(map(len, self._waiting)) > MOST_WAITING_BYTES:  # a frame that is left out would be a gap
                 self._has_ended = True
                 self._waiting.clear()
 
-    def _read(self, job: str) -> int:
-        """Take in the file; returns the length of its whole lines, 0 for a journal that is of no use."""
+    def _survey(self) -> int:
+        """Learn what the file has; the length of its whole frames, 0 for a journal that is of no use."""
         num_bytes = 0
-        with self.path.open("rb") as lines:
-            for number, text in enumerate(lines):
-                if not text.endswith(b"\n"):
-                    break
-                try:
-                    if number == 0:
-                        if _heads.decode(text).job != job:
-                            return 0
-                    else:
-                        line = _lines.decode(text)
-                        self._kept[line.key, line.given].take(line)
-                except msgspec.MsgspecError:
-                    if number == 0:
-                        return 0
-                num_bytes += len(text)
-        return num_bytes
+        for frame in _read_frames(self.path, self._head):
+            num_bytes += _FRAME.size + len(frame)
+            for entry in _read_entries(frame):
+                self._count(entry.name, entry.size)
+        return num_bytes + len(self._head) if num_bytes else 0
 
-    @staticmethod
-    def _name(request: RolloutRequest) -> Name:
-        assert request.key is not None
-        return request.key, prompt_group((*request.prompt, *request.generated))
+    def _write_anew(self) -> None:
+        """Put what is needed into a new file in place of this one. A disk without room for it is asked again later."""
+        try:
+            new = self._copy_needed()
+        except (RecordError, OSError):
+            with contextlib.suppress(OSError):
+                self._new_path.unlink()
+            self._slack_bytes *= 2
+            return
+        self._file.close()
+        self._file = new
+
+    def _copy_needed(self) -> AppendFile:
+        """The new file, in place of this one. Raises RecordError or OSError if there can be none."""
+        new = _open(self._new_path)
+        try:
+            new.cut(0)
+            new.append(self._head)
+            for frame in self._needed_frames():
+                new.append(frame)
+            new.rename(self.path)
+        except BaseException:
+            new.close()
+            raise
+        return new
+
+    def _needed_frames(self) -> Iterator[bytes]:
+        """What the file has of the responses that are needed."""
+        entries: list[bytes] = []
+        size = 0
+        for frame in _read_frames(self.path, self._head):
+            end = 0
+            for entry in _read_entries(frame):
+                begin, end = end, end + entry.size
+                if entry.name in self._sizes:
+                    entries.append(frame[begin:end])
+                    size += entry.size
+            if size > _FRAME_BYTES:
+                yield _frame(b"".join(entries))
+                entries, size = [], 0
+        if entries:
+            yield _frame(b"".join(entries))
+
+
+def _open(path: Path) -> AppendFile:
+    remedy = "The rollout goes on; what is missing there would be generated again"
+    return AppendFile.open(path, "pieces", remedy, sync_s=None)
+
+
+def _name(request: RolloutRequest) -> Name:
+    assert request.key is not None
+    return request.key, prompt_group((*request.prompt, *request.generated))
+
+
+def _frame(payload: bytes) -> bytes:
+    return _FRAME.pack(len(payload), zlib.crc32(payload)) + payload
+
+
+def _read_frames(path: Path, head: bytes) -> Iterator[bytes]:
+    """What is in the frames behind the first, if that is `head`; up to the first that is torn or damaged."""
+    with path.open("rb") as file:
+        if file.read(len(head)) != head:
+            return
+        left = os.fstat(file.fileno()).st_size - len(head)
+        while len(found := file.read(_FRAME.size)) == _FRAME.size:
+            size, checksum = _FRAME.unpack(found)
+            left -= _FRAME.size + size
+            if left < 0 or zlib.crc32(payload := file.read(size)) != checksum:
+                return
+            yield payload
+
+
+def _read_entries(frame: bytes) -> Iterator[_Entry]:
+    place = 0
+    while place < len(frame):
+        key, given, start, count, num_steps, num_drafts, num_reason = _ENTRY.unpack_from(frame, place)
+        reason_at = place + _ENTRY.size
+        tokens_at = reason_at + num_reason
+        logprobs_at = tokens_at + count * TOKEN_BYTES
+        end = logprobs_at + count * TOKEN_BYTES
+        reason = frame[reason_at:tokens_at].decode() or None
+        packed = Packed(frame[tokens_at:logprobs_at], frame[logprobs_at:end])
+        yield _Entry((key, given), start, num_steps, num_drafts, reason, packed, end - place)
+        place = end

@@ -6,12 +6,12 @@ or without room in it, the next worker prefills.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import secrets
 import shutil
 import tempfile
-import time
 from pathlib import Path
 from typing import Self
 
@@ -21,17 +21,34 @@ from paceline.kvpool import KvPool, response_identity
 from paceline.types import KvPoolCounters, RolloutRequest
 
 SHARED_MEMORY = Path("/dev/shm")
-PREFIX = "paceline-kv-"
+PREFIX = "paceline-fleet-"
 LEAST_BYTES = 64 << 20
 """A pool smaller than this holds hardly a response, and is left out."""
-LEFT_S = 60.0
-"""A folder younger than this may be one that its fleet is about to open."""
+
+
+class OwnedFolder:
+    """A new folder that is locked by this process as long as it lives, so that others can tell when it has died.
+
+    It gets the name that `remove_leftovers` looks for once it is locked: there is no moment at which it looks left.
+    """
+
+    def __init__(self, base: Path) -> None:
+        """Raises OSError if there can be none below `base`."""
+        hidden = Path(tempfile.mkdtemp(prefix=f".{PREFIX}", dir=base))
+        self._fd = os.open(hidden, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        self.path = hidden.rename(base / hidden.name[1:])
+
+    def close(self) -> None:
+        """Remove the folder and what is in it."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self._fd)
 
 
 class FleetKvPool:
     """The driver's handle on the pool. Close it."""
 
-    def __init__(self, settings: KvPoolSettings, own_folder: Path | None = None) -> None:
+    def __init__(self, settings: KvPoolSettings, own_folder: OwnedFolder | None = None) -> None:
         """own_folder: was made for this fleet alone, and goes with it. Raises ConfigError as `KvPool.open` does."""
         self.settings = settings
         self._own_folder = own_folder
@@ -41,9 +58,9 @@ class FleetKvPool:
     @classmethod
     def make(cls, base: Path, num_bytes: int) -> Self:
         """A pool in a new folder below `base`, in shared memory alone."""
-        folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=base))
+        folder = OwnedFolder(base)
         settings = KvPoolSettings(
-            directory=str(folder), memory_bytes=num_bytes, namespace=folder.name, required=False
+            directory=str(folder.path), memory_bytes=num_bytes, namespace=folder.path.name, required=False
         )
         return cls(settings, folder)
 
@@ -80,7 +97,7 @@ class FleetKvPool:
             self._prefetcher.close()
         self._pool.close()
         if self._own_folder is not None:
-            shutil.rmtree(self._own_folder, ignore_errors=True)
+            self._own_folder.close()
 
 
 def open_pool(settings: FleetSettings, engine: EngineSettings, is_one_machine: bool) -> FleetKvPool | None:
@@ -94,7 +111,7 @@ def open_pool(settings: FleetSettings, engine: EngineSettings, is_one_machine: b
         return None
     if named is not None:
         return FleetKvPool.join(named)
-    if settings.workers < 2 or settings.variant == "group":
+    if settings.workers < 2 or settings.variant in {"sticky", "group"}:
         return None
     base = SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
     remove_leftovers(base)
@@ -103,13 +120,15 @@ def open_pool(settings: FleetSettings, engine: EngineSettings, is_one_machine: b
 
 
 def remove_leftovers(base: Path) -> None:
-    """Remove pools whose fleet was killed: nobody holds the lock that every user of a pool holds."""
+    """Remove pools whose driver has died: nobody holds the lock on the folder. Engines that outlive their driver for a
+    moment save nothing more.
+    """
     for folder in base.glob(f"{PREFIX}*"):
         try:
-            if time.time() - folder.stat().st_mtime < LEFT_S:
-                continue
-            with (folder / "users").open("rb") as users:
-                fcntl.flock(users, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(folder, ignore_errors=True)
-        except OSError:  # in use, another user's, or gone meanwhile
+            fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError:  # another user's, or gone meanwhile
             continue
+        with contextlib.suppress(BlockingIOError):  # in use
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)
+        os.close(fd)

@@ -5,7 +5,6 @@ Every scrape reads the status board as it is then; nothing is counted twice. Own
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -31,23 +30,47 @@ COUNTERS: dict[str, tuple[str, Callable[[WorkerStatus], float]]] = {
     "kv_misses": ("Chunks that looked for their KV in vain", lambda status: status.kv_pool.misses),
     "kv_damaged": ("Damaged entries of the pool", lambda status: status.kv_pool.corrupt),
     "kv_failed_writes": ("Entries that the pool did not take", lambda status: status.kv_pool.failed_writes),
+    "draft_told_tokens": ("Tokens told the draft servers", lambda status: status.draft_sharing.told_tokens),
+    "draft_heard_tokens": (
+        "Tokens of other workers heard from them",
+        lambda status: status.draft_sharing.heard_tokens,
+    ),
+    "draft_held_messages": (
+        "Times that a draft server took nothing more",
+        lambda status: status.draft_sharing.held_messages,
+    ),
+    "draft_unanswered_fetches": (
+        "Questions that a draft server did not answer within a second",
+        lambda status: status.draft_sharing.unanswered_fetches,
+    ),
+    "draft_lost_tokens": (
+        "Tokens that a draft server had to be told again",
+        lambda status: status.draft_sharing.lost_tokens,
+    ),
+    "draft_dropped_tokens": (
+        "Tokens that no draft server was ever told",
+        lambda status: status.draft_sharing.dropped_tokens,
+    ),
     "losses": ("Times that the worker was lost", lambda status: status.num_losses),
 }
 
 
 class MetricsServer:
-    """Serves the board at http://HOST:port/metrics. Close it."""
+    """Serves the board at http://host:port/metrics. Close it."""
 
-    def __init__(self, board: StatusBoard, num_unfinished: Callable[[], int], port: int) -> None:
-        """port 0 takes a free one. Raises ConfigError if it is taken."""
+    def __init__(self, board: StatusBoard, num_unfinished: Callable[[], int], port: int, host: str) -> None:
+        """port 0 takes a free one. host: address of this machine to listen on, 0.0.0.0 for all of its addresses. Raises
+        ConfigError if the port is taken or the address is not this machine's.
+        """
         self._board, self._num_unfinished = board, num_unfinished
         registry = CollectorRegistry()
         registry.register(self)  # type: ignore[arg-type]
         try:
-            self._server, self._thread = start_http_server(port, registry=registry)
+            self._server, self._thread = start_http_server(port, host, registry)
         except OSError as error:
             raise ConfigError(
-                f"metrics_port {port} cannot be used on {socket.gethostname()} ({error.strerror}): choose another one"
+                f"metrics cannot be served at metrics_host {host!r}, metrics_port {port} ({error.strerror}): choose "
+                "another port, or an address of this machine"
             ) from error
 
     @property

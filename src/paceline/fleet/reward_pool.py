@@ -1,4 +1,4 @@
-"""The reward pool: RewardDesk's decisions carried out with Ray actors, one process for each reward worker.
+"""The reward pool: RewardScheduler's decisions carried out with Ray actors, one process for each reward worker.
 
 Fleet owns it and waits on its `calls` together with those of the workers; it decides nothing.
 """
@@ -14,7 +14,15 @@ from typing import Any
 import ray
 
 from paceline.config import RewardSettings
-from paceline.fleet.rewards import Replace, Reward, RewardAction, RewardDesk, RewardFunction, Score, Settle
+from paceline.fleet.rewards import (
+    Replace,
+    Reward,
+    RewardAction,
+    RewardFunction,
+    RewardScheduler,
+    Score,
+    Settle,
+)
 from paceline.types import Response
 
 
@@ -54,14 +62,15 @@ class RewardPool:
 
     def __init__(self, function: RewardFunction, settings: RewardSettings) -> None:
         self._function = ray.put(function)
-        self._desk = RewardDesk(settings)
+        self._failure_reward = settings.failure_reward
+        self._scheduler = RewardScheduler(settings)
         self._actors: dict[int, Any] = {}
         self._lives: dict[int, int] = {}
         self._processes: dict[int, int] = {}
         self._calls: dict[Any, _Call] = {}
         self._open: dict[int, tuple[int, Response]] = {}  # by ticket
         self._num_tickets = 0
-        self._act(self._desk.open(time.monotonic()))
+        self._act(self._scheduler.open(time.monotonic()))
 
     @property
     def num_open(self) -> int:
@@ -82,7 +91,11 @@ class RewardPool:
         """Score a finished response."""
         ticket, self._num_tickets = self._num_tickets, self._num_tickets + 1
         self._open[ticket] = index, response
-        return self._act(self._desk.add(ticket, time.monotonic()))
+        return self._act(self._scheduler.add(ticket, time.monotonic()))
+
+    def fail(self, index: int, response: Response) -> Scored:
+        """A response has failed: nothing is scored."""
+        return Scored(index, response, Reward(self._failure_reward, f"it {response.failure}"))
 
     def take(self, ref: Any) -> list[Scored]:
         """One of `calls` has been answered."""
@@ -91,24 +104,24 @@ class RewardPool:
             value = ray.get(ref)
         except ray.exceptions.RayTaskError as error:
             if call.is_start:
-                return self._act(self._desk.died(call.worker, call.life, _reason(error), now_s))
-            return self._act(self._desk.raised(call.worker, call.life, _reason(error), now_s))
+                return self._act(self._scheduler.died(call.worker, call.life, _reason(error), now_s))
+            return self._act(self._scheduler.raised(call.worker, call.life, _reason(error), now_s))
         except ray.exceptions.RayError as error:
-            return self._act(self._desk.died(call.worker, call.life, _reason(error), now_s))
+            return self._act(self._scheduler.died(call.worker, call.life, _reason(error), now_s))
         if call.is_start:
             if self._lives[call.worker] == call.life:
                 self._processes[call.worker] = value
-            return self._act(self._desk.up(call.worker, call.life, now_s))
-        return self._act(self._desk.returned(call.worker, call.life, value, now_s))
+            return self._act(self._scheduler.up(call.worker, call.life, now_s))
+        return self._act(self._scheduler.returned(call.worker, call.life, value, now_s))
 
     def tick(self) -> list[Scored]:
         """Look at the clock."""
-        return self._act(self._desk.tick(time.monotonic()))
+        return self._act(self._scheduler.tick(time.monotonic()))
 
     def clear(self) -> None:
         """Drop everything that is open."""
         self._open.clear()
-        self._act(self._desk.clear(time.monotonic()))
+        self._act(self._scheduler.clear(time.monotonic()))
 
     def close(self) -> None:
         """End all reward workers."""

@@ -1,6 +1,6 @@
 """Rewards while rolling out: finished responses are scored at once, each exactly once, whatever the function does.
 
-`RewardDesk` decides, `RewardPool` (reward_pool.py) carries out with Ray actors. What can go wrong has one outcome
+`RewardScheduler` decides, `RewardPool` (reward_pool.py) carries out with Ray actors. What can go wrong has one outcome
 each, and the response gets `RewardSettings.failure_reward` with the reason beside it:
 
 * the function raises, or returns something that is no finite number: at once, for it would do so again;
@@ -43,7 +43,7 @@ class Reward:
 
 
 @dataclass(slots=True)
-class _Clerk:
+class _WorkerState:
     """A reward worker."""
 
     life: int = 0
@@ -82,12 +82,12 @@ class Settle:
 RewardAction = Score | Replace | Settle
 
 
-class RewardDesk:
+class RewardScheduler:
     """Which reward worker scores what. No clock and no I/O; every call returns what to do, in order."""
 
     def __init__(self, settings: RewardSettings) -> None:
         self._settings = settings
-        self._clerks = [_Clerk() for _ in range(settings.workers)]
+        self._states = [_WorkerState() for _ in range(settings.workers)]
         self._line: deque[int] = deque()
         self._num_crashes: dict[int, int] = {}  # of every ticket that is not settled
         self._num_failed_starts = 0
@@ -105,13 +105,13 @@ class RewardDesk:
 
     def open(self, now_s: float) -> list[RewardAction]:
         """The pool begins: start all workers."""
-        return [action for worker in range(len(self._clerks)) for action in self._replace(worker, now_s)]
+        return [action for worker in range(len(self._states)) for action in self._replace(worker, now_s)]
 
     def up(self, worker: int, life: int, now_s: float) -> list[RewardAction]:
         """A worker has started."""
-        clerk = self._clerks[worker]
-        if clerk.life == life:
-            clerk.is_up, clerk.until_s = True, math.inf
+        state = self._states[worker]
+        if state.life == life:
+            state.is_up, state.until_s = True, math.inf
             self._num_failed_starts = 0
         return self._hand_out(now_s)
 
@@ -131,11 +131,11 @@ class RewardDesk:
 
     def died(self, worker: int, life: int, reason: str, now_s: float) -> list[RewardAction]:
         """A worker's process ended. Raises EngineError if none can be started."""
-        clerk = self._clerks[worker]
-        if clerk.life != life:
+        state = self._states[worker]
+        if state.life != life:
             return []
-        ticket = clerk.ticket
-        self._count_start(clerk, reason)
+        ticket = state.ticket
+        self._count_start(state, reason)
         actions = self._replace(worker, now_s)
         if ticket is not None:
             self._num_crashes[ticket] += 1
@@ -149,11 +149,11 @@ class RewardDesk:
     def tick(self, now_s: float) -> list[RewardAction]:
         """Give up calls whose time is over. Raises EngineError if no worker can be started."""
         actions: list[RewardAction] = []
-        for worker, clerk in enumerate(self._clerks):
-            if now_s < clerk.until_s:
+        for worker, state in enumerate(self._states):
+            if now_s < state.until_s:
                 continue
-            ticket = clerk.ticket
-            self._count_start(clerk, f"it was not up after {START_S:g} s")
+            ticket = state.ticket
+            self._count_start(state, f"it was not up after {START_S:g} s")
             actions += self._replace(worker, now_s)
             if ticket is not None:
                 late = self._failed(f"it took longer than {self._settings.timeout_s:g} s")
@@ -166,8 +166,8 @@ class RewardDesk:
         self._num_crashes.clear()
         return [
             action
-            for worker, clerk in enumerate(self._clerks)
-            if clerk.ticket is not None
+            for worker, state in enumerate(self._states)
+            if state.ticket is not None
             for action in self._replace(worker, now_s)
         ]
 
@@ -175,19 +175,19 @@ class RewardDesk:
         return Reward(self._settings.failure_reward, f"the reward function failed: {reason}")
 
     def _leave(self, worker: int, life: int, reward: Reward, now_s: float) -> list[RewardAction]:
-        clerk = self._clerks[worker]
-        if clerk.life != life or clerk.ticket is None:
+        state = self._states[worker]
+        if state.life != life or state.ticket is None:
             return []
-        ticket, clerk.ticket, clerk.until_s = clerk.ticket, None, math.inf
+        ticket, state.ticket, state.until_s = state.ticket, None, math.inf
         return [self._settle(ticket, reward), *self._hand_out(now_s)]
 
     def _settle(self, ticket: int, reward: Reward) -> Settle:
         del self._num_crashes[ticket]
         return Settle(ticket, reward)
 
-    def _count_start(self, clerk: _Clerk, reason: str) -> None:
+    def _count_start(self, state: _WorkerState, reason: str) -> None:
         """A worker is gone: if it never was up, the function may be one that cannot be loaded."""
-        if clerk.is_up:
+        if state.is_up:
             return
         self._num_failed_starts += 1
         if self._num_failed_starts >= MOST_FAILED_STARTS:
@@ -197,16 +197,16 @@ class RewardDesk:
             )
 
     def _replace(self, worker: int, now_s: float) -> list[RewardAction]:
-        clerk = self._clerks[worker]
-        clerk.life += 1
-        clerk.ticket, clerk.is_up, clerk.until_s = None, False, now_s + START_S
-        return [Replace(worker, clerk.life)]
+        state = self._states[worker]
+        state.life += 1
+        state.ticket, state.is_up, state.until_s = None, False, now_s + START_S
+        return [Replace(worker, state.life)]
 
     def _hand_out(self, now_s: float) -> list[RewardAction]:
         actions: list[RewardAction] = []
-        for worker, clerk in enumerate(self._clerks):
-            if self._line and clerk.is_up and clerk.ticket is None:
-                clerk.ticket = self._line.popleft()
-                clerk.until_s = now_s + self._settings.timeout_s
-                actions.append(Score(worker, clerk.life, clerk.ticket))
+        for worker, state in enumerate(self._states):
+            if self._line and state.is_up and state.ticket is None:
+                state.ticket = self._line.popleft()
+                state.until_s = now_s + self._settings.timeout_s
+                actions.append(Score(worker, state.life, state.ticket))
         return actions

@@ -6,7 +6,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from paceline.control.events import Report, Telemetry, WorkerStep
-from paceline.types import KvPoolCounters
+from paceline.types import DraftSharingCounters, KvPoolCounters
 
 MOST_STEPS = 1 << 14
 """Engine steps that are kept for a reader; older ones are dropped."""
@@ -27,6 +27,8 @@ class WorkerStatus:
     num_preemptions: int = 0
     kv_pool: KvPoolCounters = field(default_factory=KvPoolCounters)
     """What it has done with the KV pool; a hit is a chunk that found the keys and values of the one before."""
+    draft_sharing: DraftSharingCounters = field(default_factory=DraftSharingCounters)
+    """What it has told the draft servers and heard from them."""
     num_tokens: int = 0
     """Tokens that it has generated."""
     num_decoded: int = 0
@@ -52,6 +54,7 @@ class StatusBoard:
     _steps: deque[tuple[str, WorkerStep]] = field(default_factory=lambda: deque(maxlen=MOST_STEPS))
     _preempted: dict[str, int] = field(default_factory=dict)  # by the present engine, already counted
     _kv_before: dict[str, KvPoolCounters] = field(default_factory=dict)  # of the lives before
+    _shared_before: dict[str, DraftSharingCounters] = field(default_factory=dict)  # of the lives before
 
     def hear(self, worker: str, report: Report) -> None:
         """A report has come."""
@@ -63,6 +66,8 @@ class StatusBoard:
         status.num_preemptions += seen.kv.num_preemptions - self._preempted.get(worker, 0)
         self._preempted[worker] = seen.kv.num_preemptions
         status.kv_pool = self._kv_before.get(worker, KvPoolCounters()) + seen.kv_pool
+        shared_before = self._shared_before.get(worker, DraftSharingCounters())
+        status.draft_sharing = shared_before + seen.draft_sharing
         self._count(status, seen)
 
     def _count(self, status: WorkerStatus, seen: Telemetry) -> None:
@@ -82,6 +87,7 @@ class StatusBoard:
         status.num_running = status.num_waiting = status.num_kv_used = 0
         self._preempted.pop(worker, None)
         self._kv_before[worker] = status.kv_pool
+        self._shared_before[worker] = status.draft_sharing
 
     def take_steps(self) -> list[tuple[str, WorkerStep]]:
         """Engine steps since the last call, with their workers."""
@@ -90,6 +96,23 @@ class StatusBoard:
         return steps
 
     @property
+    def draft_sharing(self) -> DraftSharingCounters:
+        """Of all workers over all their lives."""
+        return sum((status.draft_sharing for status in self.workers.values()), DraftSharingCounters())
+
+    @property
     def num_preemptions(self) -> int:
         """Of all workers; 0 unless the dispatcher has miscounted."""
         return sum(status.num_preemptions for status in self.workers.values())
+
+
+def describe_sharing_trouble(shared: DraftSharingCounters) -> str | None:
+    """What made drafts shorter than they could have been, in one sentence; None where nothing did."""
+    parts = {
+        "took no message {} times": shared.held_messages,
+        "left {} questions unanswered": shared.unanswered_fetches,
+        "lacked {} tokens that it had been told": shared.lost_tokens,
+        "was never told {} tokens": shared.dropped_tokens,
+    }
+    found = [text.format(count) for text, count in parts.items() if count]
+    return f"the draft server {', '.join(found)}: drafts were shorter for a while" if found else None

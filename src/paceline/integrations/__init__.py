@@ -1,1 +1,1 @@
-"""integrations"""
+"""Trainers of others, with rollouts by Paceline: a folder for each."""

@@ -1,7 +1,8 @@
 """The pure decisions: `decide(snapshot, state, config) -> decision`, `update(state, observation) -> state`.
 
 Nothing here reads a clock, draws from a global generator, does I/O or logs; time and randomness come in as
-values. The engine's scheduler and the benchmarks call the very same functions.
+values. Engine, simulator, replay and benchmarks call the very same functions.
+
 Decisions of the fast loop (every engine step, tens of microseconds each):
 
     latency.py      how long would a step over n tokens take?
@@ -14,7 +15,8 @@ Decisions of the fast loop (every engine step, tens of microseconds each):
     alternatives.py the same where only acceptance is known (plans, the simulator)
     bandit.py       TLT's bucketed epsilon-greedy bandit, one of the budget's policies
 
-Decisions of speculation across workers (SpecActor), once per rollout or every thousand steps:
+Decisions of speculation across workers (SpecActor), once per rollout or every thousand steps; made by the simulator and
+the commands `ladder` and `plan`, in no live rollout:
 
     latency_profile.py how long do drafting and verifying take, by profile?
     profile_fit.py  the same, from a profile file
@@ -30,5 +32,5 @@ Decisions of the slow loop (Seer, TLT), once per event of the fleet:
     length.py       how many tokens will a group's responses have?
     dispatch.py     which response runs its next chunk where, and how long is it?
     request_buffer.py where do responses wait meanwhile, and who has room for them?
-    harvest.py      which idle workers train the drafter?
+    harvest.py      which idle workers train the drafter? (in the simulator only)
 """

@@ -13,7 +13,7 @@ Source: Seer 4.2 (divided rollout) and 4.3, algorithm 1. Its lines here:
     12-13  `DividedBuffer`: probes first, the one with the fewest tokens so far (SFS)
     14-15  then the group with the longest estimate (LFS), in it the first sample
     19     `Dispatcher._wait`: the next chunk and the KV blocks that it needs
-    20-24  `Rooms.freest`: the worker with the most free KV blocks, if they are enough
+    20-24  `Rooms.choose`: the worker with the most free KV blocks, if they are enough
 Ties go to what was submitted (or came up) first; a response keeps its place when it returns.
 
 `even`, the default, is ours (docs/decisions/0005): the same probes, but line 14 takes the longest estimate less
@@ -22,13 +22,17 @@ those of groups that look longer a quarter of the difference ahead: the last one
 there are enough to fill the workers, however wrong the estimates are. Nobody but the probes, which run to their end,
 keeps others waiting: whoever runs sinks. It wants room in the KV pool for every response, and moves more chunks.
 
+`sticky`, the default on CPUs without a KV pool, is Seer's order for responses that have not begun; those that have go
+on first, where they are (docs/decisions/0015).
+
 Differs: (1) the paper's guard against wrong estimates draws from the groups that ran least "at random"; here every
 `guard_interval`-th response that is no probe comes from the group that was ordered the fewest tokens, so that decisions
 can be replayed and the wait is bounded. (2) "Least loaded" is the most free blocks, not the lowest share in use: the
 same between equal workers, and one look decides whether anyone has room. (3) A chunk that would end within a KV block
 ends with the one before, so that none is taken for a few tokens: where chunks are a few blocks long, more of them fit.
 (4) A prompt's blocks count once per response, although an engine may share them in a group: the bound errs on the safe
-side.
+side. (5) A response goes on where its last chunk ran unless moving it evens out the workers' free blocks
+(`Rooms.choose`): its keys and values are there. So a chunk goes on in place when nothing else waits.
 """
 
 from __future__ import annotations
@@ -47,6 +51,7 @@ from paceline.planning.request_buffer import (
     DividedBuffer,
     RequestBuffer,
     Rooms,
+    StickyBuffer,
 )
 
 _TOKEN_WEIGHT = 4
@@ -59,14 +64,15 @@ class DispatchSettings:
     variant: Variant = "even"
     """even: who has the fewest tokens, those of long groups ahead. context: Seer, the longest estimate first.
     no-context: divided rollout alone, in order of submission. oracle: longest first by true lengths, without probes.
-    group: a whole group is bound to one worker and not divided, as veRL does."""
+    sticky: a response stays on one worker and goes on before any that has not begun; those as with context. group: a
+    whole group is bound to one worker and not divided, as veRL does."""
     chunk_tokens: int = 8192
     """Longest chunk; `group` runs every response to its end."""
     block_tokens: int = 16
     """Tokens per KV block of the engines."""
     guard_interval: int = 16
     """Every how many responses (probes not counted) one comes from the group that ran least, 0: never. `context`
-    only."""
+    and `sticky` only."""
 
     def __post_init__(self) -> None:
         for name, least in (("chunk_tokens", 1), ("block_tokens", 1), ("guard_interval", 0)):
@@ -96,17 +102,7 @@ class Dispatcher:
         self._settings = settings
         self._lengths = _choose_estimator(settings, true_lengths)
         self._rooms = Rooms()
-        self._buffer: RequestBuffer
-        if settings.variant == "group":
-            self._buffer = BoundBuffer(self._rooms)
-        else:
-            self._buffer = DividedBuffer(
-                self._rooms,
-                self._lengths,
-                has_probes=settings.variant in {"context", "even"},
-                guard_interval=settings.guard_interval if settings.variant == "context" else 0,
-                token_weight=_TOKEN_WEIGHT if settings.variant == "even" else 0,
-            )
+        self._buffer = _make_buffer(settings, self._rooms, self._lengths)
         self._groups: dict[int, BufferedGroup] = {}
         self._running: dict[int, tuple[Assignment, BufferedResponse]] = {}  # by Assignment.number
         self._num_assigned = 0
@@ -199,19 +195,26 @@ class Dispatcher:
                 f"sample {response.sample} of group {response.group.number} ended a chunk with {num_tokens} tokens, "
                 f"not {response.num_tokens} to {most}: report its tokens of all chunks together"
             )
-        group = response.group
-        finished = finished or num_tokens == group.max_tokens
-        del self._running[assignment.number]
-        room = self._rooms.by_worker[assignment.worker]
-        self._rooms.give_back(room, assignment.number, response.num_blocks)
+        finished = finished or num_tokens == response.group.max_tokens
         response.num_tokens = num_tokens
         if finished:
-            self._lengths.finish(group.number, num_tokens)
-            self._num_finished += 1
-        self._buffer.returned(group, room, finished)
+            self._lengths.finish(response.group.number, num_tokens)
+        self._leave(assignment, finished)
         if not finished:
             self._wait(response)
         return True
+
+    def give_up(self, assignment: Assignment) -> None:
+        """A running response will not go on: it counts as finished, and its length tells nothing about others."""
+        self._leave(assignment, finished=True)
+
+    def _leave(self, assignment: Assignment, finished: bool) -> None:
+        """A running chunk has left its worker."""
+        response = self._running.pop(assignment.number)[1]
+        response.home = room = self._rooms.by_worker[assignment.worker]
+        self._rooms.give_back(room, assignment.number, response.num_blocks)
+        self._num_finished += finished
+        self._buffer.returned(response.group, room, finished)
 
     def next_assignment(self) -> Assignment | None:
         """The next decision, or None: nothing waits, or the response whose turn it is finds no room (lines 18, 24).
@@ -235,7 +238,8 @@ class Dispatcher:
     def next_waiting(self, count: int) -> list[tuple[int, int]]:
         """Whose turn is next if nothing else happens, as (group, sample), in that order; at most `count`.
 
-        For who prepares their chunks. Left out is what the guard will draw; the variant `group` foresees nothing.
+        For who prepares their chunks. Left out is what the guard will draw, and with `sticky` whoever has begun; the
+        variant `group` foresees nothing.
         """
         return [(response.group.number, response.sample) for response in self._buffer.peek(count)]
 
@@ -269,6 +273,21 @@ class Dispatcher:
             f"a response of group {group} may need {blocks} KV blocks of {self._settings.block_tokens} tokens, and no "
             f"worker has more than {self._rooms.largest_blocks}: lower max_tokens or give the engines more KV memory"
         )
+
+
+def _make_buffer(settings: DispatchSettings, rooms: Rooms, lengths: LengthEstimator) -> RequestBuffer:
+    variant, guard_interval = settings.variant, settings.guard_interval
+    if variant == "group":
+        return BoundBuffer(rooms)
+    if variant == "sticky":
+        return StickyBuffer(rooms, lengths, guard_interval=guard_interval)
+    return DividedBuffer(
+        rooms,
+        lengths,
+        has_probes=variant in {"context", "even"},
+        guard_interval=guard_interval if variant == "context" else 0,
+        token_weight=_TOKEN_WEIGHT if variant == "even" else 0,
+    )
 
 
 def _choose_estimator(

@@ -37,6 +37,11 @@ STALE_STEPS = 128
 TRUSTED_VISITS = 4
 """A knot above all fresh ones that has fewer observations and is stale counts as unmeasured: what a machine did in its
 first large steps would otherwise keep it from ever trying them again."""
+TRUSTED_STEPS = 192
+"""A knot above all fresh ones that was not visited for so many observations counts as unmeasured, however often it was
+visited before: it may look dear only because the machine was busy then."""
+SMALL_STEP_TOKENS = 32
+"""A step of so many tokens is tried again at once after a long time without; larger ones by and by (E2, budget.py)."""
 UNKNOWN_SLOPE = 0.25
 """Slope assumed while a single knot is known, as a share of the mean cost per token T(n)/n. The share is 1
 for a compute-bound step and about 0 for a memory-bound one; a low guess lets speculation be tried, and one
@@ -55,6 +60,10 @@ _LARGEST_SURPRISE = (
     0.3  # of a knot's time: how far a visit may be off what c foresees, as a pause of the machine is
 )
 _SMALLEST_SHARE = 0.05  # of a measured time that f keeps
+_FAST_VISITS = (
+    5  # so many in a row that took less than _FAST_SHARE of what was expected: the machine was slow before
+)
+_FAST_SHARE = 0.8
 
 _Point = tuple[float, float]  # tokens, seconds
 
@@ -96,6 +105,9 @@ class StepTimeModel:
         Float64Array  # [num_knots, 3] mean tokens, lower median of the seconds, mean context of each window
     )
     context: ContextSlope
+    fast_visits: (
+        Float64Array  # [0.._FAST_VISITS - 1, 4] (tokens, seconds, context, share of the expected time)
+    )
     num_observations: int
     curve_tokens: Float64Array  # [num_points] ascending
     curve_s: Float64Array  # [num_points] non-decreasing; f, or T at the context of `at_context`
@@ -111,6 +123,7 @@ class StepTimeModel:
             last_seen=np.full(num_knots, -1, dtype=np.int64),
             points=np.zeros((num_knots, 3)),
             context=ContextSlope(),
+            fast_visits=np.empty((0, 4)),
             num_observations=0,
             curve_tokens=tokens,
             curve_s=PRIOR_BASE_S + PRIOR_PER_TOKEN_S * tokens,
@@ -148,6 +161,7 @@ def update_measured_time(
             f"a measured step of {num_tokens} tokens in {seconds} s cannot be learned from: "
             "report at least 1 token and a positive, finite time"
         )
+    model = _watch_speed(model, num_tokens, seconds, num_context_tokens)
     knot = nearest_knot(num_tokens)
     windows, counts = model.windows.copy(), model.counts.copy()
     last_seen, points = model.last_seen.copy(), model.points.copy()
@@ -160,7 +174,52 @@ def update_measured_time(
     last_seen[knot] = now
     points[knot] = _centre(model, windows[knot, : counts[knot]], context.seconds)
     curve_tokens, curve_s = _fit_curve(points, counts, last_seen, now, context.seconds)
-    return StepTimeModel(windows, counts, last_seen, points, context, now, curve_tokens, curve_s)
+    return StepTimeModel(
+        windows, counts, last_seen, points, context, model.fast_visits, now, curve_tokens, curve_s
+    )
+
+
+def _watch_speed(
+    model: StepTimeModel, num_tokens: int, seconds: float, num_context_tokens: int
+) -> StepTimeModel:
+    """Notice that the machine works faster than it did, before the visit itself is learned.
+
+    Something else was busy on it, say, and has ended. Knots that are visited learn that by themselves. Those that are
+    not would look dear for good and hence never be visited again: all are taken down by the same factor. The other way
+    round nothing has to be done: a knot that looks cheap is visited.
+    """
+    expected_s = float(predict_s(at_context(model, num_context_tokens), num_tokens))
+    share = seconds / expected_s
+    if not model.num_observations or share > _FAST_SHARE:
+        return replace(model, fast_visits=model.fast_visits[:0]) if len(model.fast_visits) else model
+    visit = np.array([[num_tokens, seconds, num_context_tokens, share]])
+    visits = np.concatenate([model.fast_visits, visit])
+    if len(visits) < _FAST_VISITS:
+        return replace(model, fast_visits=visits)
+    return _speed_up(model, visits)
+
+
+def _speed_up(model: StepTimeModel, visits: Float64Array) -> StepTimeModel:
+    """The model with everything before `visits` taken down by their median share, and `visits` alone at their knots."""
+    factor = float(np.median(visits[:, 3]))
+    windows, points, counts = model.windows.copy(), model.points.copy(), model.counts.copy()
+    windows[:, :, 1] *= factor
+    points[:, 1] *= factor
+    knots = np.array([nearest_knot(int(tokens)) for tokens in visits[:, 0]])
+    for knot in np.unique(knots).tolist():
+        own = visits[knots == knot, :3]
+        windows[knot, : len(own)], counts[knot] = own, len(own)
+        points[knot] = own.mean(axis=0)[0], np.median(own[:, 1]), own[:, 2].mean()
+    context = replace(model.context, products=model.context.products * factor)
+    return replace(
+        model,
+        windows=windows,
+        points=points,
+        counts=counts,
+        context=context,
+        fast_visits=model.fast_visits[:0],
+        curve_s=model.curve_s * factor,
+    )
 
 
 def _learn_context(
@@ -195,8 +254,11 @@ def observations_between(model: StepTimeModel, low: float, high: float) -> tuple
 
 
 def largest_known_tokens(model: StepTimeModel) -> int:
-    """Where the measured part of the curve ends, tokens; 0 while nothing was observed."""
-    return int(model.points[:, 0].max())
+    """Where the measured part of the curve ends, tokens; 0 while nothing was observed.
+
+    Small steps that were measured once stay known: what they take may have changed, but it is not much.
+    """
+    return max(int(model.curve_tokens[-2]), min(int(model.points[:, 0].max()), SMALL_STEP_TOKENS))
 
 
 def _line(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
@@ -229,7 +291,8 @@ def _fit_curve(
     """Curve points of f: 0, every visited knot (smoothed, then monotone), knees between them, MAX_TOKENS."""
     visited = np.flatnonzero(counts)
     fresh = now - last_seen[visited] <= STALE_STEPS
-    kept = (counts[visited] >= TRUSTED_VISITS) | (visited <= visited[fresh].max())
+    trusted = (counts[visited] >= TRUSTED_VISITS) & (now - last_seen[visited] <= TRUSTED_STEPS)
+    kept = trusted | (visited <= visited[fresh].max())
     visited, fresh = visited[kept], fresh[kept]
     weights = np.where(fresh, np.minimum(counts[visited], WINDOW), 1).tolist()
     tokens, measured_s, contexts = points[visited].T

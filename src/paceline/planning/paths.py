@@ -1,6 +1,7 @@
 """The path budget: which alternative draft paths are worth a row of the step beside the drafts already chosen?
 
-A pure decision, taken after `budget.decide` by the engine's scheduler and the simulator. The paths of a request form a
+A pure decision, taken after `budget.decide` by the engine alone (engine/alternatives.py). The simulator has no tries of
+drafts and asks alternatives.py instead. The paths of a request form a
 trie, and at most one token of each depth comes true, so the expected number of accepted tokens is the sum of P(node)
 over all nodes of the trie: an alternative gains the path probabilities of the tokens that no path of the request
 verifies yet. It costs all its tokens, those it shares with another path included, and the request's last token once

@@ -1,8 +1,9 @@
 """The request buffer: where the responses of a rollout wait, and the room that workers have for them.
 
 `dispatch.Dispatcher` owns one buffer and the rooms, and is the only one to call them; the invariants stand there.
-Two buffers behind one interface: `DividedBuffer` (Seer 4.3) and `BoundBuffer` (veRL). What a heap sorts by changes
-while it is in the heap, so entries are checked when they come up (lazy deletion): every call is O(log n).
+Three buffers behind one interface: `DividedBuffer` (Seer 4.3), `StickyBuffer` (the same where keys and values cannot
+move) and `BoundBuffer` (veRL). What a heap sorts by changes while it is in the heap, so entries are checked when they
+come up (lazy deletion): every call is O(log n).
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class BufferedGroup:
 class BufferedResponse:
     """A response and, while it waits, the chunk that it will run next."""
 
-    __slots__ = ("chunk_tokens", "group", "num_blocks", "num_tokens", "order", "rank", "sample")
+    __slots__ = ("chunk_tokens", "group", "home", "num_blocks", "num_tokens", "order", "rank", "sample")
 
     def __init__(self, group: BufferedGroup, sample: int, rank: int, order: int) -> None:
         self.group = group
@@ -65,6 +66,7 @@ class BufferedResponse:
         self.num_tokens = 0
         self.chunk_tokens = 0
         self.num_blocks = 0
+        self.home: Room | None = None  # where its last chunk ran, be it up or not
 
 
 class Room:
@@ -76,6 +78,7 @@ class Room:
         "groups",
         "line",
         "max_concurrency",
+        "num_blocks",
         "num_bound",
         "order",
         "running",
@@ -85,13 +88,14 @@ class Room:
     def __init__(self, worker: str, order: int, num_blocks: int, max_concurrency: int) -> None:
         self.worker = worker
         self.order = order
+        self.num_blocks = num_blocks
         self.free_blocks = num_blocks
         self.max_concurrency = max_concurrency
         self.running: set[int] = set()  # numbers of assignments
         self.entry: _Entry[Room] | None = None
-        # With groups bound to it:
-        self.groups: list[BufferedGroup] = []
+        # With responses or groups bound to it:
         self.line: list[tuple[int, BufferedResponse]] = []  # heap by order: what waits for this worker
+        self.groups: list[BufferedGroup] = []
         self.num_bound = 0  # responses that are not finished
 
     def has_room(self, num_blocks: int) -> bool:
@@ -153,7 +157,7 @@ def _in_order(heap: list[tuple[int, int, BufferedResponse]]) -> Iterator[tuple[i
 
 
 class Rooms:
-    """The workers that are up; in the heap are those below their concurrency."""
+    """The workers that are up; in the heap are those below their concurrency for which nobody stands in line."""
 
     def __init__(self) -> None:
         self.by_worker: dict[str, Room] = {}
@@ -190,20 +194,42 @@ class Rooms:
         """The one with the most free blocks that may run one more; ties to the first that came up."""
         return self._by_free_blocks.first()
 
+    def home_of(self, response: BufferedResponse) -> Room | None:
+        """Where its last chunk ran, if that worker is still up."""
+        home = response.home
+        return home if home is not None and self.by_worker.get(home.worker) is home else None
+
+    def choose(self, response: BufferedResponse) -> Room | None:
+        """Where the response's next chunk runs; None: the freest worker has no room for it.
+
+        That is where its last chunk ran, unless the freest worker would have more free blocks with the response than
+        that one has without it: moving then evens out more than it costs. Else the freest worker.
+        """
+        freest, home = self.freest(), self.home_of(response)
+        if freest is None or not freest.has_room(response.num_blocks):
+            return None
+        left = freest.free_blocks - response.num_blocks
+        stays = home is not None and home.has_room(response.num_blocks) and left <= home.free_blocks
+        return home if stays else freest
+
     def take(self, room: Room, assignment: int, num_blocks: int) -> None:
         """A chunk begins."""
         room.running.add(assignment)
         room.free_blocks -= num_blocks
-        if len(room.running) < room.max_concurrency:
-            self._by_free_blocks.put(room, -room.free_blocks)
-        else:
-            room.entry = None
+        self.enter(room)
 
     def give_back(self, room: Room, assignment: int, num_blocks: int) -> None:
         """A chunk ended."""
         room.running.remove(assignment)
         room.free_blocks += num_blocks
-        self._by_free_blocks.put(room, -room.free_blocks)
+        self.enter(room)
+
+    def enter(self, room: Room) -> None:
+        """The worker's free blocks, its concurrency or its line have changed."""
+        if len(room.running) < room.max_concurrency and not room.line:
+            self._by_free_blocks.put(room, -room.free_blocks)
+        else:
+            room.entry = None
 
 
 class RequestBuffer(Protocol):
@@ -260,14 +286,15 @@ class DividedBuffer:
         self._place(response.group)
 
     def match(self) -> tuple[BufferedResponse, Room] | None:
-        response, room = self._head(), self._rooms.freest()
-        if response is None or room is None or response.num_blocks > room.free_blocks:
+        response = self._head()
+        room = self._rooms.choose(response) if response is not None else None
+        if response is None or room is None:
             return None
         self._take(response)
         return response, room
 
     def peek(self, count: int) -> list[BufferedResponse]:
-        """Without what the guard will draw."""
+        """Without what the guard will draw, and what stands in a worker's line: its keys and values are there."""
         found = [response for *_, response in islice(_in_order(self._probes), count)]
         groups = self._rest.lowest(count - len(found))
         rest = merge(*map(self._foresee, groups))
@@ -333,6 +360,45 @@ class DividedBuffer:
                 heapreplace(heap, (group.served_tokens, order, group))
             else:
                 return group
+
+
+class StickyBuffer(DividedBuffer):
+    """Seer's buffer for workers that share no KV pool: a response stays with the worker that it began with, as its keys
+    and values do, and goes on before any that has not begun. It moves only if that worker is lost, or too small for it.
+    """
+
+    def __init__(self, rooms: Rooms, lengths: LengthEstimator, *, guard_interval: int) -> None:
+        super().__init__(rooms, lengths, has_probes=True, guard_interval=guard_interval, token_weight=0)
+        self._ready: deque[Room] = deque()  # every one that may fit the first of its line
+
+    def add(self, response: BufferedResponse) -> None:
+        home = self._rooms.home_of(response)
+        if home is None or response.num_blocks > home.num_blocks:
+            response.home = None
+            super().add(response)
+            return
+        heappush(home.line, (response.order, response))
+        self._rooms.enter(home)
+        self._ready.append(home)
+
+    def match(self) -> tuple[BufferedResponse, Room] | None:
+        while self._ready:
+            room = self._ready[0]
+            if room.line and room.has_room(room.line[0][1].num_blocks):
+                response = heappop(room.line)[1]
+                response.group.served_tokens += response.chunk_tokens
+                return response, room
+            self._ready.popleft()
+        return super().match()
+
+    def returned(self, group: BufferedGroup, room: Room, finished: bool) -> None:
+        super().returned(group, room, finished)
+        self._ready.append(room)
+
+    def lost(self, room: Room) -> None:
+        for _, response in room.line:
+            self.add(response)
+        room.line.clear()
 
 
 class BoundBuffer:

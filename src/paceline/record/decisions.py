@@ -1,8 +1,8 @@
 """The decision log: what live planning was given and what it decided, so that it can be planned again.
 
 One file per process that decides, `<folder>/engine-1.decisions`, `controller-1.decisions`, ..; the header, then a line
-per input or decision, in the order in which they happened. Written by engine/decision_log.py and
-fleet/decision_log.py, read by `paceline replay`. `docs/run-folder.md` describes every line.
+per input or decision, in the order in which they happened. Written by engine/loop_log.py and
+fleet/controller_log.py, read by `paceline replay`. `docs/run-folder.md` describes every line.
 
 MessagePack, not JSON as `record.jsonl` is: a replay needs every number bit for bit (not-a-number included), and half of
 the bytes are path probabilities. Each line is preceded by its length as a MessagePack number of five bytes, so that the
@@ -13,7 +13,6 @@ one is torn; whatever keeps a line from being written ends the log, never the ro
 from __future__ import annotations
 
 import logging
-import os
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,6 +26,7 @@ from pydantic import BaseModel, ValidationError
 from paceline import __version__
 from paceline.config import describe
 from paceline.errors import RecordError
+from paceline.record.append import AppendFile
 from paceline.types import Float32Array, StepObservation
 
 LOGGER = logging.getLogger(__name__)
@@ -162,7 +162,7 @@ class ControllerLine(_Line, frozen=True, tag="controller"):
     """Name of its class in control/events.py."""
     body: msgspec.Raw
     actions: tuple[str, ...] = ()
-    """Each as text, with a digest of its tokens (fleet/decision_log.py)."""
+    """Each as text, with a digest of its tokens (fleet/controller_log.py)."""
     error: str | None = None
     """What was raised instead."""
 
@@ -175,12 +175,11 @@ _decoder: msgspec.msgpack.Decoder[DecisionLine] = msgspec.msgpack.Decoder(Decisi
 
 
 class DecisionWriter:
-    """Appends to a new file; made by `create`. One thread. Each line is one write, which a killed process keeps."""
+    """Appends to a new file (record/append.py); made by `create`. One thread."""
 
-    def __init__(self, path: Path, fd: int) -> None:
+    def __init__(self, path: Path, file: AppendFile | None) -> None:
         self.path = path
-        self._fd = fd
-        self._size = 0
+        self._file = file
 
     @classmethod
     def create(cls, folder: Path, header: DecisionHeader) -> Self:
@@ -188,19 +187,20 @@ class DecisionWriter:
 
         Never raises for a disk that refuses: it warns, and the writer writes nothing.
         """
-        writer = cls(folder, -1)
+        writer = cls(folder, None)
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            writer.path, writer._fd = _open_next(folder, header.kind)
+            writer._file = _open_next(folder, header.kind)
+            writer.path = writer._file.path
         except OSError as error:
-            writer._give_up(error)
+            writer._give_up(error.strerror or str(error))
         writer._append(header)
         return writer
 
     @property
     def is_open(self) -> bool:
         """Whether lines are still written."""
-        return self._fd >= 0
+        return self._file is not None
 
     def write(self, line: DecisionLine) -> None:
         """Append a line. Whatever goes wrong is warned of once and ends the log."""
@@ -208,31 +208,21 @@ class DecisionWriter:
 
     def close(self) -> None:
         """Close the file; a second call does nothing."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
     def _append(self, line: DecisionHeader | DecisionLine) -> None:
-        if self._fd < 0:
+        if self._file is None:
             return
         try:
             data = _encoder.encode(line)
-            data = _FRAME.pack(_UINT32, len(data)) + data
-            done = 0
-            while done < len(data):
-                done += os.write(self._fd, data[done:])
-            self._size += done
-        except (OSError, TypeError, ValueError, OverflowError, struct.error) as error:
-            self._give_up(error)
+            self._file.append(_FRAME.pack(_UINT32, len(data)) + data)
+        except (RecordError, TypeError, ValueError, OverflowError, struct.error) as error:
+            self._give_up(str(error))
 
-    def _give_up(self, error: Exception) -> None:
-        reason = error.strerror if isinstance(error, OSError) else str(error)
+    def _give_up(self, reason: str) -> None:
         LOGGER.warning("decisions are no longer logged to %s: %s; the rollout goes on", self.path, reason)
-        if self._fd >= 0:
-            try:
-                os.ftruncate(self._fd, self._size)
-            except OSError:  # the torn line stays; readers pass over it
-                LOGGER.debug("the torn line at the end of %s could not be cut off", self.path)
         self.close()
 
 
@@ -339,13 +329,12 @@ def find_decisions(path: Path) -> list[Path]:
     return sorted(found, key=lambda file: (len(file.name), file.name))
 
 
-def _open_next(folder: Path, kind: Kind) -> tuple[Path, int]:
+def _open_next(folder: Path, kind: Kind) -> AppendFile:
     """Create the first file of this kind that nobody has; several processes may ask at once."""
     number = 1
     while True:
-        path = folder / f"{kind}-{number}{SUFFIX}"
         try:
-            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-            return path, os.open(path, flags, 0o644)
+            path = folder / f"{kind}-{number}{SUFFIX}"
+            return AppendFile.create(path, "decisions", "They can be replayed", sync_s=None)
         except FileExistsError:
             number += 1

@@ -65,6 +65,8 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     versions: dict[str, str]
     steps: tuple[StepPoint, ...]
     drafters: tuple[DrafterProfile, ...]
+    compiled: bool = False
+    """Whether the target ran compiled."""
 
 
 class _Version(msgspec.Struct):

@@ -6,8 +6,6 @@ writer holds O(1) memory however long the run.
 
 from __future__ import annotations
 
-import fcntl
-import os
 import threading
 import time
 from collections.abc import Mapping
@@ -19,6 +17,7 @@ import msgspec
 
 from paceline.config import RecordConfig
 from paceline.errors import RecordError
+from paceline.record.append import AppendFile
 from paceline.record.events import (
     FILE_NAME,
     Event,
@@ -42,19 +41,16 @@ _decoder: msgspec.json.Decoder[Line] = msgspec.json.Decoder(Line)
 class RecordWriter:
     """Appends events to `<run_dir>/record.jsonl`; one per run folder (locked), safe to call from threads.
 
-    Each event is one write of one line, handed to the operating system at once; the disk is asked to keep it
-    (fsync) every `config.sync_s` seconds, after each train step and at the end. When the disk is full the
-    torn line is cut off again and `RecordError` says what was kept.
+    Each event is one line, written by the rules of record/append.py; the disk is asked to keep it (fsync) every
+    `config.sync_s` seconds, after each train step and at the end.
     """
 
-    def __init__(self, path: Path, fd: int, config: RecordConfig, offset_s: float) -> None:
+    def __init__(self, file: AppendFile, config: RecordConfig, offset_s: float) -> None:
         """Use `create` or `resume`."""
-        self.path = path
+        self.path = file.path
         self.config = config
-        self._fd = fd
-        self._num_events = 0
+        self._file = file
         self._began = time.monotonic() - offset_s
-        self._synced = time.monotonic()
         self._mergers: dict[str, StepMerger] = {}
         self._lock = threading.RLock()
 
@@ -63,21 +59,16 @@ class RecordWriter:
         cls, run_dir: Path, header: Header, config: RecordConfig | None = None, *, overwrite: bool = False
     ) -> Self:
         """Start a record. RecordError if there is one (unless `overwrite`) or the folder is not writable."""
-        path = Path(run_dir) / FILE_NAME
+        config = config or RecordConfig()
+        file = _open(run_dir, config)
+        writer = cls(file, config, 0.0)
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise RecordError(f"cannot make the run folder {path.parent}: {error.strerror}") from error
-        fd = _open_locked(path, os.O_CREAT)
-        if os.fstat(fd).st_size and not overwrite:
-            os.close(fd)
-            raise RecordError(
-                f"{path} already holds a run; continue it with --resume, replace it with --overwrite, "
-                "or choose another --out"
-            )
-        os.ftruncate(fd, 0)
-        writer = cls(path, fd, config or RecordConfig(), 0.0)
-        try:
+            if file.size and not overwrite:
+                raise RecordError(
+                    f"{file.path} already holds a run; continue it with --resume, replace it with --overwrite, "
+                    "or choose another --out"
+                )
+            file.cut(0)
             writer._append(header)
         except BaseException:
             writer.close()
@@ -97,16 +88,16 @@ class RecordWriter:
 
         RecordError if there is no record, it cannot be read, or another process is writing it.
         """
-        path = Path(run_dir) / FILE_NAME
+        config = config or RecordConfig()
         with RecordReader(run_dir) as reader:
-            fd = _open_locked(path)
+            file = _open(run_dir, config)
             try:
                 last_s = max(map(end_of, reader), default=0.0)
-                os.ftruncate(fd, reader.num_bytes)
+                file.cut(reader.num_bytes)
             except BaseException:
-                os.close(fd)
+                file.close()
                 raise
-        writer = cls(path, fd, config or RecordConfig(), last_s)
+        writer = cls(file, config, last_s)
         try:
             writer.write(
                 Resumed(
@@ -131,8 +122,8 @@ class RecordWriter:
             if isinstance(event, TrainStep | RunEnd):
                 self.flush_steps()
             self._append(event)
-            if isinstance(event, TrainStep) or time.monotonic() - self._synced >= self.config.sync_s:
-                self._sync()
+            if isinstance(event, TrainStep):
+                self._file.sync()
 
     def add_step(
         self,
@@ -161,14 +152,12 @@ class RecordWriter:
     def close(self) -> None:
         """Write what is pending and close the file; a second call does nothing."""
         with self._lock:
-            if self._fd < 0:
+            if not self._file.is_open:
                 return
             try:
                 self.flush_steps()
-                self._sync()
             finally:
-                os.close(self._fd)
-                self._fd = -1
+                self._file.close()
 
     def __enter__(self) -> Self:
         return self
@@ -184,38 +173,7 @@ class RecordWriter:
             self.write(sample)
 
     def _append(self, line: Line) -> None:
-        if self._fd < 0:
-            raise RecordError(f"{self.path} is closed; open it again with RecordWriter.resume")
-        data = _encode(line)
-        begin = os.fstat(self._fd).st_size
-        done = 0
-        try:
-            while done < len(data):
-                done += os.write(self._fd, data[done:])
-        except OSError as error:
-            self._cut_torn_line(begin)
-            raise self._lost(error) from error
-        self._num_events += 1
-
-    def _cut_torn_line(self, begin: int) -> None:
-        try:
-            os.ftruncate(self._fd, begin)
-        except OSError:  # the torn line stays; readers and `resume` pass over it
-            return
-
-    def _sync(self) -> None:
-        try:
-            os.fsync(self._fd)
-        except OSError as error:
-            raise self._lost(error) from error
-        self._synced = time.monotonic()
-
-    def _lost(self, error: OSError) -> RecordError:
-        kept_bytes = os.fstat(self._fd).st_size
-        return RecordError(
-            f"cannot write {self.path}: {error.strerror}; {self._num_events} events of this session "
-            f"({kept_bytes} bytes in the file) are kept. Free some space, then continue with --resume"
-        )
+        self._file.append(_encode(line))
 
 
 def _encode(line: Line) -> bytes:
@@ -227,16 +185,6 @@ def _encode(line: Line) -> bytes:
     return data + b"\n"
 
 
-def _open_locked(path: Path, flags: int = 0) -> int:
-    try:
-        fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | flags, 0o644)
-    except OSError as error:
-        raise RecordError(f"cannot open {path} for writing: {error.strerror}") from error
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        os.close(fd)
-        raise RecordError(
-            f"{path} is being written by another process; wait for it or choose another --out"
-        ) from error
-    return fd
+def _open(run_dir: Path, config: RecordConfig) -> AppendFile:
+    remedy = "Free some space, then continue with --resume"
+    return AppendFile.open(Path(run_dir) / FILE_NAME, "events", remedy, sync_s=config.sync_s)

@@ -248,7 +248,7 @@ def length_figure(history: RunHistory) -> Drawing | str:
 
 
 def running_figure(history: RunHistory) -> Drawing | str:
-    """Requests running over the time of one rollout, the tail marked; the reader chooses the rollout."""
+    """Requests decoding over the time of one rollout, the tail marked; the reader chooses the rollout."""
     rollouts = history.drawn_rollouts
     if not rollouts:
         return "No engine step and no finished response was recorded."
@@ -259,7 +259,7 @@ def running_figure(history: RunHistory) -> Drawing | str:
 def _one_rollout(rollout: Rollout) -> Figure:
     if rollout.running.num_used:
         x, means = _means_over_time(rollout)
-        series = [_line("running", x, means[:, 0].tolist(), style="area", colour=1)]
+        series = [_line("decoding", x, means[:, 0].tolist(), style="area", colour=1)]
         if means[:, 1].max() > 0:
             series.append(_line("waiting", x, means[:, 1].tolist(), style="thin", colour=6))
     else:
@@ -307,7 +307,7 @@ def _in_flight(rollout: Rollout) -> Series:
 
 
 def throughput_figure(history: RunHistory) -> Drawing | str:
-    """Generated tokens per second while the engine runs, over the whole run, and the mean of each rollout."""
+    """Generated tokens per second during rollouts, over the whole run, and the mean of each rollout."""
     used = history.throughput.used()
     if not used[:, 1].any():
         return "No engine step was recorded."
@@ -325,15 +325,14 @@ def throughput_figure(history: RunHistory) -> Drawing | str:
     if means:
         xs, ys = zip(*means, strict=True)
         series.append(_line("mean of a rollout", xs, ys, colour=1, unit="tokens/s"))
-    total = history.total
-    mean = total.generated / total.busy_s if total.busy_s else 0.0
+    tokens, lasted_s = used.sum(axis=0).tolist()
     return Figure(
         x=Axis("run time", unit=unit, low=0),
         y=Axis("generated tokens per second"),
         series=series,
         summary=(
-            f"{number(total.generated)} tokens in {duration(total.busy_s)} of engine time: "
-            f"{number(mean)} per second."
+            f"{number(tokens)} tokens in {duration(lasted_s)} of engines' rollouts: "
+            f"{number(tokens / lasted_s if lasted_s else 0.0)} per second and engine."
         ),
     )
 

@@ -34,6 +34,8 @@ MAX_ROLLOUTS = 48
 MAX_PIECES = 4000
 """Kept of each rollout's chunks once it is over."""
 MAX_MESSAGES = 100
+MOST_IDLE = 1.0
+"""Between two samples of a fleet's worker, in durations of the first: after a longer pause its requests had left."""
 
 
 @dataclass(slots=True)
@@ -123,7 +125,7 @@ class RunHistory:
         self.lengths = Bins(2, width=1.0, capacity=8192)
         """Columns: responses, of which ended at the length limit; over response tokens."""
         self.throughput = Bins(2, width=0.05, capacity=MAX_POINTS)
-        """Columns: generated tokens, seconds in engine steps; over the run clock."""
+        """Columns: generated tokens, seconds of an engine's rollout; over the run clock."""
         self.num_responses = 0
         self.response_tokens = 0
         self.messages: list[Note | Failure] = []
@@ -132,6 +134,8 @@ class RunHistory:
         self.end_s = 0.0
         self.torn = False
         self._stride = 1
+        self._open: dict[str, EngineStepSample] = {}
+        """By worker: its newest sample, which lasts until its next one begins."""
 
     def add(self, event: Event) -> None:
         """Add one event."""
@@ -164,23 +168,34 @@ class RunHistory:
         return row
 
     def _add_sample(self, sample: EngineStepSample) -> None:
-        begin_s, end_s = sample.t_s, sample.t_s + sample.step_s
-        self.throughput.spread(begin_s, end_s, sample.num_generated_tokens, sample.step_s)
+        before = self._open.get(sample.worker)
+        if before is not None:
+            self._draw(before, _end_of_sample(before, sample))
+        self._open[sample.worker] = sample
         if sample.step == 0:
             return
         self._row(sample.step).speculation.add(sample)
         self.total.add(sample)
         if sample.num_running >= 1:
             self.by_batch.setdefault(round(sample.num_running).bit_length() - 1, Speculation()).add(sample)
-        rollout = self._rollout(sample.step, begin_s)
-        rollout.last_s = max(rollout.last_s, end_s - rollout.begin_s)
-        seconds = sample.step_s
-        rollout.running.spread(
-            begin_s - rollout.begin_s,
-            end_s - rollout.begin_s,
-            sample.num_running * seconds,
-            sample.num_waiting * seconds,
-        )
+        self._rollout(sample.step, sample.t_s)
+
+    def close(self) -> None:
+        """Nothing more comes for now: draw what is still open."""
+        for sample in self._open.values():
+            self._draw(sample, sample.t_s + sample.step_s)
+        self._open.clear()
+
+    def _draw(self, sample: EngineStepSample, end_s: float) -> None:
+        """Requests do not stop running between two engine steps: draw the sample until `end_s`."""
+        lasted_s = end_s - sample.t_s
+        self.throughput.spread(sample.t_s, end_s, sample.num_generated_tokens, lasted_s)
+        rollout = self.rollouts.get(sample.step)
+        if sample.step == 0 or rollout is None:
+            return
+        begin_s, end_s = sample.t_s - rollout.begin_s, end_s - rollout.begin_s
+        rollout.last_s = max(rollout.last_s, end_s)
+        rollout.running.spread(begin_s, end_s, sample.num_running * lasted_s, sample.num_waiting * lasted_s)
 
     def _add_response(self, response: ResponseDone) -> None:
         if response.step == 0:
@@ -208,6 +223,7 @@ class RunHistory:
             rollout.losses[piece.worker, piece.end_s] += 1
 
     def _add_train_step(self, train: TrainStep) -> None:
+        self.close()
         row = self._row(train.step)
         row.train = train
         row.tail_s = train.tail_s
@@ -238,6 +254,7 @@ class RunHistory:
             self.messages.append(message)
 
     def _resume(self, event: Resumed) -> None:
+        self.close()
         self.session += 1
         self.machine = event.machine
         self.versions = event.versions
@@ -267,7 +284,19 @@ def collect(header: Header, events: Iterable[Event]) -> RunHistory:
     history = RunHistory(header)
     for event in events:
         history.add(event)
+    history.close()
     return history
+
+
+def _end_of_sample(sample: EngineStepSample, following: EngineStepSample) -> float:
+    """Until when what the sample says holds, given the same worker's next one."""
+    end_s = sample.t_s + sample.step_s
+    if following.step != sample.step:
+        return end_s
+    pause_s = following.t_s - end_s
+    if pause_s > MOST_IDLE * sample.step_s and sample.worker:
+        return end_s
+    return max(following.t_s, sample.t_s)
 
 
 def read_history(run_dir: Path) -> RunHistory:

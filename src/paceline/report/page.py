@@ -25,6 +25,13 @@ from paceline.report.figures import (
 from paceline.report.headline import headline, missing, verdict
 from paceline.report.history import MAX_MESSAGES, RunHistory, StepRow, read_history
 from paceline.report.shell import canvas, document, embed, facts_table, write_page
+from paceline.report.side_by_side import SECTION as SIDE_BY_SIDE
+from paceline.report.side_by_side import (
+    SideBySide,
+    read_side_by_side,
+    side_by_side_figure,
+    side_by_side_section,
+)
 from paceline.report.workers import draw_workers
 
 FILE_NAME = "report.html"
@@ -34,7 +41,7 @@ ROOMY = ' class="roomy"'
 SECTIONS = {
     "reward": "Reward",
     "lengths": "Response length",
-    "running": "Requests running",
+    "running": "Requests decoding",
     "throughput": "Tokens per second",
     "acceptance": "Acceptance length",
     "batch": "Acceptance length by batch size",
@@ -62,24 +69,29 @@ def build_report(run_dir: Path) -> Path:
     A run that was interrupted, is still going or has recorded nothing yet gives a report that says so.
     RecordError if the record is missing or unreadable, or the page cannot be written.
     """
-    page = render(read_history(run_dir))
+    page = render(read_history(run_dir), read_side_by_side(run_dir))
     path = Path(run_dir) / FILE_NAME
     write_page(path, page)
     return path
 
 
-def render(history: RunHistory) -> str:
-    """The page as text."""
+def render(history: RunHistory, bench: SideBySide | None = None) -> str:
+    """The page as text. bench: methods that were run side by side."""
     drawings = {name: draw(history) for name, draw in FIGURES.items()}
     metrics = metric_figures(history)
     data: dict[str, Drawing] = {name: d for name, d in drawings.items() if not isinstance(d, str)}
     data |= {f"metric-{i}": figure for i, figure in enumerate(metrics.values())}
+    beside = ""
+    if bench is not None:
+        data[SIDE_BY_SIDE] = figure = side_by_side_figure(bench)
+        beside = side_by_side_section(bench, figure)
     body = [
         _head_matter(history),
         _tiles(history),
         _gaps(history),
         '<div class="figures">',
         *(_section(history, name, drawing) for name, drawing in drawings.items()),
+        beside,
         "</div>",
         _metrics(list(metrics)),
         _steps(history),

@@ -13,7 +13,7 @@ from paceline.report.figures import Axis, Figure, Series, number, percent
 from paceline.report.shell import canvas, document, embed, facts_table, write_page
 from paceline.report.timeline import Lane, Stretch, draw_timeline
 from paceline.sim.comparison import ClaimResult, SystemResult
-from paceline.sim.fleet import RolloutResult
+from paceline.sim.rollout import RolloutResult
 
 MAX_LINES = 6
 POINTS = 240
@@ -93,7 +93,6 @@ def _claims_table(claims: Sequence[ClaimResult]) -> str:
         paper = f"{one.claim.paper:g}" + (
             f" to {one.claim.paper_to:g}" if one.claim.paper_to is not None else ""
         )
-        role = "calibrated" if one.claim.calibrated else "predicted"
         of = one.claim.of + (f" over {one.claim.over}" if one.claim.over else "")
         rows.append(
             (
@@ -102,7 +101,7 @@ def _claims_table(claims: Sequence[ClaimResult]) -> str:
                 paper,
                 f"{one.ours:.3g}",
                 f"{100 * one.difference:+.0f} %",
-                role,
+                one.claim.standing,
                 one.claim.source,
             )
         )

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from paceline.sim.fleet import RolloutResult
+from paceline.sim.rollout import RolloutResult
 from paceline.sim.scenario import Claim, Scenario, build_system
 from paceline.sim.step import Phases, StepResult, System, rest_s, simulate_steps
 
@@ -45,9 +45,20 @@ class ClaimResult:
     @property
     def difference(self) -> float:
         """Ours relative to the published number, or to the nearest end of the range; 0 within it."""
+        return self.ours / self._nearest - 1.0
+
+    @property
+    def gain_difference(self) -> float | None:
+        """As `difference`, of the gains (speed-up - 1): 1.1 for 1.2 is half of the gain. None: not a gain."""
+        if self.claim.quantity not in ("rollout", "step", "tail") or self._nearest <= 1.0:
+            return None
+        return (self.ours - 1.0) / (self._nearest - 1.0) - 1.0
+
+    @property
+    def _nearest(self) -> float:
         low = min(self.claim.paper, self.claim.paper_to or self.claim.paper)
         high = max(self.claim.paper, self.claim.paper_to or self.claim.paper)
-        return self.ours / min(max(self.ours, low), high) - 1.0
+        return min(max(self.ours, low), high)
 
 
 def run_systems(

@@ -11,7 +11,7 @@ from typing import Literal
 from paceline.errors import ConfigError
 from paceline.planning.alternatives import second_choice
 from paceline.planning.latency_profile import LatencyModel, StepLatency
-from paceline.sim.acceptance import AcceptanceProcess
+from paceline.sim.acceptance_model import AcceptanceProcess
 
 
 @dataclass(frozen=True, slots=True)

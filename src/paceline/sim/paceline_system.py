@@ -20,11 +20,11 @@ from paceline.planning.harvest import HarvestSettings
 from paceline.planning.ladder import LadderSettings, build_ladder, choose_first
 from paceline.planning.latency_profile import VerifyLatency
 from paceline.planning.window import Mode
-from paceline.sim.acceptance import moved_logit, sibling_level
+from paceline.sim.acceptance_model import moved_logit, sibling_level
 from paceline.sim.budgeted import Budgeted
 from paceline.sim.costs import Drafter
-from paceline.sim.fleet import FleetPlan
 from paceline.sim.race import Racing
+from paceline.sim.rollout import FleetPlan
 from paceline.sim.speculation import Decoupled, Plain, Speculation
 from paceline.sim.step import System
 from paceline.sim.systems import Setup, divided, inside
@@ -37,7 +37,7 @@ _REFRESH_ROUNDS = 256.0
 class PacelineOptions:
     """Paceline's parameters."""
 
-    variant: Literal["even", "context"] = "even"
+    variant: Literal["even", "context", "sticky"] = "even"
     """Of the dispatcher."""
     chunk_tokens: int = 8192
     max_draft_tokens: int = 16

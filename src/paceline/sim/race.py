@@ -17,8 +17,8 @@ from typing import Protocol
 import numpy as np
 
 from paceline.planning.racing import Racer, RacingSnapshot, assign_fastest_of_n, deploy_drafters
+from paceline.sim.simulated_worker import HomeChunk, Job, SimulatedWorker
 from paceline.sim.speculation import Speculation
-from paceline.sim.worker import HomeChunk, Job, SimulatedWorker
 from paceline.sim.workload import Workload
 
 

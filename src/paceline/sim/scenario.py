@@ -20,7 +20,7 @@ from paceline.errors import ConfigError
 from paceline.planning.latency_profile import AffineLatency, PiecewiseLatency, StepLatency
 from paceline.planning.profile_fit import load_fits
 from paceline.sim import systems
-from paceline.sim.acceptance import AcceptanceProcess
+from paceline.sim.acceptance_model import AcceptanceProcess
 from paceline.sim.costs import Drafter, EngineCosts
 from paceline.sim.paceline_system import PacelineOptions, PacelineStage, paceline
 from paceline.sim.step import Ageing, Phases, System
@@ -91,7 +91,7 @@ class Engine(Section):
 
 
 class Acceptance(Section):
-    """How often a drafter's tokens are accepted (sim/acceptance.py)."""
+    """How often a drafter's tokens are accepted (sim/acceptance_model.py)."""
 
     level: float = Field(gt=0.0, lt=1.0)
     """Probability that a draft token is accepted if those before it were, of the median response."""
@@ -199,7 +199,7 @@ class AgeingSection(Section):
 class PacelineSection(Section):
     """Paceline's parameters."""
 
-    variant: Literal["even", "context"] = "even"
+    variant: Literal["even", "context", "sticky"] = "even"
     """Of the dispatcher (`planning/dispatch.py`)."""
     chunk_tokens: int = Field(default=8192, ge=1)
     max_draft_tokens: int = Field(default=16, ge=1, le=127)
@@ -214,6 +214,12 @@ Quantity = Literal["rollout", "step", "tail", "tail_cut", "idle_share", "preempt
 the number of `of` itself."""
 
 
+Standing = Literal["predicted", "fitted", "implied"]
+"""What a number says about the simulator. predicted: all inputs were fixed before it was looked at. fitted: constants,
+or the model itself, were chosen after it. implied: it follows from other claims (a product of stages, a rollout and
+its share of a step), so it says nothing that they do not."""
+
+
 class Claim(Section):
     """A number that somebody published, to stand beside ours."""
 
@@ -226,8 +232,7 @@ class Claim(Section):
     paper_to: float | None = None
     """The other end, if it is a range."""
     source: str
-    calibrated: bool = False
-    """Whether constants of the preset were chosen to meet it, so that it is no prediction."""
+    standing: Standing = "predicted"
     note: str = ""
     where: tuple[str, ...] = ()
     """key=value changes of the scenario that the claim is about, such as another number of GPUs."""

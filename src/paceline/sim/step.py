@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from paceline.errors import ConfigError
-from paceline.sim.acceptance import moved_logit
-from paceline.sim.fleet import FleetPlan, RolloutResult, simulate_rollout
+from paceline.sim.acceptance_model import moved_logit
+from paceline.sim.rollout import FleetPlan, RolloutResult, simulate_rollout
 from paceline.sim.workload import Workload
 
 

@@ -17,8 +17,8 @@ from paceline.planning.harvest import HarvestSettings
 from paceline.planning.placement import Cluster, place
 from paceline.planning.racing import assign_best_of_n, assign_fastest_of_n
 from paceline.sim.costs import Drafter, EngineCosts
-from paceline.sim.fleet import FleetPlan
 from paceline.sim.race import Racing
+from paceline.sim.rollout import FleetPlan
 from paceline.sim.speculation import (
     Bandit,
     Decoupled,

@@ -1,0 +1,115 @@
+"""What a case's own tokens would have taken without waste, and under the clairvoyant policy. From recorded steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from clock import StepClock, fit_relative, step_features
+from numpy.typing import NDArray
+from recording import SHARPNESS, make_query
+from rollouts import Timed
+from steps import Step
+
+
+def fit_clock(runs: Sequence[Timed]) -> StepClock:
+    """The step-time model of Paceline's engine, from its decoding steps with and without drafts."""
+    steps = [step for run in runs for step in run.steps if step.is_decode]
+    seconds = np.array([max(step.step_s - step.drafting_s, 1e-6) for step in steps])
+    return StepClock(fit_relative(step_features(np.array([step[:3] for step in steps])), seconds))
+
+
+def wasted_s(run: Timed, clock: StepClock) -> tuple[float, float]:
+    """Seconds of drafting and of verifying tokens that were rejected, in all and in the tail: what a free drafter that
+    knew which of its tokens will be accepted would have saved in the same steps."""
+    passed_s = wasted = wasted_tail = 0.0
+    for step in reversed(run.steps):
+        if step.is_decode:
+            wasted += step.drafting_s + max(_rejected_s(step, clock), 0.0)
+        passed_s += step.step_s
+        if passed_s <= run.tail_s:
+            wasted_tail = wasted
+    return wasted, wasted_tail
+
+
+def _rejected_s(step: Step, clock: StepClock) -> float:
+    needed = max(step.num_gained, step.num_requests)
+    verified, kept = (
+        clock.step_s(step.num_requests, n, step.num_context_tokens) for n in (step.num_tokens, needed)
+    )
+    return verified - kept
+
+
+def clairvoyant_s(off: Timed, clock: StepClock, drafter: str, depth: int) -> float:
+    """Seconds of this rollout if each step verified exactly the tokens that will be accepted, with free drafts of up to
+    `depth` tokens. What the clock does not know of (prefill) is as long as in `off`, the rollout without drafts."""
+    decoded = np.array([step[:3] for step in off.steps if step.is_decode])
+    steps = np.array(clairvoyant_steps(ModelDrafts(drafter, off, depth), off))
+    return off.wall_s + float(clock.steps_s(steps).sum() - clock.steps_s(decoded).sum())
+
+
+def clairvoyant_steps(drafts: Any, run: Timed) -> list[tuple[int, int, int]]:
+    """(requests, tokens, context) of each step; drafts(rows, positions) -> [num_rows, depth] proposed tokens.
+
+    The first token of each response comes from prefill and its last is never a draft's.
+    """
+    lengths = np.array(run.lengths)
+    prompts = np.array([len(prompt) for prompt in run.prompts])
+    at = np.ones(len(lengths), np.int64)
+    steps = []
+    while len(live := np.flatnonzero(at < lengths)):
+        tokens = drafts(live, at[live])
+        hits = np.array(
+            [count_hits(run.ids[row][at[row] : -1], tokens[i]) for i, row in enumerate(live.tolist())]
+        )
+        steps.append((len(live), len(live) + int(hits.sum()), int((prompts[live] + at[live]).sum())))
+        at[live] += hits + 1
+    return steps
+
+
+def count_hits(truth: Sequence[int], drafted: NDArray[Any]) -> int:
+    """Leading tokens of the draft that are the response's."""
+    hits = 0
+    for token, proposed in zip(truth, drafted.tolist(), strict=False):
+        if token != proposed:
+            break
+        hits += 1
+    return hits
+
+
+@dataclass
+class ModelDrafts:
+    """What the small model proposes behind any prefix of a rollout's responses, with their own dice."""
+
+    drafter: str
+    run: Timed
+    depth: int
+
+    def __post_init__(self) -> None:
+        from paceline.drafting.model import ModelDrafter
+
+        pairs = zip(self.run.prompts, self.run.ids, strict=True)
+        self.contexts = [np.array([*prompt, *ids], np.int32) for prompt, ids in pairs]
+        longest = max(map(len, self.contexts)) + self.depth
+        self.model = ModelDrafter(self.drafter, max_model_len=longest, max_requests=len(self.contexts))
+
+    def __call__(self, rows: NDArray[np.int64], at: NDArray[np.int64]) -> NDArray[np.int32]:
+        from paceline.planning.sharpness import SHARPNESS_GRID
+
+        prompts = [len(self.run.prompts[row]) for row in rows.tolist()]
+        positions = [prompt + one for prompt, one in zip(prompts, at.tolist(), strict=True)]
+        groups = [0] * len(self.contexts)
+        left = [self.depth + 1] * len(rows)
+        query = make_query(rows.tolist(), positions, self.run.keys, groups, left, self.depth)
+        batch, _ = self.model.draft(
+            [self.contexts[row][:n] for row, n in zip(rows.tolist(), positions, strict=True)],
+            query,
+            self.depth,
+            sharpness=SHARPNESS,
+            sharpness_grid=np.asarray(SHARPNESS_GRID, np.float32),
+            calibration=self.model.prior_calibration(),
+            floor=0.0,
+        )
+        return batch.tokens

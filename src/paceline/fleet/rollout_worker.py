@@ -1,0 +1,346 @@
+"""The rollout worker: an engine in a Ray actor that takes chunks, cancels them and tells what it generates.
+
+A thread of its own starts the engine and steps it; chunks come and go between two steps. Calls from outside put orders
+into a queue, `report` waits for news. Invariants: a chunk of another policy version than the engine's is refused; the
+last tokens of a chunk are told in its Ending and never before. Knows nothing of Ray: fleet/actors.py makes it an actor,
+calls everything but `report` in order in one thread, and `report` in another.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+import time
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from paceline.config import EngineSettings
+from paceline.control.events import (
+    CancelChunk,
+    Ending,
+    Growth,
+    Growths,
+    Order,
+    Report,
+    RunChunk,
+    Telemetry,
+    WorkerStep,
+)
+from paceline.control.packed import Digest, Packed
+from paceline.engine.kv_use import read_kv_use
+from paceline.errors import EngineError, PacelineError
+from paceline.fleet.weights import PackedTensor, unpack_weights
+
+if TYPE_CHECKING:
+    from vllm import SamplingParams
+
+    from paceline.engine.rollout_engine import RolloutEngine, TokenEvent
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSpec:
+    """What every engine of a fleet is started with; the arguments of RolloutEngine."""
+
+    model: str | Path
+    settings: EngineSettings = field(default_factory=EngineSettings)
+    dtype: str = "auto"
+    max_model_len: int = 2048
+    max_num_seqs: int = 128
+    kv_cache_bytes: int = 1 << 30
+    vllm: Mapping[str, Any] = field(default_factory=dict)
+    """Further arguments of vLLM's EngineArgs."""
+
+    def start(self) -> RolloutEngine:
+        """Start the engine in this process."""
+        from paceline.engine.rollout_engine import RolloutEngine
+
+        return RolloutEngine(
+            self.model,
+            self.settings,
+            dtype=self.dtype,
+            max_model_len=self.max_model_len,
+            max_num_seqs=self.max_num_seqs,
+            kv_cache_bytes=self.kv_cache_bytes,
+            **self.vllm,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What a worker says of its engine once it has started."""
+
+    num_kv_blocks: int
+    block_tokens: int
+    max_concurrency: int
+    vocab_size: int
+    process: int
+    kv_pool_obstacle: str | None = None
+    """Why the engine goes without the fleet's KV pool."""
+
+
+MOST_GROWTHS_PER_S = 100_000
+"""What all workers together tell their driver: it takes about a third of one of its cores."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How often a worker tells what its chunks have grown by."""
+
+    progress_s: float
+    """At most so often."""
+    num_workers: int
+    """They share what the driver can hear."""
+
+    def interval_s(self, num_chunks: int) -> float:
+        """Time from one report of growths to the next, for a worker with so many chunks."""
+        return max(self.progress_s, num_chunks * self.num_workers / MOST_GROWTHS_PER_S)
+
+
+@dataclass(slots=True)
+class _Chunk:
+    """A chunk that runs here."""
+
+    start: int
+    tokens: array[int] = field(default_factory=lambda: array("i"))
+    """Those that no growth has told, as are the log-probabilities."""
+    logprobs: array[float] = field(default_factory=lambda: array("f"))
+    num_told: int = 0
+    digest: Digest = field(default_factory=Digest)
+    """Of the tokens told."""
+    num_steps: int = 0
+
+    def tell(self) -> Packed:
+        """What no growth has told; now one does."""
+        piece = Packed(self.tokens.tobytes(), self.logprobs.tobytes())
+        self.num_told += len(piece)
+        self.digest = self.digest.add(piece.tokens, piece.logprobs)
+        del self.tokens[:], self.logprobs[:]
+        return piece
+
+
+class RolloutWorker:
+    """One engine and the thread that steps it. Build it, wait for `start`, then give it orders."""
+
+    def __init__(self, spec: EngineSpec, pace: Pace) -> None:
+        self._spec = spec
+        self._pace = pace
+        self._orders: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._changed = threading.Condition()  # guards everything below
+        self._chunks: dict[int, _Chunk] = {}
+        self._endings: list[Ending] = []
+        self._refused: list[int] = []
+        self._rejected: list[tuple[int, str]] = []
+        self._steps: list[WorkerStep] = []
+        self._num_steps = 0
+        self._told_s = 0.0
+        self._has_news = False
+        self._failure: BaseException | None = None
+        self._is_stopping = False
+        self._engine: RolloutEngine
+        self._ready: Future[Facts] = Future()
+        self._thread = threading.Thread(target=self._run, name="paceline engine", daemon=True)
+        self._thread.start()
+
+    # -- called from outside
+
+    def start(self) -> Facts:
+        """Wait for the engine. Raises PacelineError when it does not start."""
+        try:
+            return self._ready.result()
+        except PacelineError:
+            raise
+        except BaseException as error:
+            raise EngineError(f"the engine did not start: {_describe_failure(error)}") from None
+
+    def take(self, orders: Sequence[Order], params: SamplingParams | None) -> None:
+        """Run and cancel chunks. params: for the chunks to run. Returns at once."""
+        for order in orders:
+            if isinstance(order, RunChunk):
+                assert params is not None
+                self._order(self._begin, order, params)
+            else:
+                self._order(self._cancel, order)
+
+    def load_weights(self, weights: Sequence[PackedTensor], version: int) -> int:
+        """Load weights of a version, once everything ordered before is done. Raises EngineError if chunks run."""
+        done: Future[int] = Future()
+        self._order(self._load, weights, version, done)
+        return done.result()
+
+    def set_drafting(self, wanted: bool) -> None:
+        """Switch drafting off or on, once everything ordered before is done. Returns at once."""
+        self._order(lambda: self._engine.set_drafting(wanted))
+
+    def reset_prefix_cache(self) -> None:
+        """Forget cached blocks and suffix trees, once everything ordered before is done. Returns at once."""
+        self._order(lambda: self._engine.reset_prefix_cache())
+
+    def report(self, wait_s: float) -> Report:
+        """What happened since the last report; waits for something to tell, at most `wait_s`.
+
+        Raises EngineError once the engine has failed.
+        """
+        with self._changed:
+            self._changed.wait_for(self._is_due, timeout=wait_s)
+            if self._failure is not None:
+                raise EngineError(f"the engine failed: {_describe_failure(self._failure)}")
+            return self._collect()
+
+    def stop(self) -> None:
+        """Shut the engine down and free what it holds."""
+        self._order(self._stop)
+        self._thread.join()
+
+    # -- the engine's thread
+
+    def _order(self, do: Callable[..., None], *arguments: Any) -> None:
+        self._orders.put(lambda: do(*arguments))
+
+    def _run(self) -> None:
+        try:
+            self._engine = self._spec.start()
+            self._ready.set_result(self._describe())
+            while not self._is_stopping:
+                self._obey()
+                if self._engine.num_running():
+                    self._step()
+            self._engine.close()
+        except BaseException as error:  # told by `start` or by the next report
+            if not self._ready.done():
+                self._ready.set_exception(error)
+            with self._changed:
+                self._failure = error
+                self._changed.notify_all()
+
+    def _describe(self) -> Facts:
+        kv = read_kv_use(self._engine.scheduler)
+        return Facts(
+            kv.num_blocks,
+            kv.block_tokens,
+            self._spec.max_num_seqs,
+            self._engine.vocab_size,
+            os.getpid(),
+            self._engine.kv_pool_obstacle,
+        )
+
+    def _obey(self) -> None:
+        """Do what was ordered; without anything to generate wait for it."""
+        if not self._engine.num_running():
+            self._orders.get()()
+        while True:
+            try:
+                order = self._orders.get_nowait()
+            except queue.Empty:
+                return
+            order()
+
+    def _begin(self, order: RunChunk, params: SamplingParams) -> None:
+        if order.version != self._engine.policy_version:
+            self._tell(self._refused, order.chunk)
+            return
+        try:
+            self._engine.submit(order.chunk, order.request, params)
+        except Exception as error:  # a request or parameters that this engine cannot run: no reason to end it
+            self._tell(self._rejected, (order.chunk, _describe_failure(error)))
+            return
+        with self._changed:
+            self._chunks[order.chunk] = _Chunk(len(order.request.generated))
+
+    def _tell(self, news: list[Any], item: Any) -> None:
+        with self._changed:
+            news.append(item)
+            self._changed.notify_all()
+
+    def _cancel(self, order: CancelChunk) -> None:
+        self._engine.abort([order.chunk], keep_kv=False)
+        with self._changed:
+            self._chunks.pop(order.chunk, None)
+
+    def _load(self, weights: Sequence[PackedTensor], version: int, done: Future[int]) -> None:
+        try:
+            done.set_result(self._engine.push_weights(unpack_weights(weights), version=version))
+        except BaseException as error:  # half-loaded weights: this engine must not go on
+            done.set_exception(error)
+            raise
+
+    def _stop(self) -> None:
+        self._is_stopping = True
+
+    def _step(self) -> None:
+        events = self._engine.step()
+        steps = self._engine.take_observations()
+        with self._changed:
+            self._num_steps += 1
+            if steps:  # one, unless nothing was scheduled
+                self._steps.append(WorkerStep(steps[-1], sum(len(event.tokens) for event in events)))
+            for event in events:
+                self._book(event)
+            self._has_news = True
+            if self._is_due():
+                self._changed.notify_all()
+
+    def _book(self, event: TokenEvent) -> None:
+        chunk = self._chunks[event.index]
+        chunk.tokens.extend(event.tokens)
+        chunk.logprobs.extend(event.logprobs)
+        chunk.num_steps += bool(event.tokens)
+        if event.response is None:
+            return
+        del self._chunks[event.index]
+        rest = chunk.tell()
+        self._endings.append(
+            Ending(
+                chunk=event.index,
+                start=chunk.start,
+                num_tokens=chunk.num_told,
+                rest=rest,
+                digest=chunk.digest,
+                num_steps=chunk.num_steps,
+                num_draft_tokens=event.response.num_draft_tokens,
+                finish_reason="error" if event.failure else event.response.finish_reason,
+                failure=event.failure and event.failure.partition(": ")[2],  # its number there is the chunk's
+            )
+        )
+
+    # -- reports
+
+    def _is_due(self) -> bool:
+        if self._failure is not None or self._endings or self._refused or self._rejected:
+            return True
+        interval_s = self._pace.interval_s(len(self._chunks))
+        return self._has_news and time.monotonic() - self._told_s >= interval_s
+
+    def _collect(self) -> Report:
+        growths = [
+            Growth(number, chunk.start + chunk.num_told, chunk.tell(), chunk.num_steps)
+            for number, chunk in self._chunks.items()
+            if chunk.tokens
+        ]
+        report = Report(
+            num_steps=self._num_steps,
+            growths=Growths.pack(growths),
+            endings=tuple(self._endings),
+            refused=tuple(self._refused),
+            rejected=tuple(self._rejected),
+            telemetry=Telemetry(
+                read_kv_use(self._engine.scheduler),
+                len(self._chunks),
+                tuple(self._steps),
+                self._engine.kv_pool_counters(),
+                self._engine.draft_sharing_counters(),
+            ),
+        )
+        for news in (self._endings, self._refused, self._rejected, self._steps):
+            news.clear()
+        self._told_s, self._has_news = time.monotonic(), False
+        return report
+
+
+def _describe_failure(error: BaseException) -> str:
+    """An error of whatever kind as text: it may not survive the way to the driver."""
+    return str(error) if isinstance(error, PacelineError) else f"{type(error).__name__}: {error}"

@@ -1,0 +1,1 @@
+"""What a user sees while something runs, and how Ctrl-C is obeyed."""

@@ -1,0 +1,55 @@
+"""Ctrl-C and SIGTERM: asked for at any time, obeyed where what has been done can be kept."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+INTERRUPTED = 130
+"""Exit code after Ctrl-C, as shells have it."""
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_ANSWER = b"\nstopping as soon as the work in hand is kept; once more ends it at once\n"
+
+
+class Interrupted(KeyboardInterrupt):
+    """Raised by `Interruption.check`; not an Exception, so that no library swallows it."""
+
+
+class Interruption:
+    """Context manager that turns the first signal into a wish; a second one ends the process as usual.
+
+    Enter it in the main thread.
+    """
+
+    def __init__(self) -> None:
+        self.wanted = False
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Self:
+        self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
+        return self
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.wanted = True
+        self._restore()
+        with contextlib.suppress(OSError):  # nobody may be there any more to read it
+            os.write(2, _ANSWER)  # a handler must not print: it may have interrupted a print
+
+    def _restore(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before = {}
+
+    def check(self) -> None:
+        """Raise Interrupted if a signal has come."""
+        if self.wanted:
+            raise Interrupted
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._restore()

@@ -1,0 +1,1 @@
+"""A training run from a recipe (`paceline train`): TRL trains, engines roll out, everything is recorded."""

@@ -1,0 +1,92 @@
+"""The folder of a training run: what may be in it, what an earlier run left, where to go on.
+
+    record.jsonl          every measurement (paceline.record)
+    checkpoints/          the trainer's checkpoints, from which --resume continues exactly
+    rollouts/             what the rollouts since the last checkpoint have, for --resume (rollout_journals.py)
+    decisions/            what was decided, if asked for (paceline.record.decisions)
+    policy/               the trained policy in Hugging Face format, once the run has finished
+    report.html           the page of the run
+    bench.json            methods run side by side, if `paceline bench --json` was asked to leave them here
+    log.txt               what the libraries printed
+
+Imports nothing heavy: a folder that cannot take the run is refused at once.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import ConfigError
+from paceline.record import FILE_NAME, Comparison, Evaluation, RecordReader
+from paceline.record.decisions import DECISIONS_FOLDER
+from paceline.report.side_by_side import FILE_NAME as SIDE_BY_SIDE
+
+CHECKPOINTS, ROLLOUTS, POLICY = "checkpoints", "rollouts", "policy"
+REPORT, LOG = "report.html", "log.txt"
+
+
+@dataclass(slots=True)
+class Past:
+    """What the record of a resumed run tells."""
+
+    config: Mapping[str, Any] = field(default_factory=dict)
+    solve_rates: dict[int, float] = field(default_factory=dict)
+    comparisons: list[Comparison] = field(default_factory=list)
+
+
+def read_past(folder: Path) -> Past:
+    """Read the record of a run that is to be resumed. Raises RecordError."""
+    with RecordReader(folder) as reader:
+        past = Past(config=reader.header.config)
+        for event in reader:
+            if isinstance(event, Evaluation):
+                past.solve_rates[event.step] = event.solve_rate
+            elif isinstance(event, Comparison):
+                past.comparisons.append(event)
+    return past
+
+
+def check_folder(folder: Path, *, resume: bool, overwrite: bool) -> None:
+    """Raise ConfigError if `folder` cannot take the run: it exists and no option says what to do with it."""
+    if resume and overwrite:
+        raise ConfigError("--resume and --overwrite contradict each other: give one of them")
+    if not folder.exists() or resume:
+        return
+    if not folder.is_dir():
+        raise ConfigError(f"--out {folder} is a file: give a folder")
+    held = {path.name for path in folder.iterdir()} - {LOG}
+    if held and not overwrite:
+        raise ConfigError(
+            f"--out {folder} exists: continue that run with --resume, replace it with --overwrite, or give "
+            "another folder"
+        )
+    if held and FILE_NAME not in held:
+        raise ConfigError(f"--out {folder} holds something other than a run: --overwrite will not delete it")
+
+
+def clear_folder(folder: Path) -> None:
+    """Delete what an earlier run left in its folder, and nothing else."""
+    for name in (CHECKPOINTS, ROLLOUTS, POLICY, DECISIONS_FOLDER):
+        shutil.rmtree(folder / name, ignore_errors=True)
+    for name in (REPORT, SIDE_BY_SIDE):
+        (folder / name).unlink(missing_ok=True)
+
+
+def latest_checkpoint(folder: Path) -> Path | None:
+    """The newest complete checkpoint of a run; None before the first."""
+    found = [
+        path
+        for path in (folder / CHECKPOINTS).glob("checkpoint-*")
+        if (path / "trainer_state.json").is_file()
+    ]
+    return max(found, key=step_of, default=None)
+
+
+def step_of(checkpoint: Path) -> int:
+    """Optimizer updates made before a checkpoint; -1 if its name does not tell."""
+    number = checkpoint.name.rpartition("-")[2]
+    return int(number) if number.isdigit() else -1

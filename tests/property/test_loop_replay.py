@@ -1,0 +1,45 @@
+"""Whatever an engine lives through under whatever policy, its log is planned again without a difference."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from live_loop import live
+
+from paceline.config import BudgetSettings, EngineSettings
+from paceline.engine.loop_replay import replay_engine
+from paceline.record.decisions import DecisionReader
+
+
+@st.composite
+def engines(draw: st.DrawFn) -> EngineSettings:
+    drafter = draw(st.sampled_from(["suffix", "none"]))
+    return EngineSettings(
+        drafter=drafter,
+        model_drafter=draw(st.sampled_from(["somewhere", *([None] if drafter == "suffix" else [])])),
+        num_paths=draw(st.integers(1, 3)) if drafter == "suffix" else 1,
+        max_alternatives=draw(st.integers(1, 6)),
+        budget=BudgetSettings(
+            policy=draw(st.sampled_from(["marginal", "marginal", "bandit", "thresholds", "fixed"])),
+            max_draft_tokens=draw(st.integers(0, 10)),
+            refresh_steps=draw(st.sampled_from([8, 16, 256])),
+            min_gain=draw(st.sampled_from([0.0, 0.01, 0.2])),
+            bandit_seed=draw(st.integers(0, 99)),
+        ),
+    )
+
+
+@given(engines(), st.integers(0, 2**32 - 1))
+@settings(max_examples=40)
+def test_a_logged_engine_is_replayed_without_a_difference(engine: EngineSettings, seed: int) -> None:
+    with TemporaryDirectory() as folder:
+        proposals = live(engine.model_copy(update={"decision_log": folder}), seed, 40)
+        with DecisionReader(Path(folder) / "engine-1.decisions") as reader:
+            tallies = {tally.kind: tally for tally in replay_engine(reader)}
+    assert tallies["draft budget"].num_planned == len(proposals)
+    assert all(tally.num_different == 0 for tally in tallies.values())
+    assert ("model drafter" in tallies) == (engine.model_drafter is not None)
+    assert ("draft paths" in tallies) <= (engine.num_paths > 1)

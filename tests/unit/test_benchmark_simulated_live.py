@@ -1,0 +1,29 @@
+"""Where simulated and measured times agree because two errors cancel, the row says so."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+from simulated_live import compare
+
+
+def test_the_time_s_error_is_that_of_the_rounds_and_of_each_round() -> None:
+    row = compare(58.0, 57.0, 5.3, 3.9)
+    assert (1 + row["rounds_error"]) * (1 + row["round_error"]) == pytest.approx(1 + row["error"])
+    assert row["rounds_error"] == pytest.approx(5.3 / 3.9 - 1)
+    assert row["round_error"] < 0
+
+
+@pytest.mark.parametrize(
+    ("simulated_s", "simulated_length", "cancels"),
+    [(57.0, 3.9, True), (57.0, 5.3, False), (80.0, 5.0, False), (45.0, 5.5, False)],
+)
+def test_errors_cancel_if_the_time_is_nearer_than_both(
+    simulated_s: float, simulated_length: float, cancels: bool
+) -> None:
+    assert compare(58.0, simulated_s, 5.3, simulated_length)["cancels"] is cancels
