@@ -7,6 +7,8 @@ BIN = $(VENV)/bin
 # An editable installation knows its modules: it is made again when one has come, gone or moved.
 MODULES := $(shell find src -name '*.py' | LC_ALL=C sort | cksum | cut -d' ' -f1)
 STAMP = $(VENV)/.installed-$(MODULES)
+# Test processes; each starts engines of its own.
+TESTERS ?= 2
 PORTABLE = OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind HF_HUB_OFFLINE=1
 
 .PHONY: install native demo test lint clean
@@ -31,7 +33,7 @@ lint: install
 	$(BIN)/python scripts/draw_tail.py --check
 
 test: lint
-	$(PORTABLE) $(BIN)/python -m pytest
+	$(PORTABLE) $(BIN)/python -m pytest --numprocesses $(TESTERS) --dist loadgroup --no-loadscope-reorder
 
 demo: install
 	$(BIN)/paceline train recipes/countdown.yaml --out runs/demo --overwrite
