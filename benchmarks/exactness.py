@@ -116,7 +116,7 @@ def diverged(one: tuple[int, ...], other: tuple[int, ...]) -> int:
 def measure(
     bench: Bench, requests: list[Any], dtype: str, cases: dict[str, Callable[..., Any]]
 ) -> list[dict[str, Any]]:
-    from paceline.engine.audit import recorded
+    from recorded_logits import recorded
 
     with recorded(bench.engine) as wanted:
         reference = bench.plain(requests)

@@ -16,7 +16,8 @@ from paceline.engine.doors import DOORS, Door, check_doors
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-SOURCES = sorted(Path(paceline.engine.__file__).parent.glob("*.py"))
+ENGINE = Path(paceline.engine.__file__).parent
+SOURCES = sorted(ENGINE.rglob("*.py"))
 NAMES = {door.target for door in DOORS}
 
 
@@ -48,7 +49,7 @@ def imports(path: Path) -> Iterator[str]:
             yield from (f"{node.module}:{alias.name}" for alias in node.names)
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ENGINE)))
 def test_every_name_imported_from_vllm_is_a_door(path: Path) -> None:
     public = {"vllm:SamplingParams"}
     wanted = {name for name in imports(path) if name not in public}
@@ -76,7 +77,7 @@ BASES = {
 }
 """What stands behind `super()` in each class that subclasses vLLM's, mixins included."""
 
-OURS = {"RecordingSampler": "KeyedSampler", "MultiPathRunner": "KeyedRunner"}
+OURS = {"MultiPathRunner": "KeyedRunner"}
 """Classes of Paceline's own that stand between."""
 
 CLASSES = {
@@ -118,23 +119,23 @@ def test_connectors_for_clusters_tell_entries_apart_by_salt() -> None:
 
 def test_other_kv_connectors_are_handed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     from paceline.config import KvPoolSettings
-    from paceline.engine import kv_backend
+    from paceline.engine.kv import backend
     from paceline.errors import ConfigError
 
-    monkeypatch.setattr(kv_backend, "find_spec", lambda name: object())
-    monkeypatch.setenv(kv_backend.LMCACHE_SWITCH, "")
-    monkeypatch.delitem(sys.modules, kv_backend.LMCACHE_MODULE, raising=False)
+    monkeypatch.setattr(backend, "find_spec", lambda name: object())
+    monkeypatch.setenv(backend.LMCACHE_SWITCH, "")
+    monkeypatch.delitem(sys.modules, backend.LMCACHE_MODULE, raising=False)
     fields = {"kv_connector_extra_config": {"lmcache.mp.port": 7}, "kv_role": "kv_consumer"}
     pool = KvPoolSettings(backend="LMCacheMPConnector", namespace="run", kv_transfer_config=fields)
-    made = kv_backend.transfer_config(pool)
+    made = backend.transfer_config(pool)
     assert (made.kv_connector, made.kv_role) == ("LMCacheMPConnector", "kv_consumer")
     assert made.kv_connector_extra_config == {"lmcache.mp.port": 7}
     assert made.kv_connector_module_path is None
-    assert os.environ[kv_backend.LMCACHE_SWITCH] == "1"
+    assert os.environ[backend.LMCACHE_SWITCH] == "1"
     theirs = SimpleNamespace(LMCacheMPConnector=object(), LMCacheMPConnectorUpstream=object())
-    monkeypatch.setitem(sys.modules, kv_backend.LMCACHE_MODULE, theirs)
+    monkeypatch.setitem(sys.modules, backend.LMCACHE_MODULE, theirs)
     with pytest.raises(ConfigError, match="LMCACHE_USE_UPSTREAM_MP=1"):
-        kv_backend.transfer_config(pool)
-    monkeypatch.delitem(sys.modules, kv_backend.LMCACHE_MODULE)
+        backend.transfer_config(pool)
+    monkeypatch.delitem(sys.modules, backend.LMCACHE_MODULE)
     with pytest.raises(ConfigError, match="colour"):
-        kv_backend.transfer_config(pool.model_copy(update={"kv_transfer_config": {"colour": 1}}))
+        backend.transfer_config(pool.model_copy(update={"kv_transfer_config": {"colour": 1}}))

@@ -12,10 +12,10 @@ import pytest
 import torch
 from conftest import VOCAB, make_model
 from drafters import ScriptedDrafter, ScriptedPaths
+from recorded_logits import recorded
 from second_engine import SecondEngine
 
 from paceline.config import BudgetSettings, EngineSettings, KvPoolSettings
-from paceline.engine.audit import recorded
 from paceline.engine.rollout_engine import RolloutEngine
 from paceline.errors import ConfigError, InstallError
 from paceline.types import Response, RolloutRequest

@@ -10,10 +10,10 @@ import pytest
 import torch
 from conftest import VOCAB, make_model
 from drafters import ScriptedDrafter
+from recorded_logits import recorded
 
 from paceline.config import BudgetSettings, EngineSettings
 from paceline.engine import invariance
-from paceline.engine.audit import recorded
 from paceline.engine.rollout_engine import RolloutEngine
 from paceline.types import RolloutRequest
 

@@ -139,7 +139,7 @@ def test_responses_that_move_with_every_chunk_are_plain_decoding(pair: Pair) -> 
 
 
 def test_the_control_wrong_keys_and_values_would_show(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    from paceline.engine.kv_blocks import KvBlocks
+    from paceline.engine.kv.blocks import KvBlocks
 
     read = KvBlocks.read
     monkeypatch.setattr(KvBlocks, "read", lambda self, block: [bytes(len(p)) for p in read(self, block)])
@@ -349,7 +349,7 @@ def test_an_update_that_nobody_named_ends_all_part_in_the_pool(pair: Pair, model
 def test_an_update_that_fails_midway_ends_all_part_until_the_next(
     pair: Pair, model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from paceline.engine.kv_connector import worker_end
+    from paceline.engine.kv.connector import worker_end
     from paceline.engine.worker import PacelineWorker
 
     def fail(*args: Any, **kwargs: Any) -> None:
@@ -381,7 +381,7 @@ def test_a_request_of_another_version_takes_no_part(pair: Pair, monkeypatch: pyt
 
 
 def test_runs_have_entries_of_their_own(pair: Pair) -> None:
-    from paceline.engine.kv_connector import name_layout, worker_end
+    from paceline.engine.kv.connector import name_layout, worker_end
 
     end = worker_end()
     assert end is not None
@@ -399,11 +399,11 @@ def test_a_process_has_one_pool(pair: Pair) -> None:
 
 
 def test_a_worker_elsewhere_is_refused(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    from paceline.engine import kv_connector
+    from paceline.engine.kv import connector
 
-    monkeypatch.setattr(kv_connector, "worker_connector", lambda: None)
+    monkeypatch.setattr(connector, "worker_connector", lambda: None)
     with pytest.raises(UnsupportedError, match="distributed_executor_backend='uni'"):
-        kv_connector.find_worker()
+        connector.find_worker()
 
 
 @pytest.mark.parametrize(
@@ -413,7 +413,7 @@ def test_a_worker_elsewhere_is_refused(pair: Pair, monkeypatch: pytest.MonkeyPat
 def test_engines_whose_blocks_cannot_be_moved_are_refused(
     pair: Pair, workers: int, groups: int, window: int | None, named: str
 ) -> None:
-    from paceline.engine.kv_connector import check_kv_pool
+    from paceline.engine.kv.connector import check_kv_pool
 
     [group] = pair.here.scheduler.kv_cache_config.kv_cache_groups
     spec = replace(group.kv_cache_spec, sliding_window=window)

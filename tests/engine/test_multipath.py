@@ -264,7 +264,7 @@ def test_aborted_requests_disturb_no_one(engine: RolloutEngine, plain: list[Resp
 def test_spare_blocks_yield_to_requests() -> None:
     from vllm.v1.core.block_pool import BlockPool
 
-    from paceline.engine.multipath import SpareBlocks
+    from paceline.engine.multipath.spare_blocks import SpareBlocks
 
     pool = BlockPool(num_gpu_blocks=81, enable_caching=True, hash_block_size=16)
     spare = SpareBlocks(pool, 8)

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.engine.proposer import Proposer
-from paceline.engine.sampler import throw_all
+from paceline.engine.v1.proposer import Proposer
+from paceline.engine.v1.sampler import throw_all
 from paceline.errors import EngineError
 from paceline.types import DraftOrder
 

@@ -20,7 +20,7 @@ from paceline.engine.compat import (
     MinTokensLogitsProcessor,
     SamplingMetadata,
 )
-from paceline.engine.sampler import (
+from paceline.engine.v1.sampler import (
     PLACEHOLDER,
     KeyedSampler,
     Rows,

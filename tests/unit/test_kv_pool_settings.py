@@ -9,8 +9,8 @@ import pytest
 from pydantic import ValidationError
 
 from paceline.config import EngineSettings, KvPoolSettings
-from paceline.engine import kv_backend
 from paceline.engine.keys import check_options, policy_version_of
+from paceline.engine.kv import backend
 from paceline.errors import ConfigError, InstallError, RequestError
 from paceline.kvpool import KvPool
 
@@ -47,21 +47,21 @@ def test_settings_survive_the_way_to_the_engine() -> None:
     assert EngineSettings.model_validate(other.model_dump()) == other
 
 
-@pytest.mark.parametrize("backend", ["LMCacheMPConnector", "MooncakeStoreConnector"])
-def test_a_backend_that_is_not_installed_is_named(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_backend, "find_spec", lambda name: None)
-    settings = KvPoolSettings.model_validate({"backend": backend, "namespace": "run"})
-    with pytest.raises(InstallError, match=f"{backend}.*pip install"):
-        kv_backend.transfer_config(settings)
+@pytest.mark.parametrize("name", ["LMCacheMPConnector", "MooncakeStoreConnector"])
+def test_a_backend_that_is_not_installed_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend, "find_spec", lambda name: None)
+    settings = KvPoolSettings.model_validate({"backend": name, "namespace": "run"})
+    with pytest.raises(InstallError, match=f"{name}.*pip install"):
+        backend.transfer_config(settings)
 
 
 def test_other_backends_tell_runs_and_versions_apart_by_salt() -> None:
     other = KvPoolSettings.model_validate(OTHER)
-    salts = {kv_backend.cache_salt(other, 1), kv_backend.cache_salt(other, 2)}
-    salts.add(kv_backend.cache_salt(KvPoolSettings.model_validate({**OTHER, "namespace": "b"}), 1))
+    salts = {backend.cache_salt(other, 1), backend.cache_salt(other, 2)}
+    salts.add(backend.cache_salt(KvPoolSettings.model_validate({**OTHER, "namespace": "b"}), 1))
     assert len(salts) == 3
-    assert kv_backend.cache_salt(KvPoolSettings(directory="/x"), 1) is None
-    assert kv_backend.cache_salt(None, 1) is None
+    assert backend.cache_salt(KvPoolSettings(directory="/x"), 1) is None
+    assert backend.cache_salt(None, 1) is None
 
 
 def test_only_the_own_backend_can_be_opened(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from paceline.engine.path_layout import Expansion, PathPlan, blocks_touched, lay_out
+from paceline.engine.multipath.layout import Expansion, PathPlan, blocks_touched, lay_out
 
 BLOCK = 16
 TABLE = np.array([[1, 2, 3, 0], [4, 5, 6, 7], [8, 0, 0, 0]], dtype=np.int32)

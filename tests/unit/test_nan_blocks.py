@@ -9,8 +9,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from paceline.engine.nan_blocks import NanBlocks  # noqa: E402
-from paceline.engine.path_layout import PathPlan  # noqa: E402
+from paceline.engine.kv.nan_blocks import NanBlocks  # noqa: E402
+from paceline.engine.multipath.layout import PathPlan  # noqa: E402
 
 
 def a_step(**fields: Any) -> SimpleNamespace:

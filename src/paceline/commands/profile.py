@@ -16,7 +16,7 @@ from paceline.commands.inputs.launch import GIB, Launch, check_batch, describe_f
 from paceline.commands.inputs.lists import read_counts
 from paceline.commands.inputs.model_folder import Checkpoint, check_drafter, read_checkpoint
 from paceline.commands.inputs.options import Compiled, Dtype, ModelArgument, check_writable
-from paceline.engine.build import is_cpu_build
+from paceline.engine.installed import is_cpu_build
 from paceline.errors import ConfigError, EngineError, PacelineError
 from paceline.planning.latency_profile import AffineLatency, LatencyFit, StepLatency
 from paceline.planning.profile_fit import fit_profile
@@ -225,7 +225,7 @@ def _measure_drafters(
     for name, folder in folders.items():
         console.print(f"drafter {name}")
         with hush():
-            from paceline.engine.sampler import throw_all
+            from paceline.engine.v1.sampler import throw_all
         device = "cpu" if is_cpu_build() else "cuda"
         found.append(DrafterProfile(name, measure_model(folder, batches, context, "auto", device, throw_all)))
     return tuple(found)

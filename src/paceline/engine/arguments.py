@@ -19,7 +19,7 @@ from paceline.errors import ConfigError, UnsupportedError
 
 SCHEDULER = "paceline.engine.scheduler.PacelineScheduler"
 WORKER = "paceline.engine.worker.PacelineWorker"
-PROPOSER = "paceline.engine.proposer.Proposer"
+PROPOSER = "paceline.engine.v1.proposer.Proposer"
 
 
 def engine_arguments(settings: EngineSettings | None = None, **fields: Any) -> dict[str, Any]:
@@ -62,7 +62,7 @@ def engine_arguments(settings: EngineSettings | None = None, **fields: Any) -> d
     if settings.compiled:
         check_compiler()
     if settings.kv_pool is not None:
-        from paceline.engine.kv_backend import transfer_config
+        from paceline.engine.kv.backend import transfer_config
 
         arguments["kv_transfer_config"] = transfer_config(settings.kv_pool)
     return arguments

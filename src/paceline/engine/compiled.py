@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from paceline.engine.build import is_cpu_build
+from paceline.engine.installed import is_cpu_build
 from paceline.errors import InstallError
 
 MIN_TOKENS = 2

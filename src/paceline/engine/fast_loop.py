@@ -22,10 +22,10 @@ from numpy.typing import NDArray
 
 from paceline.config import BudgetSettings, EngineSettings
 from paceline.drafting.drafter import Drafter, PathDrafter
-from paceline.engine.alternatives import AlternativePaths, Alternatives, StepDrafts, outcomes_of
 from paceline.engine.learned import Learned
 from paceline.engine.loop_log import open_log
 from paceline.engine.model_steering import ModelSteering
+from paceline.engine.multipath.alternatives import AlternativePaths, Alternatives, StepDrafts, outcomes_of
 from paceline.engine.sharing import SharedDrafts, drafter_number
 from paceline.errors import RequestError
 from paceline.planning import budget, candidates, sharpness

@@ -355,7 +355,7 @@ class RolloutEngine:
         return made
 
     def _cache_salt(self) -> str | None:
-        from paceline.engine.kv_backend import cache_salt
+        from paceline.engine.kv.backend import cache_salt
 
         return cache_salt(self.settings.kv_pool, self.policy_version) if self.settings is not None else None
 

@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 
-from paceline.engine.alternatives import Alternatives
 from paceline.engine.arguments import read_settings
 from paceline.engine.compat import (
     DraftTokenIds,
@@ -29,8 +28,9 @@ from paceline.engine.compat import (
 )
 from paceline.engine.fast_loop import FastLoop, Proposal
 from paceline.engine.keys import OPTIONS, KeyBook, engine_seed
-from paceline.engine.multipath import SpareBlocks
-from paceline.engine.path_layout import PathPlan, blocks_touched
+from paceline.engine.multipath.alternatives import Alternatives
+from paceline.engine.multipath.layout import PathPlan, blocks_touched
+from paceline.engine.multipath.spare_blocks import SpareBlocks
 from paceline.errors import RequestError
 from paceline.planning.budget import fair_weights
 from paceline.types import DraftQuery, Float64Array, Int32Array, Int64Array, StepObservation

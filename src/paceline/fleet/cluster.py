@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 
 from paceline.config import FleetSettings
-from paceline.engine.build import is_cpu_build
+from paceline.engine.installed import is_cpu_build
 from paceline.errors import ConfigError, InstallError
 
 WORKERS_PER_CORE = 2

@@ -40,7 +40,7 @@ from paceline.control.events import (
     WorkerLost,
 )
 from paceline.dice import derive_key
-from paceline.engine.build import is_cpu_build
+from paceline.engine.installed import is_cpu_build
 from paceline.engine.keys import prompt_group
 from paceline.engine.rollout_engine import check_checkpoint, check_params
 from paceline.errors import EngineError, RequestError, UnsupportedError

@@ -32,7 +32,7 @@ from paceline.control.events import (
     WorkerStep,
 )
 from paceline.control.packed import Digest, Packed
-from paceline.engine.kv_use import read_kv_use
+from paceline.engine.kv.use import read_kv_use
 from paceline.errors import EngineError, PacelineError
 from paceline.fleet.weights import PackedTensor, unpack_weights
 

@@ -1,12 +1,12 @@
 """The path budget: which alternative draft paths are worth a row of the step beside the drafts already chosen?
 
-A pure decision, taken after `budget.decide` by the engine alone (engine/alternatives.py). The simulator has no tries of
-drafts and asks alternatives.py instead. The paths of a request form a
-trie, and at most one token of each depth comes true, so the expected number of accepted tokens is the sum of P(node)
-over all nodes of the trie: an alternative gains the path probabilities of the tokens that no path of the request
-verifies yet. It costs all its tokens, those it shares with another path included, and the request's last token once
-more. Rows are taken one at a time, each the one (and each of the length) with the best tokens per second under the
-measured T(n), while that rises: in a large batch, where T rises with every token, none is.
+A pure decision, taken after `budget.decide` by the engine alone (engine/multipath/alternatives.py). The simulator has
+no tries of drafts and asks alternatives.py instead. The paths of a request form a trie, and at most one token of each
+depth comes true, so the expected number of accepted tokens is the sum of P(node) over all nodes of the trie: an
+alternative gains the path probabilities of the tokens that no path of the request verifies yet. It costs all its
+tokens, those it shares with another path included, and the request's last token once more. Rows are taken one at a
+time, each the one (and each of the length) with the best tokens per second under the measured T(n), while that rises:
+in a large batch, where T rises with every token, none is.
 
 Source: Seer 4.4 (multi-path drafts under low concurrency). Differs: the step time decides, not a fixed number of paths.
 Invariant: an alternative is never longer than the draft of its request, whose slots the winner's tokens go to.

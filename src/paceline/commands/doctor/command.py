@@ -23,7 +23,7 @@ from paceline.commands.doctor.findings import (
     look_at_machine,
 )
 from paceline.commands.inputs.launch import hush
-from paceline.engine.build import is_cpu_build
+from paceline.engine.installed import is_cpu_build
 from paceline.errors import PacelineError
 from paceline.record import describe_machine
 

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Literal
 
 from paceline.commands.inputs.launch import GIB, available_bytes
-from paceline.engine.build import is_cpu_build
 from paceline.engine.compiled import check_compiler
+from paceline.engine.installed import is_cpu_build
 from paceline.errors import PacelineError
 from paceline.record import describe_machine
 

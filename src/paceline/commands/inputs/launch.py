@@ -17,8 +17,8 @@ from paceline.commands.inputs.model_folder import Checkpoint, check_drafter, rea
 from paceline.commands.inputs.prompts import Prompt
 from paceline.config import EngineSettings, describe
 from paceline.drafting.wire import Seal, read_secret
-from paceline.engine.build import is_cpu_build
 from paceline.engine.compiled import check_compiler
+from paceline.engine.installed import is_cpu_build
 from paceline.errors import ConfigError, EngineError, PacelineError
 
 if TYPE_CHECKING:

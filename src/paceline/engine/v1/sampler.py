@@ -5,7 +5,7 @@ logits, the request's sampling options, its key and the token's position alone; 
 are. A draft token is accepted if and only if it equals the row's token (SpecActor's exact matching); no rejection
 sampling, hence no correction term and no random state.
 
-A request with several draft paths (multipath.py) has several runs of rows and takes the run that goes furthest; since
+A request with several draft paths (path_runner.py) has several runs of rows and takes the run that goes furthest; since
 every run decides by the same dice, the others are prefixes of it.
 
 Sampling options are applied row by row with vLLM's own operations, on an expanded view in which each row is a request
@@ -51,7 +51,7 @@ row on from which nothing can be drawn."""
 class Rows:
     """The rows of one step's logits: path-major, each path's draft rows first, its bonus row last.
 
-    Path r is the one path that request r always has; alternatives of any requests follow (multipath.py).
+    Path r is the one path that request r always has; alternatives of any requests follow (path_runner.py).
     """
 
     requests: Int64Array  # [num_rows] index of the request in the batch

@@ -14,7 +14,7 @@ from paceline.config import KvPoolSettings
 from paceline.errors import ConfigError, InstallError
 
 CONNECTOR = "PoolConnector"
-CONNECTOR_MODULE = "paceline.engine.kv_connector"
+CONNECTOR_MODULE = "paceline.engine.kv.connector"
 
 LMCACHE_MODULE = "vllm.distributed.kv_transfer.kv_connector.v1.lmcache_mp_connector"
 LMCACHE_SWITCH = "LMCACHE_USE_UPSTREAM_MP"

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from paceline.engine.rollout_engine import RolloutEngine
-from paceline.engine.sampler import KeyedSampler, Rows, Verdict
+from paceline.engine.v1.sampler import KeyedSampler, Rows, Verdict
 from paceline.types import Int64Array, UInt64Array
 
 

@@ -1,8 +1,8 @@
-"""Several draft paths per request by row expansion: the worker's side, and the blocks that the scheduler lends it.
+"""Several draft paths per request by row expansion: the runner's side.
 
-Each alternative path is one more attention row of the same forward pass (path_layout.py); no tree mask is needed, so
-any backend of full attention serves. The rows join the step behind vLLM's own between the preparation of its inputs and
-the forward pass; the keyed sampler then decides the rows of all paths together, and the winner's blocks are copied
+Each alternative path is one more attention row of the same forward pass (multipath/layout.py); no tree mask is needed,
+so any backend of full attention serves. The rows join the step behind vLLM's own between the preparation of its inputs
+and the forward pass; the keyed sampler then decides the rows of all paths together, and the winner's blocks are copied
 over the request's own. Whole blocks are copied, because how a block is laid out inside is the kernel's own business.
 Invariant: tokens and log-probabilities are those of plain decoding, bitwise where the engine is batch-invariant.
 
@@ -18,8 +18,8 @@ import numpy as np
 import torch
 
 from paceline.engine.compat import FullAttentionSpec, SpecDecodeMetadata, is_cpu
-from paceline.engine.path_layout import Expansion, PathPlan, lay_out
-from paceline.engine.sampler import Rows, Verdict
+from paceline.engine.multipath.layout import Expansion, PathPlan, lay_out
+from paceline.engine.v1.sampler import Rows, Verdict
 from paceline.errors import UnsupportedError
 from paceline.types import Int64Array
 
@@ -55,39 +55,6 @@ def check_kv_cache(kv_cache_config: Any) -> None:
             f"num_paths > 1 needs full attention in every layer, this model has {type(spec).__name__} "
             f"with sliding window {limits[0]} and chunks of {limits[1]}: set num_paths=1"
         )
-
-
-class SpareBlocks:
-    """KV blocks lent from vLLM's pool for the alternatives' private copies.
-
-    Held from step to step, because taking a block evicts what the prefix cache keeps in it; given back as soon as
-    requests may need it, so that no request is preempted or kept waiting for a draft.
-    """
-
-    def __init__(self, pool: Any, wanted: int) -> None:
-        """Args: vLLM's block pool; blocks wanted, at most an eighth of the pool."""
-        self._pool = pool
-        self._wanted = min(wanted, pool.num_gpu_blocks // 8)
-        self._held: list[Any] = []
-
-    def hold(self, demand: int) -> int:
-        """Hold the blocks if the pool then still has `demand` free ones, else give them back; the number held."""
-        free = self._pool.get_num_free_blocks() + len(self._held)
-        if free - self._wanted < demand:
-            self.release()
-        elif not self._held:
-            self._held = self._pool.get_new_blocks(self._wanted)
-        return len(self._held)
-
-    def release(self) -> None:
-        """Give all blocks back."""
-        held, self._held = self._held, []
-        self._pool.free_blocks(held)
-
-    @property
-    def ids(self) -> list[int]:
-        """Ids of the blocks held."""
-        return [block.block_id for block in self._held]
 
 
 class MultiPathRunner:

@@ -1,6 +1,6 @@
 """The KV connector: a response that was cut leaves its keys and values in the KV pool, and finds them where it goes on.
 
-Given to vLLM as `kv_connector_module_path` by `engine_arguments` (kv_backend.py). vLLM builds it twice, for the
+Given to vLLM as `kv_connector_module_path` by `engine_arguments` (backend.py). vLLM builds it twice, for the
 scheduler and for the worker; both live in one process, so that an entry is in the pool before anybody hears that the
 response was cut, and has been checked before vLLM counts on it. What happens, in order:
 
@@ -17,7 +17,7 @@ of a request is always computed here, for its logits, so a moved response costs 
 Invariant: tokens do not depend on the pool. A missing or damaged entry is found before blocks are allotted for it, and
 its tokens are computed. Keys and values of other weights never match: they are saved under the policy version. The
 worker knows the version of its weights (`policy_version` of its end): every update, by whatever way, makes it unknown
-until somebody names it (worker.py), and a request of another version takes no part.
+until somebody names it (engine/worker.py), and a request of another version takes no part.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from paceline.engine.compat import (
 )
 from paceline.engine.compiled import is_compiled, is_invariant
 from paceline.engine.keys import policy_version_of
-from paceline.engine.kv_blocks import KvBlocks
+from paceline.engine.kv.blocks import KvBlocks
 from paceline.errors import UnsupportedError
 from paceline.kvpool import Address, Held, KvPool, response_identity
 from paceline.types import Int32Array, KvPoolCounters

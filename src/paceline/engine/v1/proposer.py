@@ -17,7 +17,7 @@ import numpy as np
 from paceline.config import EngineSettings
 from paceline.engine.arguments import read_settings
 from paceline.engine.compat import DraftTokenIds
-from paceline.engine.sampler import throw_all
+from paceline.engine.v1.sampler import throw_all
 from paceline.errors import EngineError
 from paceline.planning.sharpness import SHARPNESS_GRID
 from paceline.types import DraftOrder, DraftQuery, ModelDrafts

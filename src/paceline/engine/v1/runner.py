@@ -1,0 +1,141 @@
+"""The runner: vLLM's model runner V1, sampling with the shared dice and drafting with the model drafter.
+
+A mixin: the worker exchanges the runner's class for a subclass of itself, so that CPU and GPU runners keep everything
+else of theirs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from paceline.engine import compiled, invariance
+from paceline.engine.compat import SamplerOutput, SpecDecodeMetadata, all_logits_processors
+from paceline.engine.keys import key_of
+from paceline.engine.kv.nan_blocks import NanBlocks
+from paceline.engine.v1.proposer import Proposer
+from paceline.engine.v1.sampler import PLACEHOLDER, KeyedSampler, Rows, Verdict
+from paceline.types import Int64Array, UInt64Array
+
+_NAN = "the model gave NaN for its next token; check the weights and the prompt"
+_NOTHING_LEFT = (
+    "its sampling options leave no token to draw; loosen allowed_token_ids, bad_words or min_tokens"
+)
+
+
+class KeyedRunner:
+    """Mixin over vLLM's model runner: samples with the dice and hands model drafts to the scheduler."""
+
+    keyed_sampler: KeyedSampler
+    drafter: Proposer
+    undrawable: dict[str, str]  # requests of the present step that have no next token, and why
+    nan_blocks: NanBlocks
+
+    def adopt(self: Any) -> None:
+        """Finish the change of class: build what vLLM left out because speculation is on."""
+        self.keyed_sampler = KeyedSampler(self.model_config.logprobs_mode)
+        self.input_batch.logitsprocs = all_logits_processors(self.vllm_config, self.device)
+        self.input_batch.sampling_metadata.logitsprocs = self.input_batch.logitsprocs
+        self.drafter.attach(self)
+        self.undrawable = {}
+
+    def load_model(self: Any, *args: Any, **kwargs: Any) -> None:
+        super().load_model(*args, **kwargs)  # type: ignore[misc]
+        self.seal_model()
+
+    def seal_model(self: Any) -> None:
+        """Put batch invariance and the live weight update onto the loaded model; run again after a reload."""
+        if compiled.is_invariant(self.vllm_config):
+            invariance.pad_single_rows(self.get_model())
+
+    def _determine_batch_execution_and_padding(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if compiled.is_compiled(self.vllm_config) and compiled.is_invariant(self.vllm_config):
+            kwargs["num_tokens"] = max(kwargs["num_tokens"], compiled.MIN_TOKENS)
+        return super()._determine_batch_execution_and_padding(*args, **kwargs)  # type: ignore[misc]
+
+    def initialize_kv_cache(self: Any, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
+        super().initialize_kv_cache(kv_cache_config, *args, **kwargs)  # type: ignore[misc]
+        sizes = [group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups]
+        self.nan_blocks = NanBlocks(self.kv_caches, kv_cache_config.num_blocks, sizes)
+
+    def execute_model(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        self.nan_blocks.clear_before(scheduler_output)
+        self.drafter.order = getattr(scheduler_output, "paceline_order", None)
+        self.drafter.forget(scheduler_output.finished_req_ids)
+        return super().execute_model(scheduler_output, *args, **kwargs)  # type: ignore[misc]
+
+    def _sample(
+        self: Any, logits: torch.Tensor | None, spec_decode_metadata: SpecDecodeMetadata | None
+    ) -> SamplerOutput:
+        batch = self.input_batch
+        metadata = batch.sampling_metadata
+        rows, drafts = self.lay_out_rows(spec_decode_metadata)
+        outputs: list[list[int]] = []
+        if metadata.bad_words_token_ids or not metadata.no_penalties:
+            outputs = [_output_tokens(self.requests[name]) for name in batch.req_ids]
+        result, verdict = self.keyed_sampler.sample(
+            logits, rows, drafts, self.batch_keys(), metadata, outputs
+        )
+        self.settle(verdict)
+        if (verdict.table[:, 0] == PLACEHOLDER).any():
+            self.set_aside(verdict, rows, logits)
+        return result
+
+    def set_aside(self: Any, verdict: Verdict, rows: Rows, logits: torch.Tensor) -> None:
+        """Have vLLM take no token for requests that have none, and remember them for the scheduler.
+
+        A response that ends between its draft tokens keeps those that were accepted and has no token one step later.
+        """
+        without = self.discard_request_mask.np  # of unfinished prompts, which need no token yet
+        for request in np.flatnonzero(verdict.table[:, 0] == PLACEHOLDER).tolist():
+            if not without[request]:
+                without[request] = True
+                state = self.requests[self.input_batch.req_ids[request]]
+                nan = bool(logits[int(rows.first[request])].isnan().any())
+                self.undrawable[state.req_id] = _NAN if nan else _NOTHING_LEFT
+                if nan:
+                    self.nan_blocks.leave(state.block_ids)
+
+    def sample_tokens(self: Any, *args: Any, **kwargs: Any) -> Any:
+        output = super().sample_tokens(*args, **kwargs)  # type: ignore[misc]
+        if self.undrawable:
+            output.paceline_undrawable, self.undrawable = self.undrawable, {}
+        return output
+
+    def lay_out_rows(self: Any, metadata: SpecDecodeMetadata | None) -> tuple[Rows, Int64Array]:
+        """The rows of the step's logits and the draft tokens that they verify, [num_draft_tokens] int64."""
+        batch, count = self.input_batch, self.input_batch.num_reqs
+        rows = Rows.of(_num_drafts(metadata, count), batch.num_tokens_no_spec[:count].astype(np.int64))
+        if metadata is None:
+            return rows, np.empty(0, dtype=np.int64)
+        return rows, metadata.draft_token_ids.cpu().numpy().astype(np.int64)
+
+    def settle(self, verdict: Verdict) -> None:
+        """Called with every verdict before the next step; here nothing is left to do."""
+
+    def batch_keys(self: Any) -> UInt64Array:
+        """Dice keys of the batch. [num_requests] uint64"""
+        names = self.input_batch.req_ids
+        requests = self.requests
+        return np.fromiter(
+            (key_of(requests[name].sampling_params) for name in names), dtype=np.uint64, count=len(names)
+        )
+
+    def take_draft_token_ids(self: Any) -> Any:
+        return self.drafter.take()
+
+
+def _num_drafts(metadata: SpecDecodeMetadata | None, num_requests: int) -> Int64Array:
+    if metadata is None:
+        return np.zeros(num_requests, dtype=np.int64)
+    return np.asarray(metadata.num_draft_tokens, dtype=np.int64)
+
+
+def _output_tokens(state: Any) -> list[int]:
+    """What a request has generated, with the tokens that a resumed request carried in its prompt."""
+    carried = int((state.sampling_params.extra_args or {}).get("paceline_generated", 0))
+    if not carried:
+        return state.output_token_ids  # type: ignore[no-any-return]
+    return [*state.prompt_token_ids[-carried:], *state.output_token_ids]
