@@ -14,6 +14,7 @@ settings.register_profile("paceline", deadline=None)  # wall time says nothing o
 settings.load_profile("paceline")
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Order the folders, and keep together what shares engines when several processes run the tests.
 
