@@ -33,7 +33,7 @@ lint: install
 	$(BIN)/python scripts/draw_tail.py --check
 
 test: lint
-	$(PORTABLE) $(BIN)/python -m pytest --numprocesses $(TESTERS) --dist loadgroup --no-loadscope-reorder
+	$(PORTABLE) $(BIN)/python -m pytest --numprocesses $(TESTERS) --no-loadscope-reorder
 
 demo: install
 	$(BIN)/paceline train recipes/countdown.yaml --out runs/demo --overwrite

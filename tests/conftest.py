@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -16,12 +17,13 @@ settings.load_profile("paceline")
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Order the folders, and keep together what shares engines when several processes run the tests.
-
-    One process runs all tests of a module, and one all of the fleet.
-    """
+    """Order the folders."""
     items.sort(key=lambda item: SLOWEST_FIRST.index(item.path.relative_to(FOLDERS).parts[0]))
-    for item in items:
-        module = item.path.relative_to(FOLDERS)
-        group = "fleet" if module.parts[0] == "fleet" else str(module)
-        item.add_marker(pytest.mark.xdist_group(group))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Keep together what shares engines when several processes run the tests."""
+    from processes import ByEngines
+
+    return ByEngines(config, log)

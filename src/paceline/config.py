@@ -333,8 +333,8 @@ class FleetSettings(Section):
     max_failed_starts: int = Field(default=3, ge=1)
     """A worker that is lost so many times in a row without generating anything is given up."""
     max_crashes: int = Field(default=3, ge=0)
-    """How many workers in a row may be lost that generated for others and brought a response no token. One more, and
-    the response has failed: it is what ends them."""
+    """How many workers in a row may be lost that generated for others, when one response alone had just begun there and
+    had no token. One more, and the response has failed: it is what ends them."""
     on_failure: OnFailure = "deliver"
     """What becomes of a response that fails: its options leave no token to draw, the model gives NaN, no engine takes
     it, or it ends its workers. deliver: as far as it came, with `finish_reason` "error" and the reason, while the

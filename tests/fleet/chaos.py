@@ -92,11 +92,15 @@ class Chaos:
 
 
 class Saboteur:
-    """A thread that damages files of a KV pool while it is entered: entries, and those that are being written."""
+    """A thread that damages half of the files of a KV pool while it is entered: entries, and those being written.
+
+    Each file is looked at once, so what is left whole does not depend on how fast the fleet is.
+    """
 
     def __init__(self, folders: Sequence[Path], rng: random.Random, pause_s: float) -> None:
         self.harms: Counter[tuple[Path, str]] = Counter()
         self._folders, self._rng, self._pause_s = folders, rng, pause_s
+        self._seen: set[tuple[Path, int]] = set()
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
 
@@ -110,13 +114,20 @@ class Saboteur:
 
     def _run(self) -> None:
         while not self._is_over.wait(self._pause_s):
-            folder, harm = self._rng.choice(self._folders), self._rng.choice(["flip", "cut", "remove"])
-            files = sorted([*folder.glob("*.kv"), *folder.glob("*.part")])
-            if not files:
-                continue
-            with contextlib.suppress(FileNotFoundError):
-                getattr(self, f"_{harm}")(self._rng.choice(files))
-                self.harms[folder, harm] += 1
+            for folder in self._folders:
+                for file in [*folder.glob("*.kv"), *folder.glob("*.part")]:
+                    with contextlib.suppress(FileNotFoundError):
+                        self._look_at(folder, file)
+
+    def _look_at(self, folder: Path, file: Path) -> None:
+        name = (folder, file.stat().st_ino)
+        if name in self._seen:
+            return
+        self._seen.add(name)
+        if self._rng.random() < 0.5:
+            harm = self._rng.choice(["flip", "cut", "remove"])
+            getattr(self, f"_{harm}")(file)
+            self.harms[folder, harm] += 1
 
     def _flip(self, file: Path) -> None:
         with file.open("r+b") as data:

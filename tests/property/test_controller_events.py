@@ -108,7 +108,10 @@ class World:
     owners: dict[int, str] = field(default_factory=dict)  # workers of the chunks that run
     indices: dict[int, int] = field(default_factory=dict)  # responses of all chunks
     num_fruitless: Counter[str] = field(default_factory=Counter)  # lives in a row, by worker
-    num_crashes: Counter[int] = field(default_factory=Counter)  # workers in a row, by response
+    num_crashes: Counter[int] = field(
+        default_factory=Counter
+    )  # workers in a row that it alone had just begun on
+    suspects: set[int] = field(default_factory=set)  # responses
     failure: Fail | None = None
     log: ChunkLog = field(default_factory=ChunkLog)
     clock_s: float = 0.0
@@ -146,6 +149,7 @@ class World:
         if self.owners.get(chunk) == name and start <= self.num_held[index] < start + count:
             self.num_held[index] = start + count
             self.num_crashes[index] = 0
+            self.suspects.discard(index)
             self.workers[name].has_generated = True
 
     def tell(self, event: Event) -> None:
@@ -208,14 +212,21 @@ class World:
         worker = self.workers.pop(name)
         self.owners = {chunk: owner for chunk, owner in self.owners.items() if owner != name}
         is_up = worker.version is not None and not worker.loads
+        new = self.new_on(worker)
+        self.suspects |= new
         if worker.has_generated:
             self.num_fruitless[name] = 0
-            for running in worker.chunks.values():
-                index = self.index_of(running.order)
-                self.num_crashes[index] += self.num_held[index] == len(running.order.request.generated)
+            if len(new) == 1:
+                self.num_crashes.update(new)
         elif not is_up or worker.has_run:
             self.num_fruitless[name] += 1
         return worker.life
+
+    def new_on(self, worker: Worker) -> set[int]:
+        """The responses whose chunks there have brought no token yet."""
+        orders = [running.order for running in worker.chunks.values()]
+        found = {self.index_of(order): len(order.request.generated) for order in orders}
+        return {index for index, begin in found.items() if self.num_held[index] == begin}
 
     def fail(self, failure: Fail) -> None:
         assert failure.error is EngineError
@@ -236,6 +247,9 @@ class World:
         assert not worker.loads, "a worker that loads weights cannot generate"
         index = self.index_of(order)
         assert self.num_crashes[index] <= self.settings.max_crashes
+        others = self.new_on(worker)
+        assert not others & self.suspects, "nothing begins beside a suspect"
+        assert not others or index not in self.suspects, "a suspect begins alone"
         assert index not in self.delivered
         assert all(
             running.order.request.key != order.request.key
@@ -383,6 +397,7 @@ class World:
         self.num_given.clear()
         self.num_held = Counter({index: len(one.packed) for index, one in kept.items()})
         self.num_crashes.clear()
+        self.suspects.clear()
         self.tell(Submitted(requests, kept, tuple(self.lengths)))
 
     def roll_out(self, requests: tuple[RolloutRequest, ...]) -> None:

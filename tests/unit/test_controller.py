@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import gc
-from dataclasses import replace
+import random
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 
 import pytest
 from reports import make_ending, make_growths, pack
@@ -15,7 +18,10 @@ from paceline.control.events import (
     Action,
     CancelChunk,
     Deliver,
+    Event,
     Fail,
+    Growth,
+    Growths,
     Keep,
     Kept,
     LoadWeights,
@@ -358,7 +364,10 @@ def test_a_response_that_ends_its_workers_is_named(on_failure: str) -> None:
     worker, _ = placed[0]
     actions = fleet.decide(WorkerLost(worker, 0, "bad memory access"))
     assert actions[0] == StartWorker(worker, 1), "the fleet is whole for the next rollout"
-    why = "got no token from 3 workers in a row that were lost while they ran it, the last one thus: bad memory access"
+    why = (
+        "got no token from 3 workers in a row that were lost when nothing else had just begun there, the last one "
+        "thus: bad memory access"
+    )
     if on_failure == "raise":
         assert not run_of(actions)
         failure = failure_of(actions, EngineError)
@@ -371,6 +380,86 @@ def test_a_response_that_ends_its_workers_is_named(on_failure: str) -> None:
     assert delivered.response.failure is not None
     assert delivered.response.failure.startswith(why)
     assert fleet.num_unfinished == 7
+
+
+@dataclass
+class Engines:
+    """A fleet of two workers that runs eight responses."""
+
+    fleet: Controller
+    running: dict[str, dict[int, RunChunk]] = field(default_factory=lambda: {"w0": {}, "w1": {}})
+    failed: list[int] = field(default_factory=list)
+    num_told: Counter[int] = field(default_factory=Counter)  # tokens, by chunk
+
+    def tell(self, event: Event) -> None:
+        for action in self.fleet.decide(event):
+            match action:
+                case RunChunk(worker, _, chunk):
+                    self.running[worker][chunk] = action
+                case Deliver(index, response) if response.failure is not None:
+                    self.failed.append(index)
+
+    def grow(self, worker: str, life: int, chunks: Iterable[int]) -> None:
+        """These chunks tell a token each."""
+        told = []
+        for chunk in chunks:
+            order, place = self.running[worker][chunk], self.num_told[chunk]
+            self.num_told[chunk] += 1
+            told.append(Growth(chunk, len(order.request.generated) + place, pack([4]), place + 1))
+        self.tell(Reported(worker, life, Report(1, Growths.pack(told))))
+
+    def lose(self, worker: str, life: int) -> None:
+        self.running[worker].clear()
+        self.tell(WorkerLost(worker, life, "killed"))
+        self.tell(up(worker, life + 1))
+
+
+@pytest.fixture
+def engines() -> Engines:
+    made = Engines(controller(2))
+    made.tell(up("w0"))
+    made.tell(up("w1"))
+    made.tell(Submitted(tuple(request(key, max_tokens=90) for key in range(8))))
+    return made
+
+
+def test_workers_that_are_killed_again_and_again_cost_no_response(engines: Engines) -> None:
+    """At random, by whatever frees memory on their machine; prompts are computed one after another."""
+    rng = random.Random(4)
+    for life in range(20):
+        for worker, running in engines.running.items():
+            for _ in range(rng.randint(1, 6)):
+                new = [chunk for chunk in running if not engines.num_told[chunk]]
+                engines.grow(worker, life, new[:1])
+            engines.lose(worker, life)
+    assert engines.failed == []
+    assert engines.fleet.num_unfinished == 8
+
+
+def test_what_ends_its_workers_is_found_among_others_that_began_with_it(engines: Engines) -> None:
+    lives = Counter({"w0": 0, "w1": 0})
+    for _ in range(40):
+        for worker, running in engines.running.items():
+            healthy = [chunk for chunk, order in running.items() if order.index != 3]
+            engines.grow(worker, lives[worker], [chunk for chunk in healthy if not engines.num_told[chunk]])
+            if len(healthy) < len(running):
+                engines.lose(worker, lives[worker])
+                lives[worker] += 1
+    assert engines.failed == [3]
+    assert lives.total() == 4, "at first it alone had no token"
+
+
+def test_a_suspect_begins_alone(engines: Engines) -> None:
+    running = engines.running["w1"]
+    for worker in ("w0", "w1"):
+        engines.grow(worker, 0, list(engines.running[worker])[:1])
+    engines.lose("w0", 0)
+    assert len(running) == 4, "others have no token yet"
+    engines.grow("w1", 0, list(running)[1:])
+    for number in (5, 6, 7, 8):
+        assert len(running) == number
+        engines.grow("w1", 0, list(running)[-1:])
+    assert list(running.values())[-1].index == 0, "what had a token on w0 is no suspect"
 
 
 def test_a_worker_that_never_worked_is_not_held_against_a_response() -> None:

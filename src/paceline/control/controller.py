@@ -12,6 +12,10 @@ those that are up are known to the dispatcher. A worker is given one set of weig
 when it has them, it is given the present ones next.
 
 Silence is measured while the driver listens: of a long time between two ticks only `LONGEST_TICK_S` count.
+
+A worker that is lost makes suspects of the responses that had begun there and had no token yet. Until it gets one, a
+suspect begins only where no other chunk is without a token, and none begins beside it. It is blamed only for workers
+that are lost while it is alone in that, so something else that ends workers costs time and seldom a response.
 """
 
 from __future__ import annotations
@@ -75,6 +79,10 @@ class _Worker:
     has_generated: bool = False
     chunks: dict[int, RunningChunk] = field(default_factory=dict)
     """Those that run here, by number."""
+    new: dict[int, LiveResponse] = field(default_factory=dict)
+    """The responses of those that have begun here and brought no token yet."""
+    held: list[RunChunk] = field(default_factory=list)
+    """Those that have not begun, because of a suspect."""
     num_fruitless: int = 0
     """Lives in a row that came to nothing."""
     waiting_since_s: float | None = None
@@ -245,6 +253,7 @@ class Controller:
     def _match(self) -> list[Action]:
         """Give out chunks until nothing waits or nobody has room, nor ever will, not even a worker that is starting."""
         actions: list[Action] = []
+        given: dict[str, _Worker] = {}
         while self._dispatcher is not None:
             try:
                 assignment = self._dispatcher.next_assignment()
@@ -254,10 +263,11 @@ class Controller:
                 break
             if assignment is None:
                 break
-            actions.append(self._run(assignment))
-        return actions
+            given[assignment.worker] = self._give(assignment)
+        return [*itertools.chain(*map(self._begin, given.values())), *actions]
 
-    def _run(self, assignment: Assignment) -> RunChunk:
+    def _give(self, assignment: Assignment) -> _Worker:
+        """A worker gets a chunk, which begins there when it may."""
         assert self._rollout is not None
         response = self._rollout.places[assignment.group, assignment.sample]
         worker = self._workers[assignment.worker]
@@ -267,13 +277,39 @@ class Controller:
             assignment, response, worker.name, response.num_tokens, response.num_steps
         )
         request = response.next_request(assignment.chunk_tokens)
-        return RunChunk(worker.name, worker.life, number, request, self._version, response.index)
+        worker.held.append(RunChunk(worker.name, worker.life, number, request, self._version, response.index))
+        return worker
+
+    def _begin(self, worker: _Worker) -> list[RunChunk]:
+        """Begin what may begin on a worker: suspects first, each alone, on one that has worked if there is a choice."""
+        if not worker.held or any(response.is_suspect for response in worker.new.values()):
+            return []
+        responses = {order.chunk: worker.chunks[order.chunk].response for order in worker.held}
+        suspects = [order for order in worker.held if responses[order.chunk].is_suspect]
+        begun = [order for order in worker.held if not responses[order.chunk].is_suspect]
+        if suspects and worker.new:
+            return []
+        if suspects and begun and not worker.has_generated:
+            begun = begun[:1]
+        elif suspects:
+            begun = [max(suspects, key=lambda order: responses[order.chunk].num_losses)]
+        numbers = {order.chunk for order in begun}
+        worker.held = [order for order in worker.held if order.chunk not in numbers]
+        worker.new |= {number: responses[number] for number in numbers}
+        return begun
+
+    def _end_all(self, worker: _Worker) -> dict[int, RunningChunk]:
+        """Nothing runs on the worker any more. Gives what had begun there, by number."""
+        held = {order.chunk for order in worker.held}
+        begun = {number: chunk for number, chunk in worker.chunks.items() if number not in held}
+        for found in (worker.chunks, worker.new, worker.held):
+            found.clear()
+        return begun
 
     def _abandon(self) -> list[Action]:
         actions = self._keep_all()
         for worker in self._workers.values():
-            actions += [CancelChunk(worker.name, worker.life, number) for number in worker.chunks]
-            worker.chunks.clear()
+            actions += [CancelChunk(worker.name, worker.life, number) for number in self._end_all(worker)]
         self._rollout = self._dispatcher = None
         self.num_unfinished = 0
         return actions
@@ -293,7 +329,7 @@ class Controller:
         for number, reason in report.rejected:
             if number in worker.chunks:
                 actions += self._give_up(worker, number, f"cannot run on worker {worker.name}: {reason}")
-        return actions
+        return [*actions, *self._begin(worker)]
 
     def _grow(self, worker: _Worker, growth: Growth) -> None:
         chunk = worker.chunks.get(growth.chunk)
@@ -303,6 +339,7 @@ class Controller:
         response.check_extent(chunk, growth.start, growth.start + len(growth.piece) + 1)
         if response.absorb(growth.start, growth.piece):
             worker.has_generated = True
+            worker.new.pop(growth.chunk, None)
             response.num_steps = chunk.num_steps + growth.num_steps
             assert self._rollout is not None
             self._rollout.unkept[response.index] = response
@@ -325,8 +362,7 @@ class Controller:
         assert self._dispatcher is not None
         assert self._rollout is not None
         self._dispatcher.chunk_finished(chunk.assignment, num_tokens, is_final)
-        del worker.chunks[ending.chunk]
-        response.chunk = None
+        self._remove(worker, ending.chunk)
         if not is_final:
             self._rollout.unkept[response.index] = response
             return []
@@ -344,10 +380,14 @@ class Controller:
         assert self._dispatcher is not None
         assert self._rollout is not None
         self._dispatcher.give_up(chunk.assignment)
-        del worker.chunks[number]
-        response.chunk = None
+        self._remove(worker, number)
         self._rollout.unkept.pop(response.index, None)
         return [self._deliver(chunk, "error", failure)]
+
+    def _remove(self, worker: _Worker, number: int) -> None:
+        """A chunk has left its worker."""
+        worker.chunks.pop(number).response.chunk = None
+        worker.new.pop(number, None)
 
     def _deliver(self, chunk: RunningChunk, reason: str, failure: str | None = None) -> Deliver:
         assert self._rollout is not None
@@ -393,7 +433,7 @@ class Controller:
 
     def _lose(self, worker: _Worker, reason: str) -> list[Action]:
         """A worker is gone: what it ran goes on elsewhere from the last token told, and another engine is started."""
-        actions = self._blame(worker, reason) if worker.has_generated else []
+        actions = self._blame(worker, reason)
         lost = self._withdraw(worker).values()
         if worker.has_generated:
             worker.num_fruitless = 0
@@ -416,33 +456,32 @@ class Controller:
         return actions
 
     def _blame(self, worker: _Worker, reason: str) -> list[Action]:
-        """A worker that could work is lost: does a response end every worker that runs it?"""
-        most = self._settings.max_crashes
-        suspects = []
-        for number, chunk in worker.chunks.items():
-            chunk.response.num_losses += chunk.response.num_tokens == chunk.start
-            if chunk.response.num_losses > most:
-                suspects.append(number)
+        """A worker is lost: is there a response that ends every worker which runs it?"""
+        for response in worker.new.values():
+            response.is_suspect = True
+        if len(worker.new) != 1 or not worker.has_generated:
+            return []
+        [(number, response)] = worker.new.items()
+        response.num_losses += 1
+        if response.num_losses <= (most := self._settings.max_crashes):
+            return []
         failure = (
-            f"got no token from {most + 1} workers in a row that were lost while they ran it, the last one thus: "
-            f"{reason}; leave it out, or raise max_crashes ({most}) if something else ends the workers"
+            f"got no token from {most + 1} workers in a row that were lost when nothing else had just begun there, the "
+            f"last one thus: {reason}; leave it out, or raise max_crashes ({most}) if something else ends the workers"
         )
-        return [
-            action for number in suspects for action in self._give_up(worker, number, failure, EngineError)
-        ]
+        return self._give_up(worker, number, failure, EngineError)
 
     def _withdraw(self, worker: _Worker) -> dict[int, RunningChunk]:
-        """Take the worker out of the rollout; its chunks wait again. Gives them by number."""
+        """Take the worker out of the rollout; its chunks wait again. Gives those that had begun, by number."""
         if worker.state != "up" or self._dispatcher is None:
             return {}
-        lost, worker.chunks = worker.chunks, {}
         progress = {}
-        for chunk in lost.values():
+        for chunk in worker.chunks.values():
             chunk.response.chunk = None
             place = chunk.assignment.group, chunk.assignment.sample
             progress[place] = chunk.response.num_tokens
         self._dispatcher.worker_lost(worker.name, progress)
-        return lost
+        return self._end_all(worker)
 
     def _renew(self, worker: _Worker) -> list[Action]:
         """A worker has refused a chunk, so it has missed new weights; those of version 0 nobody can give it."""

@@ -22,6 +22,7 @@ class LiveResponse:
     __slots__ = (
         "chunk",
         "index",
+        "is_suspect",
         "logprobs",
         "num_draft_tokens",
         "num_kept",
@@ -39,7 +40,9 @@ class LiveResponse:
         self.num_steps = 0
         self.num_draft_tokens = 0
         self.num_losses = 0
-        """Workers in a row that were lost while they ran it, had worked before, and brought it no token."""
+        """Workers in a row that had worked, and were lost when it alone had begun there and got no token."""
+        self.is_suspect = False
+        """A worker was lost before it got a token there, and it has got none since."""
         self.chunk: int | None = None
         """The chunk that runs."""
         if kept is not None:
@@ -69,7 +72,7 @@ class LiveResponse:
         self.logprobs.frombytes(piece.logprobs)
         num_new = len(self.tokens) - known
         if num_new:
-            self.num_losses = 0
+            self.num_losses, self.is_suspect = 0, False
         return num_new
 
     def _compare(self, start: int, piece: Packed) -> None:
