@@ -257,8 +257,8 @@ using Out1 = nb::ndarray<T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Logits = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using MutableLogits = nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
-// Calls visit(r, row, tops) for every row until it returns false. `results`: rows of the arrays to be filled.
-// Returns -1, or the first row that has wrong arguments or for which visit returned false.
+// Calls visit(r, row, tops) for every row. `results`: rows of the arrays to be filled.
+// Returns -1, or the first row that has wrong arguments; those behind it were not visited.
 template <typename Table, typename Visit>
 int64_t for_each_row(const Table& logits, const In1<uint64_t>& keys, const In1<int64_t>& positions,
                      const In1<float>& temperatures, std::initializer_list<size_t> results, Visit visit) {
@@ -275,7 +275,7 @@ int64_t for_each_row(const Table& logits, const In1<uint64_t>& keys, const In1<i
     if (!(temperature >= 0.0f && temperature < kInfinity) || position < 1) return static_cast<int64_t>(r);
     const Row row{logits.data() + r * static_cast<size_t>(vocab), vocab, dice_prefix(keys.data()[r], position),
                   temperature};
-    if (!visit(r, row, tops)) return static_cast<int64_t>(r);
+    visit(r, row, tops);
   }
   return -1;
 }
@@ -284,9 +284,7 @@ int64_t sample(const Logits& logits, const In1<uint64_t>& keys, const In1<int64_
                const In1<float>& temperatures, const Out1<int64_t>& out) {
   return for_each_row(logits, keys, positions, temperatures, {out.shape(0)},
                       [&out](size_t r, const Row& row, std::vector<float>& tops) {
-                        const int64_t token = sample_row(row, tops);
-                        if (token >= 0) out.data()[r] = token;
-                        return token >= 0;
+                        out.data()[r] = sample_row(row, tops);
                       });
 }
 
@@ -297,11 +295,9 @@ int64_t propose(const MutableLogits& logits, const In1<uint64_t>& keys, const In
                       [&](size_t r, const Row& row, std::vector<float>& tops) {
                         float* own = logits.data() + r * static_cast<size_t>(row.vocab);
                         const Offer offer = propose_row(own, row, sharpness, tops);
-                        if (offer.token < 0) return false;
                         tokens.data()[r] = offer.token;
                         log_q.data()[r] = offer.log_q;
                         margins.data()[r] = offer.margin;
-                        return true;
                       });
 }
 
@@ -323,7 +319,7 @@ NB_MODULE(_dice, m) {
   m.doc() = "Shared dice: keyed Gumbel noise and exact pruned sampling. Use paceline.dice.";
   m.def("sample", &sample, "logits"_a.noconvert(), "keys"_a.noconvert(), "positions"_a.noconvert(),
         "temperatures"_a.noconvert(), "out"_a.noconvert(),
-        "Fill out[num_rows] with one token per row; returns -1, or the first row that cannot be sampled.");
+        "Fill out[num_rows] with one token per row; returns -1, or the first row with wrong arguments.");
   m.def("propose", &propose, "logits"_a.noconvert(), "keys"_a.noconvert(), "positions"_a.noconvert(),
         "temperatures"_a.noconvert(), "sharpness"_a, "tokens"_a.noconvert(), "log_q"_a.noconvert(),
         "margins"_a.noconvert(), "As sample, at temperature / sharpness, with what a drafter says of each token.");

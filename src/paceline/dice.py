@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from paceline.errors import EngineError, InstallError, RequestError
+from paceline.errors import InstallError, RequestError
 from paceline.types import Float32Array, Float64Array, Int32Array, Int64Array, UInt64Array
 
 try:
@@ -32,6 +32,7 @@ except ImportError as error:
 UInt32Array = NDArray[np.uint32]
 
 __all__ = [
+    "NO_TOKEN",
     "derive_key",
     "gumbel",
     "gumbel_reference",
@@ -41,6 +42,9 @@ __all__ = [
     "sample",
     "sample_reference",
 ]
+
+NO_TOKEN = -1
+"""Stands for the token of a row from which nothing can be drawn: a NaN in it, or -inf throughout."""
 
 _KEY_LIMIT = 1 << 64
 
@@ -99,9 +103,8 @@ def sample(
     positions: [num_rows] int64 from 1. temperatures: [num_rows] float32, finite, from 0.
     out: [num_rows] int64, filled and returned where given.
     Runs on one thread without the interpreter lock. Ids that cannot win are skipped; the result is that of
-    `sample_reference` on every input.
-    Raises RequestError for wrong shapes, types, positions or temperatures and EngineError for a row from
-    which nothing can be drawn (a NaN, or -inf throughout); `out` is then undefined.
+    `sample_reference` on every input: NO_TOKEN for a row from which nothing can be drawn.
+    Raises RequestError for wrong shapes, types, positions or temperatures; `out` is then undefined.
     """
     try:
         result = np.empty(len(logits), np.int64) if out is None else out
@@ -109,7 +112,7 @@ def sample(
     except (TypeError, ValueError) as error:
         raise RequestError(_describe_arrays((logits, keys, positions, temperatures, out))) from error
     if failed >= 0:
-        _raise_bad_row(failed, logits[failed], int(positions[failed]), float(temperatures[failed]))
+        _raise_bad_row(failed, int(positions[failed]), float(temperatures[failed]))
     return result
 
 
@@ -124,7 +127,8 @@ def propose(
 
     Arguments as for `sample`; the logits are overwritten. sharpness: above 0, inf = greedy.
     Returns tokens, log q of each (q = softmax(logits / T), T = 1 for greedy rows), and each one's margin: its lead over
-    the best other id in logit / T + noise, negative where sharpness chose another one than the coupling would.
+    the best other id in logit / T + noise, negative where sharpness chose another one than the coupling would. A row
+    from which nothing can be drawn has NO_TOKEN and zeros.
     Errors as for `sample`; RequestError for a sharpness that is not above 0.
     """
     if not sharpness > 0:
@@ -136,7 +140,7 @@ def propose(
     except (TypeError, ValueError) as error:
         raise RequestError(_describe_arrays((logits, keys, positions, temperatures, None))) from error
     if failed >= 0:
-        _raise_bad_row(failed, logits[failed], int(positions[failed]), float(temperatures[failed]))
+        _raise_bad_row(failed, int(positions[failed]), float(temperatures[failed]))
     return tokens, log_q, margins
 
 
@@ -167,18 +171,17 @@ def sample_reference(
     logits: Float32Array, keys: UInt64Array, positions: Int64Array, temperatures: Float32Array
 ) -> Int64Array:
     """`sample` in plain NumPy, every score computed; same contract and errors."""
-    tokens = np.empty(len(logits), np.int64)
+    tokens = np.full(len(logits), NO_TOKEN, np.int64)
     ids = np.arange(logits.shape[1])
     for r, (row, temperature) in enumerate(zip(logits, temperatures, strict=True)):
-        if not (0 <= temperature < np.inf) or positions[r] < 1 or np.isnan(row).any():
-            _raise_bad_row(r, row, int(positions[r]), float(temperature))
+        if not (0 <= temperature < np.inf) or positions[r] < 1:
+            _raise_bad_row(r, int(positions[r]), float(temperature))
         scores = row
         if temperature != 0:
             with np.errstate(over="ignore"):
                 scores = row / np.float32(temperature) + gumbel_reference(keys[r], positions[r], ids)
-        if scores.size == 0 or scores.max() == -np.inf:
-            _raise_bad_row(r, row, int(positions[r]), float(temperature))
-        tokens[r] = np.argmax(scores)
+        if scores.size and scores.max() > -np.inf:  # not for a NaN
+            tokens[r] = np.argmax(scores)
     return tokens
 
 
@@ -248,24 +251,12 @@ def _log(x: Float32Array) -> Float32Array:
     return (exponent * 0.6931471805599453 + (s + s) * p).astype(np.float32)
 
 
-def _raise_bad_row(row: int, logits: Float32Array, position: int, temperature: float) -> None:
-    if not 0 <= temperature < float("inf"):
-        raise RequestError(
-            f"row {row}: temperature {temperature} is not a finite number >= 0; 0 means greedy"
-        )
+def _raise_bad_row(row: int, position: int, temperature: float) -> None:
     if position < 1:
         raise RequestError(
             f"row {row}: position {position} is below 1; pass the absolute position of the drawn token"
         )
-    num_nan = int(np.isnan(logits).sum())
-    if num_nan:
-        raise EngineError(
-            f"row {row}: {num_nan} of {logits.size} logits are NaN; check the model's weights and input"
-        )
-    raise EngineError(
-        f"row {row}: none of {logits.size} ids can be drawn (every logit / {temperature} is -inf); "
-        "loosen the sampling filters"
-    )
+    raise RequestError(f"row {row}: temperature {temperature} is not a finite number >= 0; 0 means greedy")
 
 
 def _describe_arrays(arrays: Iterable[Any]) -> str:

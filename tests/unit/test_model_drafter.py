@@ -327,12 +327,80 @@ def test_the_proposal_elsewhere_is_the_native_one(sharpness: float) -> None:
     logits = (2 * rng.standard_normal((12, 90))).astype(np.float32)
     keys, positions = rng.integers(0, 2**63, 12).astype(np.uint64), rng.integers(1, 999, 12)
     temperatures = np.resize(np.array([1.0, 0.7, 0.0], np.float32), 12)
+    logits[4, 7] = np.nan
+    logits[5], logits[5, 3] = -np.inf, 1.0  # one id alone can be drawn
     native = dice.propose(logits.copy(), keys, positions, temperatures, sharpness)
     other = propose_on_device(
         torch.from_numpy(logits.copy()), keys, positions, temperatures, sharpness, sample_on_host
     )
     assert native[0].tolist() == other[0].tolist()
     np.testing.assert_allclose(native[1:], other[1:], atol=1e-5)
+
+
+def poisoned_drafter(path: Path, poison: int, **options: Any) -> ModelDrafter:
+    """A drafter that gives NaN behind one token of a context."""
+    model = save_model(path, tie_word_embeddings=False)
+    with torch.no_grad():
+        model.model.embed_tokens.weight[poison] = torch.nan
+    model.save_pretrained(path)
+    return ModelDrafter(path, max_model_len=64, max_requests=8, **options)
+
+
+@pytest.mark.parametrize("form", ["native", "lean", "transformers"])
+def test_nan_costs_its_own_response_its_drafts_and_nobody_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
+) -> None:
+    """A row that ends in NaN is used again, beside longer ones, whose masked keys must not be NaN."""
+    if form != "native":
+        monkeypatch.setattr(model_module, "native_decoder", lambda *_: None)
+    if form == "transformers":
+        monkeypatch.setattr(model_module, "lean_decoder", lambda *_: None)
+    poison = VOCAB - 2
+    drafter = poisoned_drafter(tmp_path, poison)
+    prompts = [[3, 4, 5], [7, 8, poison, 9, 10, 11, 12, 13, 14, 15, 16], [5, 6, 7], list(range(20, 40))]
+    rollout = Rollout(prompts)
+    alone = draft(drafter, rollout, [0, 2, 3], 6)
+    drafter.forget([1000, 1002, 1003])
+    for _ in range(2):
+        batch = draft(drafter, rollout, [0, 3, 1], 6)
+        assert batch.num_tokens.tolist() == [6, 6, 0]
+        assert batch.tokens[:2].tolist() == alone.tokens[[0, 2]].tolist()
+    drafter.forget([1001])
+    assert draft(drafter, rollout, [0, 2, 3], 6).tokens.tolist() == alone.tokens.tolist()
+    assert draft(drafter, rollout, [1], 6).num_tokens.tolist() == [0]
+
+
+@pytest.mark.parametrize("form", ["native", "transformers"])
+def test_a_drafted_token_that_gives_nan_ends_its_draft(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
+) -> None:
+    if form != "native":
+        monkeypatch.setattr(model_module, "lean_decoder", lambda *_: None)
+    model = save_model(tmp_path, tie_word_embeddings=False)
+    rollout = Rollout([[3, 14], [1, 2] * 10])
+    sound = ModelDrafter(tmp_path, max_model_len=64, max_requests=8)
+    expected = draft(sound, rollout, [0, 1], 6).tokens
+    poison = int(expected[0, 2])
+    assert poison not in [1, 2, 3, 14, *expected[0, :2].tolist(), *expected[1].tolist()]
+    with torch.no_grad():
+        model.model.embed_tokens.weight[poison] = torch.nan
+    model.save_pretrained(tmp_path)
+    drafter = ModelDrafter(tmp_path, max_model_len=64, max_requests=8)
+    for _ in range(2):
+        batch = draft(drafter, rollout, [0, 1], 6)
+        assert batch.num_tokens.tolist() == [3, 6]
+        assert batch.tokens.tolist() == [[*expected[0, :3].tolist(), -1, -1, -1], expected[1].tolist()]
+    rollout.extend(0, [4])  # the target decided otherwise, and the row goes on behind what was NaN
+    assert draft(drafter, rollout, [0, 1], 2).num_tokens.tolist() == [2, 2]
+
+
+def test_reloaded_weights_are_tried_for_every_response(tmp_path: Path) -> None:
+    drafter = poisoned_drafter(tmp_path, 7)
+    rollout = Rollout([[7, 8]])
+    assert draft(drafter, rollout, [0], 2).num_tokens.tolist() == [0]
+    sound = save_model(tmp_path / "sound", tie_word_embeddings=False)
+    drafter.reload(sound.state_dict().items())
+    assert draft(drafter, rollout, [0], 2).num_tokens.tolist() == [2]
 
 
 def test_margin_and_confidence_cells_order_acceptance(tmp_path: Path) -> None:

@@ -225,9 +225,9 @@ def _measure_drafters(
     for name, folder in folders.items():
         console.print(f"drafter {name}")
         with hush():
-            from paceline.engine.v1.sampler import throw_all
+            from paceline.engine.v1.sampler import throw
         device = "cpu" if is_cpu_build() else "cuda"
-        found.append(DrafterProfile(name, measure_model(folder, batches, context, "auto", device, throw_all)))
+        found.append(DrafterProfile(name, measure_model(folder, batches, context, "auto", device, throw)))
     return tuple(found)
 
 

@@ -12,6 +12,7 @@ only. Called by the engine's proposer right after sampling, in the worker proces
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -50,6 +51,8 @@ from paceline.types import (
     Int32Array,
     Int64Array,
 )
+
+LOGGER = logging.getLogger(__name__)
 
 PREFILL_CHUNK_TOKENS = 512
 """Most tokens that one forward pass feeds while rows catch up."""
@@ -115,6 +118,7 @@ class ModelDrafter:
                 module.paceline_rows = self._cache  # where attend_rows finds it
         self._lean: LeanDecoder | None = None
         self._native: NativeDecoder | None = None
+        self._refused: set[int] = set()  # responses whose context gives NaN; they get no drafts
         self._warm_up()
 
     def draft(
@@ -136,10 +140,13 @@ class ModelDrafter:
         takes its path probability below `floor` (that token was paid for and is kept). Requests beyond
         `max_requests` rows, and contexts that do not fit, get no draft. All rows end where the next level
         over m of them would promise fewer accepted tokens than `level_costs[m]` (None: levels cost nothing).
+        A draft ends where the model gives NaN; a response whose context does so is not drafted for again.
         calibration: acceptance per cell, [NUM_CELLS]; sharpness > 0.
         """
         _check_draft(sharpness, calibration)
         limits = np.minimum(np.minimum(query.max_tokens, depth), self.max_model_len - query.positions)
+        if self._refused:
+            limits[[response in self._refused for response in query.responses.tolist()]] = 0
         requests = np.flatnonzero(limits > 0)
         rows = self._book.assign(query.responses[requests])
         order = np.argsort(rows, kind="stable")[int((rows < 0).sum()) :]
@@ -150,12 +157,30 @@ class ModelDrafter:
         if len(order):
             with torch.inference_mode():
                 growth = self._grow(draft, requests[order], rows[order], contexts)
+                for request in np.flatnonzero(draft.failed).tolist():
+                    self._clear_nan(draft, request)
         return draft.batch(), growth
+
+    def _clear_nan(self, draft: Draft, request: int) -> None:
+        """Take NaN out of a row whose draft has ended in it: a masked key weighs 0, and 0 * NaN would spoil others."""
+        response, length = int(draft.query.responses[request]), int(draft.query.positions[request])
+        if not draft.num_tokens[request]:  # the context's, not the draft's own
+            if not self._refused:
+                LOGGER.warning(
+                    "%s gives NaN for a response: such responses go without its drafts", self.checkpoint
+                )
+            self._refused.add(response)
+            length = 0
+        row = self._book.row(response)
+        assert row is not None
+        self._book.cut(row, length)
+        self._cache.clear_behind(row, length)
 
     def forget(self, responses: Iterable[int]) -> None:
         """Free the cache rows of finished responses; unknown ids are ignored."""
         with torch.inference_mode():
             for response in responses:
+                self._refused.discard(response)
                 move = self._book.close(int(response))
                 if move is not None:
                     self._cache.copy(*move, length=int(self._book.cached[move[1]]))
@@ -173,6 +198,7 @@ class ModelDrafter:
                 own[name].copy_(tensor)
         self._book.clear()
         self._cache.clear()
+        self._refused.clear()
         self._warm_up()
 
     def _warm_up(self) -> None:

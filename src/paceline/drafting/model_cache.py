@@ -125,6 +125,11 @@ class RowBook:
         self.cached[row] = self.certain[row] = stop
         return stop
 
+    def cut(self, row: int, length: int) -> None:
+        """Keep the first `length` tokens of a row at most."""
+        self.cached[row] = min(self.cached[row], length)
+        self.certain[row] = min(self.certain[row], length)
+
     def donor(self, context: Int32Array) -> tuple[int, int]:
         """The row that shares the longest prefix with `context`, and how many tokens they share.
 
@@ -338,6 +343,12 @@ class RowCache:
         keys, values = self._layers[layer_idx]
         parts = [_attend_run(queries, keys, values, run, scaling) for run in self.step.runs]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def clear_behind(self, row: int, length: int) -> None:
+        """Zero everything of a row but its first `length` tokens."""
+        for layer in self._layers.values():
+            for store in layer:
+                store[row, length:] = 0
 
     def copy(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` tokens of one row into another."""

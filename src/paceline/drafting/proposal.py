@@ -19,7 +19,7 @@ from paceline.types import DraftBatch, DraftQuery, Float32Array, Int32Array, Int
 
 NoiseSampler = Callable[[torch.Tensor, UInt64Array, Int64Array, Float32Array], Int64Array]
 """(logits [num_rows, vocab] float32 on the drafter's device, keys, positions, temperatures) -> token ids
-on the host: the keyed sample of each row, temperature 0 = argmax."""
+on the host: the keyed sample of each row, temperature 0 = argmax, NO_TOKEN where nothing can be drawn."""
 
 CONFIDENCE_EDGES: Float32Array = np.linspace(-4.0, 6.0, 15, dtype=np.float32)
 """Bounds of the 16 levels of logit(q), q the drafter's own probability of the proposal."""
@@ -81,21 +81,26 @@ class Draft:
         self.cells: Int32Array = np.zeros(shape, np.int32)
         self.probes: Int32Array = np.full((len(limits), len(sharpness_grid)), -1, np.int32)
         self.path: Float32Array = np.ones(len(limits), np.float32)
+        self.failed: NDArray[np.bool_] = np.zeros(len(limits), np.bool_)  # ended by a row without a token
 
     def put(
         self, requests: Int64Array, level: int, tokens: Int64Array, cells: Int32Array
     ) -> NDArray[np.bool_]:
-        """Add one token to each of `requests`; returns which of them grow further.
+        """Add one token to each of `requests`; returns which of them grow further. NO_TOKEN ends a draft.
 
         The next level promises at most what the path probabilities are above the floor.
         """
-        acceptance = self.calibration[cells]
+        drawn = tokens != dice.NO_TOKEN
+        acceptance = np.where(drawn, self.calibration[cells], np.float32(0.0))
         self.tokens[requests, level] = tokens
         self.cells[requests, level] = cells
         self.acceptance[requests, level] = acceptance
-        self.num_tokens[requests] = level + 1
+        self.num_tokens[requests] = level + drawn
+        self.failed[requests] = ~drawn
         self.path[requests] *= acceptance
-        grows: NDArray[np.bool_] = (self.limits[requests] > level + 1) & (self.path[requests] >= self.floor)
+        grows: NDArray[np.bool_] = (
+            drawn & (self.limits[requests] > level + 1) & (self.path[requests] >= self.floor)
+        )
         if self.level_costs is not None:
             promised = float((self.path[requests[grows]] - self.floor).sum())
             grows &= promised >= self.level_costs[min(int(grows.sum()), len(self.level_costs) - 1)]
@@ -113,22 +118,24 @@ def propose_on_device(
     sharpness: float,
     sample: NoiseSampler,
 ) -> tuple[Int64Array, Float32Array, Float32Array]:
-    """`dice.propose` for logits that lie elsewhere; a few values per row are transferred.
-
-    Differs: a row from which one id alone can be drawn is refused (EngineError of the sampler).
-    """
+    """`dice.propose` for logits that lie elsewhere; a few values per row are transferred."""
     tokens = sample(logits, keys, positions, temperatures / np.float32(sharpness))
     scale = np.where(temperatures > 0, temperatures, np.float32(1.0))
-    chosen = torch.from_numpy(tokens[:, None]).to(logits.device)
+    chosen = torch.from_numpy(np.maximum(tokens, 0)[:, None]).to(logits.device)
     own = logits.gather(1, chosen)
     total = torch.logsumexp(logits / torch.from_numpy(scale[:, None]).to(logits.device), 1, keepdim=True)
     logits.scatter_(1, chosen, -torch.inf)
     rivals = sample(logits, keys, positions, temperatures)
+    alone, rivals = rivals == dice.NO_TOKEN, np.maximum(rivals, 0)
     rival = logits.gather(1, torch.from_numpy(rivals[:, None]).to(logits.device))
     values: Float32Array = torch.cat([own, rival, total], 1).cpu().numpy()
-    noise = dice.gumbel(keys, positions, np.stack([tokens, rivals]))
+    noise = dice.gumbel(keys, positions, np.stack([np.maximum(tokens, 0), rivals]))
     lead = np.where(temperatures > 0, noise[0] - noise[1], np.float32(0.0))
-    return tokens, values[:, 0] / scale - values[:, 2], (values[:, 0] - values[:, 1]) / scale + lead
+    log_q = values[:, 0] / scale - values[:, 2]
+    margin = np.where(alone, np.float32(np.inf), (values[:, 0] - values[:, 1]) / scale + lead)
+    failed = tokens == dice.NO_TOKEN
+    log_q[failed] = margin[failed] = 0.0
+    return tokens, log_q, margin
 
 
 def calibration_cells(log_q: Float32Array, margin: Float32Array) -> Int32Array:

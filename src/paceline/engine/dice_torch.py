@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from paceline.errors import EngineError, RequestError
+from paceline.dice import NO_TOKEN
+from paceline.errors import RequestError
 
 CHUNK = 1 << 18
 """Scores computed at once, over all rows."""
@@ -49,29 +50,18 @@ def sample(logits: Tensor, keys: Tensor, positions: Tensor, temperatures: Tensor
         better = (value > best) | value.isnan()
         best = torch.where(best.isnan(), best, torch.where(better, value, best))
         winner = torch.where(better, local + start, winner)
-    _check(best, positions, temperatures[:, 0])
-    return winner
+    _check(positions, temperatures[:, 0])
+    return winner.masked_fill_(~(best > float("-inf")), NO_TOKEN)  # of a NaN, too
 
 
-def _check(best: Tensor, positions: Tensor, temperatures: Tensor) -> None:
-    """Refuse bad rows: `best` is NaN where a logit was NaN and -inf where nothing can be drawn."""
-    bad_request = (positions < 1) | ~((temperatures >= 0) & (temperatures < float("inf")))
-    bad_logits = best.isnan() | (best == float("-inf"))
-    if not bool((bad_request | bad_logits).any()):
-        return
-    if bool(bad_request.any()):
-        row = int(bad_request.int().argmax())
+def _check(positions: Tensor, temperatures: Tensor) -> None:
+    bad = (positions < 1) | ~((temperatures >= 0) & (temperatures < float("inf")))
+    if bool(bad.any()):
+        row = int(bad.int().argmax())
         raise RequestError(
             f"row {row}: position {int(positions[row])} must be at least 1 and temperature "
             f"{float(temperatures[row])} a finite number from 0"
         )
-    row = int(bad_logits.int().argmax())
-    if bool(best[row].isnan()):
-        raise EngineError(f"row {row}: a logit is NaN; check the model's weights and input")
-    raise EngineError(
-        f"row {row}: no id can be drawn (every logit / {float(temperatures[row])} is -inf); "
-        "loosen the sampling filters"
-    )
 
 
 def _rotate(value: Tensor, shift: int) -> Tensor:

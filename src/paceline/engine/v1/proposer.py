@@ -6,7 +6,6 @@ need the device and are made here, right after sampling; they reach the schedule
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -17,12 +16,9 @@ import numpy as np
 from paceline.config import EngineSettings
 from paceline.engine.arguments import read_settings
 from paceline.engine.compat import DraftTokenIds
-from paceline.engine.v1.sampler import throw_all
-from paceline.errors import EngineError
+from paceline.engine.v1.sampler import throw
 from paceline.planning.sharpness import SHARPNESS_GRID
 from paceline.types import DraftOrder, DraftQuery, ModelDrafts
-
-LOGGER = logging.getLogger(__name__)
 
 GRID = np.asarray(SHARPNESS_GRID, dtype=np.float32)
 
@@ -44,7 +40,6 @@ class Proposer:
         self._runner: Any = None
         self._model: Any = None
         self._fresh: FreshDrafts | None = None
-        self._has_warned = False
 
     def attach(self, runner: Any) -> None:
         """Remember the model runner, whose batch says which requests to draft for."""
@@ -65,7 +60,7 @@ class Proposer:
             dtype=self.settings.model_drafter_dtype,
             device=str(device),
             vocab_size=self._config.model_config.get_vocab_size(),
-            noise_sampler=throw_all,
+            noise_sampler=throw,
         )
 
     def propose(self, sampled_token_ids: list[list[int]], *args: Any, **kwargs: Any) -> list[list[int]]:
@@ -74,16 +69,7 @@ class Proposer:
         sampled_token_ids: [num_requests][0..] tokens of this step; empty for a prompt that is not finished.
         """
         if self._model is not None and self.order is not None:
-            try:
-                self._draft([row for row, tokens in enumerate(sampled_token_ids) if tokens], self.order)
-            except (
-                EngineError
-            ) as error:  # NaN of the drafter: drafts are a help, and no reason to end the engine
-                if not self._has_warned:
-                    LOGGER.warning(
-                        "steps in which the model drafter gives NaN go without its drafts: %s", error
-                    )
-                self._has_warned = True
+            self._draft([row for row, tokens in enumerate(sampled_token_ids) if tokens], self.order)
         return [[] for _ in sampled_token_ids]
 
     def _draft(self, rows: list[int], order: DraftOrder) -> None:

@@ -36,13 +36,12 @@ from paceline.engine.compat import (
     apply_bad_words,
     apply_top_k_top_p_pytorch,
 )
-from paceline.errors import EngineError
 from paceline.types import Int32Array, Int64Array, UInt64Array
 
 GREEDY_EPS = 1e-5
 """Temperatures below this sample greedily, as in vLLM."""
 
-PLACEHOLDER = -1
+PLACEHOLDER = dice.NO_TOKEN
 """Fills the output table where a request has no token (vLLM's own convention): behind the first rejection, and from a
 row on from which nothing can be drawn."""
 
@@ -142,32 +141,8 @@ def throw(
         positions: absolute position of each row's token. [num_rows] int64
         temperatures: [num_rows] float32, 0 = greedy
 
-    Returns the tokens [num_rows], PLACEHOLDER for a row from which nothing can be drawn.
+    Returns the tokens [num_rows], NO_TOKEN for a row from which nothing can be drawn.
     """
-    try:
-        return throw_all(logits, keys, positions, temperatures)
-    except EngineError:  # of one row: the others are decided all the same
-        drawable = _drawable(logits, temperatures)
-        tokens = np.full(len(logits), PLACEHOLDER, dtype=np.int64)
-        rows = torch.from_numpy(drawable).to(logits.device)
-        tokens[drawable] = throw_all(
-            logits[rows], keys[drawable], positions[drawable], temperatures[drawable]
-        )
-        return tokens
-
-
-def _drawable(logits: torch.Tensor, temperatures: NDArray[np.float32]) -> NDArray[np.bool_]:
-    """Whether a row has an id that can be drawn, and no NaN. [num_rows]"""
-    divisor = torch.from_numpy(np.where(temperatures > 0, temperatures, np.float32(1.0)))
-    best = (logits / divisor.to(logits.device)[:, None]).amax(dim=-1)  # NaN where there is one in the row
-    found: NDArray[np.bool_] = (best > float("-inf")).cpu().numpy()
-    return found
-
-
-def throw_all(
-    logits: torch.Tensor, keys: UInt64Array, positions: Int64Array, temperatures: NDArray[np.float32]
-) -> Int64Array:
-    """`throw`, where every row is sound. Raises EngineError for one that is not."""
     if logits.device.type == "cpu":
         return dice.sample(logits.contiguous().numpy(), keys, positions, temperatures)
     device = logits.device
