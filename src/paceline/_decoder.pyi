@@ -1,6 +1,6 @@
 from collections.abc import Sequence
 
-from paceline.types import Float32Array, Int64Array
+from paceline.types import Float32Array, Int32Array, Int64Array, UInt64Array
 
 class Decoder:
     def __init__(
@@ -23,14 +23,38 @@ class Decoder:
         eps: float,
         scaling: float,
         num_kv_heads: int,
+        max_requests: int,
     ) -> None: ...
-    def decode(
+    def feed(
         self,
-        ids: Int64Array,
         rows: Int64Array,
-        positions: Int64Array,
-        last: Int64Array,
-        keys: Sequence[Float32Array],
-        values: Sequence[Float32Array],
+        starts: Int64Array,
+        counts: Int64Array,
+        ids: Int64Array,
+        num_threads: int,
         logits: Float32Array,
     ) -> None: ...
+    def copy_row(self, source: int, target: int, count: int) -> None: ...
+    def grow(
+        self,
+        rows: Int64Array,
+        starts: Int64Array,
+        counts: Int64Array,
+        ids: Int64Array,
+        keys: UInt64Array,
+        temperatures: Float32Array,
+        limits: Int64Array,
+        sharpness: float,
+        sharpness_grid: Float32Array,
+        calibration: Float32Array,
+        confidence_edges: Float32Array,
+        margin_edges: Float32Array,
+        floor: float,
+        level_costs: Float32Array | None,
+        num_threads: int,
+        tokens: Int32Array,
+        num_tokens: Int32Array,
+        acceptance: Float32Array,
+        cells: Int32Array,
+        probes: Int32Array,
+    ) -> int: ...

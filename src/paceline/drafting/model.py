@@ -57,12 +57,8 @@ LOGGER = logging.getLogger(__name__)
 PREFILL_CHUNK_TOKENS = 512
 """Most tokens that one forward pass feeds while rows catch up."""
 
-LEAN_TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
-"""Difference of the lean form's logits from transformers', as a share of the largest, that rounding explains."""
-
-
-NATIVE_TOKENS = 128
-"""Largest step of the native form, which has one thread; beyond, arithmetic counts more than calls."""
+TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+"""Difference of another form's logits from transformers', as a share of the largest, that its rounding explains."""
 
 
 class ModelDrafter:
@@ -183,7 +179,7 @@ class ModelDrafter:
                 self._refused.discard(response)
                 move = self._book.close(int(response))
                 if move is not None:
-                    self._cache.copy(*move, length=int(self._book.cached[move[1]]))
+                    self._copy_row(*move, length=int(self._book.cached[move[1]]))
 
     def reload(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Take over new weights (Hugging Face names, all of them, tied copies optional); drops the cache.
@@ -204,7 +200,8 @@ class ModelDrafter:
     def _warm_up(self) -> None:
         """A few tokens through the model: allocates the cache and proves that the architecture fits.
 
-        The lean form, and then the native one, is taken if it gives the same logits behind them.
+        The lean form, and then the native one, is taken if it gives the same logits behind them. The native one has
+        its own cache.
         """
         self._lean = self._native = None
         count = min(8, self.max_model_len)
@@ -215,16 +212,20 @@ class ModelDrafter:
                 logits = self._forward(row, row, row + count, ids)
                 self._check_layers()
                 self._lean = lean_decoder(self._model, self.max_model_len)
-                if self._lean is not None and not self._agrees(
-                    logits, self._forward(row, row, row + count, ids)
+                if self._lean is not None and not _agrees(
+                    logits, self._forward(row, row, row + count, ids), self._model.dtype
                 ):
                     self._lean = None
                 if self._lean is not None:
-                    self._native = native_decoder(self._lean, self.vocab_size, self._cache)
-                if self._native is not None and not self._agrees(
-                    logits, self._forward(row, row, row + count, ids)
+                    self._native = native_decoder(
+                        self._lean, self.vocab_size, self._cache.num_kv_heads(0), self._cache.max_requests
+                    )
+                if self._native is not None and not _agrees(
+                    logits, self._forward(row, row, row + count, ids), torch.bfloat16
                 ):
                     self._native = None
+                if self._native is not None:
+                    self._cache.clear()
         except PacelineError:
             raise
         except Exception as error:
@@ -233,11 +234,6 @@ class ModelDrafter:
                 "choose a full-attention decoder such as Llama, Qwen2 or Qwen3"
             ) from error
         assert logits.shape == (1, self.vocab_size)
-
-    def _agrees(self, logits: torch.Tensor, again: torch.Tensor) -> bool:
-        """Whether another form's logits differ by no more than rounding explains."""
-        scale = float(logits.abs().max())
-        return scale > 0 and float((again - logits).abs().max()) <= LEAN_TOLERANCE[self._model.dtype] * scale
 
     def _check_layers(self) -> None:
         layers = set(range(self._model.config.get_text_config().num_hidden_layers))
@@ -262,8 +258,8 @@ class ModelDrafter:
 
         Returns the logits after each row's last token, [num_rows, vocab_size] float32.
         """
-        if self._native is not None and len(ids) <= NATIVE_TOKENS:
-            return self._native.logits(rows, starts, counts, ids, self._cache)
+        if self._native is not None:
+            return self._native.logits(rows, starts, counts, ids)
         step = PackedStep(rows, starts, counts, self.max_model_len, self._device, self._model.dtype)
         self._cache.step = step
         every_token_last = len(ids) == len(rows)
@@ -330,9 +326,14 @@ class ModelDrafter:
         """Copy the prefix that another row already has, where it is longer than the own one."""
         donor, shared = self._book.donor(context)
         if shared > self._book.cached[row]:
-            self._cache.copy(donor, row, shared)
+            self._copy_row(donor, row, shared)
             self._book.tokens[row, :shared] = context[:shared]
             self._book.cached[row] = self._book.certain[row] = shared
+
+    def _copy_row(self, source: int, target: int, length: int) -> None:
+        """Copy the first `length` cached tokens of one row into another."""
+        cache = self._cache if self._native is None else self._native
+        cache.copy(source, target, length)
 
     def _prefill_chunks(
         self,
@@ -365,6 +366,10 @@ class ModelDrafter:
         cached = self._catch_up(rows, known)
         started_s = time.perf_counter()
         pending = [context[start:] for context, start in zip(known, cached.tolist(), strict=True)]
+        if self._native is not None:
+            self._grow_natively(self._native, draft, requests, rows, cached, pending)
+            made = draft.num_tokens[requests]
+            return DraftGrowth(int(made.max()), int(made.sum()), time.perf_counter() - started_s)
         logits = self._feed(rows, cached, pending)
         self._probe(draft, logits, requests)
         num_rows = len(rows)
@@ -387,6 +392,27 @@ class ModelDrafter:
             num_rows += len(rows)
         return DraftGrowth(level + 1, num_rows, time.perf_counter() - started_s)
 
+    def _grow_natively(
+        self,
+        native: NativeDecoder,
+        draft: Draft,
+        requests: Int64Array,
+        rows: Int64Array,
+        cached: Int64Array,
+        pending: list[Int32Array],
+    ) -> None:
+        """Feed the known tokens that the rows lack and grow the drafts in one call; book what the rows hold then."""
+        counts = np.fromiter(map(len, pending), np.int64, len(pending))
+        ids = np.concatenate(pending)
+        native.grow(draft, requests, rows, cached, counts, self._known_ids(ids.astype(np.int64)))
+        lengths = cached + counts
+        fed = draft.num_tokens[requests].astype(np.int64) - 1  # the last proposal is not fed
+        book = self._book
+        book.tokens[np.repeat(rows, counts), _ranges(cached, counts)] = ids
+        drafted = np.arange(draft.depth) < fed[:, None]
+        book.tokens[np.repeat(rows, fed), _ranges(lengths, fed)] = draft.tokens[requests][drafted]
+        book.certain[rows], book.cached[rows] = lengths, lengths + fed
+
     def _probe(self, draft: Draft, logits: torch.Tensor, requests: Int64Array) -> None:
         """What each sharpness of the grid would propose at the first draft position."""
         query = draft.query
@@ -406,6 +432,19 @@ class ModelDrafter:
             made = propose_on_device(logits, keys, positions, temperatures, draft.sharpness, self._sample)
         tokens, log_q, margin = made
         return tokens, calibration_cells(log_q, margin)
+
+
+def _agrees(logits: torch.Tensor, again: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether another form's logits differ by no more than rounding to `dtype` explains."""
+    scale = float(logits.abs().max())
+    return scale > 0 and float((again - logits).abs().max()) <= TOLERANCE[dtype] * scale
+
+
+def _ranges(starts: Int64Array, counts: Int64Array) -> Int64Array:
+    """starts[i], starts[i] + 1, .. for each i, `counts[i]` numbers each, side by side."""
+    ends = np.cumsum(counts)
+    ranges: Int64Array = np.arange(ends[-1]) + np.repeat(starts - ends + counts, counts)
+    return ranges
 
 
 def _split_by_prefix(indices: list[int], contexts: list[Int32Array]) -> tuple[list[int], list[int]]:

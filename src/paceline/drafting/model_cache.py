@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 
 from paceline.errors import ConfigError, UnsupportedError
-from paceline.types import Float32Array, Int32Array, Int64Array
+from paceline.types import Int32Array, Int64Array
 
 ATTENTION_NAME = "paceline_rows"
 """Name under which the attention function is registered with transformers."""
@@ -272,7 +272,6 @@ class RowCache:
         self.step: PackedStep | None = None
         self.attended: set[int] = set()  # layers whose attention came through `attend`
         self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._arrays: tuple[list[Float32Array], list[Float32Array]] | None = None
 
     @property
     def layers(self) -> set[int]:
@@ -295,13 +294,6 @@ class RowCache:
         for store, fresh in zip(self._layers[layer_idx], (key, value), strict=True):
             store.view(-1, *store.shape[2:]).index_copy_(0, self.step.slots, fresh)
 
-    def arrays(self) -> tuple[list[Float32Array], list[Float32Array]]:
-        """Keys and values of every layer, in place; for float32 on the CPU."""
-        if self._arrays is None:
-            ordered = [self._layers[index] for index in sorted(self._layers)]
-            self._arrays = [key.numpy() for key, _ in ordered], [value.numpy() for _, value in ordered]
-        return self._arrays
-
     def num_kv_heads(self, layer_idx: int) -> int:
         """Key and value heads of an allocated layer."""
         return int(self._layers[layer_idx][0].shape[2])
@@ -309,7 +301,6 @@ class RowCache:
     def clear(self) -> None:
         """Drop the storage; the next forward pass allocates it anew."""
         self._layers.clear()
-        self._arrays = None
 
     def _allocate(self, fresh: torch.Tensor) -> torch.Tensor:
         """Zeros, not empty memory: a masked key weighs 0, and 0 * NaN would spoil the row."""

@@ -1,7 +1,9 @@
-"""A Llama-like decoder's forward pass as one native call: the lean form's weights in csrc/decoder_module.cpp.
+"""A Llama-like decoder in C++ that drafts by itself: the lean form's weights in csrc/decoder.cpp.
 
-A pass of a small drafter over a few tokens costs less than the 50 torch calls of the lean form, and a draft is as many
-passes as it has tokens. For float32 weights on the CPU whose sizes are multiples of 16; runs on one thread.
+A pass of a small drafter over a few tokens costs less than the calls that it takes in Python, and a draft is as many
+passes as it has tokens, so a whole draft is one native call. Weights, keys and values are kept in bfloat16, which is
+half of what has to be read; arithmetic is float32. Owns its key/value rows. On the CPU, for sizes that are multiples
+of 16.
 """
 
 from __future__ import annotations
@@ -11,7 +13,8 @@ import torch
 
 from paceline._decoder import Decoder
 from paceline.drafting.lean_decoder import LeanDecoder
-from paceline.drafting.model_cache import RowCache
+from paceline.drafting.proposal import CONFIDENCE_EDGES, MARGIN_EDGES, Draft
+from paceline.errors import EngineError
 from paceline.types import Float32Array, Int64Array
 
 MULTIPLE = 16
@@ -19,14 +22,14 @@ MULTIPLE = 16
 
 
 class NativeDecoder:
-    """The forward pass of one loaded model; keeps packed copies of its weights."""
+    """One loaded model and its key/value rows; keeps packed copies of the weights."""
 
-    def __init__(self, lean: LeanDecoder, vocab_size: int, num_kv_heads: int) -> None:
-        """vocab_size: ids of which logits are wanted."""
+    def __init__(self, lean: LeanDecoder, vocab_size: int, num_kv_heads: int, max_requests: int) -> None:
+        """vocab_size: ids of which logits are wanted. Rows are as long as the lean form's positions."""
         self._vocab_size = vocab_size
         self._decoder = Decoder(
             _array(lean.embedding),
-            _array(lean.head),
+            _array(lean.head[:vocab_size]),
             _array(lean.norm),
             [
                 (
@@ -44,33 +47,83 @@ class NativeDecoder:
             float(lean.eps),
             lean.scaling,
             num_kv_heads,
+            max_requests,
         )
 
     def logits(
-        self, rows: Int64Array, starts: Int64Array, counts: Int64Array, ids: Int64Array, cache: RowCache
+        self, rows: Int64Array, starts: Int64Array, counts: Int64Array, ids: Int64Array
     ) -> torch.Tensor:
-        """Feed `counts[i]` tokens to row i from `starts[i]` on, as `PackedStep`, and fill the cache.
+        """Feed `counts[i]` tokens to row i from position `starts[i]` on; ids are packed.
 
         Returns the logits of each row's last token. [num_rows, vocab_size] float32
         """
-        last = np.cumsum(counts) - 1
-        positions = starts
-        if len(ids) > len(rows):
-            positions = np.arange(len(ids)) - np.repeat(last + 1 - counts - starts, counts)
-            rows = np.repeat(rows, counts)
-        made = np.empty((len(last), self._vocab_size), np.float32)
-        keys, values = cache.arrays()
-        self._decoder.decode(ids, rows, positions, last, keys, values, made)
+        made = np.empty((len(rows), self._vocab_size), np.float32)
+        self._decoder.feed(rows, starts, counts, ids, torch.get_num_threads(), made)
         return torch.from_numpy(made)
 
+    def copy(self, source: int, target: int, length: int) -> None:
+        """Copy the first `length` tokens of one row into another."""
+        self._decoder.copy_row(source, target, length)
 
-def native_decoder(lean: LeanDecoder, vocab_size: int, cache: RowCache) -> NativeDecoder | None:
+    def grow(
+        self,
+        draft: Draft,
+        requests: Int64Array,
+        rows: Int64Array,
+        starts: Int64Array,
+        counts: Int64Array,
+        ids: Int64Array,
+    ) -> None:
+        """Feed as `logits` does, then grow the drafts of `requests`, row i of the cache for request i, level by level.
+
+        Raises EngineError where no token can be drawn.
+        """
+        query = draft.query
+        shape = (len(rows), draft.depth)
+        tokens, cells = np.full(shape, -1, np.int32), np.zeros(shape, np.int32)
+        acceptance, num_tokens = np.zeros(shape, np.float32), np.zeros(len(rows), np.int32)
+        probes = np.empty((len(rows), len(draft.sharpness_grid)), np.int32)
+        failed = self._decoder.grow(
+            rows,
+            starts,
+            counts,
+            ids,
+            query.keys[requests],
+            query.temperatures[requests],
+            draft.limits[requests],
+            draft.sharpness,
+            draft.sharpness_grid,
+            draft.calibration,
+            CONFIDENCE_EDGES,
+            MARGIN_EDGES,
+            draft.floor,
+            draft.level_costs,
+            torch.get_num_threads(),
+            tokens,
+            num_tokens,
+            acceptance,
+            cells,
+            probes,
+        )
+        if failed >= 0:
+            raise EngineError(
+                f"no token can be drawn for request {requests[failed]} at temperature "
+                f"{query.temperatures[requests[failed]]}: check the drafter's weights"
+            )
+        draft.tokens[requests], draft.num_tokens[requests] = tokens, num_tokens
+        draft.acceptance[requests], draft.cells[requests] = acceptance, cells
+        draft.probes[requests] = probes
+
+
+def native_decoder(
+    lean: LeanDecoder, vocab_size: int, num_kv_heads: int, max_requests: int
+) -> NativeDecoder | None:
     """The native form of a lean decoder, None where it has none."""
     weight = lean.embedding
     sizes = {weight.shape[1], 2 * lean.cos.shape[2], *(layer.down.shape[1] for layer in lean.layers)}
-    if weight.device.type != "cpu" or weight.dtype != torch.float32 or any(n % MULTIPLE for n in sizes):
+    if weight.device.type != "cpu" or any(size % MULTIPLE for size in sizes):
         return None
-    return NativeDecoder(lean, vocab_size, cache.num_kv_heads(0))
+    return NativeDecoder(lean, vocab_size, num_kv_heads, max_requests)
 
 
 def _array(tensor: torch.Tensor) -> Float32Array:

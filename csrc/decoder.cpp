@@ -1,0 +1,381 @@
+// The forward pass of decoder.hpp. Multiply-adds are fused here (-ffp-contract=fast).
+
+#include "decoder.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <new>
+
+#if defined(__x86_64__) && defined(__gnu_linux__) && defined(__GNUC__) && !defined(__clang__)
+#define PACELINE_SIMD __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#else
+#define PACELINE_SIMD
+#endif
+#define PACELINE_INLINE inline __attribute__((always_inline))
+
+namespace paceline {
+namespace {
+
+constexpr int64_t kWidth = 16;
+constexpr int64_t kLanes = 4;
+constexpr int64_t kPanel = kWidth * kLanes;
+constexpr int64_t kTile = 32;  // tokens that go through all layers together: their activations stay in the cache
+
+typedef float Lane __attribute__((vector_size(64)));
+typedef int32_t LaneInt __attribute__((vector_size(64)));
+typedef uint32_t LaneWords __attribute__((vector_size(64)));
+
+PACELINE_INLINE Lane load(const float* from) {
+  Lane value;
+  std::memcpy(&value, from, sizeof value);
+  return value;
+}
+
+PACELINE_INLINE LaneWords load(const uint32_t* from) {
+  LaneWords value;
+  std::memcpy(&value, from, sizeof value);
+  return value;
+}
+
+PACELINE_INLINE void store(float* to, Lane value) { std::memcpy(to, &value, sizeof value); }
+
+// The two bfloat16 of each word.
+PACELINE_INLINE Lane low(LaneWords words) { return reinterpret_cast<Lane>(words << 16); }
+PACELINE_INLINE Lane high(LaneWords words) { return reinterpret_cast<Lane>(words & 0xFFFF0000u); }
+
+// A float's upper half, rounded to the nearest, ties to even.
+PACELINE_INLINE uint32_t rounded(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  return (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;
+}
+
+PACELINE_INLINE uint32_t pair(float low_half, float high_half) { return rounded(low_half) | rounded(high_half) << 16; }
+
+PACELINE_INLINE float sum(Lane value) {
+  float parts[kWidth];
+  store(parts, value);
+  for (int64_t half = kWidth / 2; half > 0; half /= 2)
+    for (int64_t i = 0; i < half; ++i) parts[i] += parts[i + half];
+  return parts[0];
+}
+
+// exp(x) for x <= 88, within 2e-7 of it; 0 far below. 2^n times a polynomial in the rest.
+PACELINE_INLINE Lane exponential(Lane x) {
+  x = x < -87.0f ? Lane{} - 87.0f : x;
+  x = x > 88.0f ? Lane{} + 88.0f : x;
+  const Lane scaled = x * 1.44269504f + 12582912.0f;  // its low bits are the nearest integer
+  const LaneInt whole = reinterpret_cast<LaneInt>(scaled);
+  const Lane rest = x - (scaled - 12582912.0f) * 0.693147181f;
+  Lane p = rest * (1.0f / 720) + 1.0f / 120;
+  p = p * rest + 1.0f / 24;
+  p = p * rest + 1.0f / 6;
+  p = p * rest + 0.5f;
+  p = p * rest + 1.0f;
+  p = p * rest + 1.0f;
+  return reinterpret_cast<Lane>(reinterpret_cast<LaneInt>(p) + (whole << 23));
+}
+
+// kTokens rows of x times one panel: added to y where kAdd, in place of it otherwise.
+template <int kTokens, bool kAdd>
+PACELINE_INLINE void multiply_panel(const float* x, int64_t inputs, const uint32_t* panel, const float* bias, float* y,
+                                    int64_t y_stride) {
+  Lane acc[kTokens][kLanes];
+  for (int t = 0; t < kTokens; ++t)
+    for (int j = 0; j < kLanes; ++j) acc[t][j] = load(bias + j * kWidth);
+  for (int64_t k = 0; k < inputs; ++k) {
+    Lane w[kLanes];
+    for (int j = 0; j < kLanes; j += 2) {
+      const LaneWords words = load(panel + (k * kPanel + j * kWidth) / 2);
+      w[j] = low(words);
+      w[j + 1] = high(words);
+    }
+    for (int t = 0; t < kTokens; ++t) {
+      const float value = x[t * inputs + k];
+      for (int j = 0; j < kLanes; ++j) acc[t][j] += w[j] * value;
+    }
+  }
+  for (int t = 0; t < kTokens; ++t)
+    for (int j = 0; j < kLanes; ++j) {
+      float* to = y + t * y_stride + j * kWidth;
+      store(to, kAdd ? load(to) + acc[t][j] : acc[t][j]);
+    }
+}
+
+template <bool kAdd>
+PACELINE_INLINE void multiply_all(const float* x, int64_t count, const PackedWeight& weight, float* y) {
+  const int64_t inputs = weight.inputs, stride = weight.padded;
+  for (int64_t first = 0; first < stride; first += kPanel) {
+    const uint32_t* panel = weight.panels.data() + first * inputs / 2;
+    const float* bias = weight.bias.data() + first;
+    int64_t t = 0;
+    for (; t + 6 <= count; t += 6)
+      multiply_panel<6, kAdd>(x + t * inputs, inputs, panel, bias, y + t * stride + first, stride);
+    for (; t + 2 <= count; t += 2)
+      multiply_panel<2, kAdd>(x + t * inputs, inputs, panel, bias, y + t * stride + first, stride);
+    if (t < count) multiply_panel<1, kAdd>(x + t * inputs, inputs, panel, bias, y + t * stride + first, stride);
+  }
+}
+
+// y [count, weight.padded] = x [count, weight.inputs] times the weight, plus its bias.
+PACELINE_SIMD void multiply(const float* x, int64_t count, const PackedWeight& weight, float* y) {
+  multiply_all<false>(x, count, weight, y);
+}
+
+// y += the same.
+PACELINE_SIMD void add_product(const float* x, int64_t count, const PackedWeight& weight, float* y) {
+  multiply_all<true>(x, count, weight, y);
+}
+
+// RMS norm without its weight, and smaller by sqrt(size): both are in the weights that follow.
+PACELINE_SIMD void normalise(const float* x, int64_t size, float eps, float* y) {
+  Lane squares{};
+  for (int64_t i = 0; i < size; i += kWidth) {
+    const Lane value = load(x + i);
+    squares += value * value;
+  }
+  const float factor = 1.0f / std::sqrt(sum(squares) + eps);
+  for (int64_t i = 0; i < size; i += kWidth) store(y + i, load(x + i) * factor);
+}
+
+// out [size] = silu(gate) * up
+PACELINE_SIMD void gate(const float* gates, const float* ups, int64_t size, float* out) {
+  for (int64_t i = 0; i < size; i += kWidth) {
+    const Lane value = load(gates + i);
+    store(out + i, value / (1.0f + exponential(-value)) * load(ups + i));
+  }
+}
+
+// Rotary position of one head, in place.
+PACELINE_SIMD void rotate(float* head, const float* cos, const float* sin, int64_t half) {
+  for (int64_t i = 0; i < half; ++i) {
+    const float first = head[i], second = head[i + half];
+    head[i] = first * cos[i] - second * sin[i];
+    head[i + half] = second * cos[i] + first * sin[i];
+  }
+}
+
+// Puts a key into the lane of its position.
+PACELINE_SIMD void put_key(const float* key, int64_t half, int64_t position, uint32_t* keys) {
+  uint32_t* lane = keys + position / kWidth * half * kWidth + position % kWidth;
+  for (int64_t d = 0; d < half; ++d) lane[d * kWidth] = pair(key[d], key[d + half]);
+}
+
+// Puts a value in; one at an even position clears its odd neighbour, which is stale.
+PACELINE_SIMD void put_value(const float* value, int64_t head_dim, int64_t position, uint32_t* values) {
+  uint32_t* words = values + position / 2 * head_dim;
+  if (position % 2 == 0)
+    for (int64_t d = 0; d < head_dim; ++d) words[d] = rounded(value[d]);
+  else
+    for (int64_t d = 0; d < head_dim; ++d) words[d] = (words[d] & 0xFFFFu) | rounded(value[d]) << 16;
+}
+
+// scores of kHeads queries over kBlocks blocks of keys; scores of a head lie `stride` apart.
+template <int kHeads, int kBlocks>
+PACELINE_INLINE void score(const float* queries, const uint32_t* keys, int64_t half, float scaling, float* scores,
+                           int64_t stride) {
+  Lane first[kHeads][kBlocks] = {}, second[kHeads][kBlocks] = {};
+  for (int64_t d = 0; d < half; ++d)
+    for (int b = 0; b < kBlocks; ++b) {
+      const LaneWords words = load(keys + (b * half + d) * kWidth);
+      for (int h = 0; h < kHeads; ++h) {
+        first[h][b] += low(words) * queries[2 * h * half + d];
+        second[h][b] += high(words) * queries[(2 * h + 1) * half + d];
+      }
+    }
+  for (int h = 0; h < kHeads; ++h)
+    for (int b = 0; b < kBlocks; ++b)
+      store(scores + h * stride + b * kWidth, (first[h][b] + second[h][b]) * scaling);
+}
+
+// Turns `count` scores into weights, zeros behind them; returns 1 / their sum.
+PACELINE_INLINE float weigh(float* scores, int64_t count) {
+  const Lane places = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  const Lane lowest = Lane{} - 3.0e38f;
+  Lane tops = lowest;
+  for (int64_t i = 0; i < count; i += kWidth) {
+    Lane found = load(scores + i);
+    found = places < static_cast<float>(count - i) ? found : lowest;
+    tops = found > tops ? found : tops;
+    store(scores + i, found);
+  }
+  float parts[kWidth];
+  store(parts, tops);
+  const float top = *std::max_element(parts, parts + kWidth);
+  Lane total{};
+  for (int64_t i = 0; i < count; i += kWidth) {
+    Lane weights = exponential(load(scores + i) - top);
+    weights = load(scores + i) > lowest ? weights : Lane{};
+    store(scores + i, weights);
+    total += weights;
+  }
+  return 1.0f / sum(total);
+}
+
+// out of each head [kCount * kWidth] = its share * sum over positions of weight * value.
+template <int kHeads, int kCount>
+PACELINE_INLINE void mix(const uint32_t* values, int64_t count, int64_t head_dim, const float* weights, int64_t stride,
+                         const float* shares, float* out) {
+  Lane acc[kHeads][kCount] = {};
+  for (int64_t i = 0; i < count; i += 2)
+    for (int j = 0; j < kCount; ++j) {
+      const LaneWords words = load(values + i / 2 * head_dim + j * kWidth);
+      for (int h = 0; h < kHeads; ++h)
+        acc[h][j] += low(words) * weights[h * stride + i] + high(words) * weights[h * stride + i + 1];
+    }
+  for (int h = 0; h < kHeads; ++h)
+    for (int j = 0; j < kCount; ++j) store(out + h * head_dim + j * kWidth, acc[h][j] * shares[h]);
+}
+
+// kHeads query heads over the `count` keys and values of their key head. scores: room for kHeads * stride.
+template <int kHeads>
+PACELINE_INLINE void attend_heads(const float* queries, const uint32_t* keys, const uint32_t* values, int64_t count,
+                                  int64_t head_dim, float scaling, float* scores, int64_t stride, float* out) {
+  const int64_t half = head_dim / 2;
+  int64_t i = 0;
+  for (; i + kWidth < count; i += 2 * kWidth)
+    score<kHeads, 2>(queries, keys + i * half, half, scaling, scores + i, stride);
+  if (i < count) score<kHeads, 1>(queries, keys + i * half, half, scaling, scores + i, stride);
+  float shares[kHeads];
+  for (int h = 0; h < kHeads; ++h) shares[h] = weigh(scores + h * stride, count);
+  int64_t d = 0;
+  for (; d + kPanel <= head_dim; d += kPanel)
+    mix<kHeads, kLanes>(values + d, count, head_dim, scores, stride, shares, out + d);
+  for (; d < head_dim; d += kWidth) mix<kHeads, 1>(values + d, count, head_dim, scores, stride, shares, out + d);
+}
+
+// All query heads of a key head.
+PACELINE_SIMD void attend(int64_t heads, const float* queries, const uint32_t* keys, const uint32_t* values,
+                          int64_t count, int64_t head_dim, float scaling, float* scores, int64_t stride, float* out) {
+  int64_t h = 0;
+  for (; h + 2 <= heads; h += 2)
+    attend_heads<2>(queries + h * head_dim, keys, values, count, head_dim, scaling, scores, stride, out + h * head_dim);
+  if (h < heads)
+    attend_heads<1>(queries + h * head_dim, keys, values, count, head_dim, scaling, scores, stride, out + h * head_dim);
+}
+
+int64_t round_up(int64_t size, int64_t multiple) { return (size + multiple - 1) / multiple * multiple; }
+
+void fit(std::vector<float>& room, int64_t size) {
+  if (static_cast<int64_t>(room.size()) < size) room.resize(static_cast<size_t>(size));
+}
+
+}  // namespace
+
+PackedWeight::PackedWeight(const MatrixView& weight, const float* added)
+    : outputs(weight.outputs), inputs(weight.inputs), padded(round_up(weight.outputs, kPanel)) {
+  panels.assign(static_cast<size_t>(padded * inputs / 2), 0u);
+  bias.assign(static_cast<size_t>(padded), 0.0f);
+  for (int64_t o = 0; o < outputs; ++o) {
+    // Of 32 outputs the first 16 are the low halves of 16 words, the others the high ones.
+    const int64_t word = o % kPanel / (2 * kWidth) * kWidth + o % kWidth, shift = o / kWidth % 2 * 16;
+    for (int64_t k = 0; k < inputs; ++k)
+      panels[static_cast<size_t>((o / kPanel * inputs + k) * kPanel / 2 + word)] |= rounded(weight.data[o * inputs + k])
+                                                                                    << shift;
+  }
+  if (added != nullptr) std::copy_n(added, outputs, bias.begin());
+}
+
+Decoder::Decoder(const DecoderShape& shape, const MatrixView& embedding, const MatrixView& head, const float* norm,
+                 std::vector<DecoderLayer> layers, const float* cos, const float* sin)
+    : shape_(shape),
+      hidden_(embedding.inputs),
+      hidden_stride_(round_up(hidden_, kPanel)),
+      context_ids_(embedding.outputs),
+      capacity_(round_up(shape.positions, kWidth)),
+      embedding_(embedding.data, embedding.data + embedding.outputs * embedding.inputs),
+      norm_(norm, norm + hidden_),
+      cos_(cos, cos + shape.positions * shape.head_dim / 2),
+      sin_(sin, sin + shape.positions * shape.head_dim / 2),
+      head_(head, nullptr),
+      layers_(std::move(layers)) {
+  for (size_t layer = 0; layer < layers_.size(); ++layer) {
+    keys_.push_back(allocate());
+    values_.push_back(allocate());
+  }
+}
+
+Decoder::Store Decoder::allocate() const {
+  const auto bytes = static_cast<size_t>(shape_.rows * shape_.kv_heads * head_words()) * sizeof(uint32_t);
+  auto* words = static_cast<uint32_t*>(std::aligned_alloc(64, bytes));
+  if (words == nullptr) throw std::bad_alloc();
+  return Store(words);
+}
+
+void Decoder::run(const Tokens& tokens, float* hidden, Scratch& scratch) {
+  for (int64_t t = 0; t < tokens.count; t += kTile)
+    run_tile({tokens.ids + t, tokens.rows + t, tokens.positions + t, std::min(kTile, tokens.count - t)},
+             hidden + t * hidden_stride_, scratch);
+}
+
+void Decoder::run_tile(const Tokens& tokens, float* hidden, Scratch& scratch) {
+  for (int64_t t = 0; t < tokens.count; ++t)
+    std::copy_n(embedding_.data() + tokens.ids[t] * hidden_, hidden_, hidden + t * hidden_stride_);
+  for (size_t layer = 0; layer < layers_.size(); ++layer) {
+    normalise_all(hidden, tokens.count, scratch);
+    attend_all(layer, tokens, scratch);
+    add_product(scratch.mixed.data(), tokens.count, layers_[layer].output, hidden);
+    normalise_all(hidden, tokens.count, scratch);
+    gate_all(layers_[layer], tokens.count, scratch);
+    add_product(scratch.mixed.data(), tokens.count, layers_[layer].down, hidden);
+  }
+}
+
+void Decoder::project(const float* hidden, int64_t count, float* logits, Scratch& scratch) const {
+  normalise_all(hidden, count, scratch);
+  for (int64_t i = 0; i < count; ++i)
+    for (int64_t k = 0; k < hidden_; ++k)
+      scratch.normed[static_cast<size_t>(i * hidden_ + k)] *= norm_[static_cast<size_t>(k)];
+  multiply(scratch.normed.data(), count, head_, logits);
+}
+
+void Decoder::copy_row(int64_t source, int64_t target, int64_t length) {
+  const int64_t words = round_up(length, kWidth) * shape_.head_dim / 2;
+  for (auto* stores : {&keys_, &values_})
+    for (Store& words_of : *stores)
+      for (int64_t h = 0; h < shape_.kv_heads; ++h)
+        std::copy_n(words_of.get() + head_start(source, h), words, words_of.get() + head_start(target, h));
+}
+
+void Decoder::normalise_all(const float* hidden, int64_t count, Scratch& scratch) const {
+  fit(scratch.normed, count * hidden_);
+  for (int64_t t = 0; t < count; ++t)
+    normalise(hidden + t * hidden_stride_, hidden_, shape_.eps, scratch.normed.data() + t * hidden_);
+}
+
+// mixed [count, heads * head_dim]: queries, keys and values of the tokens, then each query over its row.
+void Decoder::attend_all(size_t layer, const Tokens& tokens, Scratch& scratch) {
+  const auto& [heads, kv_heads, head_dim, rows, positions, eps, scaling] = shape_;
+  const PackedWeight& qkv = layers_[layer].qkv;
+  const int64_t half = head_dim / 2, share = heads / kv_heads;
+  fit(scratch.wide, tokens.count * qkv.padded);
+  fit(scratch.mixed, tokens.count * heads * head_dim);
+  fit(scratch.scores, 2 * (capacity_ + kWidth));
+  multiply(scratch.normed.data(), tokens.count, qkv, scratch.wide.data());
+  for (int64_t t = 0; t < tokens.count; ++t) {
+    const int64_t position = tokens.positions[t];
+    float* own = scratch.wide.data() + t * qkv.padded;
+    for (int64_t h = 0; h < heads + kv_heads; ++h)
+      rotate(own + h * head_dim, cos_.data() + position * half, sin_.data() + position * half, half);
+    for (int64_t h = 0; h < kv_heads; ++h) {
+      const int64_t start = head_start(tokens.rows[t], h);
+      put_key(own + (heads + h) * head_dim, half, position, keys_[layer].get() + start);
+      put_value(own + (heads + kv_heads + h) * head_dim, head_dim, position, values_[layer].get() + start);
+      attend(share, own + h * share * head_dim, keys_[layer].get() + start, values_[layer].get() + start, position + 1,
+             head_dim, scaling, scratch.scores.data(), capacity_ + kWidth,
+             scratch.mixed.data() + (t * heads + h * share) * head_dim);
+    }
+  }
+}
+
+void Decoder::gate_all(const DecoderLayer& layer, int64_t count, Scratch& scratch) const {
+  const int64_t size = layer.down.inputs, width = layer.gate_up.padded;
+  fit(scratch.wide, count * width);
+  fit(scratch.mixed, count * size);
+  multiply(scratch.normed.data(), count, layer.gate_up, scratch.wide.data());
+  for (int64_t t = 0; t < count; ++t)
+    gate(scratch.wide.data() + t * width, scratch.wide.data() + t * width + size, size, scratch.mixed.data() + t * size);
+}
+
+}  // namespace paceline

@@ -1,0 +1,98 @@
+// A small Llama-like decoder's forward pass on the CPU, with its own key-value cache: one row per response.
+//
+// Weights, keys and values are bfloat16, arithmetic is float32. Weights are packed once into panels of outputs, so that
+// a product streams them in order; keys lie in blocks of 16 positions, so that 16 scores are made side by side, and the
+// query heads that share a key head read it once. Nothing is padded or masked.
+// What it computes decides which tokens are drafted, never which are accepted: the last bits do not matter.
+
+#pragma once
+
+#include <cstdint>
+#include <cstdlib>
+#include <memory>
+#include <vector>
+
+namespace paceline {
+
+// A weight [outputs, inputs], row by row.
+struct MatrixView {
+  const float* data;
+  int64_t outputs, inputs;
+};
+
+// A weight as panels [outputs / 64][inputs][32 words], two bfloat16 a word, the last panel filled up with zeros.
+struct PackedWeight {
+  PackedWeight(const MatrixView& weight, const float* added);  // added: the bias, nullptr without one
+
+  int64_t outputs, inputs, padded;
+  std::vector<uint32_t> panels;
+  std::vector<float> bias;
+};
+
+struct DecoderLayer {
+  PackedWeight qkv, output, gate_up, down;
+};
+
+// Sizes of the model and of its cache.
+struct DecoderShape {
+  int64_t heads, kv_heads, head_dim, rows, positions;
+  float eps, scaling;
+};
+
+// Token ids[t] of cache row rows[t] at positions[t]; a row's tokens ascend.
+struct Tokens {
+  const int64_t *ids, *rows, *positions;
+  int64_t count;
+};
+
+// Intermediate results of one thread, kept between calls.
+struct Scratch {
+  std::vector<float> normed, wide, mixed, scores;
+};
+
+class Decoder {
+ public:
+  // cos, sin: [positions, head_dim / 2]. head: its outputs are the ids of which logits are wanted.
+  Decoder(const DecoderShape& shape, const MatrixView& embedding, const MatrixView& head, const float* norm,
+          std::vector<DecoderLayer> layers, const float* cos, const float* sin);
+
+  const DecoderShape& shape() const { return shape_; }
+  int64_t context_ids() const { return context_ids_; }
+  int64_t vocab() const { return head_.outputs; }
+  int64_t hidden_stride() const { return hidden_stride_; }
+  int64_t logits_stride() const { return head_.padded; }
+
+  // Runs the tokens and fills the cache. hidden: [count, hidden_stride]. Threads may run different rows.
+  void run(const Tokens& tokens, float* hidden, Scratch& scratch);
+
+  // logits [count, logits_stride] from hidden [count, hidden_stride].
+  void project(const float* hidden, int64_t count, float* logits, Scratch& scratch) const;
+
+  // Copies the first `length` positions of one row into another.
+  void copy_row(int64_t source, int64_t target, int64_t length);
+
+ private:
+  struct Free {
+    void operator()(uint32_t* words) const { std::free(words); }
+  };
+  using Store = std::unique_ptr<uint32_t[], Free>;
+
+  void run_tile(const Tokens& tokens, float* hidden, Scratch& scratch);
+  void attend_all(size_t layer, const Tokens& tokens, Scratch& scratch);
+  void gate_all(const DecoderLayer& layer, int64_t count, Scratch& scratch) const;
+  void normalise_all(const float* hidden, int64_t count, Scratch& scratch) const;
+  Store allocate() const;
+  // Words of a row and key head: keys [blocks][head_dim / 2][16], one of d and d + head_dim / 2;
+  // values [positions / 2][head_dim], one of an even and the next odd position.
+  int64_t head_words() const { return capacity_ * shape_.head_dim / 2; }
+  int64_t head_start(int64_t row, int64_t kv_head) const { return (row * shape_.kv_heads + kv_head) * head_words(); }
+
+  DecoderShape shape_;
+  int64_t hidden_, hidden_stride_, context_ids_, capacity_;
+  std::vector<float> embedding_, norm_, cos_, sin_;
+  PackedWeight head_;
+  std::vector<DecoderLayer> layers_;
+  std::vector<Store> keys_, values_;  // one a layer; pages become resident as rows grow
+};
+
+}  // namespace paceline
