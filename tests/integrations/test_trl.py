@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from conftest import DigitTask
 
 from paceline.config import EngineSettings
 from paceline.dice import derive_key
 from paceline.engine.rollout_engine import RolloutEngine
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, EngineError
 from paceline.integrations.trl import options
 from paceline.integrations.trl.generation import EngineGeneration
 from paceline.tasks.alphabet import encode_prompt
 from paceline.training.policy import load_policy, load_tokenizer
 from paceline.training.recipe import Recipe
 from paceline.training.trl_arguments import trainer_arguments
-from paceline.types import RolloutRequest
+from paceline.types import Response, RolloutRequest
 
 PROMPTS, GROUP = 2, 4
 Seen = list[dict[str, Any]]
@@ -209,6 +212,28 @@ def test_a_sampling_option_reaches_the_engine(policy_dir: Path, name: str) -> No
         assert params.structured_outputs.regex == "[0-9]+"
     else:
         assert getattr(params, name) == SAMPLING[name]
+
+
+def test_a_failed_response_has_the_reward_of_a_failure() -> None:
+    """A fleet delivers it; reward functions see half a response."""
+    from paceline.integrations.trl.trainers import EngineTrainer
+
+    class Scored:
+        def _calculate_rewards(self, inputs: list[Any]) -> torch.Tensor:
+            return torch.ones(len(inputs), 2)
+
+    class Trainer(EngineTrainer, Scored):
+        def __init__(self, failure_reward: float | None) -> None:
+            self._failure_reward = failure_reward
+            whole = Response(RolloutRequest((1,), 5), (4,), (-1.0,), "stop", 0, 0, 0, 0, 0, 1)
+            failed = replace(whole, finish_reason="error", failure="ended its workers")
+            self.vllm_generation = SimpleNamespace(responses=[whole, failed])  # type: ignore[assignment]
+            self.model = SimpleNamespace(training=True)
+            self._metrics = {"train": defaultdict(list)}
+
+    assert Trainer(-2.0)._calculate_rewards([{}, {}]).tolist() == [[1.0, 1.0], [-2.0, -2.0]]
+    with pytest.raises(EngineError, match="response 1 ended its workers; it has no reward: set failure_reward"):
+        Trainer(None)._calculate_rewards([{}, {}])
 
 
 def test_refuses_an_option_that_would_do_nothing(engine: RolloutEngine, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.drafting.server import (
+    GAP_S,
     GROUP_BYTES,
     GROWTH_BYTES,
     RESPONSE_BYTES,
@@ -86,6 +87,27 @@ def test_a_gap_is_named_until_it_is_filled() -> None:
     (news,) = made.fetch([Want(1, 0, 0)], 0.0)
     assert news.behind == ()
     assert heard((news,)) == {5: [1, 2, 3, 4]}
+
+
+def test_a_gap_that_nobody_fills_is_no_news_for_ever() -> None:
+    made = log()
+    made.append(1, [Piece(5, 3, text(4))], 0.0)
+    (news,) = made.fetch([Want(1, 0, 0)], 0.0)
+    want = Want(1, news.log, news.until)
+    assert [one.behind for one in made.fetch([want], GAP_S)] == [((5, 0),)]
+    assert made.fetch([want], GAP_S + 1) == ()
+    made.append(1, [Piece(5, 4, text(5))], GAP_S + 2)
+    assert [one.behind for one in made.fetch([want], GAP_S + 2)] == [((5, 0),)], "its worker still lives"
+
+
+def test_a_response_for_which_there_is_no_room_has_no_gap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its worker would tell it again and again."""
+    monkeypatch.setattr("paceline.drafting.server.MOST_RESPONSES", 1)
+    made = log()
+    made.append(1, [Piece(5, 0, text(1)), Piece(6, 0, text(2)), Piece(6, 1, text(3))], 0.0)
+    (news,) = made.fetch([Want(1, 0, 0)], 0.0)
+    assert news.behind == ()
+    assert heard((news,)) == {5: [1]}
 
 
 def test_a_dropped_group_comes_back_as_another_log() -> None:

@@ -55,6 +55,10 @@ _COUNT_BITS = 16
 _MOST_GROWN = (1 << _COUNT_BITS) - 1
 """Tokens of one entry in the order of growth; longer growths are several."""
 
+GAP_S = 5.0
+"""How long workers are told that something of a response is missing. Who has it tells it again within that time, or is
+gone; more that does not connect makes the gap known anew."""
+
 POLL_MS = 200
 """The longest that the server looks at nothing but its socket."""
 
@@ -70,19 +74,27 @@ class _Log:
     texts: list[bytearray] = field(default_factory=list)  # by number
     order: array[int] = field(default_factory=lambda: array("I"))
     """Response's number << 16 | tokens, of each growth."""
-    gaps: set[int] = field(default_factory=set)  # keys of responses of which something was lost on the way
+    gaps: dict[int, float] = field(default_factory=dict)
+    """When something came of a response, by key, that does not connect to what is known."""
 
     def known(self, key: int) -> int:
         """Tokens of a response."""
         number = self.numbers.get(key)
         return 0 if number is None else len(self.texts[number]) // TOKEN_BYTES
 
+    def takes(self, key: int) -> bool:
+        """Whether there is room for the response."""
+        return key in self.numbers or len(self.numbers) < MOST_RESPONSES
+
+    def open_gaps(self, now_s: float) -> tuple[tuple[int, int], ...]:
+        """Responses of which something is missing, each with how many tokens are known; forgets old ones."""
+        self.gaps = {key: noted_s for key, noted_s in self.gaps.items() if now_s - noted_s <= GAP_S}
+        return tuple((key, self.known(key)) for key in self.gaps)
+
     def grow(self, key: int, fresh: bytes) -> None:
-        """A response has grown."""
+        """A response has grown; there is room for it."""
         number = self.numbers.get(key)
         if number is None:
-            if len(self.numbers) == MOST_RESPONSES:
-                return
             number = self.numbers[key] = len(self.numbers)
             self.texts.append(bytearray())
             self.num_bytes += RESPONSE_BYTES
@@ -133,13 +145,13 @@ class DraftLog:
         """Add what is new. Of a piece that begins beyond what is known, only the gap is noted."""
         log = self._touch(group, now_s)
         for piece in pieces:
-            if piece.start < 0 or len(piece.tokens) % TOKEN_BYTES:
+            if piece.start < 0 or len(piece.tokens) % TOKEN_BYTES or not log.takes(piece.key):
                 continue
             known = log.known(piece.key)
             if piece.start > known:
-                log.gaps.add(piece.key)
+                log.gaps[piece.key] = now_s
                 continue
-            log.gaps.discard(piece.key)
+            log.gaps.pop(piece.key, None)
             if fresh := piece.tokens[(known - piece.start) * TOKEN_BYTES :]:
                 before = log.num_bytes
                 log.grow(piece.key, fresh)
@@ -163,8 +175,8 @@ class DraftLog:
             if since < len(log.order):
                 until, pieces = log.read(since, room // TOKEN_BYTES)
                 room -= sum(len(piece.tokens) + PIECE_BYTES for piece in pieces)
-            if until > since or want.log != log.name or log.gaps:
-                behind = tuple((key, log.known(key)) for key in log.gaps)
+            behind = log.open_gaps(now_s)
+            if until > since or want.log != log.name or behind:
                 news.append(GroupNews(want.group, log.name, until, pieces, behind))
             self._evict(want.group)  # a group that is only asked for takes room too
         return tuple(news)

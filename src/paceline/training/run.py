@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from paceline.config import EngineSettings
+from paceline.config import EngineSettings, RewardSettings
 from paceline.engine.compiled import check_compiler
 from paceline.engine.rollout_engine import RolloutEngine, check_checkpoint, prepare_environment
 from paceline.errors import ConfigError, PacelineError
@@ -213,6 +213,7 @@ class TrainingRun:
         from paceline.integrations.trl import trainers as trl
         from paceline.training.hooks import TrainingHooks
 
+        fleet = self.recipe.fleet
         kind = trl.RLOOTrainer if self.recipe.algorithm.name == "rloo" else trl.GRPOTrainer
         trainer = kind(
             model=load_policy(self.recipe.model, self.recipe.context_tokens, self._arguments.use_cpu),
@@ -223,6 +224,7 @@ class TrainingRun:
             callbacks=[TrainingHooks(runner)],
             engine=runner,
             run_seed=self.recipe.seed,
+            failure_reward=((fleet and fleet.rewards) or RewardSettings()).failure_reward,
         )
         trainer.remove_callback(PrinterCallback)
         return trainer

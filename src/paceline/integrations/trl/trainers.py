@@ -19,7 +19,7 @@ from typing import Any
 import trl.trainer.grpo_trainer as grpo_module
 import trl.trainer.rloo_trainer as rloo_module
 
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, EngineError
 from paceline.integrations.trl.generation import Engine, EngineGeneration
 from paceline.integrations.trl.options import check_options
 from paceline.integrations.trl.padding import ORDER_FREE_LOSSES, score_trimmed, sort_by_length
@@ -67,6 +67,8 @@ class EngineTrainer:
     Args (beside TRL's):
         engine: serves this trainer alone while it lives; built from the same checkpoint.
         run_seed: seed of all response keys.
+        failure_reward: what every reward function's value is for a response that has failed, whatever it gave: such a
+            response ends where its engine gave it up. None: training stops with an EngineError.
     """
 
     _module: Any
@@ -83,8 +85,10 @@ class EngineTrainer:
         *args: Any,
         engine: Engine,
         run_seed: int = 0,
+        failure_reward: float | None = 0.0,
         **kwargs: Any,
     ) -> None:
+        self._failure_reward = failure_reward
         config = kwargs.get("args")
         if config is None or not config.use_vllm:
             raise ConfigError("use_vllm=False: set use_vllm=True in args, or TRL will not ask the engine")
@@ -107,7 +111,18 @@ class EngineTrainer:
         mode = "train" if self.model.training else "eval"
         for name, value in rollout_metrics(responses).items():
             self._metrics[mode][name].append(value)
-        return super()._calculate_rewards(inputs, *args, **kwargs)  # type: ignore[misc]
+        rewards = super()._calculate_rewards(inputs, *args, **kwargs)  # type: ignore[misc]
+        for index, response in enumerate(responses):
+            if response.failure is not None:
+                rewards[index] = self._reward_failure(index, response.failure)
+        return rewards
+
+    def _reward_failure(self, index: int, failure: str) -> float:
+        if self._failure_reward is None:
+            raise EngineError(
+                f"response {index} {failure}; it has no reward: set failure_reward to go on with a number"
+            )
+        return self._failure_reward
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
         before = self._buffered_inputs
