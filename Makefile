@@ -14,6 +14,7 @@ PORTABLE = OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind HF_HUB_OFFLINE=1
 .PHONY: install native demo test lint clean
 
 install: $(STAMP)
+	$(if $(PYTHON),@$(BEGIN) scripts/install.py $(VENV) --python "$(PYTHON)" --check)
 
 $(STAMP): requirements/cpu.lock pyproject.toml CMakeLists.txt scripts/install.py $(wildcard csrc/*)
 	$(BEGIN) scripts/install.py $(VENV) --python "$(PYTHON)"

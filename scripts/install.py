@@ -29,6 +29,7 @@ PROBE = """
 import importlib.util, json, os, sys, sysconfig
 print(json.dumps({
     "version": sys.version_info[:2],
+    "home": os.path.realpath(sys.base_prefix),
     "has_venv": all(importlib.util.find_spec(name) for name in ("venv", "ensurepip")),
     "has_headers": any(
         os.path.isfile(os.path.join(folder, "Python.h"))  # patched Pythons name one below /usr/local that is not there
@@ -74,6 +75,8 @@ class Interpreter:
     version: tuple[int, int]
     has_venv: bool
     has_headers: bool
+    home: str = ""
+    """Folder of the installation; a virtual environment has that of the Python it was made with."""
 
     @property
     def is_supported(self) -> bool:
@@ -93,7 +96,7 @@ def probe(command: str) -> Interpreter | None:
     except (OSError, subprocess.SubprocessError, ValueError):
         return None
     major, minor = found["version"]
-    return Interpreter(command, (major, minor), found["has_venv"], found["has_headers"])
+    return Interpreter(command, (major, minor), found["has_venv"], found["has_headers"], found["home"])
 
 
 def choose(found: Iterable[Interpreter | None]) -> Interpreter:
@@ -163,10 +166,8 @@ def prepare(venv: Path, wanted: str | None) -> str:
     """Make the virtual environment unless it is there; its Python. Raises InstallationError for what is missing."""
     python = venv / "bin" / "python"
     commands = [str(python)] if python.exists() else [wanted] if wanted else list(NAMES)
-    if python.exists() and not ((there := probe(str(python))) and there.is_supported):
-        raise InstallationError(
-            f"{python} is no Python 3.11 to 3.13 that runs: remove {venv}, then try again"
-        )
+    if python.exists():
+        check_environment(venv, wanted)
     chosen = choose(probe(command) for command in commands)
     missing = [name for name in chosen.lacks if name != "venv" or not python.exists()]
     missing += [] if compiles(os.environ) else ["compiler"]
@@ -179,6 +180,25 @@ def prepare(venv: Path, wanted: str | None) -> str:
         print(f"using {chosen.command} ({chosen.version[0]}.{chosen.version[1]})", flush=True)
         subprocess.run([chosen.command, "-m", "venv", str(venv)], check=True)
     return str(python)
+
+
+def check_environment(venv: Path, wanted: str | None) -> None:
+    """Raise InstallationError for an environment that does not run, or was made with another Python than is wanted."""
+    python = venv / "bin" / "python"
+    there = probe(str(python))
+    if there is None or not there.is_supported:
+        raise InstallationError(
+            f"{python} is no Python 3.11 to 3.13 that runs: remove {venv}, then try again"
+        )
+    asked = probe(wanted) if wanted else there
+    if asked is None:
+        raise InstallationError(f"{wanted} is no Python that runs: name another one")
+    if (asked.version, asked.home) != (there.version, there.home):
+        raise InstallationError(
+            f"{venv} was made with Python {there.version[0]}.{there.version[1]} of {there.home}, and {wanted} is "
+            f"{asked.version[0]}.{asked.version[1]} of {asked.home}: run 'make clean' to make it anew, or leave "
+            "PYTHON away"
+        )
 
 
 def install(python: str) -> None:
@@ -203,22 +223,30 @@ def ensure_pip(python: str) -> None:
 
 
 def would_be_cuda(pip: Sequence[str], torch: str) -> bool:
-    """Whether pip would install a CUDA build; False if the CPU build is there already, or pip finds none at all."""
-    done = subprocess.run(
-        [*pip, "--dry-run", "--no-deps", "--report", "-", torch], capture_output=True, text=True, check=False
-    )
+    """Whether pip would install a CUDA build; False if the CPU build is there already, or pip finds none at all.
+
+    Only what the build needs is read: from the index, or, where that does not say it, from the end of the wheel.
+    """
+    look = ["--dry-run", "--no-deps", "--use-feature=fast-deps", "--report", "-", torch]
+    done = subprocess.run([*pip, *look], capture_output=True, text=True, check=False)
     return done.returncode == 0 and is_cuda_build(json.loads(done.stdout))
 
 
 def main() -> None:
-    """`install.py VENV [--python COMMAND]`."""
+    """`install.py VENV [--python COMMAND] [--check]`."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("venv", type=Path, help="folder of the virtual environment")
     parser.add_argument(
         "--python", help="Python 3.11 to 3.13 to make it with; unset: the first one that is there"
     )
+    parser.add_argument(
+        "--check", action="store_true", help="only see whether the environment was made with --python"
+    )
     given = parser.parse_args()
     try:
+        if given.check:
+            check_environment(given.venv, given.python or None)
+            return
         install(prepare(given.venv, given.python or None))
     except InstallationError as error:
         sys.exit(f"error: {error}")

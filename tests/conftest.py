@@ -15,7 +15,6 @@ settings.register_profile("paceline", deadline=None)  # wall time says nothing o
 settings.load_profile("paceline")
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Order the folders."""
     items.sort(key=lambda item: SLOWEST_FIRST.index(item.path.relative_to(FOLDERS).parts[0]))

@@ -321,8 +321,9 @@ class FleetSettings(Section):
     none is made; `EngineSettings.kv_pool` names one of your own. Engines that cannot have one do without."""
     metrics_port: int | None = Field(default=None, ge=0, le=65_535)
     """Port at which the driver serves metrics for Prometheus (`/metrics`); 0: a free one, unset: none."""
-    metrics_host: str = Field(default="127.0.0.1", min_length=1)
-    """Address at which it serves them; 0.0.0.0: every address of the machine, for a Prometheus elsewhere."""
+    metrics_host: str | None = Field(default=None, min_length=1)
+    """Address at which it serves them; unset: 127.0.0.1; 0.0.0.0: every address of the machine, for a Prometheus
+    elsewhere. Needs `metrics_port`."""
     progress_ms: float = Field(default=100.0, gt=0.0, le=60_000.0)
     """How often a worker tells what it has generated; a lost worker costs at most so much of its work. Workers with
     more chunks than their driver can hear of so often (10,000 in all at 100 ms) tell less often by themselves."""
@@ -342,3 +343,12 @@ class FleetSettings(Section):
     rewards: RewardSettings | None = None
     """The pool of reward workers. Unset, `Fleet` uses one with the defaults where it is given a reward function, and
     `train` computes rewards in the trainer's process after the rollout."""
+
+    @model_validator(mode="after")
+    def _check_metrics(self) -> FleetSettings:
+        if self.metrics_host is not None and self.metrics_port is None:
+            raise ValueError(
+                f"metrics_host {self.metrics_host!r} without metrics_port serves nothing: give the port too, or leave "
+                "both away"
+            )
+        return self

@@ -232,7 +232,9 @@ def test_a_failed_response_has_the_reward_of_a_failure() -> None:
             self._metrics = {"train": defaultdict(list)}
 
     assert Trainer(-2.0)._calculate_rewards([{}, {}]).tolist() == [[1.0, 1.0], [-2.0, -2.0]]
-    with pytest.raises(EngineError, match="response 1 ended its workers; it has no reward: set failure_reward"):
+    with pytest.raises(
+        EngineError, match="response 1 ended its workers; it has no reward: set failure_reward"
+    ):
         Trainer(None)._calculate_rewards([{}, {}])
 
 

@@ -8,10 +8,11 @@ from urllib.request import urlopen
 import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from pydantic import ValidationError
 
 from paceline.config import FleetSettings
 from paceline.errors import ConfigError
-from paceline.fleet.metrics import COUNTERS, GAUGES, MetricsServer
+from paceline.fleet.metrics import COUNTERS, GAUGES, LOCAL_HOST, MetricsServer
 from paceline.fleet.status import StatusBoard, WorkerStatus
 
 BOARD = StatusBoard(
@@ -26,7 +27,7 @@ BOARD = StatusBoard(
 
 @pytest.fixture
 def server() -> Iterator[MetricsServer]:
-    made = MetricsServer(BOARD, lambda: 17, 0, FleetSettings().metrics_host)
+    made = MetricsServer(BOARD, lambda: 17, 0, LOCAL_HOST)
     yield made
     made.close()
 
@@ -73,6 +74,14 @@ def test_nobody_outside_the_machine_reads_them_unless_asked(server: MetricsServe
     open_to_all = MetricsServer(BOARD, lambda: 17, 0, "0.0.0.0")
     assert listens_at(open_to_all) == "0.0.0.0"
     open_to_all.close()
+
+
+def test_an_address_without_a_port_is_refused() -> None:
+    with pytest.raises(
+        ValidationError, match=r"metrics_host '0\.0\.0\.0' without metrics_port serves nothing"
+    ):
+        FleetSettings(metrics_host="0.0.0.0")
+    assert FleetSettings(metrics_host="0.0.0.0", metrics_port=0).metrics_port == 0
 
 
 def test_an_address_of_another_machine_is_refused() -> None:

@@ -8,7 +8,9 @@ import os
 import subprocess
 import sys
 import zipfile
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from types import ModuleType
 from typing import Any
 
@@ -70,6 +72,20 @@ def test_an_environment_that_no_longer_runs_is_named(script: ModuleType, tmp_pat
     (tmp_path / "bin" / "python").symlink_to("/bin/false")
     with pytest.raises(script.InstallationError, match=f"remove {tmp_path}, then try again"):
         script.prepare(tmp_path, sys.executable)
+
+
+def test_an_environment_of_another_python_is_named(script: ModuleType, tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "venv")], check=True)
+    for wanted in (None, sys.executable, str(tmp_path / "venv" / "bin" / "python")):
+        assert script.prepare(tmp_path / "venv", wanted) == str(tmp_path / "venv" / "bin" / "python")
+    other = tmp_path / "python3.12"
+    seen = {"version": [3, 12], "home": "/opt/other", "has_venv": True, "has_headers": True}
+    other.write_text(f"#!/bin/sh\necho '{json.dumps(seen)}'\n")
+    other.chmod(0o755)
+    with pytest.raises(script.InstallationError, match=r"is 3\.12 of /opt/other: run 'make clean'"):
+        script.prepare(tmp_path / "venv", str(other))
+    with pytest.raises(script.InstallationError, match="/no/such is no Python that runs"):
+        script.prepare(tmp_path / "venv", "/no/such")
 
 
 def test_an_environment_without_pip_gets_it(script: ModuleType, tmp_path: Path) -> None:
@@ -160,6 +176,59 @@ def test_pip_is_asked_which_torch_it_would_fetch(
     assert script.would_be_cuda(fresh, "torch==2.13.0")
     subprocess.run([*fresh, "--no-deps", str(next(cpu.iterdir()))], check=True)
     assert not script.would_be_cuda(fresh, "torch==2.13.0")  # the CPU build is there: it stays
+
+
+class PlainIndex(BaseHTTPRequestHandler):
+    """A package index that says nothing about its one wheel but where it is."""
+
+    wheel: Path
+    num_sent = 0
+
+    def do_HEAD(self) -> None:
+        self.answer(with_body=False)
+
+    def do_GET(self) -> None:
+        self.answer(with_body=True)
+
+    def answer(self, with_body: bool) -> None:
+        body, status = self.wheel.read_bytes(), 200
+        kind = "application/octet-stream"
+        if self.path.endswith("/"):
+            body, kind = f'<a href="/{self.wheel.name}">{self.wheel.name}</a>'.encode(), "text/html"
+        elif (asked := self.headers.get("Range")) is not None:
+            begin, end = asked.removeprefix("bytes=").split("-")
+            body, status = body[int(begin) : int(end) + 1], 206
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Accept-Ranges", "bytes")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if with_body:
+            self.wfile.write(body)
+            PlainIndex.num_sent += len(body)
+
+    def log_message(self, format: str, *arguments: Any) -> None:
+        """Nobody reads it."""
+
+
+def test_no_wheel_is_fetched_to_learn_what_it_needs(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the newest pip, which the installation gets first: older ones fetch whatever they are asked about."""
+    newest = [sys.executable, "-m", "pip", "install", "-q", "--ignore-installed"]
+    wheel(tmp_path, "torch", "2.13.0", ["nvidia-cublas==13"])
+    [PlainIndex.wheel] = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(PlainIndex.wheel, "a") as file:
+        file.writestr("libtorch.so", os.urandom(1 << 22))
+    for name in [name for name in os.environ if name.startswith("PIP_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    with ThreadingHTTPServer(("127.0.0.1", 0), PlainIndex) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setenv("PIP_INDEX_URL", f"http://127.0.0.1:{server.server_port}/simple")
+        assert script.would_be_cuda(newest, "torch==2.13.0")
+        server.shutdown()
+    assert PlainIndex.num_sent < 1 << 20
 
 
 @pytest.mark.parametrize("cuda", [True, False])

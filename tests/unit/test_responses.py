@@ -45,6 +45,46 @@ def line(prompt: str | int = 1, sample: int = 0, **changes: Any) -> ResponseLine
     )
 
 
+@pytest.fixture
+def partly_failed(tmp_path: Path) -> Path:
+    """Three responses, the second of which has failed, and a torn line."""
+    reasons = ["stop", "error", "length"]
+    lines = [encode_line(line("a", i, finish_reason=reasons[i]), {}) for i in range(3)]
+    path = tmp_path / "o.jsonl"
+    path.write_bytes(b"".join(lines) + b'{"id')
+    return path
+
+
+def test_failed_responses_are_taken_out_to_be_made_again(partly_failed: Path) -> None:
+    first, _, last = partly_failed.read_bytes().splitlines(keepends=True)[:3]
+    with ResponseFile.resume(partly_failed)[0]:
+        assert len(partly_failed.read_bytes().splitlines()) == 3, "unasked it stays"
+    file, known = ResponseFile.resume(partly_failed, without_failed=True)
+    with file:
+        assert set(known) == {("a", 0), ("a", 2)}
+        assert partly_failed.read_bytes() == first + last
+        file.append(encode_line(line("a", 1), {}))
+        assert file.num_written == 1
+        with pytest.raises(RecordError, match="written by another process"):
+            ResponseFile.resume(partly_failed)
+    assert set(ResponseFile.resume(partly_failed)[1]) == {("a", 0), ("a", 1), ("a", 2)}
+    assert [one.name for one in partly_failed.parent.iterdir()] == ["o.jsonl"]
+
+
+def test_a_disk_without_room_for_both_keeps_failed_responses(
+    partly_failed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path, target: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "replace", refuse)
+    with pytest.raises(RecordError, match="No space left on device; .* is as it was"):
+        ResponseFile.resume(partly_failed, without_failed=True)
+    monkeypatch.undo()
+    assert len(ResponseFile.resume(partly_failed)[1]) == 3
+    assert [one.name for one in partly_failed.parent.iterdir()] == ["o.jsonl"]
+
+
 def test_a_resumed_output_drops_a_torn_line_alone(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "o.jsonl"
     lines = [encode_line(line("a", sample), {"answer": 7}) for sample in range(3)]

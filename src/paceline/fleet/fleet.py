@@ -50,7 +50,7 @@ from paceline.fleet.controller_log import ControllerLog, open_log
 from paceline.fleet.draft_process import DraftProcess, start_draft_process
 from paceline.fleet.journal import Journal
 from paceline.fleet.kv_pool import open_pool
-from paceline.fleet.metrics import MetricsServer
+from paceline.fleet.metrics import LOCAL_HOST, MetricsServer
 from paceline.fleet.rewards import Reward, RewardFunction
 from paceline.fleet.rollout_worker import EngineSpec
 from paceline.fleet.status import StatusBoard, WorkerStatus
@@ -169,7 +169,7 @@ class Fleet:
             made.callback(self._draft_server.close)
 
     def _serve_metrics(self) -> MetricsServer | None:
-        port, host = self.settings.metrics_port, self.settings.metrics_host
+        port, host = self.settings.metrics_port, self.settings.metrics_host or LOCAL_HOST
         return None if port is None else MetricsServer(self.board, lambda: self.num_unfinished, port, host)
 
     def _open_decision_log(self) -> ControllerLog | None:

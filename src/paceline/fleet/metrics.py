@@ -14,6 +14,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from paceline.errors import ConfigError
 from paceline.fleet.status import StatusBoard, WorkerStatus
 
+LOCAL_HOST = "127.0.0.1"
+"""Where the metrics are served unless another address is given."""
+
 GAUGES: dict[str, tuple[str, Callable[[WorkerStatus], float]]] = {
     "up": ("1 while the worker takes chunks", lambda status: float(status.state == "up")),
     "running_chunks": ("Chunks that the worker has", lambda status: status.num_running),

@@ -4,6 +4,7 @@ The rules, whoever writes what:
 * One process writes a file; another one that opens it is refused. The lock ends with the process, however that ends.
 * What `append` takes is in the file whole, or not at all: where the disk refuses, the part that it took is cut off
   again, nothing that was written before is touched, and RecordError names file and remedy. The next `append` may work.
+* Where fsync fails, RecordError says how many of the last pieces the disk may not have; nothing is cut off.
 * What `append` has written survives the end of the process at once, and of the machine after at most `sync_s` (fsync),
   `sync` or `close`; with `sync_s` None the machine's end may cost anything.
 * A machine that goes down may leave a torn end. Whoever continues a file reads it to the last whole piece, which is a
@@ -37,7 +38,7 @@ class AppendFile:
         self._fd = fd
         self._what, self._remedy = what, remedy
         self._sync_s = sync_s
-        self._synced_s = time.monotonic()
+        self._synced_s, self._num_synced = time.monotonic(), 0
         self._is_torn = False
 
     @classmethod
@@ -124,12 +125,18 @@ class AppendFile:
         self.size = size
 
     def sync(self) -> None:
-        """Have the disk keep what was written. Raises RecordError if it does not."""
+        """Have the disk keep what was written. Raises RecordError if it does not: what is not on it by now may be lost
+        whatever a later call says.
+        """
         try:
             os.fsync(self._fd)
         except OSError as error:
-            raise self._lost(error) from error
-        self._synced_s = time.monotonic()
+            raise RecordError(
+                f"the disk does not keep what was written to {self.path}: {error.strerror}; of the {self.num_appended} "
+                f"{self._what} that this process has written, the last {self.num_appended - self._num_synced} may be "
+                f"missing or damaged. Look at the disk, and at the end of the file. {self._remedy}"
+            ) from error
+        self._synced_s, self._num_synced = time.monotonic(), self.num_appended
 
     def close(self) -> None:
         """Have the disk keep everything, and close; a second call does nothing."""

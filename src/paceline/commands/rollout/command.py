@@ -169,6 +169,12 @@ def rollout(
         ),
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Make only what is missing in OUT.jsonl.")] = False,
+    retry_failed: Annotated[
+        bool,
+        typer.Option(
+            "--retry-failed", help="With --resume: make responses that have failed again; their lines go."
+        ),
+    ] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT.jsonl.")] = False,
 ) -> None:
     """Generate responses for a file of prompts.
@@ -192,6 +198,8 @@ def rollout(
     )
     sampling = Sampling(max_tokens, temperature, top_p, top_k, min_p, tuple(stop or ()))
     _check_switches(samples, resume, overwrite, plain, model_drafter)
+    if retry_failed and not resume:
+        raise ConfigError("--retry-failed goes on with an output that is there: give --resume too")
     _check_record(record, workers)
     _check_sharing(plain, draft_server or (), draft_secret_file)
     check_seed(seed)
@@ -229,7 +237,10 @@ def rollout(
     )
     if fleet is not None:
         check_fleet_job(launch, sampling, fleet)
-    file, done = ResponseFile.resume(out) if resume else (ResponseFile.create(out, overwrite=overwrite), {})
+    if resume:
+        file, done = ResponseFile.resume(out, without_failed=retry_failed)
+    else:
+        file, done = ResponseFile.create(out, overwrite=overwrite), {}
     with file:
         job = plan_job(checkpoint, launch, sampling, seed, known_prompts, samples, out, done)
         if fleet is None:

@@ -1,11 +1,13 @@
 """The output of `paceline rollout`: one JSON line per finished response, appended as it finishes.
 
-Invariants: a line is written whole and is never changed (record/append.py); a response is known by (prompt id, sample),
+Invariants: a line is written whole and never changed (record/append.py), taken out only if it has failed and is to be
+made again; a response is known by (prompt id, sample),
 and its key, policy and options must be those of the run that goes on.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
@@ -59,6 +61,7 @@ class KnownResponse(msgspec.Struct, frozen=True):
     key: int | None
     policy_fingerprint: str
     options: dict[str, Any]
+    finish_reason: str
 
 
 _encoder = msgspec.json.Encoder()
@@ -87,14 +90,21 @@ class ResponseFile:
         return cls(file)
 
     @classmethod
-    def resume(cls, path: Path) -> tuple[Self, dict[Identity, KnownResponse]]:
+    def resume(
+        cls, path: Path, *, without_failed: bool = False
+    ) -> tuple[Self, dict[Identity, KnownResponse]]:
         """Continue a file, or start it when there is none; also what it holds. A torn last line is cut off.
 
-        RecordError for a line that this command has not written.
+        without_failed: take out the lines of responses that have failed; the file is replaced as a whole. RecordError
+        for a line that this command has not written.
         """
         file = _open(path)
         try:
-            return cls(file), _read(file)
+            known = _read(file)
+            if without_failed and any(map(_has_failed, known.values())):
+                file = _replace(file)
+                known = {name: one for name, one in known.items() if not _has_failed(one)}
+            return cls(file), known
         except BaseException:
             file.close()
             raise
@@ -139,6 +149,30 @@ def _read(file: AppendFile) -> dict[Identity, KnownResponse]:
         end += len(line)
     file.cut(end)
     return known
+
+
+def _has_failed(response: KnownResponse) -> bool:
+    return response.finish_reason == "error"
+
+
+def _replace(file: AppendFile) -> AppendFile:
+    """The file without the responses that have failed, in its place. RecordError if the disk refuses."""
+    path = file.path.resolve()
+    new = path.with_name(path.name + ".new")
+    try:
+        with new.open("wb") as kept:
+            kept.writelines(line for line in read_lines(path) if not _has_failed(_decoder.decode(line)))
+            kept.flush()
+            os.fsync(kept.fileno())
+        new.replace(path)
+    except OSError as error:
+        new.unlink(missing_ok=True)
+        raise RecordError(
+            f"cannot write {new}: {error.strerror}; {path} is as it was. Free some space, or resume without "
+            "--retry-failed"
+        ) from error
+    file.close()
+    return _open(file.path)
 
 
 def refuse_existing(path: Path) -> None:
