@@ -78,7 +78,7 @@ def test_a_disk_without_room_for_both_keeps_failed_responses(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(Path, "replace", refuse)
-    with pytest.raises(RecordError, match="No space left on device; .* is as it was"):
+    with pytest.raises(RecordError, match=r"No space left on device; .* is as it was"):
         ResponseFile.resume(partly_failed, without_failed=True)
     monkeypatch.undo()
     assert len(ResponseFile.resume(partly_failed)[1]) == 3
