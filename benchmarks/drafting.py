@@ -174,10 +174,8 @@ class Ours:
         return time.perf_counter() - start
 
     def _learn(self, batch: DraftBatch, accepted: list[int]) -> None:
-        cells, outcomes = acceptance.verified_outcomes(
-            batch, batch.num_tokens, np.asarray(accepted, np.int32)
-        )
-        self.table = acceptance.update_acceptance(self.table, cells, outcomes)
+        told, right = acceptance.judge(batch.cells.shape[1], batch.num_tokens, np.asarray(accepted, np.int32))
+        self.table = acceptance.update_acceptance(self.table, batch.cells[told], right[told])
         self._batch = None
 
     def end(self) -> None:

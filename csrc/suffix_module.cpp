@@ -174,14 +174,6 @@ class SuffixForest {
     return forest_.shared().count(view(context));
   }
 
-  uint32_t match_length(int64_t id, int64_t response) const {
-    const Group* group = forest_.find(id);
-    if (group == nullptr) return 0;
-    Contexts contexts;
-    forest_.start(*group, response, contexts);
-    return contexts.group.empty() ? 0 : static_cast<uint32_t>(contexts.group.size() - 1);
-  }
-
   uint64_t memory_bytes() const { return forest_.bytes(); }
   size_t num_groups() const { return forest_.num_groups(); }
   uint64_t num_tokens() const { return forest_.num_tokens(); }
@@ -233,7 +225,6 @@ NB_MODULE(_suffix, m) {
       .def("draft_paths", &SuffixForest::draft_paths)
       .def("count", &SuffixForest::count, "group"_a, "context"_a)
       .def("count_shared", &SuffixForest::count_shared, "context"_a)
-      .def("match_length", &SuffixForest::match_length, "group"_a, "response"_a)
       .def("escapes", &SuffixForest::escapes)
       .def_prop_ro("memory_bytes", &SuffixForest::memory_bytes)
       .def_prop_ro("num_groups", &SuffixForest::num_groups)

@@ -241,23 +241,6 @@ def test_every_context_is_counted_exactly(
                 assert native == occurrences(shared, context)
 
 
-@given(st.integers(1, 5), prompts_of, appends)
-@settings(max_examples=100)
-def test_the_cursor_is_the_longest_suffix_that_goes_on(
-    depth: int, prompts: list[list[int]], chunks: list[tuple[int, int, list[int]]]
-) -> None:
-    forest, oracle = build(depth, 0, prompts, chunks)
-    for group, responses in oracle.responses.items():
-        for response, tokens in responses.items():
-            text = prompts[group] + tokens
-            lengths = [
-                size
-                for size in range(1, min(depth, len(text)) + 1)
-                if followers(oracle.group_texts(group), text[-size:]).total
-            ]
-            assert forest.match_length(group, response) == max(lengths, default=0)
-
-
 @given(st.integers(1, 5), st.integers(0, 3), prompts_of, appends)
 @settings(max_examples=150)
 def test_the_mixture_learns_what_the_slow_one_learns(

@@ -4,19 +4,7 @@ import numpy as np
 import pytest
 
 from paceline.errors import EngineError
-from paceline.planning.acceptance import AcceptanceTable, estimate, update_acceptance, verified_outcomes
-from paceline.types import DraftBatch
-
-
-def drafts(cells: list[list[int]]) -> DraftBatch:
-    shape = np.array(cells, dtype=np.int32)
-    return DraftBatch(
-        tokens=np.zeros_like(shape),
-        num_tokens=np.full(len(shape), shape.shape[1], dtype=np.int32),
-        acceptance=np.ones(shape.shape, dtype=np.float32),
-        cells=shape,
-        probes=np.zeros((len(shape), 5), dtype=np.int32),
-    )
+from paceline.planning.acceptance import AcceptanceTable, estimate, judge, update_acceptance
 
 
 def int32(*values: int) -> np.ndarray:
@@ -62,10 +50,9 @@ def test_a_cell_that_is_no_longer_verified_returns_to_its_prior() -> None:
 
 
 def test_only_positions_up_to_the_first_rejection_are_told() -> None:
-    batch = drafts([[10, 11, 12, 13], [20, 21, 22, 23], [30, 31, 32, 33], [40, 41, 42, 43]])
-    cells, accepted = verified_outcomes(batch, int32(4, 3, 0, 2), int32(1, 3, 0, 0))
-    assert cells.tolist() == [10, 11, 20, 21, 22, 40]
-    assert accepted.tolist() == [True, False, True, True, True, False]
+    told, right = judge(4, int32(4, 3, 0, 2), int32(1, 3, 0, 0))
+    assert told.sum(axis=1).tolist() == [2, 3, 0, 1]
+    assert right[told].tolist() == [True, False, True, True, True, False]
 
 
 def test_estimates_are_conditional_so_path_probabilities_are_calibrated() -> None:
@@ -74,8 +61,8 @@ def test_estimates_are_conditional_so_path_probabilities_are_calibrated() -> Non
     table = AcceptanceTable.initial(np.full(3, 0.5))
     for _ in range(3000):
         num_accepted = np.cumprod(rng.random((4, 3)) < truth, axis=1).sum(axis=1).astype(np.int32)
-        outcome = verified_outcomes(drafts([[0, 1, 2]] * 4), np.full(4, 3, dtype=np.int32), num_accepted)
-        table = update_acceptance(table, *outcome)
+        told, right = judge(3, int32(3, 3, 3, 3), num_accepted)
+        table = update_acceptance(table, np.nonzero(told)[1].astype(np.int32), right[told])
     np.testing.assert_allclose(np.cumprod(estimate(table)), np.cumprod(truth), atol=0.03)
 
 
@@ -85,8 +72,6 @@ def test_bad_input_is_refused() -> None:
         update_acceptance(table, int32(2), np.array([True]))
     with pytest.raises(EngineError, match="do not fit a table of 2"):
         update_acceptance(table, int32(-1), np.array([True]))
-    with pytest.raises(EngineError, match="more draft tokens accepted"):
-        verified_outcomes(drafts([[0, 1]]), int32(1), int32(2))
     with pytest.raises(EngineError, match="from 0 to 1"):
         AcceptanceTable.initial([0.5, 1.5])
     with pytest.raises(EngineError, match="positive"):

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.errors import ConfigError, EngineError
-from paceline.planning.latency_profile import AffineLatency, PiecewiseLatency, fit_piecewise
+from paceline.planning.latency_profile import AffineLatency, PiecewiseLatency
 from paceline.planning.placement import Cluster, Plan, place
 from paceline.planning.window import Rules
 
@@ -147,7 +148,7 @@ def test_certain_drafts_use_the_longest_window_where_it_still_pays() -> None:
 
 
 def test_measured_curves_are_planned_with_and_the_papers_bound_refuses_them() -> None:
-    curve: PiecewiseLatency = fit_piecewise([8, 64, 256, 1024], [0.02, 0.02, 0.03, 0.1], num_segments=2).model
+    curve = PiecewiseLatency(np.array([0.0, 64.0, 1024.0]), np.array([0.02, 0.02, 0.1]))
     cluster = replace(cluster_of(8, 256, [1], [4]), verify={4: curve})
     plan: Plan = place(cluster, 0.8, MAX_WINDOW).best
     assert plan.verify_s == pytest.approx(float(curve.seconds(plan.batch * (plan.window + 1))))

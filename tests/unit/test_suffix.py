@@ -65,7 +65,6 @@ def test_a_cursor_stays_right_while_siblings_append() -> None:
     assert first(draft(forest, ask([1], [0], [4]))) == []
     forest.append(1, 1, [2, 3, 4, 5])
     assert first(draft(forest, ask([1], [0], [2]))) == [4, 5]
-    assert forest.match_length(1, 0) == 2
 
 
 def test_a_draft_ends_at_the_floor_and_at_the_limit() -> None:

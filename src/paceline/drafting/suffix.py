@@ -209,10 +209,6 @@ class SuffixForest:
         """How often a context (at most max_depth + 1 ids) occurred in the group's prompt and responses."""
         return self._native.count(group, _ids(context))
 
-    def match_length(self, group: int, response: int) -> int:
-        """Tokens of the response's longest suffix that a draft can be made from."""
-        return self._native.match_length(group, response)
-
     @property
     def memory_bytes(self) -> int:
         """Bytes held by all groups."""

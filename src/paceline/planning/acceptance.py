@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from paceline.errors import EngineError
-from paceline.types import DraftBatch, Float32Array, Float64Array, Int32Array
+from paceline.types import Float32Array, Float64Array, Int32Array
 
 BoolArray = NDArray[np.bool_]
 
@@ -63,7 +63,7 @@ def update_acceptance(
 ) -> AcceptanceTable:
     """The table after one engine step.
 
-    cells: [num_verified] the cell of each verified token, as `verified_outcomes` gives them.
+    cells: [num_verified] the cell of each draft token that `judge` says is told.
     accepted: [num_verified] whether the target's token was the same (or the number accepted, see `verified`).
     verified: [num_verified] how many tokens each entry stands for; None: one each.
     """
@@ -83,22 +83,12 @@ def update_acceptance(
     )
 
 
-def verified_outcomes(
-    drafts: DraftBatch, num_verified: Int32Array, num_accepted: Int32Array
-) -> tuple[Int32Array, BoolArray]:
-    """What one engine step says about the drafts: flat (cells, accepted), request by request, position by
-    position.
+def judge(width: int, num_verified: Int32Array, num_accepted: Int32Array) -> tuple[BoolArray, BoolArray]:
+    """Which draft tokens a step says something about, and which of them it accepted. [num_paths, width] each
 
-    num_verified: [num_requests] draft tokens that the target saw (the budget's decision).
-    num_accepted: [num_requests] accepted ones, at most num_verified.
-    Positions behind the first rejection say nothing and are left out: min(num_verified, num_accepted + 1) per
-    request.
+    num_verified: [num_paths] draft tokens that the target saw (the budget's decision).
+    num_accepted: [num_paths] accepted ones, at most num_verified.
+    Positions behind the first rejection say nothing: min(num_verified, num_accepted + 1) of each path are told.
     """
-    if (num_accepted > num_verified).any():
-        raise EngineError(
-            "more draft tokens accepted than verified: pass both counts in the same request order"
-        )
-    positions = np.arange(drafts.cells.shape[1], dtype=np.int32)
-    told = positions < np.minimum(num_verified, num_accepted + 1)[:, None]
-    accepted = positions < num_accepted[:, None]
-    return drafts.cells[told], accepted[told]
+    position = np.arange(width, dtype=np.int32)
+    return position < np.minimum(num_verified, num_accepted + 1)[:, None], position < num_accepted[:, None]

@@ -101,7 +101,7 @@ def verify_s(model: VerifyLatency, batch: ArrayLike, window: ArrayLike) -> Float
     return model.seconds(tokens)
 
 
-_Model = TypeVar("_Model", AffineLatency, PiecewiseLatency, StepLatency)
+_Model = TypeVar("_Model", AffineLatency, StepLatency)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,21 +123,6 @@ def fit_affine(tokens: ArrayLike, seconds: ArrayLike) -> LatencyFit[AffineLatenc
     x, y = _checked_points(tokens, seconds, num_distinct=2)
     base, slope = _nonnegative_least_squares(np.stack([np.ones_like(x), x], axis=1), y).tolist()
     model = AffineLatency(base, slope)
-    return _assessed(model, model.seconds(x), y)
-
-
-def fit_piecewise(
-    tokens: ArrayLike, seconds: ArrayLike, num_segments: int = 4
-) -> LatencyFit[PiecewiseLatency]:
-    """Least-squares curve of `num_segments` rising or level segments through profile points [num_points].
-
-    The knots split the distinct token counts evenly, so that a profile is finest where it was taken finest. Raises
-    ConfigError for fewer than num_segments + 1 distinct token counts, or a time that is not positive.
-    """
-    x, y = _checked_points(tokens, seconds, num_distinct=num_segments + 1)
-    knots, ramps = _ramps(x, num_segments)
-    rises = _nonnegative_least_squares(ramps, y)
-    model = PiecewiseLatency(knots, np.cumsum(rises))
     return _assessed(model, model.seconds(x), y)
 
 

@@ -80,12 +80,6 @@ class BestWindow:
     """Tokens per second and request at that window."""
 
 
-def accepted_distribution(acceptance: float, window: int) -> Float64Array:
-    """P(a, w), the probability that exactly a of w draft tokens are accepted, a = 0 .. w. [window + 1]"""
-    reached = np.power(acceptance, np.arange(window + 1))
-    return np.append(reached[:-1] * (1.0 - acceptance), reached[-1])
-
-
 def coupled_tokens(acceptance: ArrayLike, window: ArrayLike) -> Float64Array:
     """Tokens per coupled round, bonus token included: sum_{a<w} P(a,w) (a+1) + (w+1) P(w,w) = S_{w+1}."""
     w = np.asarray(window) + 1

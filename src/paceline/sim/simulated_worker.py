@@ -67,7 +67,6 @@ class Counters:
     drafted_tokens: float = 0.0
     accepted_tokens: float = 0.0
     prefilled_tokens: float = 0.0
-    loaded_tokens: float = 0.0
     preemptions: int = 0
     intervals: list[tuple[float, float]] = field(default_factory=list)
     """(from, to) of every time in which it had something to run."""
@@ -318,7 +317,6 @@ class SimulatedWorker:
         resumed = np.array([job.is_resumed and moves for job in jobs])
         loaded, prefilled = float(context[resumed & ~here].sum()), float(context[~resumed & ~here].sum())
         self.clock_s += loaded * (self.costs.kv_load_token_s or 0.0) + prefilled * self.costs.prefill_token_s
-        self.counters.loaded_tokens += loaded
         self.counters.prefilled_tokens += prefilled
         begun = np.array([job.response for job in jobs], dtype=np.int64)
         if self._acceptance is not None:

@@ -45,10 +45,10 @@ from paceline.engine.compat import (
     SchedulerOutput,
     SupportsHMA,
     is_cpu,
-    vllm_version,
     worker_connector,
 )
 from paceline.engine.compiled import is_compiled, is_invariant
+from paceline.engine.installed import vllm_version
 from paceline.engine.keys import policy_version_of
 from paceline.engine.kv.blocks import KvBlocks
 from paceline.errors import UnsupportedError

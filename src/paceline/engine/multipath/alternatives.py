@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 
 from paceline.config import BudgetSettings, EngineSettings
 from paceline.drafting.drafter import PathDrafter
-from paceline.engine.learned import Learned
+from paceline.drafting.learned import Learned
 from paceline.engine.loop_log import EngineLog
 from paceline.planning import paths
-from paceline.planning.acceptance import BoolArray
+from paceline.planning.acceptance import BoolArray, judge
 from paceline.planning.budget import BudgetState
 from paceline.types import DraftBatch, DraftQuery, Int32Array, Int64Array
 
@@ -146,8 +146,7 @@ class AlternativePaths:
 def outcomes_of(
     alternatives: Alternatives, verified: Int32Array, accepted: Int32Array
 ) -> tuple[Int32Array, BoolArray]:
-    """What a step says about its alternatives, as `acceptance.verified_outcomes`; shared tokens are counted once."""
-    position = np.arange(alternatives.cells.shape[1], dtype=np.int32)
-    told = position < np.minimum(verified, accepted + 1)[:, None]
-    told &= position >= alternatives.covered[:, None]
-    return alternatives.cells[told], (position < accepted[:, None])[told]
+    """(cells, outcomes) that a step tells of its alternatives; tokens shared with an earlier path are counted once."""
+    told, right = judge(alternatives.cells.shape[1], verified, accepted)
+    told &= np.arange(told.shape[1]) >= alternatives.covered[:, None]
+    return alternatives.cells[told], right[told]
