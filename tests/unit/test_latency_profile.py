@@ -11,6 +11,7 @@ from paceline.errors import ConfigError
 from paceline.planning.latency_profile import (
     AffineLatency,
     LatencyFit,
+    LatencyModel,
     PiecewiseLatency,
     StepLatency,
     fit_affine,
@@ -30,7 +31,7 @@ def fit_curve(seconds: list[float], num_segments: int | None) -> LatencyFit[Step
     return fit_step(TOKENS, np.zeros(len(TOKENS)), seconds, num_segments)
 
 
-def misfit(model: StepLatency | PiecewiseLatency, seconds: list[float]) -> float:
+def misfit(model: LatencyModel, seconds: list[float]) -> float:
     return float(((model.seconds(TOKENS) / seconds - 1.0) ** 2).sum())
 
 
@@ -65,7 +66,7 @@ def test_a_knee_needs_segments_and_the_quality_says_so() -> None:
     assert line.largest_relative_error > 0.1
     assert curve.largest_relative_error < 1e-6
     assert line.r_squared < 0.99 < curve.r_squared
-    assert float(curve.model.seconds(1024)) == pytest.approx(knee_s(1024))
+    assert float(curve.model.by_tokens.seconds(1024)) == pytest.approx(knee_s(1024))
 
 
 def test_between_and_beyond_knots_the_curve_is_straight() -> None:
@@ -75,7 +76,7 @@ def test_between_and_beyond_knots_the_curve_is_straight() -> None:
 
 @given(st.lists(st.floats(0.001, 10.0), min_size=10, max_size=10), st.integers(1, 9))
 def test_times_are_positive_and_never_fall(seconds: list[float], num_segments: int) -> None:
-    model = fit_curve(seconds, num_segments).model
+    model = fit_curve(seconds, num_segments).model.by_tokens
     asked = model.seconds(np.arange(1, 1000))
     assert (asked >= 0).all()
     assert (np.diff(asked) >= -1e-12).all()
@@ -87,18 +88,18 @@ def test_times_are_positive_and_never_fall(seconds: list[float], num_segments: i
     st.floats(-0.5, 0.5),
 )
 def test_no_other_rising_curve_is_nearer(seconds: list[float], knot: int, change: float) -> None:
-    model = fit_curve(seconds, 9).model
-    assert isinstance(model.by_tokens, PiecewiseLatency)
-    other = model.by_tokens.knot_s.copy()
+    model = fit_curve(seconds, 9).model.by_tokens
+    assert isinstance(model, PiecewiseLatency)
+    other = model.knot_s.copy()
     other[knot] += change
     other = np.maximum.accumulate(np.maximum(other, 0.0))
-    moved = PiecewiseLatency(model.by_tokens.knot_tokens, other)
+    moved = PiecewiseLatency(model.knot_tokens, other)
     assert misfit(model, seconds) <= misfit(moved, seconds) * (1 + 1e-9) + 1e-9
 
 
 @given(st.lists(st.floats(0.001, 10.0), min_size=10, max_size=10))
 def test_more_segments_on_the_same_knots_fit_no_worse(seconds: list[float]) -> None:
-    line, curve = fit_curve(seconds, None).model, fit_curve(seconds, 9).model
+    line, curve = fit_curve(seconds, None).model.by_tokens, fit_curve(seconds, 9).model.by_tokens
     assert misfit(curve, seconds) <= misfit(line, seconds) * (1 + 1e-9) + 1e-9
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
-from paceline.engine.multipath.layout import Expansion, PathPlan, blocks_touched, lay_out
+from paceline.engine.multipath.alternatives import Alternatives
+from paceline.engine.multipath.layout import Expansion, PathPlan, blocks_touched, lay_out, plan_paths
 
 BLOCK = 16
 TABLE = np.array([[1, 2, 3, 0], [4, 5, 6, 7], [8, 0, 0, 0]], dtype=np.int32)
@@ -62,3 +65,48 @@ def test_no_path_writes_outside_its_private_blocks(start: int, length: int) -> N
     for accepted in range(1, length + 1):
         reached = {int(slot) // BLOCK for slot in made.slots[: accepted + 1]}
         assert {private for _, private in made.won(0, accepted)} == reached
+
+
+def plan(lengths: list[int], **limits: Any) -> tuple[PathPlan | None, list[int]]:
+    """Alternatives [10 .., 20 .., ..] of requests a, b, .. whose last tokens stand at 14, the end of a block."""
+    count = len(lengths)
+    rows = np.arange(1, count + 1, dtype=np.int32)[:, None] * 10 + np.arange(4, dtype=np.int32)
+    alternatives = Alternatives(
+        owners=np.arange(count),
+        tokens=rows,
+        lengths=np.array(lengths, np.int32),
+        covered=np.ones(count, np.int32),
+        cells=np.zeros_like(rows),
+        expected_accepted=1.0,
+    )
+    given = {
+        "starts": [14] * count,
+        "limits": [4] * count,
+        "room": 99,
+        "blocks": [7, 8, 9],
+        "block_size": BLOCK,
+    }
+    made, sent = plan_paths(alternatives, "abcdef"[:count], **(given | limits))
+    return made, sent.tolist()
+
+
+def test_alternatives_are_taken_in_order_while_blocks_last() -> None:
+    made, sent = plan([3, 4, 2, 2])
+    assert sent == [3, 0, 0, 0]  # two blocks each; the third spare block is none for a path over two
+    assert made == PathPlan(("a",), ((10, 11, 12),), ((7, 8),))
+    made, sent = plan([3, 4], starts=[14, 16])
+    assert sent == [3, 4]
+    assert made == PathPlan(("a", "b"), ((10, 11, 12), (20, 21, 22, 23)), ((7, 8), (9,)))
+
+
+def test_alternatives_are_cut_to_the_step() -> None:
+    made, sent = plan([3, 4], starts=[0, 0], limits=[2, 4], room=6)
+    assert sent == [2, 2]  # 2 + 1 tokens of 6, then as many of the 3 that are left
+    assert made == PathPlan(("a", "b"), ((10, 11), (20, 21)), ((7,), (8,)))
+
+
+@pytest.mark.parametrize(
+    "limits", [{"limits": [0]}, {"limits": [1]}, {"room": 2}, {"room": 0}, {"blocks": []}]
+)
+def test_an_alternative_that_would_add_nothing_is_left_out(limits: dict[str, Any]) -> None:
+    assert plan([3], **limits) == (None, [0])

@@ -31,10 +31,10 @@ def cleared(cache: Any) -> list[int]:
 def test_blocks_are_cleared_when_a_new_request_gets_them_but_for_its_cached_prefix(cache: Any) -> None:
     blocks = NanBlocks([cache], 8, [4])
     blocks.leave([[1, 2, 3]])
-    blocks.clear_before(a_step())
+    blocks.clear_before(a_step(), None)
     assert cleared(cache) == []
     new = SimpleNamespace(block_ids=([1, 2, 5],), num_computed_tokens=4)
-    blocks.clear_before(a_step(scheduled_new_reqs=[new]))
+    blocks.clear_before(a_step(scheduled_new_reqs=[new]), None)
     assert cleared(cache) == [2]
 
 
@@ -44,7 +44,7 @@ def test_blocks_are_cleared_when_a_running_request_grows_into_them(cache: Any) -
     grown = SimpleNamespace(
         req_ids=["a", "b"], new_block_ids=[None, ([3],)], num_computed_tokens=[7, 8], resumed_req_ids=set()
     )
-    blocks.clear_before(a_step(scheduled_cached_reqs=grown))
+    blocks.clear_before(a_step(scheduled_cached_reqs=grown), None)
     assert cleared(cache) == [3]
 
 
@@ -52,8 +52,8 @@ def test_blocks_are_cleared_when_an_alternative_path_borrows_them(cache: Any) ->
     blocks = NanBlocks([cache], 8, [4])
     blocks.leave([[1, 2, 3]])
     plan = PathPlan(names=("a",), drafts=((7, 8, 9),), blocks=((6, 2),))
-    blocks.clear_before(a_step(paceline_paths=plan))
+    blocks.clear_before(a_step(), plan)
     assert cleared(cache) == [2]
     cache[2] = float("nan")
-    blocks.clear_before(a_step(paceline_paths=plan))
+    blocks.clear_before(a_step(), plan)
     assert cleared(cache) == []  # it was given once, clean

@@ -28,9 +28,9 @@ from paceline.engine.compat import (
 )
 from paceline.engine.fast_loop import FastLoop, Proposal
 from paceline.engine.keys import OPTIONS, KeyBook, engine_seed
-from paceline.engine.multipath.alternatives import Alternatives
-from paceline.engine.multipath.layout import PathPlan, blocks_touched
+from paceline.engine.multipath.layout import PathPlan, plan_paths
 from paceline.engine.multipath.spare_blocks import SpareBlocks
+from paceline.engine.runner import StepOrder, give_order, undrawable_of
 from paceline.errors import RequestError
 from paceline.planning.budget import fair_weights
 from paceline.types import DraftQuery, Float64Array, Int32Array, Int64Array, StepObservation
@@ -193,9 +193,8 @@ class PacelineScheduler(Scheduler):  # type: ignore[misc]
         wanted = ready and self.loop.may_draft
         self._proposal = self._propose(ready, min(spare, self.settings.max_alternatives)) if wanted else None
         output = super().schedule(*args, **kwargs)
-        output.paceline_order = self.loop.order()
-        if self._proposal is not None and self._proposal.alternatives is not None:
-            output.paceline_paths = self._plan_paths(self._proposal.alternatives, output)
+        paths = self._plan_paths(output)
+        give_order(output, StepOrder(self.loop.order(), paths))
         return output
 
     def _block_demand(self) -> int:
@@ -206,27 +205,28 @@ class PacelineScheduler(Scheduler):  # type: ignore[misc]
         )
         return grown + (self._blocks_for(self.waiting.peek_request().num_tokens) if self.waiting else 0)
 
-    def _plan_paths(self, alternatives: Alternatives, output: SchedulerOutput) -> PathPlan | None:
-        """Hand the alternatives to the worker, as far as vLLM scheduled their requests and blocks last.
+    def _plan_paths(self, output: SchedulerOutput) -> PathPlan | None:
+        """The step's alternatives, as far as vLLM scheduled their requests and blocks last.
 
         Lengths that are sent are kept in the proposal, 0 for alternatives that are not.
         """
-        assert self._proposal is not None
+        if self._proposal is None or self._proposal.alternatives is None:
+            return None
         assert self.spare_blocks is not None
-        room = self.scheduler_config.max_num_batched_tokens - output.total_num_scheduled_tokens
-        free, lengths = self.spare_blocks.ids, alternatives.lengths.copy()
-        rows: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = []
-        for i, owner in enumerate(alternatives.owners.tolist()):
-            name = self._queried[owner]
-            length = min(int(lengths[i]), len(output.scheduled_spec_decode_tokens.get(name, ())), room - 1)
-            start = self.requests[name].num_tokens - 1 if name in self.requests else 0
-            blocks = blocks_touched(start, length, self.block_size)
-            lengths[i] = length if length > alternatives.covered[i] and blocks <= len(free) else 0
-            if lengths[i]:
-                rows.append((name, tuple(alternatives.tokens[i, :length].tolist()), tuple(free[:blocks])))
-                free, room = free[blocks:], room - length - 1
+        alternatives = self._proposal.alternatives
+        names = [self._queried[owner] for owner in alternatives.owners.tolist()]
+        drafts = output.scheduled_spec_decode_tokens
+        plan, lengths = plan_paths(
+            alternatives,
+            names,
+            starts=[self.requests[name].num_tokens - 1 if name in self.requests else 0 for name in names],
+            limits=[len(drafts.get(name, ())) for name in names],
+            room=self.scheduler_config.max_num_batched_tokens - output.total_num_scheduled_tokens,
+            blocks=self.spare_blocks.ids,
+            block_size=self.block_size,
+        )
         self._proposal = replace(self._proposal, alternatives=replace(alternatives, lengths=lengths))
-        return PathPlan(*zip(*rows, strict=True)) if rows else None
+        return plan
 
     def _can_draft(self, request: Request) -> bool:
         live = self.live.get(request.request_id)
@@ -322,7 +322,7 @@ class PacelineScheduler(Scheduler):  # type: ignore[misc]
         if self.kv_pool is not None:
             step_s -= self.kv_pool.take_spent_s()
         self._observe(scheduler_output, model_runner_output, step_s)
-        for name, why in getattr(model_runner_output, "paceline_undrawable", {}).items():
+        for name, why in undrawable_of(model_runner_output).items():
             self._give_up(name, why)
         result: dict[int, EngineCoreOutputs] = super().update_from_output(
             scheduler_output, model_runner_output

@@ -13,10 +13,11 @@ from typing import Any
 import torch
 
 from paceline.engine import compiled, invariance
-from paceline.engine.arguments import check_engine, read_settings
+from paceline.engine.arguments import check_engine
 from paceline.engine.compat import is_cpu, platform_worker, repack_tied_head
 from paceline.engine.kv.connector import PoolConnector, worker_end
-from paceline.engine.v1.runner import KeyedRunner
+from paceline.engine.runner import Runner
+from paceline.engine.v1.runner import adopt
 
 
 class PacelineWorker(platform_worker()):  # type: ignore[misc]
@@ -28,15 +29,7 @@ class PacelineWorker(platform_worker()):  # type: ignore[misc]
             invariance.prepare_environment()
             invariance.patch_attention()
         super().init_device()
-        runner = self.model_runner
-        mixins: tuple[type, ...] = (KeyedRunner,)
-        if read_settings(self.vllm_config).num_paths > 1:
-            from paceline.engine.v1.path_runner import MultiPathRunner, check_multipath
-
-            check_multipath(self.vllm_config)
-            mixins = (MultiPathRunner, KeyedRunner)
-        runner.__class__ = type("PacelineRunner", (*mixins, runner.__class__), {})
-        runner.adopt()
+        self.model_runner: Runner = adopt(self.model_runner, self.vllm_config)
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)

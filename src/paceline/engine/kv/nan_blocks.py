@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from paceline.engine.multipath.layout import PathPlan
+
 
 class NanBlocks:
     """Blocks of responses that ended in NaN, until they are given to somebody else; usually none."""
@@ -28,8 +30,11 @@ class NanBlocks:
         """A response ends in NaN, with these blocks of each group. Others may share them: they stay as they are."""
         self._stained.update(*groups)
 
-    def clear_before(self, scheduler_output: Any) -> None:
-        """Clear what the coming step gives to somebody else; blocks of the prefix cache are given as they are."""
+    def clear_before(self, scheduler_output: Any, paths: PathPlan | None) -> None:
+        """Clear what the coming step gives to somebody else; blocks of the prefix cache are given as they are.
+
+        paths: the step's alternatives, which borrow blocks too.
+        """
         if not self._stained:
             return
         given: set[int] = set()
@@ -41,8 +46,8 @@ class NanBlocks:
         ):
             if groups is not None:
                 given.update(self._behind(groups, computed if name in cached.resumed_req_ids else 0))
-        if (plan := getattr(scheduler_output, "paceline_paths", None)) is not None:
-            given.update(*plan.blocks)  # what is accepted of an alternative is copied out of them
+        if paths is not None:
+            given.update(*paths.blocks)  # what is accepted of an alternative is copied out of them
         for part in self._parts(given & self._stained):
             part.zero_()
         self._stained -= given

@@ -1,6 +1,6 @@
 """The layout of alternative draft paths in a step: which rows, positions, blocks and slots they get.
 
-Plain arrays, without vLLM: the scheduler makes a `PathPlan`, the worker lays it out as an `Expansion`. An alternative
+Plain arrays, without vLLM: the scheduler makes a `PathPlan`, the runner lays it out as an `Expansion`. An alternative
 [a1 .. aj] of a request whose last token stands at position p0 is an attention row of its own, [last token, a1 .. aj] at
 positions p0 .. p0+j. It reads the request's full blocks and owns private ones for what it writes.
 Invariant: an alternative is no longer than its request's own draft, so the request has slots for all it may win.
@@ -13,12 +13,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from paceline.engine.multipath.alternatives import Alternatives
 from paceline.types import Int32Array, Int64Array
 
 
 @dataclass(frozen=True, slots=True)
 class PathPlan:
-    """The alternatives of one step, from the scheduler to the worker."""
+    """The alternatives of one step, from the scheduler to the runner."""
 
     names: tuple[str, ...]
     """Request of each alternative."""
@@ -59,6 +60,40 @@ class Expansion:
 def blocks_touched(start: int, num_drafts: int, block_size: int) -> int:
     """Blocks that the positions start .. start + num_drafts lie in."""
     return (start + num_drafts) // block_size - start // block_size + 1
+
+
+def plan_paths(
+    alternatives: Alternatives,
+    names: Sequence[str],
+    starts: Sequence[int],
+    limits: Sequence[int],
+    room: int,
+    blocks: Sequence[int],
+    block_size: int,
+) -> tuple[PathPlan | None, Int32Array]:
+    """Take the alternatives in their order, as long as the step has tokens and spare blocks for them.
+
+    Args:
+        alternatives: what was chosen.
+        names: request of each. [num_alternatives]
+        starts: position of that request's last token. [num_alternatives]
+        limits: draft tokens that the request has in the step. [num_alternatives]
+        room: tokens that the step can still take.
+        blocks: ids of the spare blocks.
+        block_size: tokens per block.
+
+    Returns the plan and the length of each alternative in it, 0 for one that is left out. [num_alternatives]
+    """
+    free, lengths = list(blocks), np.zeros_like(alternatives.lengths)
+    rows: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = []
+    for i, (name, start, limit) in enumerate(zip(names, starts, limits, strict=True)):
+        length = min(int(alternatives.lengths[i]), limit, room - 1)
+        count = blocks_touched(start, length, block_size)
+        if length > alternatives.covered[i] and count <= len(free):
+            lengths[i] = length
+            rows.append((name, tuple(alternatives.tokens[i, :length].tolist()), tuple(free[:count])))
+            free, room = free[count:], room - length - 1
+    return (PathPlan(*zip(*rows, strict=True)) if rows else None), lengths
 
 
 def lay_out(

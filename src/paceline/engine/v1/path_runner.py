@@ -19,6 +19,7 @@ import torch
 
 from paceline.engine.compat import FullAttentionSpec, SpecDecodeMetadata, is_cpu
 from paceline.engine.multipath.layout import Expansion, PathPlan, lay_out
+from paceline.engine.runner import order_of
 from paceline.engine.v1.sampler import Rows, Verdict
 from paceline.errors import UnsupportedError
 from paceline.types import Int64Array
@@ -96,7 +97,7 @@ class MultiPathRunner:
     # -- a step, in vLLM's order
 
     def execute_model(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        self.path_plan = getattr(scheduler_output, "paceline_paths", None)
+        self.path_plan = order_of(scheduler_output).paths
         self.expansion = None
         return super().execute_model(scheduler_output, *args, **kwargs)  # type: ignore[misc]
 

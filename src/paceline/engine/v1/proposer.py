@@ -8,26 +8,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from paceline.config import EngineSettings
 from paceline.engine.arguments import read_settings
-from paceline.engine.compat import DraftTokenIds
+from paceline.engine.runner import FreshDrafts
 from paceline.engine.v1.sampler import throw
 from paceline.planning.sharpness import SHARPNESS_GRID
 from paceline.types import DraftOrder, DraftQuery, ModelDrafts
 
 GRID = np.asarray(SHARPNESS_GRID, dtype=np.float32)
-
-
-@dataclass
-class FreshDrafts(DraftTokenIds):  # type: ignore[misc]
-    """vLLM's message from worker to scheduler, with the model drafts as arrays beside it."""
-
-    drafts: ModelDrafts | None = field(default=None)
 
 
 class Proposer:

@@ -12,9 +12,11 @@ import numpy as np
 import torch
 
 from paceline.engine import compiled, invariance
+from paceline.engine.arguments import read_settings
 from paceline.engine.compat import SamplerOutput, SpecDecodeMetadata, all_logits_processors
 from paceline.engine.keys import key_of
 from paceline.engine.kv.nan_blocks import NanBlocks
+from paceline.engine.runner import Runner, order_of, report_undrawable
 from paceline.engine.v1.proposer import Proposer
 from paceline.engine.v1.sampler import PLACEHOLDER, KeyedSampler, Rows, Verdict
 from paceline.types import Int64Array, UInt64Array
@@ -23,6 +25,22 @@ _NAN = "the model gave NaN for its next token; check the weights and the prompt"
 _NOTHING_LEFT = (
     "its sampling options leave no token to draw; loosen allowed_token_ids, bad_words or min_tokens"
 )
+
+
+def adopt(runner: Any, vllm_config: Any) -> Runner:
+    """Make vLLM's runner, which has no model yet, a subclass of its own class with Paceline's part in it.
+
+    Raises UnsupportedError for an engine on which the settings' draft paths were not tried.
+    """
+    mixins: tuple[type, ...] = (KeyedRunner,)
+    if read_settings(vllm_config).num_paths > 1:
+        from paceline.engine.v1.path_runner import MultiPathRunner, check_multipath
+
+        check_multipath(vllm_config)
+        mixins = (MultiPathRunner, KeyedRunner)
+    runner.__class__ = type("PacelineRunner", (*mixins, runner.__class__), {})
+    runner.adopt()
+    return runner  # type: ignore[no-any-return]
 
 
 class KeyedRunner:
@@ -61,8 +79,9 @@ class KeyedRunner:
         self.nan_blocks = NanBlocks(self.kv_caches, kv_cache_config.num_blocks, sizes)
 
     def execute_model(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        self.nan_blocks.clear_before(scheduler_output)
-        self.drafter.order = getattr(scheduler_output, "paceline_order", None)
+        order = order_of(scheduler_output)
+        self.nan_blocks.clear_before(scheduler_output, order.paths)
+        self.drafter.order = order.drafts
         self.drafter.forget(scheduler_output.finished_req_ids)
         return super().execute_model(scheduler_output, *args, **kwargs)  # type: ignore[misc]
 
@@ -101,7 +120,8 @@ class KeyedRunner:
     def sample_tokens(self: Any, *args: Any, **kwargs: Any) -> Any:
         output = super().sample_tokens(*args, **kwargs)  # type: ignore[misc]
         if self.undrawable:
-            output.paceline_undrawable, self.undrawable = self.undrawable, {}
+            report_undrawable(output, self.undrawable)
+            self.undrawable = {}
         return output
 
     def lay_out_rows(self: Any, metadata: SpecDecodeMetadata | None) -> tuple[Rows, Int64Array]:

@@ -1,0 +1,69 @@
+"""What a model runner of vLLM's has to do for Paceline, and what passes between it and the scheduler.
+
+vLLM has two model runners. The fast loop, the scheduler, the worker and the KV connector know neither; each runner's
+own part stands behind this interface (V1: v1/runner.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from paceline.engine.compat import DraftTokenIds, ModelRunnerOutput, SchedulerOutput
+from paceline.engine.multipath.layout import PathPlan
+from paceline.types import DraftOrder, ModelDrafts
+
+
+class Runner(Protocol):
+    """vLLM's model runner with Paceline's part in it.
+
+    In every step it verifies the draft tokens of `SchedulerOutput.scheduled_spec_decode_tokens` and the alternatives of
+    `order_of`: each row is decided by the dice, and a request takes what is decided as far as its drafts equal it.
+    Requests that get no token are told by `report_undrawable`. Where `order_of` asks for it, the model drafter drafts
+    after the step, and its drafts are given out by vLLM's `take_draft_token_ids` as `FreshDrafts`.
+    """
+
+    def get_model(self) -> Any:
+        """The target; vLLM's own method."""
+
+    def seal_model(self) -> None:
+        """Put what Paceline wraps around the target's layers onto it; called again after every change of weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepOrder:
+    """What the scheduler asks of the runner in one step, beside what vLLM's own message says."""
+
+    drafts: DraftOrder | None = None
+    """What the model drafter shall do after the step; None: nothing."""
+    paths: PathPlan | None = None
+    """Draft paths beyond one per request; None: there are none."""
+
+
+@dataclass
+class FreshDrafts(DraftTokenIds):  # type: ignore[misc]
+    """vLLM's message from worker to scheduler, with the model drafts as arrays beside it."""
+
+    drafts: ModelDrafts | None = field(default=None)
+
+
+def give_order(output: SchedulerOutput, order: StepOrder) -> None:
+    """Send an order along with vLLM's message to the runner."""
+    output.paceline_order = order
+
+
+def order_of(output: SchedulerOutput) -> StepOrder:
+    """The order that came with the message; an empty one for a step that Paceline's scheduler did not make."""
+    order: StepOrder = getattr(output, "paceline_order", None) or StepOrder()
+    return order
+
+
+def report_undrawable(output: ModelRunnerOutput, causes: dict[str, str]) -> None:
+    """Send along the requests of the step that have no next token, by id, and why."""
+    output.paceline_undrawable = causes
+
+
+def undrawable_of(output: ModelRunnerOutput) -> dict[str, str]:
+    """The requests that have no next token, by id, and why."""
+    causes: dict[str, str] = getattr(output, "paceline_undrawable", {})
+    return causes
