@@ -1,8 +1,8 @@
-"""The doors: every private name of vLLM that the engine relies on, and whether it is still there.
+"""The doors: every private name of vLLM that the engine relies on, per class, and whether it is still there.
 
-Invariant: what an `engine/` module imports from vLLM, overrides in it or reads of it stands in `DOORS` (the contract
-tests compare). Imports vLLM inside `check_doors` alone, and never `compat`, which cannot be imported when a door has
-moved. Callers: `paceline doctor`, tests/contracts/test_vllm_doors.py.
+Invariant: what an `engine/` module imports from vLLM, overrides in it, sets in it or reads of it stands in `DOORS`, and
+`use` says what for (the contract tests compare). Imports vLLM inside `check_doors` alone, and never `compat`, which
+cannot be imported when a door has moved. Callers: `paceline doctor`, tests/contracts/test_vllm_doors.py.
 """
 
 from __future__ import annotations
@@ -13,34 +13,42 @@ import inspect
 from dataclasses import dataclass
 from typing import Any
 
-CORE = "vllm.v1.core.sched.scheduler:Scheduler"
+SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
+SCHEDULER_OUTPUT = "vllm.v1.core.sched.output:SchedulerOutput"
+QUEUE = "vllm.v1.core.sched.request_queue:RequestQueue"
 REQUEST = "vllm.v1.request:Request"
+KV_MANAGER = "vllm.v1.core.kv_cache_manager:KVCacheManager"
+POOL = "vllm.v1.core.block_pool:BlockPool"
+BLOCK = "vllm.v1.core.kv_cache_utils:KVCacheBlock"
+KV_CONFIG = "vllm.v1.kv_cache_interface:KVCacheConfig"
+KV_GROUP = "vllm.v1.kv_cache_interface:KVCacheGroupSpec"
+KV_SPEC = "vllm.v1.kv_cache_interface:FullAttentionSpec"
 RUNNER = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
 BATCH = "vllm.v1.worker.gpu_input_batch:InputBatch"
+REQUEST_STATE = "vllm.v1.worker.gpu_input_batch:CachedRequestState"
+BLOCK_TABLE = "vllm.v1.worker.block_table:BlockTable"
+BUFFER = "vllm.v1.utils:CpuGpuBuffer"
+ATTENTION_GROUP = "vllm.v1.worker.utils:AttentionGroup"
+ATTENTION_METADATA = "vllm.v1.attention.backend:CommonAttentionMetadata"
 CPU_WORKER = "vllm.v1.worker.cpu_worker:CPUWorker"
 GPU_WORKER = "vllm.v1.worker.gpu_worker:Worker"
+RUNNER_OUTPUT = "vllm.v1.outputs:ModelRunnerOutput"
+SAMPLING_METADATA = "vllm.v1.sample.metadata:SamplingMetadata"
+DRAFT_METADATA = "vllm.v1.spec_decode.metadata:SpecDecodeMetadata"
+PROCESSORS = "vllm.v1.sample.logits_processor:LogitsProcessors"
 BUILTIN = "vllm.v1.sample.logits_processor.builtin"
 ENGINE = "vllm.v1.engine.llm_engine:LLMEngine"
+CLIENT = "vllm.v1.engine.core_client:InprocClient"
+CORE = "vllm.v1.engine.core:EngineCore"
+CORE_OUTPUTS = "vllm.v1.engine:EngineCoreOutputs"
+CORE_OUTPUT = "vllm.v1.engine:EngineCoreOutput"
+OUTPUT_PROCESSOR = "vllm.v1.engine.output_processor:OutputProcessor"
 ARGUMENTS = "vllm.engine.arg_utils:EngineArgs"
-CONNECTOR = "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1"
-
-CONNECTOR_METHODS = (
-    "role",
-    "requires_kv_delivery",
-    "register_kv_caches",
-    "start_load_kv",
-    "wait_for_layer_load",
-    "save_kv_layer",
-    "wait_for_save",
-    "on_new_request",
-    "get_num_new_matched_tokens",
-    "update_state_after_alloc",
-    "build_connector_meta",
-    "reset_cache",
-    "shutdown",
-    "_get_connector_metadata",
-)
-"""Methods of vLLM's KV connector that ours overrides or calls."""
+CONFIG = "vllm.config.vllm:VllmConfig"
+MODEL_CONFIG = "vllm.config.model:ModelConfig"
+CONNECTOR_BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
+CONNECTOR = f"{CONNECTOR_BASE}:KVConnectorBase_V1"
+TRANSFER = "vllm.distributed.kv_transfer"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,396 +57,423 @@ class Door:
 
     target: str
     """"module:name", the name with dots below a class."""
-    parameters: tuple[str, ...] = ()
+    use: str
+    """What Paceline does with it."""
+    overrides: str = ""
+    """Methods and attributes of a class that Paceline replaces, in a subclass or in place."""
+    members: str = ""
+    """Attributes, methods or fields of a class that it reads, calls or fills."""
+    parameters: str = ""
     """Parameters that a function must take."""
-    members: tuple[str, ...] = ()
-    """Attributes, methods or fields that a class must have."""
     mentions: tuple[str, ...] = ()
     """Words that its source must contain, where nothing else can be asked."""
 
 
 DOORS: tuple[Door, ...] = (
-    # what the scheduler subclass overrides and reads
+    # -- the scheduler's process
     Door(
-        CORE,
-        members=(
-            "schedule",
-            "add_request",
-            "_free_request",
-            "_preempt_request",
-            "reset_prefix_cache",
-            "shutdown",
-            "update_draft_token_ids",
-            "update_from_output",
-            "_update_request_with_output",
-            "running",
-            "waiting",
-            "num_spec_tokens",
-            "dynamic_sd_lookup",
-            "max_model_len",
-            "max_num_scheduled_tokens",
-            "adaptive_long_prefill_threshold",
-            "get_request_counts",
-            "scheduler_config",
-            "kv_cache_manager",
-            "block_size",
-            "requests",
-            "grammar_compile_error_reqs",
-            "connector",
-        ),
+        SCHEDULER,
+        "PacelineScheduler: drafts before a step, learning after it; telemetry (kv/use.py)",
+        overrides="add_request _free_request _preempt_request reset_prefix_cache shutdown schedule "
+        "update_draft_token_ids update_from_output _update_request_with_output dynamic_sd_lookup",
+        members="running waiting requests num_spec_tokens max_model_len max_num_scheduled_tokens block_size "
+        "adaptive_long_prefill_threshold get_request_counts scheduler_config kv_cache_manager connector "
+        "grammar_compile_error_reqs",
     ),
-    Door(f"{CORE}._update_request_with_output", parameters=("request", "new_token_ids")),
-    Door(f"{CORE}.update_from_output", parameters=("scheduler_output", "model_runner_output")),
-    Door(f"{CORE}.schedule", mentions=("spec_token_ids", "dynamic_sd_lookup")),
+    Door(
+        f"{SCHEDULER}.schedule",
+        "takes a request's spec_token_ids for its drafts; a table of its own switches off drafts of -1",
+        mentions=("spec_token_ids", "self.dynamic_sd_lookup is None"),
+    ),
+    Door(
+        f"{SCHEDULER}._update_request_with_output",
+        "new tokens of a request, without detokenizing",
+        parameters="request new_token_ids",
+    ),
+    Door(
+        f"{SCHEDULER}.update_from_output",
+        "where a step is scored",
+        parameters="scheduler_output model_runner_output",
+    ),
+    Door(
+        f"{SCHEDULER}._connector_finished",
+        "hands the connector all blocks of a request that has ended",
+        mentions=("request_finished_all_groups", "get_block_ids_for_computed_tokens"),
+    ),
+    Door(
+        SCHEDULER_OUTPUT,
+        "what was scheduled; carries Paceline's order to the runner (runner.py)",
+        members="scheduled_spec_decode_tokens total_num_scheduled_tokens scheduled_new_reqs scheduled_cached_reqs "
+        "finished_req_ids",
+    ),
+    Door(
+        "vllm.v1.core.sched.output:NewRequestData",
+        "blocks that a new request is given (kv/nan_blocks.py)",
+        members="block_ids num_computed_tokens",
+    ),
+    Door(
+        "vllm.v1.core.sched.output:CachedRequestData",
+        "blocks that a running request is given (kv/nan_blocks.py)",
+        members="req_ids resumed_req_ids new_block_ids num_computed_tokens",
+    ),
+    Door(
+        QUEUE, "waiting requests, for what the coming step can admit", members="peek_request __iter__ __len__"
+    ),
+    Door(
+        "vllm.config.scheduler:SchedulerConfig",
+        "limits of a step and its prefills",
+        members="max_num_seqs max_num_batched_tokens long_prefill_token_threshold async_scheduling",
+    ),
     Door(
         REQUEST,
-        members=(
-            "request_id",
-            "sampling_params",
-            "prompt_token_ids",
-            "spec_token_ids",
-            "num_tokens",
-            "num_computed_tokens",
-            "num_output_tokens",
-            "num_output_placeholders",
-            "is_prefill_chunk",
-            "max_tokens",
-            "use_structured_output",
-            "status",
-            "all_token_ids",
-            "num_prompt_tokens",
-            "num_in_flight_tokens",
-            "resumable",
-            "lora_request",
-            "mm_features",
-            "cache_salt",
-        ),
+        "a request's tokens and state; the scheduler fills its drafts and sampling parameters",
+        members="request_id sampling_params prompt_token_ids spec_token_ids all_token_ids num_tokens "
+        "num_prompt_tokens num_computed_tokens num_output_tokens num_output_placeholders num_in_flight_tokens "
+        "is_prefill_chunk max_tokens use_structured_output status resumable lora_request mm_features cache_salt",
     ),
     Door(
-        "vllm.v1.core.sched.output:SchedulerOutput",
-        members=(
-            "scheduled_spec_decode_tokens",
-            "total_num_scheduled_tokens",
-            "scheduled_new_reqs",
-            "scheduled_cached_reqs",
-        ),
+        "vllm.v1.request:RequestStatus",
+        "how a response was cut (kv/connector.py)",
+        members="FINISHED_LENGTH_CAPPED FINISHED_ABORTED",
     ),
-    Door("vllm.v1.outputs:ModelRunnerOutput", members=("sampled_token_ids", "req_id_to_index")),
-    Door("vllm.v1.outputs:DraftTokenIds", members=("req_ids", "draft_token_ids")),
-    Door("vllm.v1.outputs:LogprobsTensors"),
-    Door("vllm.v1.outputs:SamplerOutput"),
-    # what the runner subclass overrides and reads
+    Door(KV_MANAGER, "free blocks, and what a prompt has cached", members="block_pool get_computed_blocks"),
+    Door(
+        "vllm.v1.core.kv_cache_manager:KVCacheBlocks",
+        "blocks of a request (kv/connector.py)",
+        members="get_block_ids",
+    ),
+    Door(
+        POOL,
+        "spare blocks for draft paths; telemetry",
+        members="get_new_blocks free_blocks get_num_free_blocks num_gpu_blocks",
+    ),
+    Door(BLOCK, "the number of a spare block", members="block_id"),
+    Door(
+        "vllm.v1.core.kv_cache_utils:generate_block_hash_extra_keys",
+        "tells prefixes of different policies apart by cache_salt",
+        mentions=("cache_salt",),
+    ),
+    Door(KV_CONFIG, "number and kinds of KV blocks", members="num_blocks kv_cache_groups"),
+    Door(KV_GROUP, "what a kind of KV block is", members="kv_cache_spec"),
+    Door(
+        KV_SPEC,
+        "the one kind that draft paths and the KV pool are for, if it has no limit",
+        members="block_size sliding_window attention_chunk_size",
+    ),
+    # -- model runner V1
     Door(
         RUNNER,
-        members=(
-            "_sample",
-            "load_model",
-            "execute_model",
-            "sample_tokens",
-            "discard_request_mask",
-            "take_draft_token_ids",
-            "get_model",
-            "input_batch",
-            "requests",
-            "drafter",
-            "model_config",
-            "vllm_config",
-            "device",
-            "initialize_kv_cache",
-            "initialize_metadata_builders",
-            "_prepare_inputs",
-            "_determine_batch_execution_and_padding",
-            "_get_slot_mappings",
-            "_preprocess",
-            "_prepare_padding_mask",
-            "attn_groups",
-            "kv_caches",
-            "positions",
-            "input_ids",
-        ),
+        "KeyedRunner, MultiPathRunner (v1/): sampling, drafting and the rows of draft paths",
+        overrides="load_model initialize_kv_cache initialize_metadata_builders execute_model sample_tokens _sample "
+        "_prepare_inputs _preprocess _get_slot_mappings _determine_batch_execution_and_padding _prepare_padding_mask "
+        "take_draft_token_ids",
+        members="get_model input_batch requests drafter model_config vllm_config device discard_request_mask "
+        "attn_groups kv_caches positions input_ids",
     ),
-    Door(f"{RUNNER}._sample", parameters=("logits", "spec_decode_metadata")),
+    Door(f"{RUNNER}._sample", "overridden with them", parameters="logits spec_decode_metadata"),
     Door(
         f"{RUNNER}._bookkeeping_sync",
+        "takes no token for requests of the discard mask, which those without a next token join",
         mentions=("self.discard_request_mask.np", "discard_sampled_tokens_req_indices"),
     ),
-    Door(
-        BATCH,
-        members=(
-            "num_tokens_no_spec",
-            "token_ids_cpu",
-            "req_ids",
-            "num_reqs",
-            "logitsprocs",
-            "sampling_metadata",
-            "block_table",
-            "num_computed_tokens_cpu",
-            "req_id_to_index",
-        ),
-    ),
-    Door(
-        "vllm.v1.worker.gpu_input_batch:CachedRequestState",
-        members=("sampling_params", "prompt_token_ids", "output_token_ids"),
-    ),
-    Door(
-        CPU_WORKER,
-        members=(
-            "init_device",
-            "load_model",
-            "determine_available_memory",
-            "execute_model",
-            "reload_weights",
-            "model_runner",
-            "update_weights",
-        ),
-    ),
-    Door(
-        GPU_WORKER,
-        members=(
-            "init_device",
-            "load_model",
-            "execute_model",
-            "reload_weights",
-            "model_runner",
-            "update_weights",
-        ),
-    ),
-    Door("vllm.config.speculative:SpeculativeConfig", mentions=("custom_class",)),
-    # what the keyed sampler calls
-    Door(
-        "vllm.v1.sample.metadata:SamplingMetadata",
-        members=(
-            "temperature",
-            "all_greedy",
-            "top_p",
-            "top_k",
-            "max_num_logprobs",
-            "logprob_token_ids",
-            "no_penalties",
-            "prompt_token_ids",
-            "frequency_penalties",
-            "presence_penalties",
-            "repetition_penalties",
-            "allowed_token_ids_mask",
-            "bad_words_token_ids",
-            "logitsprocs",
-        ),
-    ),
-    Door("vllm.v1.spec_decode.metadata:SpecDecodeMetadata", members=("draft_token_ids", "num_draft_tokens")),
-    Door("vllm.v1.sample.ops.bad_words:apply_bad_words"),
-    Door("vllm.v1.sample.ops.penalties:apply_all_penalties"),
-    Door("vllm.v1.sample.ops.topk_topp_sampler:apply_top_k_top_p_pytorch", parameters=("allow_cpu_sync",)),
-    Door("vllm.v1.sample.logits_processor:BUILTIN_LOGITS_PROCESSORS"),
-    Door(
-        "vllm.v1.sample.logits_processor:LogitsProcessors",
-        members=("argmax_invariant", "non_argmax_invariant"),
-    ),
-    Door(f"{BUILTIN}:MinPLogitsProcessor", members=("min_p", "min_p_count")),
-    Door(
-        f"{BUILTIN}:MinTokensLogitsProcessor",
-        members=("min_toks", "neg_inf_tensor", "_device_tensor", "_mask_stop_token_logits"),
-    ),
-    Door(f"{BUILTIN}:LogitBiasLogitsProcessor", members=("biases",)),
-    Door(
-        "vllm.sampling_params:SamplingParams",
-        members=("_validate_spec_decode", "extra_args", "clone", "thinking_token_budget"),
-    ),
-    Door("vllm.sampling_params:RequestOutputKind", members=("DELTA",)),
-    # batch invariance and weight updates on the CPU
-    Door(
-        "vllm.v1.attention.backends.cpu_attn:CPUAttentionMetadataBuilder.build",
-        parameters=("common_prefix_len", "common_attn_metadata", "fast_build"),
-    ),
-    Door(
-        "vllm.v1.attention.backend:CommonAttentionMetadata",
-        members=(
-            "seq_lens",
-            "query_start_loc",
-            "query_start_loc_cpu",
-            "block_table_tensor",
-            "num_reqs",
-            "num_actual_tokens",
-            "max_query_len",
-            "max_seq_len",
-            "causal",
-            "seq_lens_cpu_upper_bound",
-            "is_prefilling",
-            "replace",
-        ),
-    ),
-    # several draft paths per request
-    Door("vllm.v1.core.kv_cache_manager:KVCacheManager", members=("block_pool",)),
-    Door(
-        "vllm.v1.core.block_pool:BlockPool",
-        members=("get_new_blocks", "free_blocks", "get_num_free_blocks", "num_gpu_blocks"),
-    ),
-    Door("vllm.v1.worker.block_table:BlockTable", members=("block_table", "block_size")),
-    Door(f"{RUNNER}._determine_batch_execution_and_padding", parameters=("num_tokens",)),
+    Door(f"{RUNNER}._determine_batch_execution_and_padding", "called with keywords", parameters="num_tokens"),
     Door(
         f"{RUNNER}._get_slot_mappings",
-        parameters=("num_tokens_unpadded", "num_tokens_padded"),
+        "called with keywords",
+        parameters="num_tokens_unpadded num_tokens_padded",
     ),
     Door(
         f"{RUNNER}._prepare_padding_mask",
-        parameters=("num_tokens_unpadded", "num_tokens_padded"),
-    ),
-    Door("vllm.v1.kv_cache_interface:FullAttentionSpec", members=("block_size",)),
-    Door("vllm.v1.core.sched.output:NewRequestData", members=("block_ids", "num_computed_tokens")),
-    Door(
-        "vllm.v1.core.sched.output:CachedRequestData",
-        members=("req_ids", "resumed_req_ids", "new_block_ids", "num_computed_tokens"),
-    ),
-    # the KV pool: the connector that vLLM builds, and when it calls it
-    Door(
-        "vllm.config.kv_transfer:KVTransferConfig",
-        members=("kv_connector", "kv_role", "kv_connector_module_path"),
-    ),
-    Door(CONNECTOR, members=CONNECTOR_METHODS),
-    Door(f"{CONNECTOR}.__init__", parameters=("vllm_config", "role", "kv_cache_config")),
-    Door(f"{CONNECTOR}.get_num_new_matched_tokens", parameters=("request", "num_computed_tokens")),
-    Door(f"{CONNECTOR}.update_state_after_alloc", parameters=("request", "blocks", "num_external_tokens")),
-    Door("vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorMetadata"),
-    Door(
-        "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorRole", members=("SCHEDULER", "WORKER")
+        "overridden with them",
+        parameters="num_tokens_unpadded num_tokens_padded",
     ),
     Door(
-        "vllm.distributed.kv_transfer.kv_connector.v1.base:SupportsHMA.request_finished_all_groups",
-        parameters=("request", "block_ids"),
+        f"{RUNNER}.initialize_kv_cache",
+        "shows the connector the caches (kv/connector.py)",
+        parameters="kv_cache_config",
+        mentions=("register_kv_caches",),
     ),
-    Door("vllm.distributed.kv_transfer.kv_connector.v1.base:SupportsHMA"),
-    Door("vllm.distributed.kv_transfer:get_kv_transfer_group"),
-    Door("vllm.distributed.kv_transfer:has_kv_transfer_group"),
     Door(
-        "vllm.distributed.kv_transfer.kv_transfer_state:ensure_kv_transfer_initialized",
+        "vllm.v1.worker.kv_connector_model_runner_mixin:KVConnectorModelRunnerMixin._get_kv_connector_output",
+        "has the connector load before the forward pass",
+        mentions=("has_sync_kv_loads", "start_load_kv"),
+    ),
+    Door(
+        BATCH,
+        "the requests of a step in their rows",
+        members="req_ids req_id_to_index num_reqs num_tokens_no_spec num_computed_tokens_cpu token_ids_cpu "
+        "block_table logitsprocs sampling_metadata",
+    ),
+    Door(
+        REQUEST_STATE,
+        "what the runner knows of a request",
+        members="req_id sampling_params prompt_token_ids output_token_ids block_ids",
+    ),
+    Door("vllm.v1.worker.block_table:MultiGroupBlockTable", "block tables by kind", members="__getitem__"),
+    Door(
+        BLOCK_TABLE, "blocks of each request, for the rows of draft paths", members="block_table block_size"
+    ),
+    Door(BUFFER, "inputs of a step on either side", members="np gpu"),
+    Door(ATTENTION_GROUP, "builders that see draft paths as requests", members="metadata_builders"),
+    Door(
+        ATTENTION_METADATA,
+        "requests cut into rows (invariance.py), draft paths as requests (v1/path_runner.py)",
+        members="seq_lens query_start_loc query_start_loc_cpu block_table_tensor num_reqs num_actual_tokens "
+        "max_query_len max_seq_len causal seq_lens_cpu_upper_bound is_prefilling replace",
+    ),
+    Door(
+        "vllm.v1.attention.backends.cpu_attn:CPUAttentionMetadataBuilder",
+        "replaced: long queries are cut (invariance.py)",
+        overrides="build",
+        members="vllm_config",
+    ),
+    Door(
+        "vllm.v1.attention.backends.cpu_attn:CPUAttentionMetadataBuilder.build",
+        "replaced with them",
+        parameters="common_prefix_len common_attn_metadata fast_build",
+    ),
+    Door(
+        RUNNER_OUTPUT,
+        "what a step decided; carries requests without a next token (runner.py)",
+        members="sampled_token_ids req_id_to_index",
+    ),
+    Door(
+        "vllm.v1.outputs:DraftTokenIds",
+        "FreshDrafts (runner.py): the model drafter's work",
+        members="req_ids draft_token_ids",
+    ),
+    Door(
+        "vllm.v1.outputs:SamplerOutput",
+        "made by the keyed sampler",
+        members="sampled_token_ids logprobs_tensors",
+    ),
+    Door(
+        "vllm.v1.outputs:LogprobsTensors",
+        "made by the keyed sampler, in this order",
+        members="logprob_token_ids logprobs selected_token_ranks",
+    ),
+    Door(
+        "vllm.config.speculative:SpeculativeConfig",
+        "loads v1/proposer.py by its name in `model`",
+        members="model",
+        mentions=("custom_class",),
+    ),
+    # -- the keyed sampler
+    Door(
+        SAMPLING_METADATA,
+        "the sampling options of a batch",
+        members="temperature all_greedy top_p top_k max_num_logprobs logprob_token_ids no_penalties prompt_token_ids "
+        "frequency_penalties presence_penalties repetition_penalties allowed_token_ids_mask bad_words_token_ids "
+        "logitsprocs",
+    ),
+    Door(DRAFT_METADATA, "the draft tokens of a step", members="draft_token_ids num_draft_tokens"),
+    Door("vllm.v1.sample.ops.bad_words:apply_bad_words", "called row by row"),
+    Door("vllm.v1.sample.ops.penalties:apply_all_penalties", "called row by row"),
+    Door(
+        "vllm.v1.sample.ops.topk_topp_sampler:apply_top_k_top_p_pytorch",
+        "called row by row",
+        parameters="allow_cpu_sync",
+    ),
+    Door(
+        "vllm.v1.sample.logits_processor:BUILTIN_LOGITS_PROCESSORS",
+        "all of them are made, under speculation too",
+    ),
+    Door(PROCESSORS, "made anew for the batch", members="argmax_invariant non_argmax_invariant"),
+    Door(f"{BUILTIN}:MinPLogitsProcessor", "its option, row by row", members="min_p min_p_count"),
+    Door(
+        f"{BUILTIN}:MinTokensLogitsProcessor",
+        "its option, row by row",
+        members="min_toks neg_inf_tensor _device_tensor _mask_stop_token_logits",
+    ),
+    Door(f"{BUILTIN}:LogitBiasLogitsProcessor", "its option, row by row", members="biases"),
+    Door("vllm.utils.torch_utils:PIN_MEMORY", "what logits processors are made with"),
+    Door(
+        "vllm.sampling_params:SamplingParams",
+        "what speculation forbids and exact drafting does not (compat.py); keys travel in extra_args",
+        overrides="_validate_spec_decode",
+        members="extra_args clone thinking_token_budget",
+    ),
+    Door(
+        "vllm.sampling_params:SamplingParams._validate_spec_decode",
+        "replaced with it",
+        parameters="speculative_config",
+    ),
+    Door("vllm.sampling_params:RequestOutputKind", "new tokens alone, step by step", members="DELTA"),
+    # -- the worker, weights and batch invariance
+    Door(
+        CPU_WORKER,
+        "PacelineWorker: weight updates, the compile cache, the runner's exchange",
+        overrides="init_device load_model determine_available_memory execute_model reload_weights update_weights "
+        "model_runner",
+        members="vllm_config",
+    ),
+    Door(
+        GPU_WORKER,
+        "PacelineWorker, on a GPU",
+        overrides="init_device load_model determine_available_memory execute_model reload_weights update_weights "
+        "model_runner",
+        members="vllm_config",
+    ),
+    Door(
+        "vllm.envs",
+        "keeps the kernel from splitting contexts over threads",
+        mentions=("VLLM_CPU_ATTN_SPLIT_KV",),
+    ),
+    Door(
+        "vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm",
+        "packs a tied head again; its `cpu_linear` is wrapped (invariance.py)",
+        parameters="layer remove_weight",
+        mentions=("cpu_linear",),
+    ),
+    # -- compiled mode on the CPU
+    Door("vllm.config:CompilationMode", "whether code is compiled", members="NONE"),
+    Door("vllm.config.compilation:CompilationConfig", "whether code is compiled", members="mode"),
+    Door(
+        "vllm.compilation.caching:aot_compile_hash_factors",
+        "asks for the config's key, which is replaced while the model compiles",
+        mentions=("vllm_config.compute_hash()",),
+    ),
+    Door(
+        "vllm.compilation.decorators:_try_load_aot_compiled_fn",
+        "ends loading with a method that compiled code for the CPU lacks and is given",
+        mentions=("compiled_fn.finalize_loading(model.vllm_config)",),
+    ),
+    Door("torch._dynamo.aot_compile_types:BundledAOTAutogradSerializableCallable", "is given that method"),
+    Door(
+        "vllm.platforms.cpu:CpuPlatform.check_and_update_config",
+        "compiles with dynamic threads and sets them by the environment, which torch has read",
+        mentions=('"cpp.dynamic_threads": True', '"TORCHINDUCTOR_CPP_DYNAMIC_THREADS"'),
+    ),
+    Door("torch._inductor.config:cpp", "set to the same", members="dynamic_threads"),
+    # -- the KV pool's connector
+    Door(
+        CONNECTOR,
+        "PoolConnector",
+        overrides="requires_kv_delivery register_kv_caches start_load_kv wait_for_layer_load save_kv_layer "
+        "wait_for_save on_new_request get_num_new_matched_tokens update_state_after_alloc build_connector_meta "
+        "reset_cache shutdown",
+        members="role _get_connector_metadata",
+    ),
+    Door(f"{CONNECTOR}.__init__", "called with keywords", parameters="vllm_config role kv_cache_config"),
+    Door(
+        f"{CONNECTOR}.get_num_new_matched_tokens",
+        "overridden with them",
+        parameters="request num_computed_tokens",
+    ),
+    Door(
+        f"{CONNECTOR}.update_state_after_alloc",
+        "overridden with them",
+        parameters="request blocks num_external_tokens",
+    ),
+    Door(
+        f"{CONNECTOR_BASE}:SupportsHMA",
+        "PoolConnector: the end of a response, of which vLLM tells connectors of this kind alone",
+        overrides="request_finished_all_groups",
+    ),
+    Door(
+        f"{CONNECTOR_BASE}:SupportsHMA.request_finished_all_groups",
+        "overridden with them",
+        parameters="request block_ids",
+    ),
+    Door(f"{CONNECTOR_BASE}:KVConnectorMetadata", "Loads: what the worker has to fill"),
+    Door(f"{CONNECTOR_BASE}:KVConnectorRole", "which end it is", members="SCHEDULER WORKER"),
+    Door(f"{TRANSFER}:get_kv_transfer_group", "the worker's end in this process"),
+    Door(f"{TRANSFER}:has_kv_transfer_group", "whether there is one"),
+    Door(
+        f"{TRANSFER}.kv_transfer_state:ensure_kv_transfer_initialized",
+        "makes the worker's end once per process",
         mentions=("_KV_CONNECTOR_AGENT", "KVConnectorRole.WORKER"),
     ),
     Door(
-        "vllm.distributed.kv_transfer.kv_connector.factory",
+        f"{TRANSFER}.kv_connector.factory",
+        "knows the connectors for clusters (kv/backend.py)",
         mentions=("LMCacheMPConnector", "MooncakeStoreConnector"),
     ),
-    Door("vllm.v1.request:RequestStatus", members=("FINISHED_LENGTH_CAPPED", "FINISHED_ABORTED")),
-    Door("vllm.v1.core.kv_cache_manager:KVCacheBlocks", members=("get_block_ids",)),
     Door(
-        f"{CORE}._connector_finished",
-        mentions=("request_finished_all_groups", "get_block_ids_for_computed_tokens"),
+        "vllm.config.kv_transfer:KVTransferConfig",
+        "names the connector",
+        members="kv_connector kv_role kv_connector_module_path",
     ),
-    Door(f"{RUNNER}.initialize_kv_cache", mentions=("register_kv_caches",)),
-    Door(
-        "vllm.v1.worker.kv_connector_model_runner_mixin:KVConnectorModelRunnerMixin._get_kv_connector_output",
-        mentions=("has_sync_kv_loads", "start_load_kv"),
-    ),
-    Door("vllm.v1.core.kv_cache_utils:generate_block_hash_extra_keys", mentions=("cache_salt",)),
-    Door("vllm.envs", mentions=("VLLM_CPU_ATTN_SPLIT_KV",)),
-    Door(
-        "vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm",
-        parameters=("layer", "remove_weight"),
-        mentions=("cpu_linear",),
-    ),
-    # how an engine is started and driven
+    # -- how an engine is started and driven
+    Door("vllm.platforms:current_platform", "CPU or not", members="is_cpu"),
     Door(
         ARGUMENTS,
-        members=(
-            "create_engine_config",
-            "scheduler_cls",
-            "worker_cls",
-            "speculative_config",
-            "additional_config",
-            "async_scheduling",
-            "logprobs_mode",
-            "kv_cache_memory_bytes",
-            "kv_transfer_config",
-        ),
+        "Paceline's arguments (arguments.py); PACELINE=1 fills them in (plugin.py)",
+        overrides="create_engine_config",
+        members="scheduler_cls worker_cls speculative_config additional_config async_scheduling enforce_eager "
+        "logprobs_mode kv_cache_memory_bytes kv_transfer_config",
     ),
     Door(
-        "vllm.config.vllm:VllmConfig",
-        members=(
-            "use_v2_model_runner",
-            "additional_config",
-            "compilation_config",
-            "model_config",
-            "compute_hash",
-        ),
+        CONFIG,
+        "carries Paceline's settings to every process; says what the engine is",
+        overrides="compute_hash",
+        members="additional_config model_config scheduler_config parallel_config cache_config device_config "
+        "lora_config compilation_config speculative_config kv_transfer_config use_v2_model_runner",
     ),
     Door(
         "vllm.config.parallel:ParallelConfig",
-        members=(
-            "data_parallel_index",
-            "pipeline_parallel_size",
-            "world_size",
-            "decode_context_parallel_size",
-        ),
+        "engines of several workers; the seed of a data-parallel engine",
+        members="data_parallel_index pipeline_parallel_size world_size decode_context_parallel_size",
     ),
     Door(
-        "vllm.config.model:ModelConfig",
-        members=(
-            "seed",
-            "enable_prompt_embeds",
-            "model",
-            "max_model_len",
-            "quantization",
-            "use_mla",
-            "hf_config",
-        ),
+        MODEL_CONFIG,
+        "the target: what it is, and what it may not be",
+        members="model dtype seed revision quantization hf_config max_model_len logprobs_mode get_vocab_size use_mla "
+        "enable_prompt_embeds is_multimodal_model is_encoder_decoder uses_mrope",
     ),
-    # compiled mode on the CPU
-    Door("vllm.config:CompilationMode", members=("NONE",)),
-    Door("vllm.compilation.caching:aot_compile_hash_factors", mentions=("vllm_config.compute_hash()",)),
     Door(
-        "vllm.compilation.decorators:_try_load_aot_compiled_fn",
-        mentions=("compiled_fn.finalize_loading(model.vllm_config)",),
+        "vllm.config.cache:CacheConfig",
+        "what a KV block holds",
+        members="cache_dtype kv_sharing_fast_prefill",
     ),
-    Door("torch._dynamo.aot_compile_types:BundledAOTAutogradSerializableCallable"),
-    Door(
-        "vllm.platforms.cpu:CpuPlatform.check_and_update_config",
-        mentions=('"cpp.dynamic_threads": True', '"TORCHINDUCTOR_CPP_DYNAMIC_THREADS"'),
-    ),
-    Door("torch._inductor.config:cpp", members=("dynamic_threads",)),
+    Door("vllm.config.device:DeviceConfig", "where the model is", members="device device_type"),
     Door(
         ENGINE,
-        members=(
-            "from_engine_args",
-            "add_request",
-            "abort_request",
-            "collective_rpc",
-            "reset_prefix_cache",
-            "engine_core",
-            "output_processor",
-        ),
+        "RolloutEngine",
+        members="from_engine_args add_request abort_request collective_rpc reset_prefix_cache engine_core "
+        "output_processor model_config vllm_config",
     ),
-    Door(f"{ENGINE}.abort_request", parameters=("request_ids", "internal")),
+    Door(f"{ENGINE}.abort_request", "by vLLM's own ids", parameters="request_ids internal"),
     Door(
-        "vllm.v1.engine.core_client:InprocClient",
-        members=("engine_core", "shutdown", "get_output", "abort_requests"),
+        CLIENT,
+        "steps are read from it as token ids (token_outputs.py)",
+        members="engine_core shutdown get_output abort_requests",
     ),
-    # what is read of a step without vLLM's output processor, and with it where stop texts are looked for
-    Door("vllm.v1.engine:EngineCoreOutputs", members=("outputs",)),
+    Door(CORE, "the scheduler in the same process", members="scheduler"),
+    Door(CORE_OUTPUTS, "what a step brought", members="outputs"),
     Door(
-        "vllm.v1.engine:EngineCoreOutput",
-        members=("request_id", "new_token_ids", "new_logprobs", "finish_reason"),
+        CORE_OUTPUT,
+        "what it brought to a request",
+        members="request_id new_token_ids new_logprobs finish_reason",
     ),
-    Door("vllm.v1.outputs:LogprobsLists", members=("logprobs",)),
+    Door("vllm.v1.outputs:LogprobsLists", "log-probabilities, the sampled token's first", members="logprobs"),
     Door(
         "vllm.v1.engine.logprobs:LogprobsProcessor._update_sample_logprobs",
+        "reads that order too",
         mentions=("# Sampler puts the sampled logprob in first.",),
     ),
     Door(
-        "vllm.v1.engine.output_processor:OutputProcessor.process_outputs", parameters=("engine_core_outputs",)
+        OUTPUT_PROCESSOR,
+        "looks for stop texts alone, and forgets the other requests",
+        members="process_outputs abort_requests",
     ),
+    Door(f"{OUTPUT_PROCESSOR}.process_outputs", "called", parameters="engine_core_outputs"),
+    Door(f"{OUTPUT_PROCESSOR}.abort_requests", "called", parameters="request_ids internal"),
     Door(
-        "vllm.v1.engine.output_processor:OutputProcessor.abort_requests",
-        parameters=("request_ids", "internal"),
-    ),
-    Door(
-        "vllm.v1.engine.output_processor:OutputProcessor._trim_surplus_tokens",
+        f"{OUTPUT_PROCESSOR}._trim_surplus_tokens",
+        "cuts tokens behind a stop text in place",
         mentions=("del output.new_token_ids[num_kept:]", "output.new_logprobs ="),
     ),
     Door(
-        "vllm.v1.engine.output_processor:OutputProcessorOutput", members=("request_outputs", "reqs_to_abort")
+        "vllm.v1.engine.output_processor:OutputProcessorOutput",
+        "where a stop text was found",
+        members="request_outputs reqs_to_abort",
     ),
-    Door("vllm.v1.engine:FinishReason", members=("STOP", "LENGTH", "ABORT", "ERROR", "REPETITION")),
-    Door("vllm.v1.engine.core:EngineCore", members=("scheduler",)),
-    Door("vllm.platforms:current_platform", members=("is_cpu",)),
-    Door("vllm.utils.torch_utils:PIN_MEMORY"),
+    Door(
+        "vllm.v1.engine:FinishReason",
+        "how a response ended (rollout_engine.py)",
+        members="STOP LENGTH ABORT ERROR REPETITION",
+    ),
 )
 
 
@@ -474,10 +509,10 @@ def _problem(door: Door) -> str | None:
         if not hasattr(found, part):
             return f"{module} has no {path}"
         found = getattr(found, part)
-    for parameter in door.parameters:
+    for parameter in door.parameters.split():
         if parameter not in inspect.signature(found).parameters:
             return f"{path} takes no parameter {parameter}"
-    for member in door.members:
+    for member in [*door.overrides.split(), *door.members.split()]:
         if not has_member(found, member):
             return f"{path} has no {member}"
     for word in door.mentions:

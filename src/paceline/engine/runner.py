@@ -6,7 +6,7 @@ own part stands behind this interface (V1: v1/runner.py).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from paceline.engine.compat import DraftTokenIds, ModelRunnerOutput, SchedulerOutput
@@ -44,7 +44,7 @@ class StepOrder:
 class FreshDrafts(DraftTokenIds):  # type: ignore[misc]
     """vLLM's message from worker to scheduler, with the model drafts as arrays beside it."""
 
-    drafts: ModelDrafts | None = field(default=None)
+    drafts: ModelDrafts
 
 
 def give_order(output: SchedulerOutput, order: StepOrder) -> None:

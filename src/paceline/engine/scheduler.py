@@ -19,7 +19,6 @@ import numpy as np
 
 from paceline.engine.arguments import read_settings
 from paceline.engine.compat import (
-    DraftTokenIds,
     EngineCoreOutputs,
     ModelRunnerOutput,
     Request,
@@ -30,7 +29,7 @@ from paceline.engine.fast_loop import FastLoop, Proposal
 from paceline.engine.keys import OPTIONS, KeyBook, engine_seed
 from paceline.engine.multipath.layout import PathPlan, plan_paths
 from paceline.engine.multipath.spare_blocks import SpareBlocks
-from paceline.engine.runner import StepOrder, give_order, undrawable_of
+from paceline.engine.runner import FreshDrafts, StepOrder, give_order, undrawable_of
 from paceline.errors import RequestError
 from paceline.planning.budget import fair_weights
 from paceline.types import DraftQuery, Float64Array, Int32Array, Int64Array, StepObservation
@@ -311,7 +310,7 @@ class PacelineScheduler(Scheduler):  # type: ignore[misc]
         )
         return max(room, 0)
 
-    def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
+    def update_draft_token_ids(self, draft_token_ids: FreshDrafts) -> None:
         """Take the model drafter's fresh drafts; they are weighed against the others when the next step is made."""
         self.loop.receive(draft_token_ids.drafts)
 

@@ -327,6 +327,6 @@ def look_at_doors() -> Iterator[Finding]:
             "doors",
             check.name,
             "fail",
-            check.problem or "",
+            f"{check.problem}; it is for: {check.door.use}",
             "install a vLLM that this Paceline fits (see above), or a newer Paceline",
         )
