@@ -200,6 +200,7 @@ struct Draft {
   Array<float, 2> acceptance;    // [num_rows, depth]
   Array<int32_t, 2> cells;       // [num_rows, depth]
   Array<int32_t, 2> probes;      // [num_rows, num_sharpness]
+  Array<bool, 1> failed;         // [num_rows], ended by a row of logits from which nothing can be drawn
 
   bool fits(int64_t num_rows) const {
     const int64_t depth = length(tokens, 1);
@@ -208,10 +209,11 @@ struct Draft {
       return length(array) == num_rows && length(array, 1) == width;
     };
     return length(keys) == num_rows && length(temperatures) == num_rows && length(limits) == num_rows &&
-           length(num_tokens) == num_rows && table(tokens, depth) && table(acceptance, depth) && table(cells, depth) &&
+           length(num_tokens) == num_rows && length(failed) == num_rows && table(tokens, depth) && table(acceptance, depth) && table(cells, depth) &&
            table(probes, length(sharpness_grid)) && length(calibration) == num_cells &&
            (!level_costs || length(*level_costs) > 0) &&
-           std::all_of(limits.data(), limits.data() + num_rows, [&](int64_t n) { return 1 <= n && n <= depth; });
+           std::all_of(limits.data(), limits.data() + num_rows, [&](int64_t n) { return 1 <= n && n <= depth; }) &&
+           std::all_of(temperatures.data(), temperatures.data() + num_rows, [](float t) { return is_sound(t, 1); });
   }
 
   int32_t cell(float log_q, float margin) const {
@@ -236,65 +238,53 @@ class Growth {
     }
   }
 
-  // Returns -1, or the first row for which no token can be drawn.
-  int64_t run() {
+  void run() {
     std::vector<Room> rooms(static_cast<size_t>(std::max(num_threads_, int64_t{1})));
     for (Room& room : rooms) room.tops = block_tops(drafter_.decoder().vocab());
     for (int64_t level = 0; !active_.empty(); ++level) {
-      const auto count = static_cast<int64_t>(active_.size()), parts = count_parts(count, num_threads_);
-      std::vector<int64_t> failed(static_cast<size_t>(parts), -1);
-      split(count, parts, [&](int64_t part, int64_t begin, int64_t end) {
-        failed[static_cast<size_t>(part)] = propose(level, begin, end, rooms[static_cast<size_t>(part)]);
+      const auto count = static_cast<int64_t>(active_.size());
+      split(count, count_parts(count, num_threads_), [&](int64_t part, int64_t begin, int64_t end) {
+        propose(level, begin, end, rooms[static_cast<size_t>(part)]);
       });
-      for (const int64_t row : failed)
-        if (row >= 0) return row;
       advance(level);
     }
-    return -1;
   }
 
  private:
-  // One level of active rows begin..end; returns -1, or the row that failed.
-  int64_t propose(int64_t level, int64_t begin, int64_t end, Room& room) {
+  // One level of active rows begin..end.
+  void propose(int64_t level, int64_t begin, int64_t end, Room& room) {
     for (int64_t first = begin; first < end; first += kTileRows) {
       const int64_t last = std::min(first + kTileRows, end);
       drafter_.run(pass_, first, last, room);
-      for (int64_t i = first; i < last; ++i) {
-        const int64_t row = active_[static_cast<size_t>(i)];
-        float* logits = room.logits.data() + (i - first) * drafter_.decoder().logits_stride();
-        if (!propose_one(level, row, logits, room.tops)) return row;
-      }
+      for (int64_t i = first; i < last; ++i)
+        propose_one(level, active_[static_cast<size_t>(i)],
+                    room.logits.data() + (i - first) * drafter_.decoder().logits_stride(), room.tops);
     }
-    return -1;
   }
 
-  bool propose_one(int64_t level, int64_t row, float* logits, std::vector<float>& tops) {
-    const int64_t position = lengths_[static_cast<size_t>(row)] + level;
-    const Row given{logits, drafter_.decoder().vocab(), dice_prefix(draft_.keys.data()[row], position),
+  void propose_one(int64_t level, int64_t row, float* logits, std::vector<float>& tops) {
+    const Row given{logits, drafter_.decoder().vocab(),
+                    dice_prefix(draft_.keys.data()[row], lengths_[static_cast<size_t>(row)] + level),
                     draft_.temperatures.data()[row]};
-    if (!is_sound(given.temperature, position)) return false;
-    if (level == 0 && !probe(row, given, tops)) return false;
+    if (level == 0) probe(row, given, tops);
     const Offer offer = propose_row(logits, given, draft_.sharpness, tops);
-    if (offer.token < 0) return false;
+    draft_.failed.data()[row] = offer.token < 0;
+    if (offer.token < 0) return;
     const int64_t slot = row * length(draft_.tokens, 1) + level;
     const int32_t cell = draft_.cell(offer.log_q, offer.margin);
     draft_.tokens.data()[slot] = static_cast<int32_t>(offer.token);
     draft_.cells.data()[slot] = cell;
     draft_.acceptance.data()[slot] = draft_.calibration.data()[cell];
-    return true;
   }
 
   // What each sharpness of the grid would propose.
-  bool probe(int64_t row, const Row& given, std::vector<float>& tops) {
+  void probe(int64_t row, const Row& given, std::vector<float>& tops) {
     const int64_t count = length(draft_.sharpness_grid);
     Row sharp = given;
     for (int64_t s = 0; s < count; ++s) {
       sharp.temperature = given.temperature / draft_.sharpness_grid.data()[s];
-      const int64_t token = sample_row(sharp, tops);
-      if (token < 0) return false;
-      draft_.probes.data()[row * count + s] = static_cast<int32_t>(token);
+      draft_.probes.data()[row * count + s] = static_cast<int32_t>(sample_row(sharp, tops));
     }
-    return true;
   }
 
   // Books the level and keeps the rows that grow further: what they promise is their path probability above the floor.
@@ -303,6 +293,7 @@ class Growth {
     float promised = 0.0f;
     std::vector<int64_t> growing;
     for (const int64_t row : active_) {
+      if (draft_.failed.data()[row]) continue;
       float& path = paths_[static_cast<size_t>(row)];
       path *= draft_.acceptance.data()[row * depth + level];
       draft_.num_tokens.data()[row] = static_cast<int32_t>(level + 1);
@@ -351,19 +342,18 @@ NB_MODULE(_decoder, m) {
              const Floats& sharpness_grid, const Floats& calibration, const Floats& confidence_edges,
              const Floats& margin_edges, float floor, const std::optional<Floats>& level_costs, int64_t num_threads,
              const Array<int32_t, 2>& tokens, const Array<int32_t, 1>& num_tokens, const Array<float, 2>& acceptance,
-             const Array<int32_t, 2>& cells, const Array<int32_t, 2>& probes) {
+             const Array<int32_t, 2>& cells, const Array<int32_t, 2>& probes, const Array<bool, 1>& failed) {
             const Draft draft{keys,         temperatures, limits,      sharpness, sharpness_grid,
                               calibration,  confidence_edges, margin_edges, floor,  level_costs,
-                              tokens,       num_tokens,   acceptance,  cells,     probes};
+                              tokens,       num_tokens,   acceptance,  cells,     probes,        failed};
             Growth growth(drafter, drafter.read_pass(rows, starts, counts, ids), draft, num_threads);
             if (!draft.fits(length(rows)) || !drafter.has_room(starts, counts, limits)) Drafter::refuse();
             nb::gil_scoped_release release;
-            return growth.run();
+            growth.run();
           },
           "rows"_a, "starts"_a, "counts"_a, "ids"_a, "keys"_a, "temperatures"_a, "limits"_a, "sharpness"_a,
           "sharpness_grid"_a, "calibration"_a, "confidence_edges"_a, "margin_edges"_a, "floor"_a,
           "level_costs"_a.none(), "num_threads"_a, "tokens"_a.noconvert(), "num_tokens"_a.noconvert(),
-          "acceptance"_a.noconvert(), "cells"_a.noconvert(), "probes"_a.noconvert(),
-          "Feed as `feed`, then grow drafts level by level; fills the last five arrays. Returns -1, or the first row "
-          "for which no token can be drawn.");
+          "acceptance"_a.noconvert(), "cells"_a.noconvert(), "probes"_a.noconvert(), "failed"_a.noconvert(),
+          "Feed as `feed`, then grow drafts level by level; fills the last six arrays.");
 }

@@ -1,5 +1,8 @@
 from collections.abc import Sequence
 
+import numpy as np
+from numpy.typing import NDArray
+
 from paceline.types import Float32Array, Int32Array, Int64Array, UInt64Array
 
 class Decoder:
@@ -57,4 +60,5 @@ class Decoder:
         acceptance: Float32Array,
         cells: Int32Array,
         probes: Int32Array,
-    ) -> int: ...
+        failed: NDArray[np.bool_],
+    ) -> None: ...

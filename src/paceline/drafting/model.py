@@ -368,7 +368,7 @@ class ModelDrafter:
         pending = [context[start:] for context, start in zip(known, cached.tolist(), strict=True)]
         if self._native is not None:
             self._grow_natively(self._native, draft, requests, rows, cached, pending)
-            made = draft.num_tokens[requests]
+            made = draft.num_tokens[requests] + draft.failed[requests]
             return DraftGrowth(int(made.max()), int(made.sum()), time.perf_counter() - started_s)
         logits = self._feed(rows, cached, pending)
         self._probe(draft, logits, requests)
@@ -406,7 +406,9 @@ class ModelDrafter:
         ids = np.concatenate(pending)
         native.grow(draft, requests, rows, cached, counts, self._known_ids(ids.astype(np.int64)))
         lengths = cached + counts
-        fed = draft.num_tokens[requests].astype(np.int64) - 1  # the last proposal is not fed
+        fed = (
+            draft.num_tokens[requests].astype(np.int64) - ~draft.failed[requests]
+        )  # the last proposal is not fed
         book = self._book
         book.tokens[np.repeat(rows, counts), _ranges(cached, counts)] = ids
         drafted = np.arange(draft.depth) < fed[:, None]

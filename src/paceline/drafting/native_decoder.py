@@ -14,7 +14,6 @@ import torch
 from paceline._decoder import Decoder
 from paceline.drafting.lean_decoder import LeanDecoder
 from paceline.drafting.proposal import CONFIDENCE_EDGES, MARGIN_EDGES, Draft
-from paceline.errors import EngineError
 from paceline.types import Float32Array, Int64Array
 
 MULTIPLE = 16
@@ -74,16 +73,14 @@ class NativeDecoder:
         counts: Int64Array,
         ids: Int64Array,
     ) -> None:
-        """Feed as `logits` does, then grow the drafts of `requests`, row i of the cache for request i, level by level.
-
-        Raises EngineError where no token can be drawn.
-        """
+        """Feed as `logits` does, then grow the drafts of `requests` level by level."""
         query = draft.query
         shape = (len(rows), draft.depth)
         tokens, cells = np.full(shape, -1, np.int32), np.zeros(shape, np.int32)
         acceptance, num_tokens = np.zeros(shape, np.float32), np.zeros(len(rows), np.int32)
         probes = np.empty((len(rows), len(draft.sharpness_grid)), np.int32)
-        failed = self._decoder.grow(
+        failed = np.zeros(len(rows), np.bool_)
+        self._decoder.grow(
             rows,
             starts,
             counts,
@@ -104,15 +101,11 @@ class NativeDecoder:
             acceptance,
             cells,
             probes,
+            failed,
         )
-        if failed >= 0:
-            raise EngineError(
-                f"no token can be drawn for request {requests[failed]} at temperature "
-                f"{query.temperatures[requests[failed]]}: check the drafter's weights"
-            )
         draft.tokens[requests], draft.num_tokens[requests] = tokens, num_tokens
         draft.acceptance[requests], draft.cells[requests] = acceptance, cells
-        draft.probes[requests] = probes
+        draft.probes[requests], draft.failed[requests] = probes, failed
 
 
 def native_decoder(
