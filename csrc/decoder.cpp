@@ -20,6 +20,7 @@ namespace {
 constexpr int64_t kWidth = 16;
 constexpr int64_t kLanes = 4;
 constexpr int64_t kPanel = kWidth * kLanes;
+constexpr int64_t kAhead = 2048;  // words
 constexpr int64_t kTile = 32;  // tokens that go through all layers together: their activations stay in the cache
 
 typedef float Lane __attribute__((vector_size(64)));
@@ -36,6 +37,14 @@ PACELINE_INLINE LaneWords load(const uint32_t* from) {
   LaneWords value;
   std::memcpy(&value, from, sizeof value);
   return value;
+}
+
+// As load, of words that come in order from beyond the second-level cache; asks for those further on.
+PACELINE_INLINE LaneWords load_ahead(const uint32_t* from) {
+#if defined(__GNUC__)
+  __builtin_prefetch(from + kAhead, 0, 2);
+#endif
+  return load(from);
 }
 
 PACELINE_INLINE void store(float* to, Lane value) { std::memcpy(to, &value, sizeof value); }
@@ -77,45 +86,50 @@ PACELINE_INLINE Lane exponential(Lane x) {
   return reinterpret_cast<Lane>(reinterpret_cast<LaneInt>(p) + (whole << 23));
 }
 
-// kTokens rows of x times one panel: added to y where kAdd, in place of it otherwise.
-template <int kTokens, bool kAdd>
-PACELINE_INLINE void multiply_panel(const float* x, int64_t inputs, const uint32_t* panel, const float* bias, float* y,
-                                    int64_t y_stride) {
-  Lane acc[kTokens][kLanes];
+// kTokens rows of x times kPanels panels: added to y where kAdd, in place of it otherwise.
+template <int kTokens, int kPanels, bool kAdd>
+PACELINE_INLINE void multiply_panels(const float* x, const PackedWeight& weight, int64_t first, float* y) {
+  const int64_t inputs = weight.inputs;
+  const uint32_t* panel = weight.panels.data() + first * inputs / 2;
+  Lane acc[kTokens][kPanels * kLanes];
   for (int t = 0; t < kTokens; ++t)
-    for (int j = 0; j < kLanes; ++j) acc[t][j] = load(bias + j * kWidth);
+    for (int j = 0; j < kPanels * kLanes; ++j) acc[t][j] = load(weight.bias.data() + first + j * kWidth);
   for (int64_t k = 0; k < inputs; ++k) {
-    Lane w[kLanes];
-    for (int j = 0; j < kLanes; j += 2) {
-      const LaneWords words = load(panel + (k * kPanel + j * kWidth) / 2);
+    Lane w[kPanels * kLanes];
+    for (int j = 0; j < kPanels * kLanes; j += 2) {
+      const LaneWords words = load(panel + ((j / kLanes * inputs + k) * kPanel + j % kLanes * kWidth) / 2);
       w[j] = low(words);
       w[j + 1] = high(words);
     }
     for (int t = 0; t < kTokens; ++t) {
       const float value = x[t * inputs + k];
-      for (int j = 0; j < kLanes; ++j) acc[t][j] += w[j] * value;
+      for (int j = 0; j < kPanels * kLanes; ++j) acc[t][j] += w[j] * value;
     }
   }
   for (int t = 0; t < kTokens; ++t)
-    for (int j = 0; j < kLanes; ++j) {
-      float* to = y + t * y_stride + j * kWidth;
+    for (int j = 0; j < kPanels * kLanes; ++j) {
+      float* to = y + t * weight.padded + first + j * kWidth;
       store(to, kAdd ? load(to) + acc[t][j] : acc[t][j]);
     }
 }
 
+// All rows of x times kPanels panels, with enough sums at a time that none waits for its last multiply-add.
+template <int kPanels, bool kAdd>
+PACELINE_INLINE void multiply_rows(const float* x, int64_t count, const PackedWeight& weight, int64_t first, float* y) {
+  const int64_t inputs = weight.inputs, stride = weight.padded;
+  int64_t t = 0;
+  for (; t + 6 <= count; t += 6)
+    for (int p = 0; p < kPanels; ++p)
+      multiply_panels<6, 1, kAdd>(x + t * inputs, weight, first + p * kPanel, y + t * stride);
+  for (; t + 2 <= count; t += 2) multiply_panels<2, kPanels, kAdd>(x + t * inputs, weight, first, y + t * stride);
+  if (t < count) multiply_panels<1, kPanels, kAdd>(x + t * inputs, weight, first, y + t * stride);
+}
+
 template <bool kAdd>
 PACELINE_INLINE void multiply_all(const float* x, int64_t count, const PackedWeight& weight, float* y) {
-  const int64_t inputs = weight.inputs, stride = weight.padded;
-  for (int64_t first = 0; first < stride; first += kPanel) {
-    const uint32_t* panel = weight.panels.data() + first * inputs / 2;
-    const float* bias = weight.bias.data() + first;
-    int64_t t = 0;
-    for (; t + 6 <= count; t += 6)
-      multiply_panel<6, kAdd>(x + t * inputs, inputs, panel, bias, y + t * stride + first, stride);
-    for (; t + 2 <= count; t += 2)
-      multiply_panel<2, kAdd>(x + t * inputs, inputs, panel, bias, y + t * stride + first, stride);
-    if (t < count) multiply_panel<1, kAdd>(x + t * inputs, inputs, panel, bias, y + t * stride + first, stride);
-  }
+  int64_t first = 0;
+  for (; first + 2 * kPanel <= weight.padded; first += 2 * kPanel) multiply_rows<2, kAdd>(x, count, weight, first, y);
+  if (first < weight.padded) multiply_rows<1, kAdd>(x, count, weight, first, y);
 }
 
 // y [count, weight.padded] = x [count, weight.inputs] times the weight, plus its bias.
@@ -178,7 +192,7 @@ PACELINE_INLINE void score(const float* queries, const uint32_t* keys, int64_t h
   Lane first[kHeads][kBlocks] = {}, second[kHeads][kBlocks] = {};
   for (int64_t d = 0; d < half; ++d)
     for (int b = 0; b < kBlocks; ++b) {
-      const LaneWords words = load(keys + (b * half + d) * kWidth);
+      const LaneWords words = load_ahead(keys + (b * half + d) * kWidth);
       for (int h = 0; h < kHeads; ++h) {
         first[h][b] += low(words) * queries[2 * h * half + d];
         second[h][b] += high(words) * queries[(2 * h + 1) * half + d];
@@ -220,9 +234,11 @@ PACELINE_INLINE void mix(const uint32_t* values, int64_t count, int64_t head_dim
   Lane acc[kHeads][kCount] = {};
   for (int64_t i = 0; i < count; i += 2)
     for (int j = 0; j < kCount; ++j) {
-      const LaneWords words = load(values + i / 2 * head_dim + j * kWidth);
-      for (int h = 0; h < kHeads; ++h)
-        acc[h][j] += low(words) * weights[h * stride + i] + high(words) * weights[h * stride + i + 1];
+      const LaneWords words = load_ahead(values + i / 2 * head_dim + j * kWidth);
+      for (int h = 0; h < kHeads; ++h) {
+        acc[h][j] += low(words) * weights[h * stride + i];
+        acc[h][j] += high(words) * weights[h * stride + i + 1];
+      }
     }
   for (int h = 0; h < kHeads; ++h)
     for (int j = 0; j < kCount; ++j) store(out + h * head_dim + j * kWidth, acc[h][j] * shares[h]);

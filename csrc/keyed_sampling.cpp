@@ -19,6 +19,7 @@
 namespace paceline {
 namespace {
 
+constexpr int64_t kSumLanes = 16;
 constexpr int32_t kInfinityBits = 0x7F800000;
 // Outside, 1 / T or logit * (1 / T) may leave the normal floats, where the bound below does not hold.
 constexpr float kMinTemperature = 1e-30f;
@@ -153,9 +154,9 @@ class PrunedRow {
   uint8_t flags_[kBlock];
 };
 
-// 2^y for y <= 0, within 4e-6 of it (relative); 0 below -126 and for a NaN.
+// 2^y for y <= 0, within 4e-6 of it (relative); 0 below -126.5 and for a NaN. Without a branch, for the vectoriser.
 PACELINE_INLINE float exp2_below_one(float y) {
-  y = y >= -126.0f ? y : -126.0f;
+  y = y >= -127.0f ? y : -127.0f;
   const auto whole = static_cast<int32_t>(y - 0.5f);
   const float x = y - static_cast<float>(whole);
   float p = 1.3333558e-03f;
@@ -164,21 +165,28 @@ PACELINE_INLINE float exp2_below_one(float y) {
   p = 2.4022651e-01f + x * p;
   p = 6.9314718e-01f + x * p;
   p = 1.0f + x * p;
-  return y <= -126.0f ? 0.0f : p * std::bit_cast<float>((whole + 127) << 23);
+  return p * std::bit_cast<float>((whole + 127) << 23);
+}
+
+// out = exp((logit - top) * inverse) with factor = inverse / ln 2
+PACELINE_SIMD void exponentials(const float* logits, int64_t size, float top, float factor, float* out) {
+  for (int64_t i = 0; i < size; ++i) out[i] = exp2_below_one((logits[i] - top) * factor);
+}
+
+PACELINE_SIMD void add_lanes(const float* values, int64_t size, float* sums) {
+  for (int64_t start = 0; start < size; start += kSumLanes)
+    for (int64_t lane = 0; lane < kSumLanes; ++lane) sums[lane] += values[start + lane];
 }
 
 // log of the sum over ids of exp((logit - top) * inverse).
-PACELINE_SIMD float log_total(const float* logits, int64_t size, float top, float inverse) {
-  constexpr int64_t kLanes = 16;
-  float sums[kLanes] = {};
-  const float factor = inverse * 1.44269504f;
-  int64_t i = 0;
-  for (; i + kLanes <= size; i += kLanes) {
-    for (int64_t lane = 0; lane < kLanes; ++lane) {
-      sums[lane] += exp2_below_one((logits[i + lane] - top) * factor);
-    }
+float log_total(const float* logits, int64_t size, float top, float inverse) {
+  float sums[kSumLanes] = {}, block[kBlock] = {};
+  for (int64_t start = 0; start < size; start += kBlock) {
+    const int64_t count = std::min(kBlock, size - start);
+    exponentials(logits + start, count, top, inverse * 1.44269504f, block);
+    std::fill(block + count, block + kBlock, 0.0f);
+    add_lanes(block, kBlock, sums);
   }
-  for (; i < size; ++i) sums[0] += exp2_below_one((logits[i] - top) * factor);
   double total = 0.0;
   for (const float sum : sums) total += static_cast<double>(sum);
   return static_cast<float>(std::log(total));
