@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -267,6 +268,66 @@ def test_what_is_safe_elsewhere_is_dropped(long: Journal) -> None:
     assert list(found) == [1]
     assert found[1].packed.unpack()[0] == (*range(1000), 7)
     assert [one.name for one in long.path.parent.iterdir()] == ["long"]
+
+
+def test_a_driver_is_killed_at_any_time_while_the_file_is_written_anew(
+    long: Journal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It copies a little with every write, so a driver with gigabytes does not wait either."""
+    monkeypatch.setattr("paceline.fleet.journal._COPIED_BYTES", 300)
+    new, before, sizes = long.path.with_name("long.new"), long.path.stat().st_size, []
+    long.drop([0, 2])
+    for number in range(1000):
+        if not new.exists():
+            break
+        sizes.append(new.stat().st_size)
+        killed = tmp_path / str(number)
+        killed.mkdir()
+        for file in (long.path, new):
+            (killed / file.name).write_bytes(file.read_bytes())
+        assert find_long(killed / "long")[1].packed.unpack()[0] == tuple(range(1000 + number))
+        assert not (killed / "long.new").exists(), "of no use to anyone"
+        long.write([keep(1, 1000 + number, 1000 + number)])
+    assert number > 20
+    assert max(after - size for size, after in pairwise(sizes)) < 1000
+    assert long.path.stat().st_size < before
+    long.write([keep(1, 1000 + number, 7)])
+    long.close()
+    found = find_long(long.path)
+    assert list(found) == [1]
+    assert found[1].packed.unpack()[0] == (*range(1000 + number), 7)
+
+
+def test_a_rollout_may_end_while_the_file_is_written_anew(
+    long: Journal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("paceline.fleet.journal._COPIED_BYTES", 300)
+    long.drop([0, 2])
+    assert len(list(long.path.parent.iterdir())) == 2
+    long.close()
+    assert [one.name for one in long.path.parent.iterdir()] == ["long"]
+    assert len(find_long(long.path)[1].packed) == 1000
+
+
+@pytest.mark.parametrize("refused", ["write", "replace"])
+def test_a_disk_that_fills_up_while_the_file_is_written_anew_keeps_the_old_one(
+    long: Journal, monkeypatch: pytest.MonkeyPatch, refused: str
+) -> None:
+    monkeypatch.setattr("paceline.fleet.journal._COPIED_BYTES", 300)
+    long.drop([0, 2])
+    assert long._copy is not None
+
+    def refuse(*arguments: object) -> None:
+        raise RecordError("No space left on device")
+
+    with monkeypatch.context() as disk:
+        disk.setattr(long._copy.file, "append" if refused == "write" else "rename", refuse)
+        for start in range(1000, 1200):
+            long.write([keep(1, start, start)])
+    assert long.failure is None
+    assert [one.name for one in long.path.parent.iterdir()] == ["long"]
+    long.close()
+    assert find_long(long.path)[1].packed.unpack()[0] == tuple(range(1200))
 
 
 def test_a_disk_without_room_for_both_keeps_the_old_one(

@@ -4,8 +4,9 @@ A binary file of frames, one for all that responses have grown by since the last
 each growth. Invariants: what is read back of a response is a prefix of its tokens, whatever was torn or lost; a journal
 of another job is never used. A response is known by its dice key and the tokens that it was given, `generated`
 included: what follows them is always the same. The journal saves work and is not the result: while the disk is full the
-rollout goes on and frames wait in memory, up to a limit. What is safe elsewhere is dropped (`drop`), so that the file
-has at most twice the size of what is needed, and `SLACK_BYTES`.
+rollout goes on and frames wait in memory, up to a limit. What is safe elsewhere is dropped (`drop`): when more than
+half of the file is of no use, what is needed is copied to a file that takes its place, a little with every write, so
+that the driver never waits for long. A driver that is killed meanwhile has the old file, which was written to the end.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import os
 import struct
 import zlib
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, Self
@@ -31,8 +32,9 @@ MOST_WAITING_BYTES = 1 << 28
 """Frames that the disk does not take wait in memory up to so much; then the journal ends where it is."""
 SLACK_BYTES = 1 << 26
 """What is no longer needed is left in the file up to so much."""
-_FRAME_BYTES = 1 << 22
-"""Frames of about this size are written where a file is written anew."""
+_COPIED_BYTES = 1 << 21
+"""About as much is read at a time where a file is written anew: some 10 ms of work. And twice what has been written
+meanwhile, or the copy would not catch up."""
 
 Name = tuple[int, int]
 """Key, and digest of the tokens that the response was given."""
@@ -84,13 +86,51 @@ class _Known:
         return Kept(packed, self.num_steps, self.num_draft_tokens, self.finish_reason)
 
 
+class _Copy:
+    """A file that is to take the journal's place, with what is needed of it so far."""
+
+    def __init__(self, path: Path, head: bytes) -> None:
+        """path: the journal's. Raises RecordError or OSError if there can be none."""
+        self.file = _open(_copy_path(path))
+        self._frames = _read_frames(path, head)
+        self._num_read = len(head)
+        try:
+            self.file.cut(0)
+            self.file.append(head)
+        except BaseException:
+            self.discard()
+            raise
+
+    def go_on(self, num_bytes: int, end: int, needed: Container[Name]) -> bool:
+        """Read about so many bytes of the journal, which has `end`, and copy what is needed; whether that is all.
+
+        Raises RecordError or OSError if it cannot go on.
+        """
+        entries: list[bytes] = []
+        until = min(self._num_read + num_bytes, end)
+        while self._num_read < until and (frame := next(self._frames, None)) is not None:
+            self._num_read += _FRAME.size + len(frame)
+            entries += [piece for name, piece in _split(frame) if name in needed]
+        if entries:
+            self.file.append(_frame(b"".join(entries)))
+        return (
+            self._num_read >= end or self._num_read < until
+        )  # less: a damaged frame, and nobody can read on
+
+    def discard(self) -> None:
+        """It is not wanted any more."""
+        self.file.close()
+        with contextlib.suppress(OSError):
+            self.file.path.unlink()
+
+
 class Journal:
     """One file, written by this process alone. Use `open`; close it, or `discard` it once the rollout is complete."""
 
     def __init__(self, file: AppendFile, job: str) -> None:
         self.path = file.path
-        self._new_path = file.path.with_name(file.path.name + ".new")
         self._file = file
+        self._copy: _Copy | None = None
         self._head = _frame(_MAGIC + job.encode())
         self._names: list[Name] = []
         self._sizes: dict[Name, int] = {}  # bytes of each response that is needed
@@ -109,6 +149,8 @@ class Journal:
         cannot be opened, or another process writes it.
         """
         journal = cls(_open(path), job)
+        with contextlib.suppress(OSError):  # of a driver that was killed while it wrote it
+            _copy_path(path).unlink()
         num_bytes = journal._survey() if resume else 0
         try:
             journal._file.cut(num_bytes)
@@ -134,24 +176,29 @@ class Journal:
     def write(self, keeps: Sequence[Keep]) -> None:
         """Append what responses have grown by. A disk that refuses is noted in `failure` and asked again next time."""
         if keeps:
-            self._append(_frame(b"".join(self._encode(keep) for keep in keeps)))
+            frame = _frame(b"".join(self._encode(keep) for keep in keeps))
+            self._append(frame)
+            self._go_on(_COPIED_BYTES + 2 * len(frame))
 
     def drop(self, indices: Iterable[int]) -> None:
         """These responses of the rollout are safe elsewhere: a restarted driver will not ask for them."""
         for index in indices:
             self._needed_bytes -= self._sizes.pop(self._names[index], 0)
-        if self._file.size - self._needed_bytes > max(self._needed_bytes, self._slack_bytes):
-            self._write_anew()
+        unneeded_bytes = self._file.size - self._needed_bytes
+        if self._copy is None and unneeded_bytes > max(self._needed_bytes, self._slack_bytes):
+            self._begin_anew()
 
     def close(self) -> None:
         """Close the file; a second call does nothing."""
+        if self._copy is not None:
+            self._copy.discard()
+            self._copy = None
         self._file.close()
 
     def discard(self) -> None:
         """The rollout is complete and its responses are safe: remove the file."""
         self.close()
         self.path.unlink(missing_ok=True)
-        self._new_path.unlink(missing_ok=True)  # of a driver that was killed while it wrote it
 
     def _encode(self, keep: Keep) -> bytes:
         name, reason = self._names[keep.index], (keep.finish_reason or "").encode()
@@ -191,48 +238,33 @@ class Journal:
                 self._count(entry.name, entry.size)
         return num_bytes + len(self._head) if num_bytes else 0
 
-    def _write_anew(self) -> None:
-        """Put what is needed into a new file in place of this one. A disk without room for it is asked again later."""
+    def _begin_anew(self) -> None:
+        """Begin to put what is needed into a new file. A disk without room for it is asked again later."""
         try:
-            new = self._copy_needed()
+            self._copy = _Copy(self.path, self._head)
         except (RecordError, OSError):
-            with contextlib.suppress(OSError):
-                self._new_path.unlink()
             self._slack_bytes *= 2
+        self._go_on(_COPIED_BYTES)
+
+    def _go_on(self, num_bytes: int) -> None:
+        """Copy so much; when that is all, the new file takes the place of this one."""
+        if (copy := self._copy) is None:
             return
-        self._file.close()
-        self._file = new
-
-    def _copy_needed(self) -> AppendFile:
-        """The new file, in place of this one. Raises RecordError or OSError if there can be none."""
-        new = _open(self._new_path)
         try:
-            new.cut(0)
-            new.append(self._head)
-            for frame in self._needed_frames():
-                new.append(frame)
-            new.rename(self.path)
-        except BaseException:
-            new.close()
-            raise
-        return new
+            if not copy.go_on(num_bytes, self._file.size, self._sizes):
+                return
+            copy.file.rename(self.path)
+        except (RecordError, OSError):
+            copy.discard()
+            self._slack_bytes *= 2
+        else:
+            self._file.close()
+            self._file = copy.file
+        self._copy = None
 
-    def _needed_frames(self) -> Iterator[bytes]:
-        """What the file has of the responses that are needed."""
-        entries: list[bytes] = []
-        size = 0
-        for frame in _read_frames(self.path, self._head):
-            end = 0
-            for entry in _read_entries(frame):
-                begin, end = end, end + entry.size
-                if entry.name in self._sizes:
-                    entries.append(frame[begin:end])
-                    size += entry.size
-            if size > _FRAME_BYTES:
-                yield _frame(b"".join(entries))
-                entries, size = [], 0
-        if entries:
-            yield _frame(b"".join(entries))
+
+def _copy_path(path: Path) -> Path:
+    return path.with_name(path.name + ".new")
 
 
 def _open(path: Path) -> AppendFile:
@@ -250,17 +282,29 @@ def _frame(payload: bytes) -> bytes:
 
 
 def _read_frames(path: Path, head: bytes) -> Iterator[bytes]:
-    """What is in the frames behind the first, if that is `head`; up to the first that is torn or damaged."""
-    with path.open("rb") as file:
+    """What is in the frames behind the first, if that is `head`; up to the first that is torn or damaged.
+
+    The file may grow meanwhile.
+    """
+    with path.open("rb", buffering=0) as file:  # nothing is read ahead: a torn end may become another one
         if file.read(len(head)) != head:
             return
-        left = os.fstat(file.fileno()).st_size - len(head)
+        end = len(head)
         while len(found := file.read(_FRAME.size)) == _FRAME.size:
             size, checksum = _FRAME.unpack(found)
-            left -= _FRAME.size + size
-            if left < 0 or zlib.crc32(payload := file.read(size)) != checksum:
+            end += _FRAME.size + size
+            if end > os.fstat(file.fileno()).st_size or zlib.crc32(payload := file.read(size)) != checksum:
                 return
             yield payload
+
+
+def _split(frame: bytes) -> Iterator[tuple[Name, bytes]]:
+    """The entries of a frame as they are, with the response of each."""
+    place = 0
+    while place < len(frame):
+        key, given, _, count, _, _, num_reason = _ENTRY.unpack_from(frame, place)
+        begin, place = place, place + _ENTRY.size + num_reason + 2 * count * TOKEN_BYTES
+        yield (key, given), frame[begin:place]
 
 
 def _read_entries(frame: bytes) -> Iterator[_Entry]:
