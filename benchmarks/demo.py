@@ -16,8 +16,8 @@ from typing import Any
 
 from harness import ROOT, median, parser, publish
 
-from paceline.record.events import Comparison, Evaluation
 from paceline.record.reader import RecordReader
+from paceline.record.schema import Comparison, Evaluation
 
 COLUMNS = ("case", "before", "after", "gain", "gain_error", "speedup", "tokens", "diverged_tokens")
 MEANS = ("before", "after", "gain", "speedup")

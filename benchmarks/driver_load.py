@@ -37,6 +37,7 @@ from paceline.control.events import (
 )
 from paceline.control.packed import Digest, Packed
 from paceline.fleet.chunk_log import ChunkLog
+from paceline.fleet.cluster import import_ray
 from paceline.fleet.journal import Journal
 from paceline.fleet.status import StatusBoard, WorkerStatus
 from paceline.types import KvUse, RolloutRequest, StepObservation
@@ -156,9 +157,8 @@ def measure_ending(folder: Path, is_told: bool) -> dict[str, object]:
 
 def measure_ray(num_calls: int) -> dict[str, object]:
     """Processor time of this process for a report of 128 growths that an actor gives, the next call included."""
-    import ray
-
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False)
+    ray = import_ray()
+    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
     report = pickle.loads(make_report(range(CHUNKS), 0))
 
     @ray.remote(num_cpus=0.1)

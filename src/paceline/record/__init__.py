@@ -1,12 +1,14 @@
 """The record of a run: `record.jsonl`, append-only, one event per line, the header first.
 
-Owns the schema (`events`), the writer and the reader. At most the last line can be torn (by a crash);
+Owns the schema (`schema`), the writer and the reader. At most the last line can be torn (by a crash);
 `RecordWriter.resume` cuts it off. Written by the trainer, the owner of the rollout engine and the command
 line; read by `paceline report`. Beside it, with schemas of their own: the decision log (`decisions`), which `paceline
 replay` reads, and profiles (`profile`).
 """
 
-from paceline.record.events import (
+from paceline.record.machine import describe_machine, describe_versions
+from paceline.record.reader import RecordReader
+from paceline.record.schema import (
     FILE_NAME,
     SCHEMA_VERSION,
     ChunkDone,
@@ -27,8 +29,6 @@ from paceline.record.events import (
     end_of,
     measure_tail,
 )
-from paceline.record.machine import describe_machine, describe_versions
-from paceline.record.reader import RecordReader
 from paceline.record.writer import RecordWriter
 
 __all__ = [

@@ -7,7 +7,7 @@ import platform
 from importlib import metadata
 from pathlib import Path
 
-from paceline.record.events import Machine
+from paceline.record.schema import Machine
 
 
 def describe_machine() -> Machine:

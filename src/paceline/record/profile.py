@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from paceline.errors import RecordError
-from paceline.record.events import Machine
+from paceline.record.schema import Machine
 
 PROFILE_VERSION = 1
 

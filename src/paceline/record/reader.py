@@ -10,7 +10,7 @@ from typing import BinaryIO, Self, get_args
 import msgspec
 
 from paceline.errors import RecordError
-from paceline.record.events import FILE_NAME, SCHEMA_VERSION, Event, Header, Line
+from paceline.record.schema import FILE_NAME, SCHEMA_VERSION, Event, Header, Line
 
 _decoder: msgspec.json.Decoder[Line] = msgspec.json.Decoder(Line)
 _KINDS = frozenset(kind.__struct_config__.tag for kind in get_args(Line))

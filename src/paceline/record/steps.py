@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paceline.record.events import EngineStepSample
+from paceline.record.schema import EngineStepSample
 from paceline.types import StepObservation
 
 

@@ -18,7 +18,9 @@ import msgspec
 from paceline.config import RecordConfig
 from paceline.errors import RecordError
 from paceline.record.append import AppendFile
-from paceline.record.events import (
+from paceline.record.machine import describe_machine, describe_versions
+from paceline.record.reader import RecordReader
+from paceline.record.schema import (
     FILE_NAME,
     Event,
     Header,
@@ -29,8 +31,6 @@ from paceline.record.events import (
     TrainStep,
     end_of,
 )
-from paceline.record.machine import describe_machine, describe_versions
-from paceline.record.reader import RecordReader
 from paceline.record.steps import StepMerger
 from paceline.types import StepObservation
 
