@@ -89,7 +89,8 @@ class Killer:
         """A process, and how many responses it runs; None: there is none to be killed now."""
         fleet = self.fleet
         if kind == "draft server":
-            return (int(fleet._draft_server.pid) if fleet._draft_server._process.poll() is None else None), 0
+            child = fleet._draft_server.child
+            return (int(child.pid) if child._process.poll() is None else None), 0
         if kind == "reward worker":
             processes = fleet._rewards.processes
             return (int(self.rng.choice(processes)) if processes else None), 0

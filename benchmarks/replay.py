@@ -154,6 +154,8 @@ class Policy:
 
     def play(self, replay: Replay) -> Outcome:
         """Replay one rollout."""
+        from paceline.engine.fast_loop import table_of
+
         rollout, loop = replay.rollout, self.loop
         loop.forget_tokens()
         for row, prompt in enumerate(rollout.prompts):
@@ -172,7 +174,7 @@ class Policy:
             step = np.full(len(at), next(steps))
             proposal = loop.propose(query, 0, weight=fair_weights(at, step) if loop.is_fair else None)
             order[0] = loop.order()
-            pairs = zip(query.responses.tolist(), at.tolist(), strict=True)
+            pairs = list(zip(query.responses.tolist(), at.tolist(), strict=True))
             accepted = np.array(
                 [
                     replay.matches(row, a, proposal.batch.tokens[i, : proposal.lengths[i]])
@@ -180,10 +182,11 @@ class Policy:
                 ],
                 np.int32,
             )
-            first = np.array(
-                [rollout.responses[r][a] for r, a in zip(query.responses.tolist(), at.tolist(), strict=True)]
-            )
-            loop.learn(proposal, proposal.lengths, accepted, first.astype(np.int32))
+            decided = [
+                rollout.responses[row][a : a + count + 1].tolist()
+                for (row, a), count in zip(pairs, accepted.tolist(), strict=True)
+            ]
+            loop.learn(proposal, proposal.lengths, table_of(decided))
             self._at = at.copy()
             return proposal.lengths, accepted, drafting_s
 

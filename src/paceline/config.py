@@ -71,6 +71,13 @@ class EngineSettings(Section):
     model_drafter_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Number format of the model drafter's weights."""
 
+    draft_worker: bool = False
+    """Run the model drafter in a process of its own, which drafts ahead while the target verifies
+    (docs/draft-worker.md). For a drafter that takes a tenth of the target's time or more, where a core is free."""
+
+    draft_window: int = Field(default=8, ge=1, le=63)
+    """Draft worker: w. After w tokens of a response that the target has not decided it drafts up to w more."""
+
     max_draft_tokens: int = Field(default=32, ge=1, le=127)
     """Longest draft of one request in one step. vLLM refuses more than 128 tokens."""
 
@@ -126,6 +133,14 @@ class EngineSettings(Section):
         if self.draft_servers and self.drafter != "suffix":
             raise ValueError(
                 f"draft_servers need drafter='suffix', which alone drafts from other responses, not {self.drafter!r}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _worker_fits(self) -> EngineSettings:
+        if self.draft_worker and self.model_drafter is None:
+            raise ValueError(
+                "draft_worker needs a model_drafter, the model that it drafts with: give its folder"
             )
         return self
 

@@ -31,21 +31,16 @@ class DraftQuery:
 
 
 @dataclass(frozen=True, slots=True)
-class DraftBatch:
-    """Draft tokens proposed for one engine step, before the budget cuts them.
+class DraftChains:
+    """One chain of draft tokens per request.
 
     `acceptance[r, j]` estimates P(token j is accepted | tokens 0..j-1 were accepted); its running product along j is
-    the path probability. `cells[r, j]` is the calibration cell that the estimate came from (planning/acceptance.py).
-    `probes[r, s]` is the token that the s-th value of the sharpness grid would have drafted at the first position
-    (-1: no proposal): whatever was drafted, every sharpness is then scored against the target's token.
-    Entries beyond `num_tokens[r]` are undefined.
+    the path probability. Entries beyond `num_tokens[r]` are undefined.
     """
 
     tokens: Int32Array  # [num_requests, max_draft_tokens]
     num_tokens: Int32Array  # [num_requests]
     acceptance: Float32Array  # [num_requests, max_draft_tokens]
-    cells: Int32Array  # [num_requests, max_draft_tokens]
-    probes: Int32Array  # [num_requests, num_sharpness]
 
     @property
     def path_probability(self) -> Float32Array:
@@ -53,6 +48,26 @@ class DraftBatch:
         width = np.arange(self.tokens.shape[1])[None, :] < self.num_tokens[:, None]
         product: Float32Array = np.cumprod(np.where(width, self.acceptance, 0.0), axis=1, dtype=np.float32)
         return product
+
+
+@dataclass(frozen=True, slots=True)
+class DraftBatch(DraftChains):
+    """Draft tokens proposed by one drafter for one engine step, before the budget cuts them.
+
+    `cells[r, j]` is the calibration cell that the estimate came from (planning/acceptance.py).
+    `probes[r, s]` is the token that the s-th value of the sharpness grid would have drafted at the first position
+    (-1: no proposal): whatever was drafted, every sharpness is then scored against the target's token.
+    """
+
+    cells: Int32Array  # [num_requests, max_draft_tokens]
+    probes: Int32Array  # [num_requests, num_sharpness]
+
+
+@dataclass(frozen=True, slots=True)
+class MetDrafts(DraftChains):
+    """The best chain of each request among those of all drafters (drafting/tree.py)."""
+
+    sources: Int32Array  # [num_requests, max_draft_tokens] whose estimate stands for the token
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +125,12 @@ class StepObservation:
     """Requests that the engine has taken but not begun, or preempted."""
     num_context_tokens: int = 0
     """Tokens that attention reads: of the decoding requests so far, and once more for each alternative."""
+    num_model_tokens: int = 0
+    """Accepted draft tokens for which a model drafter's estimate stood."""
+    num_wasted_tokens: int = 0
+    """Tokens that a draft worker had drafted behind a rejected one, as far as was heard since the step before."""
+    wait_s: float = 0.0
+    """Part of `step_s`: taking what a draft worker has drafted, and waiting for it."""
 
     @property
     def num_tokens(self) -> int:

@@ -7,7 +7,7 @@ import numpy as np
 from paceline.config import EngineSettings
 from paceline.drafting.drafter import Forgetful
 from paceline.drafting.suffix import DraftPaths
-from paceline.engine.fast_loop import GRID, FastLoop, Proposal
+from paceline.engine.fast_loop import GRID, FastLoop, Proposal, table_of
 from paceline.types import (
     DraftBatch,
     DraftGrowth,
@@ -93,14 +93,9 @@ def _learn(loop: FastLoop, made: Proposal, others: int, rng: np.random.Generator
     """Random outcomes of a proposal, and the step's observation."""
     lengths, alternatives = made.lengths, made.alternatives
     accepted = rng.integers(0, lengths + 1).astype(np.int32)
-    first = rng.integers(3, 6, len(lengths)).astype(np.int32)
-    more = 0
-    if alternatives is None:
-        loop.learn(made, lengths, accepted, first)
-    else:
-        gained = rng.integers(0, alternatives.lengths + 1).astype(np.int32)
-        loop.learn(made, lengths, accepted, first, alternatives.lengths, gained)
-        more = int(alternatives.lengths.sum())
+    rows = zip(made.batch.tokens.tolist(), accepted.tolist(), strict=True)
+    loop.learn(made, lengths, table_of([[*tokens[:count], 9] for tokens, count in rows]))
+    more = 0 if alternatives is None else int(alternatives.lengths.sum())
     drafted = int(lengths.sum()) + more
     seconds = (0.01 + 0.0004 * (len(lengths) + drafted + others)) * float(rng.lognormal(0.0, 0.2))
     return StepObservation(

@@ -84,7 +84,7 @@ class Chaos:
     def _draft(self) -> int | None:
         server = self.fleet._draft_server
         assert server is not None
-        return server.pid if server._process.poll() is None else None
+        return server.child.pid if server.child._process.poll() is None else None
 
     def _reward(self) -> int | None:
         assert self.fleet._rewards is not None

@@ -102,6 +102,7 @@ def test_a_traceback_is_there_for_who_asks(
         (["--resume", "--overwrite"], 2, "give one of them"),
         (["--plain", "--resume"], 2, "too many would be short"),
         (["--plain", "--model-drafter", "x"], 2, "drop one of them"),
+        (["--draft-worker"], 2, "draft_worker needs a model_drafter"),
         (["--model-drafter", "no/such/drafter"], 3, "model folder no/such/drafter does not exist"),
         (["--drafter", "magic"], 2, "'suffix', 'lookup', 'none'"),
         (["--dtype", "int4"], 2, "'float32'"),

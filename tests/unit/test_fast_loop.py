@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from paceline.config import BudgetSettings, EngineSettings
-from paceline.engine.fast_loop import GRID, FastLoop
+from paceline.engine.draft_ahead import TargetSizes
+from paceline.engine.fast_loop import GRID, FastLoop, Proposal, leading_matches, table_of
 from paceline.planning.latency import StepTimeModel, update_measured_time
 from paceline.types import DraftBatch, DraftGrowth, DraftQuery, ModelDrafts, StepObservation
 
@@ -71,8 +72,7 @@ def test_a_group_may_see_another_prompt() -> None:
 
 
 def test_model_drafts_are_used_only_at_their_position() -> None:
-    settings = EngineSettings(drafter="none", budget=FIXED)
-    loop = FastLoop(settings)
+    loop = FastLoop(EngineSettings(drafter="none", model_drafter="somewhere", budget=FIXED))
     late = ModelDrafts(np.array([2, 0]), np.array([10, 9]), batch([[4, 5], [6, 7]], 0.9), GROWTH, 0.002)
     loop.receive(late)
     made = loop.propose(query(), 0)
@@ -81,15 +81,42 @@ def test_model_drafts_are_used_only_at_their_position() -> None:
     assert loop.propose(query(), 0).lengths.tolist() == [0, 0, 0], "drafts serve one step only"
 
 
-def test_the_better_candidate_wins() -> None:
-    loop = FastLoop(EngineSettings(budget=FIXED, draft_floor=0.0))
+def two_drafters(acceptance: float) -> tuple[FastLoop, Proposal]:
+    """A loop with suffix trees and a model drafter this sure of itself, and what it proposes."""
+    loop = FastLoop(EngineSettings(model_drafter="somewhere", budget=FIXED, draft_floor=0.0))
     fill(loop)
-    for acceptance, model_wins in ((0.999, True), (0.0001, False)):
-        drafts = ModelDrafts(
-            np.arange(3), np.full(3, 10), batch([list(range(40, 48))] * 3, acceptance), GROWTH, 0.002
-        )
-        loop.receive(drafts)
-        assert loop.propose(query(), 0).from_model.tolist() == [model_wins] * 3
+    drafts = batch([list(range(40, 48))] * 3, acceptance)
+    loop.receive(ModelDrafts(np.arange(3), np.full(3, 10), drafts, GROWTH, 0.002))
+    return loop, loop.propose(query(), 0)
+
+
+@pytest.mark.parametrize(("acceptance", "model_wins"), [(0.999, True), (0.0001, False)])
+def test_the_better_candidate_wins(acceptance: float, model_wins: bool) -> None:
+    made = two_drafters(acceptance)[1]
+    assert (made.batch.tokens[:, 0] == 40).tolist() == [model_wins] * 3
+
+
+def test_a_token_teaches_whoever_drafted_it() -> None:
+    loop, made = two_drafters(0.999)
+    assert made.candidates[0] is not None
+    free = made.candidates[0].tokens
+    before = loop.free.table.verified.sum(), loop.model.table.verified.sum()
+    loop.learn(made, np.full(3, 4, np.int32), table_of([[40, 41, 9], [int(free[1, 0])], []]))
+    # The model is right twice, then wrong; wrong at once; untold. The free drafter wrong at once; right; untold.
+    assert loop.model.table.verified.sum() - before[1] == pytest.approx(4, rel=0.01)
+    assert loop.free.table.verified.sum() - before[0] == pytest.approx(2, rel=0.01)
+    assert loop.free.table.accepted.sum() == pytest.approx(1, rel=0.01)
+    told = loop.observe(step(3, 12, 2))
+    assert told.num_model_tokens == 2
+
+
+def test_drafts_are_compared_up_to_what_was_decided() -> None:
+    decided = table_of([[1, 2, 3], [], [5]])
+    drafts = np.array([[1, 2, 9, 3], [1, 2, 3, 4], [5, -1, -1, -1]], np.int32)
+    assert decided.tolist() == [[1, 2, 3], [-1, -1, -1], [5, -1, -1]]
+    assert leading_matches(drafts, np.array([4, 4, 1]), decided).tolist() == [2, 0, 1]
+    assert leading_matches(drafts, np.array([1, 4, 0]), decided).tolist() == [1, 0, 0]
+    assert table_of([]).shape == (0, 1)
 
 
 def test_acceptance_is_learned_from_verified_positions_alone() -> None:
@@ -99,7 +126,8 @@ def test_acceptance_is_learned_from_verified_positions_alone() -> None:
     before = loop.free.table
     verified = made.lengths.copy()
     accepted = np.minimum(verified, 1)
-    loop.learn(made, verified, accepted, made.batch.tokens[:, 0])
+    decided = [[*tokens[:count], 60] for tokens, count in zip(made.batch.tokens, accepted, strict=True)]
+    loop.learn(made, verified, table_of(decided))
     told = np.minimum(verified, accepted + 1).sum()
     assert loop.free.table.verified.sum() - before.verified.sum() == pytest.approx(told, rel=0.01)
     assert loop.free.table.accepted.sum() - before.accepted.sum() == pytest.approx(accepted.sum(), rel=0.01)
@@ -184,7 +212,7 @@ def test_without_a_budget_the_model_drafter_does_nothing() -> None:
 
 def test_a_longer_context_makes_longer_drafts() -> None:
     """Reading the context is paid once per step, so the more there is of it, the more a draft token is worth."""
-    settings = EngineSettings(drafter="suffix", budget=BudgetSettings(), draft_floor=0.0)
+    settings = EngineSettings(model_drafter="somewhere", budget=BudgetSettings(), draft_floor=0.0)
     loop = FastLoop(settings)
     for turn in range(40):
         for tokens in (3, 6, 12, 24, 48):
@@ -213,7 +241,7 @@ def test_what_may_not_draft_learns_and_orders_nothing(settings: EngineSettings) 
 
 @pytest.mark.parametrize(("others", "wanted"), [(0, 12), (10, 7), (17, 0), (40, 0)])
 def test_drafts_take_what_the_other_tokens_leave_of_a_step(others: int, wanted: int) -> None:
-    loop = FastLoop(EngineSettings(budget=FIXED, draft_floor=0.0), max_step_tokens=20)
+    loop = FastLoop(EngineSettings(budget=FIXED, draft_floor=0.0), TargetSizes(max_step_tokens=20))
     fill(loop)
     assert loop.propose(query(), others).lengths.sum() == wanted
 

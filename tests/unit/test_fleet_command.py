@@ -72,7 +72,10 @@ def test_a_recorded_run_is_not_replaced_unasked(run: Run, model: Path, prompts: 
 def test_paths_reach_engines_that_run_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("secret").write_bytes(bytes(range(65, 85)))
-    settings = build_settings(0, "suffix", Path("small"), ["tcp://a:1"], Path("secret"), compiled=True)
+    settings = build_settings(
+        0, "suffix", Path("small"), ["tcp://a:1"], Path("secret"), compiled=True, draft_worker=True
+    )
+    assert settings.draft_worker
     assert settings.model_drafter == str(tmp_path / "small")
     assert settings.draft_secret_file == str(tmp_path / "secret")
     assert settings.draft_servers == ("tcp://a:1",)

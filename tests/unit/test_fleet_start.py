@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,10 +12,12 @@ import pytest
 
 from paceline.config import EngineSettings, FleetSettings, KvPoolSettings, Variant
 from paceline.control.controller import Controller
+from paceline.drafting import child_process
+from paceline.drafting.child_process import MAX_FAILED_STARTS
 from paceline.errors import ConfigError, RequestError, UnsupportedError
-from paceline.fleet import cluster, draft_process, fleet
+from paceline.fleet import cluster, fleet
 from paceline.fleet.chunk_log import ChunkLog
-from paceline.fleet.draft_process import MAX_FAILED_STARTS, DraftProcess, start_draft_process
+from paceline.fleet.draft_process import DraftProcess, start_draft_process
 from paceline.fleet.fleet import Fleet
 from paceline.types import RolloutRequest
 
@@ -158,7 +159,7 @@ def server(tmp_path: Path) -> Iterator[DraftProcess]:
 
 
 def wait_for_end(server: DraftProcess) -> None:
-    server._process.wait(timeout=20)
+    server.child._process.wait(timeout=20)
 
 
 def test_a_long_folder_for_temporary_files_is_passed_over(
@@ -170,34 +171,34 @@ def test_a_long_folder_for_temporary_files_is_passed_over(
     made = start_draft_process()
     assert made is not None
     try:
-        assert len(made.address.removeprefix("ipc://")) <= draft_process.MAX_PATH_BYTES
+        assert len(made.address.removeprefix("ipc://")) <= child_process.MAX_PATH_BYTES
     finally:
         made.close()
-    monkeypatch.setattr(draft_process, "MAX_PATH_BYTES", 10)
+    monkeypatch.setattr(child_process, "MAX_PATH_BYTES", 10)
     assert start_draft_process() is None
 
 
 def test_a_killed_server_is_started_again_at_once(server: DraftProcess) -> None:
     for count in range(2, 2 + MAX_FAILED_STARTS):
-        server._process.send_signal(signal.SIGKILL)
+        server.child.kill()
         wait_for_end(server)
-        server.check()
-        assert server.num_starts == count
+        server.child.check()
+        assert server.child.num_starts == count
 
 
 def test_a_server_that_cannot_start_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(draft_process.sys, "executable", "/bin/false")
+    monkeypatch.setattr(child_process.sys, "executable", "/bin/false")
     now_s = [0.0]
-    monkeypatch.setattr(draft_process, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    monkeypatch.setattr(child_process, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
     server = DraftProcess(tmp_path / "drafts")
     starts_s = []
     for _ in range(200):
         wait_for_end(server)
-        server.check()
-        if len(starts_s) < server.num_starts - 1:
+        server.child.check()
+        if len(starts_s) < server.child.num_starts - 1:
             starts_s.append(now_s[0])
         now_s[0] += 0.25
-    assert server.num_starts == MAX_FAILED_STARTS
+    assert server.child.num_starts == MAX_FAILED_STARTS
     assert starts_s == sorted(starts_s)
     pauses = [later - earlier for earlier, later in zip([0.0, *starts_s], starts_s, strict=False)]
     assert pauses == sorted(pauses), pauses

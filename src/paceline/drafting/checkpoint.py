@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AttentionInterface, AutoModelForCausalLM
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
+from paceline.drafting.drafter import fits_vocabulary
 from paceline.drafting.model_cache import ATTENTION_NAME, attend_rows
 from paceline.errors import CheckpointError, ConfigError
 
@@ -40,13 +41,33 @@ def check_names(own: dict[str, torch.Tensor], fresh: dict[str, torch.Tensor]) ->
         )
 
 
-def load_model(path: Path, dtype: str, device: torch.device) -> Any:
-    """The checkpoint with row attention, in evaluation mode."""
+def check_vocabulary(path: Path, own: int, target: int | None) -> None:
+    """Raise CheckpointError for a drafter whose vocabulary differs from the target's by more than padding."""
+    if target is not None and not fits_vocabulary(own, target):
+        raise CheckpointError(
+            f"{path}: the drafter's vocabulary has {own} ids, the target's {target}: "
+            "choose a drafter with the target's tokenizer"
+        )
+
+
+def check_drafter_folder(path: Path, target_vocab_size: int) -> None:
+    """Raise CheckpointError for what can be seen without loading the model: no checkpoint, or of another vocabulary."""
+    _check_config(path)
+    config = AutoConfig.from_pretrained(path, local_files_only=True).get_text_config()
+    check_vocabulary(path, config.vocab_size, target_vocab_size)
+
+
+def _check_config(path: Path) -> None:
     if not (path / "config.json").is_file():
         raise CheckpointError(
             f"{path}: no drafter checkpoint there (config.json is missing): give the folder of a local "
             "Hugging Face causal LM"
         )
+
+
+def load_model(path: Path, dtype: str, device: torch.device) -> Any:
+    """The checkpoint with row attention, in evaluation mode."""
+    _check_config(path)
     AttentionInterface.register(ATTENTION_NAME, attend_rows)
     try:
         model, report = AutoModelForCausalLM.from_pretrained(

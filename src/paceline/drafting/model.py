@@ -22,8 +22,7 @@ import numpy as np
 import torch
 
 from paceline import dice
-from paceline.drafting.checkpoint import check_names, check_settings, load_model
-from paceline.drafting.drafter import fits_vocabulary
+from paceline.drafting.checkpoint import check_names, check_settings, check_vocabulary, load_model
 from paceline.drafting.lean_decoder import LeanDecoder, lean_decoder
 from paceline.drafting.model_cache import (
     PADDED_QUERY,
@@ -102,7 +101,7 @@ class ModelDrafter:
         self._sample = noise_sampler
         self._model = load_model(self.checkpoint, dtype, self._device)
         config = self._model.config.get_text_config()
-        self._check_vocabulary(config.vocab_size, vocab_size)
+        check_vocabulary(self.checkpoint, config.vocab_size, vocab_size)
         self._num_context_ids: int = vocab_size or config.vocab_size
         self.vocab_size: int = min(config.vocab_size, vocab_size or config.vocab_size)
         limit = getattr(config, "max_position_embeddings", None)
@@ -171,6 +170,14 @@ class ModelDrafter:
         assert row is not None
         self._book.cut(row, length)
         self._cache.clear_behind(row, length)
+
+    def rewind(self, response: int, num_tokens: int) -> None:
+        """Of the contexts that were given for a response the first `num_tokens` tokens stand; the others were drafted.
+
+        Only for who passes drafted tokens as context, to draft on behind them; unknown ids are ignored.
+        """
+        if (row := self._book.row(response)) is not None:
+            self._book.cut(row, num_tokens)
 
     def forget(self, responses: Iterable[int]) -> None:
         """Free the cache rows of finished responses; unknown ids are ignored."""
@@ -242,13 +249,6 @@ class ModelDrafter:
                 f"{self.checkpoint}: only {len(self._cache.attended)} of the {len(layers)} layers of "
                 f"{type(self._model).__name__} use the standard attention interface: "
                 "choose a full-attention decoder such as Llama, Qwen2 or Qwen3"
-            )
-
-    def _check_vocabulary(self, own: int, target: int | None) -> None:
-        if target is not None and not fits_vocabulary(own, target):
-            raise CheckpointError(
-                f"{self.checkpoint}: the drafter's vocabulary has {own} ids, the target's {target}: "
-                "choose a drafter with the target's tokenizer"
             )
 
     def _forward(

@@ -6,7 +6,8 @@ are pure functions in planning/. Knows nothing of vLLM: the scheduler hands it a
     propose -> (the target runs) -> learn, append, observe
 
 Model-free drafts are made in `propose`; a model drafter's arrive by `receive`, made in the worker after the step
-before. Of a request's candidates the one with the most expected accepted tokens is offered to the budget.
+before, or whenever a draft worker has some (draft_ahead.py). Where there are two drafters their drafts meet in the
+draft trees, which offer the chain with the most expected accepted tokens to the budget; one alone needs no trees.
 """
 
 from __future__ import annotations
@@ -18,21 +19,22 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from paceline.config import BudgetSettings, EngineSettings
 from paceline.drafting.drafter import Drafter, PathDrafter
 from paceline.drafting.learned import Learned
+from paceline.drafting.tree import DraftTrees, Source
+from paceline.engine.draft_ahead import UNKNOWN_SIZES, TargetSizes, start_draft_ahead
 from paceline.engine.loop_log import open_log
 from paceline.engine.model_steering import ModelSteering
 from paceline.engine.multipath.alternatives import AlternativePaths, Alternatives, StepDrafts, outcomes_of
 from paceline.engine.sharing import SharedDrafts, drafter_number
 from paceline.errors import RequestError
-from paceline.planning import budget, candidates, sharpness
+from paceline.planning import budget, sharpness
 from paceline.planning.acceptance import judge
-from paceline.planning.latency import MAX_TOKENS
 from paceline.types import (
     DraftBatch,
+    DraftChains,
     DraftOrder,
     DraftQuery,
     DraftSharingCounters,
@@ -40,6 +42,7 @@ from paceline.types import (
     Float64Array,
     Int32Array,
     Int64Array,
+    MetDrafts,
     ModelDrafts,
     StepObservation,
 )
@@ -54,12 +57,11 @@ FIRST_COPY = 1 << 62
 class Proposal:
     """What was drafted for one step and how much of it goes to the target."""
 
-    batch: DraftBatch
+    batch: DraftChains
     """Each request's draft."""
-    from_model: NDArray[np.bool_]  # [num_requests] whose draft it is
     lengths: Int32Array  # [num_requests] draft tokens to verify
     candidates: tuple[DraftBatch | None, DraftBatch | None]
-    """All model-free and all model candidates, for the sharpness of both drafters."""
+    """All model-free and all model candidates, by `Source`; a draft worker learns by itself."""
     alternatives: Alternatives | None
     """Further paths of some requests; None when one path each is best."""
 
@@ -74,15 +76,9 @@ class PolicyState(NamedTuple):
 class FastLoop:
     """One per engine. Not thread-safe: the scheduler's thread alone uses it."""
 
-    def __init__(
-        self, settings: EngineSettings, vocab_size: int = 1 << 31, max_step_tokens: int = MAX_TOKENS
-    ) -> None:
-        """vocab_size: the target's; what other workers tell of other ids is dropped.
-
-        max_step_tokens: the engine's token budget. Drafts get what other tokens of the step leave of it.
-        """
-        self._settings = settings
-        self._max_step_tokens = max_step_tokens
+    def __init__(self, settings: EngineSettings, sizes: TargetSizes = UNKNOWN_SIZES) -> None:
+        """Raises CheckpointError or ConfigError where a draft worker is wanted and cannot be."""
+        self._settings, self._sizes = settings, sizes
         self.drafter, prior = _make_drafter(settings)
         self.free = Learned(prior, settings.sharpness)
         self.model = Learned(_model_prior(settings), settings.sharpness)
@@ -96,7 +92,13 @@ class FastLoop:
         self._expected = 0.0
         self._log = open_log(settings)
         self._paths = AlternativePaths(settings, self._log)
-        self._sharing = _connect(settings, vocab_size)
+        self._trees = DraftTrees() if _has_several_drafts(settings) else None
+        self.ahead = (
+            None if self._trees is None else start_draft_ahead(settings, sizes, self._trees, self._log)
+        )
+        self._wasted_before = 0
+        self._model_accepted = 0
+        self._sharing = _connect(settings, sizes.vocab_size)
         self._numbers: dict[int, int] = {}  # the drafter's, of each open response
         self._running: set[tuple[int, int]] = set()  # group and drafter's number of each
         self.drafting = True
@@ -105,14 +107,28 @@ class FastLoop:
     # -- responses
 
     def open(
-        self, group: int, response: int, prompt: Sequence[int], generated: Sequence[int], key: int = 0
+        self,
+        group: int,
+        response: int,
+        prompt: Sequence[int],
+        generated: Sequence[int],
+        key: int = 0,
+        *,
+        temperature: float = 1.0,
+        limit: int = 0,
     ) -> None:
         """A response begins (or resumes with `generated` tokens). key: its dice key.
+
+        limit: position at which nothing can be drafted for it any more; 0: nothing is to be drafted ahead.
 
         The drafter knows a response by its key: what it has of it, told by whichever worker, is not counted again.
         A group has the first prompt that it was opened with; a response to another one (a later turn, say) shares the
         group's tokens all the same: drafts are proposals, and no mistake of the user's to end the engine for.
         """
+        if self._trees is not None and self.drafting:
+            self._trees.open(response, len(prompt) + len(generated))
+        if self.ahead is not None and self.may_draft and limit:
+            self.ahead.link.open(response, key, temperature, limit, [*prompt, *generated])
         if self.drafter is None:
             return
         with contextlib.suppress(RequestError):
@@ -129,18 +145,22 @@ class FastLoop:
 
     def append(self, tokens: Iterable[tuple[int, int, list[int]]]) -> None:
         """(group, response, new tokens) of each response that grew in the step."""
-        if self.drafter is None:
+        if not self.drafting or (self.drafter is None and self._trees is None):
             return
         groups, responses, lists = zip(*tokens, strict=True)
-        if self._sharing is not None:
-            for group, response, new in zip(groups, responses, lists, strict=True):
-                self._sharing.grow(group, response, new)
         offsets = np.zeros(len(lists) + 1, dtype=np.int32)
         np.cumsum(list(map(len, lists)), out=offsets[1:])
         flat = np.fromiter(itertools.chain.from_iterable(lists), np.int32, int(offsets[-1]))
-        self.drafter.append_batch(
-            np.asarray(groups, np.int64), self._drafter_numbers(responses), offsets, flat
-        )
+        if self.ahead is not None:
+            self.ahead.grow(np.asarray(responses, np.int64), offsets, flat)
+        if self._trees is not None:
+            self._trees.advance(np.asarray(responses, np.int64), offsets, flat)
+        if self._sharing is not None:
+            for group, response, new in zip(groups, responses, lists, strict=True):
+                self._sharing.grow(group, response, new)
+        if self.drafter is not None:
+            numbers = self._drafter_numbers(responses)
+            self.drafter.append_batch(np.asarray(groups, np.int64), numbers, offsets, flat)
 
     def close(self, group: int, response: int) -> None:
         """A response has ended; its tokens go on serving its group."""
@@ -150,12 +170,19 @@ class FastLoop:
             self.drafter.close_response(group, number)
         if self._sharing is not None:
             self._sharing.close(group, response)
+        if self._trees is not None:
+            self._trees.close(response)
+        if self.ahead is not None:
+            self.ahead.link.close(response)
 
     def _drafter_numbers(self, responses: Sequence[int]) -> Int64Array:
         return np.fromiter(map(self._numbers.get, responses, responses), np.int64, len(responses))
 
     def shut_down(self) -> None:
-        """Disconnect from the draft servers, end the decision log."""
+        """Disconnect from the draft servers, end the draft worker and the decision log."""
+        if self.ahead is not None:
+            self.ahead.link.shut_down()
+            self.ahead = None
         if self._sharing is not None:
             self._sharing.close_client()
             self._sharing = None
@@ -167,6 +194,10 @@ class FastLoop:
             self.drafter.clear()
         if self._sharing is not None:
             self._sharing.forget()
+        if self._trees is not None:
+            self._trees.clear()
+        if self.ahead is not None:
+            self.ahead.link.forget()
         self._arrived = None
 
     def use_epoch(self, epoch: int) -> None:
@@ -239,7 +270,7 @@ class FastLoop:
         drafter_query = replace(query, responses=self._drafter_numbers(query.responses.tolist()))
         free = self._draft_free(drafter_query)
         model = self._match_model(query)
-        batch, from_model = self._choose(free, model, len(query.groups))
+        batch = self._meet(query, (free, model), may_wait=num_other_tokens == 0)
         snapshot = self._snapshot(batch, num_other_tokens, weight)
         lengths = budget.decide(snapshot, self._now, self._settings.budget)
         self._expected = budget.expected_accepted(snapshot, lengths)
@@ -252,7 +283,7 @@ class FastLoop:
         alternatives = None
         if max_alternatives and isinstance(self.drafter, PathDrafter):
             alternatives = self._paths.choose(
-                StepDrafts(drafter_query, batch, from_model, lengths, num_other_tokens, self._expected),
+                StepDrafts(drafter_query, batch, lengths, num_other_tokens, self._expected),
                 self.drafter,
                 self.free,
                 self._now,
@@ -261,29 +292,33 @@ class FastLoop:
             )
         if alternatives is not None:
             self._expected += alternatives.expected_accepted * self._paths.worth
-        return Proposal(batch, from_model, lengths, (free, model), alternatives)
+        return Proposal(batch, lengths, (free, model), alternatives)
 
     def _snapshot(
-        self, batch: DraftBatch, num_other_tokens: int, weight: Float64Array | None
+        self, batch: DraftChains, num_other_tokens: int, weight: Float64Array | None
     ) -> budget.BudgetSnapshot:
         num_requests = len(batch.num_tokens)
         return budget.BudgetSnapshot(
             num_requests=num_requests,
             num_other_tokens=num_other_tokens,
             path_probability=batch.path_probability,
-            max_total_draft_tokens=max(self._max_step_tokens - num_requests - num_other_tokens, 0),
+            max_total_draft_tokens=max(self._sizes.max_step_tokens - num_requests - num_other_tokens, 0),
             weight=weight,
         )
 
-    def _choose(
-        self, free: DraftBatch | None, model: DraftBatch | None, num_requests: int
-    ) -> tuple[DraftBatch, NDArray[np.bool_]]:
-        """Each request's draft, and whether it is the model drafter's."""
-        if free is not None and model is not None:
-            choice = candidates.choose(free, model)
-            return choice.batch, choice.from_model
-        alone = free if free is not None else model if model is not None else _empty(num_requests)
-        return alone, np.full(num_requests, model is not None)
+    def _meet(
+        self, query: DraftQuery, fresh: tuple[DraftBatch | None, DraftBatch | None], may_wait: bool
+    ) -> DraftChains:
+        """Each request's draft. fresh: what the drafters in the engine have made for this step, by `Source`."""
+        if self._trees is None:
+            alone = next((made for made in fresh if made is not None), None)
+            return _no_drafts(len(query.groups)) if alone is None else alone
+        for source, made in zip(Source, fresh, strict=True):
+            if made is not None:
+                self._trees.add(source, query.responses, query.positions, made, anew=True)
+        if self.ahead is not None:
+            return self.ahead.best(query, self._now.decode_time, self._num_drafted, may_wait)
+        return self._trees.best(query.responses, query.positions, query.max_tokens)
 
     def _draft_free(self, query: DraftQuery) -> DraftBatch | None:
         if self.drafter is None:
@@ -323,7 +358,7 @@ class FastLoop:
 
     def order(self) -> DraftOrder | None:
         """What the model drafter shall do after the coming step; None without one, and while it rests."""
-        if self._settings.model_drafter is None or not self.may_draft:
+        if self._settings.model_drafter is None or self._settings.draft_worker or not self.may_draft:
             return None
         batch, step_time = max(self._batch_size, 1), self._now.decode_time
         if not self._steering.advance(batch, self._settings.budget.refresh_steps):
@@ -345,50 +380,59 @@ class FastLoop:
         self,
         proposal: Proposal,
         verified: Int32Array,
-        accepted: Int32Array,
-        first: Int32Array,
-        others_verified: Int32Array | None = None,
-        others_accepted: Int32Array | None = None,
+        decided: Int32Array,
     ) -> None:
-        """Score a step's drafts.
+        """Score a step's drafts. A token teaches whoever drafted it, whosever draft was verified.
 
         Args:
-            proposal: what `propose` returned for the step.
+            proposal: what `propose` returned for the step; its alternatives, as far as they were verified.
             verified: draft tokens of each request that the target really saw. [num_requests] int32
-            accepted: how many of them it accepted. [num_requests] int32
-            first: the target's token at each request's first position, -1 where there was none. [num_requests] int32
-            others_verified: as `verified`, of each alternative. [num_alternatives] int32
-            others_accepted: as `accepted`, of each alternative. [num_alternatives] int32
+            decided: the target's tokens of each request, -1 behind them. [num_requests, most] int32
         """
+        first, num_decided = decided[:, 0], (decided >= 0).sum(axis=1)
         known = first >= 0
-        told, right = judge(proposal.batch.tokens.shape[1], verified, accepted)
-        by_model = proposal.from_model[:, None]
-        for learned, candidate, own in (
-            (self.free, proposal.candidates[0], told & ~by_model),
-            (self.model, proposal.candidates[1], told & by_model),
-        ):
+        accepted = leading_matches(proposal.batch.tokens, verified, decided)
+        others, matches = proposal.alternatives, np.empty(0, np.int32)
+        if others is not None:
+            matches = leading_matches(others.tokens, others.lengths, decided[others.owners])
+        self._paths.learn(others, accepted, matches)
+        for learned, candidate in zip((self.free, self.model), proposal.candidates, strict=True):
             if candidate is None:
                 continue
             learned.learn_sharpness(candidate.probes[known], first[known])
-            own = own[:, : candidate.cells.shape[1]]
-            cells, outcomes = candidate.cells[own], right[:, : own.shape[1]][own]
-            if learned is self.free and proposal.alternatives is not None:
-                assert others_verified is not None
-                assert others_accepted is not None
-                more = outcomes_of(proposal.alternatives, others_verified, others_accepted)
+            seen = np.minimum(np.minimum(verified, candidate.num_tokens), num_decided)
+            right = leading_matches(candidate.tokens, seen, decided)
+            told, is_right = judge(candidate.cells.shape[1], seen, right)
+            cells, outcomes = candidate.cells[told], is_right[told]
+            if learned is self.free and others is not None:
+                more = outcomes_of(others, others.lengths, matches)
                 cells, outcomes = np.concatenate([cells, more[0]]), np.concatenate([outcomes, more[1]])
             learned.learn(cells, outcomes)
-        self._paths.learn(proposal.alternatives, accepted, others_accepted)
+        if isinstance(proposal.batch, MetDrafts):
+            taken = np.arange(proposal.batch.tokens.shape[1]) < accepted[:, None]
+            self._model_accepted = int((proposal.batch.sources[taken] == Source.MODEL).sum())
+        elif proposal.candidates[Source.MODEL] is not None:
+            self._model_accepted = int(accepted.sum())
 
-    def observe(self, step: StepObservation) -> None:
-        """A measured step. Kept until the next begins, because a model drafter's share may still be taken out.
+    def observe(self, step: StepObservation) -> StepObservation:
+        """A measured step, returned with what the loop knows of it: whose drafts were accepted, what waiting took.
 
-        While nothing may be drafted nothing is learned either: plain decoding costs what vLLM's does.
+        Kept until the next begins, because a model drafter's share may still be taken out of its time. While nothing
+        may be drafted nothing is learned either: plain decoding costs what vLLM's does.
         """
         self._flush()
         if not self.may_draft:
-            return
-        self._pending = step, self._expected if step.num_draft_tokens else 0.0
+            return step
+        wait_s = 0.0
+        if self.ahead is not None:
+            wait_s, self.ahead.step_wait_s = self.ahead.step_wait_s, 0.0
+            wasted, self._wasted_before = self._wasted_before, self.ahead.link.num_wasted
+            step = replace(step, wait_s=wait_s, num_wasted_tokens=self._wasted_before - wasted)
+        step = replace(step, num_model_tokens=self._model_accepted)
+        self._model_accepted = 0
+        alone = replace(step, step_s=max(step.step_s - wait_s, 1e-6))
+        self._pending = alone, self._expected if step.num_draft_tokens else 0.0
+        return step
 
     def _flush(self) -> None:
         if self._pending is not None:
@@ -431,12 +475,36 @@ def _model_prior(settings: EngineSettings) -> Float32Array:
     return prior_calibration()
 
 
-def _empty(num_requests: int) -> DraftBatch:
-    zero = np.zeros((num_requests, 1))
-    return DraftBatch(
-        tokens=zero.astype(np.int32),
-        num_tokens=np.zeros(num_requests, dtype=np.int32),
-        acceptance=zero.astype(np.float32),
-        cells=zero.astype(np.int32),
-        probes=np.full((num_requests, len(GRID)), -1, dtype=np.int32),
-    )
+def _has_several_drafts(settings: EngineSettings) -> bool:
+    """Whether drafts have to meet: of two drafters, or of a draft worker, whose drafts come late and early."""
+    return settings.model_drafter is not None and (settings.drafter != "none" or settings.draft_worker)
+
+
+def table_of(rows: Sequence[Sequence[int]]) -> Int32Array:
+    """Token ids of each request as a table, -1 behind them. [num_requests, at least 1]"""
+    lengths = np.fromiter(map(len, rows), np.int64, len(rows))
+    table = np.full((len(rows), max(int(lengths.max(initial=1)), 1)), -1, np.int32)
+    flat = itertools.chain.from_iterable(rows)
+    table[np.arange(table.shape[1]) < lengths[:, None]] = np.fromiter(flat, np.int32, int(lengths.sum()))
+    return table
+
+
+def leading_matches(tokens: Int32Array, lengths: Int32Array, decided: Int32Array) -> Int32Array:
+    """Tokens of each draft that are what the target decided, up to the first that is not.
+
+    The target's tokens reach one beyond the longest accepted path, so they judge every other path too.
+
+    Args:
+        tokens: [num_drafts, max_draft_tokens]
+        lengths: draft tokens that count. [num_drafts]
+        decided: the target's tokens, -1 behind them. [num_drafts, most]
+    """
+    width = min(tokens.shape[1], decided.shape[1])
+    same = (tokens[:, :width] == decided[:, :width]) & (np.arange(width) < lengths[:, None])
+    matches: Int32Array = np.logical_and.accumulate(same, axis=1).sum(axis=1, dtype=np.int32)
+    return matches
+
+
+def _no_drafts(num_requests: int) -> DraftChains:
+    zero = np.zeros((num_requests, 1), np.float32)
+    return DraftChains(zero.astype(np.int32), np.zeros(num_requests, np.int32), zero)

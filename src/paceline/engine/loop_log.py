@@ -1,4 +1,4 @@
-"""What the fast loop tells the decision log. Called by fast_loop.py and alternatives.py, in the order of events.
+"""What the fast loop tells the decision log. In the order of events.
 
 Without a log every call returns at once, so that callers need not ask.
 """
@@ -10,6 +10,7 @@ from pathlib import Path
 from paceline.config import EngineSettings
 from paceline.planning.budget import BudgetSnapshot
 from paceline.planning.paths import PathChoice, PathSnapshot
+from paceline.planning.wait import WaitSnapshot
 from paceline.record.decisions import (
     BudgetLine,
     DecisionHeader,
@@ -21,6 +22,7 @@ from paceline.record.decisions import (
     PathsLine,
     Rows,
     StepLine,
+    WaitLine,
 )
 from paceline.types import DraftGrowth, Float32Array, Int32Array, StepObservation
 
@@ -84,6 +86,22 @@ class EngineLog:
         """What came of a step's alternatives."""
         if self._writer is not None and self._has_paths:
             self._writer.write(PathsGainLine(promised=promised, gained=gained))
+
+    def write_wait(self, snapshot: WaitSnapshot, wait_s: float) -> None:
+        """Whether a step waits for drafts that are under way."""
+        if self._writer is None:
+            return
+        line = WaitLine(
+            num_requests=snapshot.num_requests,
+            path_probability=snapshot.path_probability.tobytes(),
+            acceptance=snapshot.acceptance,
+            num_tokens=snapshot.num_tokens,
+            arrival_s=snapshot.arrival_s,
+            step_s=snapshot.step_s,
+            longer_step_s=snapshot.longer_step_s,
+            wait_s=wait_s,
+        )
+        self._writer.write(line)
 
     def write_drafter(self, limits: tuple[float, Float32Array] | None) -> None:
         """What the model drafter shall do after the step: (floor, level costs), or None, rest."""

@@ -12,6 +12,7 @@ from paceline.config import EngineSettings
 from paceline.engine.model_steering import ModelSteering
 from paceline.planning import paths
 from paceline.planning.budget import BudgetSnapshot, BudgetState, decide, expected_accepted, update
+from paceline.planning.wait import WaitSnapshot, decide_wait
 from paceline.record.decisions import (
     BudgetLine,
     DecisionReader,
@@ -21,6 +22,7 @@ from paceline.record.decisions import (
     PathsGainLine,
     PathsLine,
     StepLine,
+    WaitLine,
 )
 from paceline.record.tally import Tally
 from paceline.types import DraftGrowth, Int32Array
@@ -43,6 +45,8 @@ def replay_engine(reader: DecisionReader) -> list[Tally]:
                 replay.plan_paths(line)
             case DrafterLine():
                 replay.plan_drafter(line)
+            case WaitLine():
+                replay.plan_wait(line)
             case StepLine():
                 replay.learn(line)
             case GrowthLine():
@@ -68,7 +72,8 @@ class _Replay:
         self._budgets = Tally("draft budget")
         self._alternatives = Tally("draft paths")
         self._orders = Tally("model drafter")
-        self.tallies = [self._budgets, self._alternatives, self._orders]
+        self._waits = Tally("wait for drafts")
+        self.tallies = [self._budgets, self._alternatives, self._orders, self._waits]
 
     def plan_budget(self, line: BudgetLine) -> None:
         """Draft lengths of a step."""
@@ -137,6 +142,19 @@ class _Replay:
             costs = table.tobytes()
         self._orders.compare((line.floor, line.level_costs), (floor, costs), _tell_drafter)
 
+    def plan_wait(self, line: WaitLine) -> None:
+        """Whether a step waits for drafts under way."""
+        snapshot = WaitSnapshot(
+            line.num_requests,
+            np.frombuffer(line.path_probability, np.float64),
+            line.acceptance,
+            line.num_tokens,
+            line.arrival_s,
+            line.step_s,
+            line.longer_step_s,
+        )
+        self._waits.compare(line.wait_s, decide_wait(snapshot), _tell_wait)
+
     def learn(self, line: StepLine) -> None:
         """A step was measured."""
         self._budget = update(self._budget, line.step, self._settings.budget, line.expected_tokens)
@@ -170,3 +188,7 @@ def _tell_drafter(one: tuple[float | None, bytes], _: tuple[float | None, bytes]
         return "it rests"
     shown = ", ".join(f"{cost:.9g}" for cost in np.frombuffer(costs, np.float32)[-_MOST_SHOWN:])
     return f"it drafts down to path probability {floor:.17g}; accepted tokens that a level must be worth: .. {shown}"
+
+
+def _tell_wait(one: float, _: float) -> str:
+    return f"it waits at most {1e3 * one:.9g} ms" if one else "it does not wait"

@@ -25,14 +25,15 @@ from paceline.engine.compat import (
     Scheduler,
     SchedulerOutput,
 )
-from paceline.engine.fast_loop import FastLoop, Proposal
+from paceline.engine.draft_ahead import TargetSizes
+from paceline.engine.fast_loop import FastLoop, Proposal, table_of
 from paceline.engine.keys import OPTIONS, KeyBook, engine_seed
 from paceline.engine.multipath.layout import PathPlan, plan_paths
 from paceline.engine.multipath.spare_blocks import SpareBlocks
 from paceline.engine.runner import FreshDrafts, StepOrder, give_order, undrawable_of
 from paceline.errors import RequestError
 from paceline.planning.budget import fair_weights
-from paceline.types import DraftQuery, Float64Array, Int32Array, Int64Array, StepObservation
+from paceline.types import DraftQuery, Float64Array, Int64Array, StepObservation
 
 LOGGER = logging.getLogger(__name__)
 
@@ -63,8 +64,13 @@ class PacelineScheduler(Scheduler):  # type: ignore[misc]
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(vllm_config, *args, **kwargs)
         self.settings = read_settings(vllm_config)
-        vocab_size = vllm_config.model_config.get_vocab_size()
-        self.loop = FastLoop(self.settings, vocab_size, self.max_num_scheduled_tokens)
+        sizes = TargetSizes(
+            vocab_size=vllm_config.model_config.get_vocab_size(),
+            max_step_tokens=self.max_num_scheduled_tokens,
+            max_model_len=self.max_model_len,
+            max_requests=self.scheduler_config.max_num_seqs,
+        )
+        self.loop = FastLoop(self.settings, sizes)
         self.keys = KeyBook(engine_seed(self.settings.run_seed, vllm_config))
         self.live: dict[str, LiveResponse] = {}
         self.finished: dict[str, LiveResponse] = {}
@@ -136,7 +142,16 @@ class PacelineScheduler(Scheduler):  # type: ignore[misc]
         if failure is not None:
             self._give_up(request.request_id, failure)
         prompt = tokens[: len(tokens) - carried]
-        self.loop.open(group, live.response, prompt, tokens[len(tokens) - carried :], key)
+        end = min(self.max_model_len, len(tokens) + request.max_tokens) - 1
+        self.loop.open(
+            group,
+            live.response,
+            prompt,
+            tokens[len(tokens) - carried :],
+            key,
+            temperature=live.temperature,
+            limit=end if live.drafts_allowed else 0,
+        )
 
     def _give_up(self, name: str, why: str) -> None:
         """End one request with an error at the end of the step; the others go on."""
@@ -357,16 +372,10 @@ class PacelineScheduler(Scheduler):  # type: ignore[misc]
         if proposal is not None:
             sent = scheduled.scheduled_spec_decode_tokens
             verified = np.fromiter((len(sent.get(name, ())) for name in self._queried), np.int32, len(rows))
-            gained = np.fromiter((max(len(row) - 1, 0) for row in rows), np.int32, len(rows))
-            first = np.fromiter((row[0] if row else -1 for row in rows), np.int32, len(rows))
-            drafts, accepted = verified, int(gained.sum())
+            drafts, accepted = verified, sum(max(len(row) - 1, 0) for row in rows)
             others = proposal.alternatives
-            if others is None:
-                self.loop.learn(proposal, verified, gained, first)
-            else:
-                own = _accepted(proposal.batch.tokens, verified, rows)
-                theirs = _accepted(others.tokens, others.lengths, [rows[r] for r in others.owners.tolist()])
-                self.loop.learn(proposal, verified, own, first, others.lengths, theirs)
+            self.loop.learn(proposal, verified, table_of(rows))
+            if others is not None:
                 num_alternatives = int(np.count_nonzero(others.lengths))
                 context += int(self._positions[others.owners[others.lengths > 0]].sum())
                 drafts = verified + np.bincount(others.owners, others.lengths, len(rows)).astype(np.int32)
@@ -388,22 +397,4 @@ class PacelineScheduler(Scheduler):  # type: ignore[misc]
             num_waiting=len(self.waiting),
             num_context_tokens=context,
         )
-        self.loop.observe(observation)
-        self.observations.append(observation)
-
-
-def _accepted(drafts: Int32Array, lengths: Int32Array, decided: list[list[int]]) -> Int32Array:
-    """Draft tokens of each path that are what the target decided.
-
-    The target's tokens reach one beyond the longest accepted path, so they judge every other path too.
-
-    Args:
-        drafts: [num_paths, max_draft_tokens]
-        lengths: draft tokens that were verified. [num_paths]
-        decided: the target's tokens of each path's request. [num_paths][0..]
-    """
-    counts = np.zeros(len(lengths), dtype=np.int32)
-    for path, (length, tokens) in enumerate(zip(lengths.tolist(), decided, strict=True)):
-        pairs = zip(drafts[path, :length].tolist(), tokens, strict=False)
-        counts[path] = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
-    return counts
+        self.observations.append(self.loop.observe(observation))

@@ -261,7 +261,7 @@ class Fleet:
         import ray
 
         if self._draft_server is not None:
-            self._draft_server.check()
+            self._draft_server.child.check()
         if self._kv_pool is not None:
             self._kv_pool.look_ahead(self._controller.next_waiting)
         calls = [*self._actors.calls, *(self._rewards.calls if self._rewards else ())]

@@ -8,10 +8,11 @@ Decisions of the fast loop (every engine step, tens of microseconds each):
     latency.py      how long would a step over n tokens take?
     acceptance.py   how likely is a draft token of this kind to be accepted?
     sharpness.py    how greedily should a drafter throw the shared dice?
-    candidates.py   whose draft is offered when two drafters propose?
     budget.py       which draft tokens does this step verify?
     drafter_worth.py when does a model drafter draft, and how far?
     paths.py        which further draft paths are worth a row?
+    wait.py         does a step wait for drafts that a draft worker has under way?
+    draft_ahead.py  which responses does a draft worker draft for next, and how far ahead?
     alternatives.py the same where only acceptance is known (plans, the simulator)
     bandit.py       TLT's bucketed epsilon-greedy bandit, one of the budget's policies
 

@@ -147,6 +147,20 @@ class GrowthLine(_Line, frozen=True, tag="growth"):
     seconds: float
 
 
+class WaitLine(_Line, frozen=True, tag="wait"):
+    """Whether a step waits for drafts that a draft worker has under way; the fields of a WaitSnapshot."""
+
+    num_requests: int
+    path_probability: bytes  # [num_expected] float64
+    acceptance: float
+    num_tokens: int
+    arrival_s: float
+    step_s: float
+    longer_step_s: float
+    wait_s: float
+    """The decision, 0: it does not."""
+
+
 class StepLine(_Line, frozen=True, tag="step"):
     """A measured step, as the budget learns from it."""
 
@@ -167,7 +181,7 @@ class ControllerLine(_Line, frozen=True, tag="controller"):
     """What was raised instead."""
 
 
-EngineLine = BudgetLine | PathsLine | PathsGainLine | DrafterLine | GrowthLine | StepLine
+EngineLine = BudgetLine | PathsLine | PathsGainLine | DrafterLine | GrowthLine | WaitLine | StepLine
 DecisionLine = EngineLine | ControllerLine
 
 _encoder = msgspec.msgpack.Encoder()

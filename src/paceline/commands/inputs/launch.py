@@ -165,6 +165,7 @@ def build_settings(
     decisions: Path | None = None,
     *,
     compiled: bool,
+    draft_worker: bool = False,
 ) -> EngineSettings:
     """Paceline's settings for the engine, which may run in another folder; without any drafter the budget is off too.
 
@@ -179,6 +180,7 @@ def build_settings(
         "run_seed": seed,
         "drafter": drafter,
         "model_drafter": None if model_drafter is None else str(model_drafter.resolve()),
+        "draft_worker": draft_worker,
         "draft_servers": tuple(draft_servers),
         "draft_secret_file": None if draft_secret_file is None else str(draft_secret_file.resolve()),
         "decision_log": None if decisions is None else str(decisions.resolve()),

@@ -20,6 +20,7 @@ from paceline.commands.inputs.launch import (
 from paceline.commands.inputs.model_folder import load_tokenizer, read_checkpoint
 from paceline.commands.inputs.options import (
     Compiled,
+    DraftWorker,
     Dtype,
     KvCacheGib,
     MaxNumSeqs,
@@ -69,6 +70,7 @@ def rollout(
         ),
     ] = "suffix",
     model_drafter: ModelDrafter = None,
+    draft_worker: DraftWorker = False,
     draft_server: Annotated[
         list[str] | None,
         typer.Option(
@@ -205,7 +207,14 @@ def rollout(
     check_seed(seed)
     _check_decisions(decisions, plain)
     settings = build_settings(
-        seed, drafter, model_drafter, draft_server or (), draft_secret_file, decisions, compiled=compiled
+        seed,
+        drafter,
+        model_drafter,
+        draft_server or (),
+        draft_secret_file,
+        decisions,
+        compiled=compiled,
+        draft_worker=draft_worker,
     )
     if not (resume or overwrite):
         refuse_existing(out)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from paceline.config import BudgetSettings, EngineSettings
 from paceline.drafting.drafter import PathDrafter
@@ -18,7 +17,7 @@ from paceline.engine.loop_log import EngineLog
 from paceline.planning import paths
 from paceline.planning.acceptance import BoolArray, judge
 from paceline.planning.budget import BudgetState
-from paceline.types import DraftBatch, DraftQuery, Int32Array, Int64Array
+from paceline.types import DraftChains, DraftQuery, Int32Array, Int64Array
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +38,8 @@ class StepDrafts:
     """What was decided about a step before alternatives are thought of."""
 
     query: DraftQuery
-    batch: DraftBatch
+    batch: DraftChains
     """Each request's draft."""
-    from_model: NDArray[np.bool_]  # [num_requests] whose draft it is
     lengths: Int32Array  # [num_requests] draft tokens to verify
     num_other_tokens: int
     expected_accepted: float
@@ -91,7 +89,8 @@ class AlternativePaths:
             calibration=learned.calibration,
             floor=self._settings.draft_floor,
         )
-        most = np.where(step.from_model, self._settings.num_paths - 1, self._settings.num_paths)
+        is_first = paths.shared_prefix(made.tokens[:, 0], step.batch.tokens) >= step.lengths
+        most = np.where(is_first, self._settings.num_paths, self._settings.num_paths - 1)
         # The best path of every request first, then everyone's second, and so on.
         rank, owners = np.nonzero(
             (made.num_tokens > 0).T & (np.arange(made.num_tokens.shape[1])[:, None] < most)
@@ -128,14 +127,14 @@ class AlternativePaths:
         )
 
     def learn(
-        self, alternatives: Alternatives | None, accepted: Int32Array, others_accepted: Int32Array | None
+        self, alternatives: Alternatives | None, accepted: Int32Array, others_accepted: Int32Array
     ) -> None:
         """Score a step, with alternatives or not: lost trust comes back and is tried again.
 
         accepted: of each request's own draft. others_accepted: of each alternative.
         """
         promised = gained = 0.0
-        if alternatives is not None and others_accepted is not None:
+        if alternatives is not None:
             most = accepted.copy()
             np.maximum.at(most, alternatives.owners, others_accepted)
             promised, gained = alternatives.expected_accepted, float((most - accepted).sum())

@@ -38,9 +38,9 @@ class Proposer:
         self._runner = runner
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        """Load the model drafter, if one is set. Raises CheckpointError when it does not fit the target."""
+        """Load the model drafter, if one is to draft here. Raises CheckpointError when it does not fit the target."""
         folder = self.settings.model_drafter
-        if folder is None:
+        if folder is None or self.settings.draft_worker:
             return
         from paceline.drafting.model import ModelDrafter
 

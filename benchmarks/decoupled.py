@@ -1,0 +1,202 @@
+"""Decoupled speculation on two cores: one verifies, the other drafts ahead (SpecActor 4.1), against the pair coupled.
+
+The target is the inflated Countdown policy. The shipped drafter is nearly free beside it, real ones are not, so it is
+inflated too, its function unchanged, until a draft token takes about a tenth or a fifth of a verification: real
+arithmetic, and `d_over_v` is what was measured while both processes were busy. Each system's engine lives in a process
+of its own; they take turns, and every one generates the same prompts. `running` responses of different prompts run at
+once, which are what is left in a tail.
+
+    coupled, one core     drafts and verifies by turns; the other core idles
+    coupled, two threads  the same, with both cores for either
+    decoupled             core 0 verifies, core 1 drafts
+    suffix only, plain    both cores; plain is the target alone, with the same dice
+
+`equal`: the tokens are those of plain. `model_share`: of the accepted tokens, those that the model drafted.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from harness import Child, median, parser, publish
+from pairs import PAIRS, TARGETS
+
+SIZES = {
+    0.1: {"hidden": 512, "intermediate": 1408, "layers": 6, "heads": 8, "kv_heads": 4},
+    0.2: {"hidden": 512, "intermediate": 1408, "layers": 12, "heads": 8, "kv_heads": 4},
+}
+"""What the drafter is inflated to, by the share of a verification that a draft token shall take, about."""
+
+COUPLED, TWO_THREADS, DECOUPLED = "coupled, one core", "coupled, two threads", "decoupled"
+SYSTEMS = (COUPLED, TWO_THREADS, DECOUPLED, "suffix only", "plain")
+BARS = {(1, 0.1): 1.2, (1, 0.2): 1.3, (4, 0.1): 1.1, (4, 0.2): 1.25}
+"""Tokens per second, decoupled over coupled on one core, by running responses and drafter cost."""
+COLUMNS = (
+    "system",
+    "running",
+    "cost",
+    "d_over_v",
+    "tokens_per_s",
+    "ratio",
+    "acceptance_length",
+    "wasted_tokens",
+    "wait_s",
+    "model_share",
+    "equal",
+)
+
+
+def make_engine(system: str, target: str, drafter: str, options: Any) -> Callable[..., dict[str, Any]]:
+    """Start a system's engine in this process; returns what generates once."""
+    one_core = system in (COUPLED, DECOUPLED)
+    cores = sorted(os.sched_getaffinity(0))[:2]
+    os.environ["OMP_NUM_THREADS"] = "1" if one_core else "2"
+    if one_core:
+        os.sched_setaffinity(0, cores[:1])
+    from paceline.config import BudgetSettings, EngineSettings
+    from paceline.engine.rollout_engine import RolloutEngine, prepare_environment
+
+    prepare_environment()
+    settings = EngineSettings(
+        drafter="suffix" if system == "suffix only" else "none",
+        model_drafter=drafter if system in (COUPLED, TWO_THREADS, DECOUPLED) else None,
+        draft_worker=system == DECOUPLED,
+        draft_window=options.window,
+        budget=BudgetSettings(policy="off" if system == "plain" else "marginal"),
+        compiled=not options.eager,
+    )
+    engine = RolloutEngine(
+        target, settings, dtype="bfloat16", max_num_seqs=max(options.running), kv_cache_bytes=1 << 30
+    )
+    if system == DECOUPLED:
+        os.sched_setaffinity(engine.scheduler.loop.ahead.link.child.pid, cores[-1:])
+    return lambda requests, running: generate(engine, requests, running)
+
+
+def generate(engine: Any, requests: list[Any], running: int) -> dict[str, Any]:
+    """Generate all requests, `running` at a time."""
+    from vllm import SamplingParams
+
+    engine.reset_prefix_cache()
+    engine.take_observations()
+    params, responses = SamplingParams(temperature=1.0), []
+    start = time.perf_counter()
+    for first in range(0, len(requests), running):
+        responses += engine.generate(requests[first : first + running], params)
+    seconds = time.perf_counter() - start
+    steps = engine.take_observations()
+    tokens = sum(len(response.tokens) for response in responses)
+    accepted = sum(step.num_accepted_tokens for step in steps)
+    ahead = engine.scheduler.loop.ahead
+    full = [step.step_s - step.wait_s for step in steps if step.num_requests == running]
+    return {
+        "tokens_per_s": tokens / seconds,
+        "acceptance_length": tokens / sum(response.num_steps for response in responses),
+        "wasted_tokens": sum(step.num_wasted_tokens for step in steps),
+        "wait_s": sum(step.wait_s for step in steps),
+        "model_share": sum(step.num_model_tokens for step in steps) / accepted if accepted else None,
+        "d_over_v": ahead.level_s / median(full) if ahead is not None and full else None,
+        "ids": [response.tokens for response in responses],
+    }
+
+
+def main() -> None:
+    made = parser(__doc__)
+    made.add_argument("--model", metavar="DIR", help="another target; default: the inflated Countdown policy")
+    made.add_argument("--eager", action="store_true", help="no compiled steps")
+    made.add_argument("--running", type=int, nargs="+", default=[1, 4])
+    made.add_argument("--costs", type=float, nargs="+", default=list(SIZES), choices=list(SIZES))
+    made.add_argument("--systems", nargs="+", default=list(SYSTEMS), choices=list(SYSTEMS))
+    made.add_argument("--repetitions", type=int, default=5)
+    made.add_argument("--responses", type=int, default=8, help="responses of a repetition")
+    made.add_argument("--max-tokens", type=int, default=256)
+    made.add_argument("--window", type=int, default=8)
+    options = made.parse_args()
+    target = options.model or PAIRS["countdown"].make_target(TARGETS / "countdown")
+    rows = [row for cost in options.costs for row in measure(cost, target, options)]
+    bars = check_rows(rows)
+    for bar in bars:
+        print(
+            f"{bar['case']}: {bar['reached']:.2f}, {bar['needed']} needed: {'met' if bar['met'] else 'MISSED'}"
+        )
+    publish("decoupled", rows, COLUMNS, options, bars=bars)
+
+
+def measure(cost: float, target: str, options: Any) -> list[dict[str, Any]]:
+    """One row for each system and number of running responses, at one drafter's cost."""
+    drafter = inflate_drafter(cost, TARGETS / f"countdown-drafter-{cost:g}")
+    children = {
+        system: Child(system, make_engine, system, target, drafter, options) for system in options.systems
+    }
+    for child in children.values():
+        child.ready()
+    rows = []
+    for running in options.running:
+        found: dict[str, list[dict[str, Any]]] = {system: [] for system in children}
+        for repetition in range(-1, options.repetitions):
+            requests = make_requests(options, 1000 * running + repetition + 1)
+            for system in list(children)[:: 1 if repetition % 2 else -1]:
+                result = children[system].call(requests, running)
+                if repetition >= 0:
+                    found[system].append(result)
+        rows += [summarise(system, running, cost, found) for system in children]
+        for row in rows[-len(children) :]:
+            print(row, file=sys.stderr, flush=True)
+    for child in children.values():
+        child.close()
+    return rows
+
+
+def inflate_drafter(cost: float, folder: Path) -> str:
+    """The shipped drafter, as large as this cost needs it."""
+    from paceline.tasks.inflation import inflate_checkpoint
+
+    inflate_checkpoint(PAIRS["countdown"].drafter, folder, **SIZES[cost])
+    return str(folder)
+
+
+def make_requests(options: Any, seed: int) -> list[Any]:
+    """One response to each of some held-out prompts."""
+    from paceline.dice import derive_key
+    from paceline.types import RolloutRequest
+
+    pair = PAIRS["countdown"]
+    prompts = pair.draw_prompts(pair.policy, options.responses, seed)
+    return [RolloutRequest(p, options.max_tokens, key=derive_key(seed, p, 0)) for p in prompts]
+
+
+def summarise(
+    system: str, running: int, cost: float, found: dict[str, list[dict[str, Any]]]
+) -> dict[str, Any]:
+    """The row of one system; medians over the repetitions, and the range of the speed."""
+    own, base = found[system], found.get(COUPLED, found[system])
+    row: dict[str, Any] = {"system": system, "running": running, "cost": cost}
+    for key in ("tokens_per_s", "acceptance_length", "wasted_tokens", "wait_s", "model_share", "d_over_v"):
+        values = [one[key] for one in own if one[key] is not None]
+        row[key] = median(values) if values else None
+    ratios = [one["tokens_per_s"] / other["tokens_per_s"] for one, other in zip(own, base, strict=True)]
+    row |= {"ratio": median(ratios), "ratio_range": [min(ratios), max(ratios)]}
+    plain = found.get("plain", own)
+    row["equal"] = [one["ids"] for one in own] == [one["ids"] for one in plain]
+    return row
+
+
+def check_rows(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The bars; a row counts only if the worker supplied at least a tenth of the accepted tokens."""
+    bars = []
+    for row in rows:
+        needed = BARS.get((row["running"], row["cost"]))
+        if row["system"] == DECOUPLED and needed is not None:
+            met = row["ratio"] >= needed and (row["model_share"] or 0.0) >= 0.1
+            case = f"{row['running']} running, D/V {row['cost']}"
+            bars.append({"case": case, "needed": needed, "reached": row["ratio"], "met": met})
+    return bars
+
+
+if __name__ == "__main__":
+    main()

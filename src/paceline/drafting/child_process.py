@@ -1,0 +1,94 @@
+"""A helping process beside this one, started again when it dies: a draft server, a draft worker.
+
+A process that cannot be, or that always dies at once, is gone without: it is a help, and nothing waits for it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+LOGGER = logging.getLogger(__name__)
+
+MAX_PATH_BYTES = 107
+"""Longest path of a Unix socket."""
+
+LEAST_LIFE_S = 2.0
+"""A process that ended sooner, and was not killed, failed to start."""
+
+MAX_FAILED_STARTS = 5
+"""So many in a row, and it is given up."""
+
+
+def make_socket_folder(name: str) -> Path | None:
+    """A new folder for a socket of this name: in the first place for temporary files whose path a socket can have."""
+    for base in (tempfile.gettempdir(), "/tmp", "/dev/shm"):
+        sample = os.path.join(base, "paceline-12345678", name)
+        if len(os.fsencode(sample)) <= MAX_PATH_BYTES and os.access(base, os.W_OK):
+            return Path(tempfile.mkdtemp(prefix="paceline-", dir=base))
+    return None
+
+
+class ChildProcess:
+    """Keeps a Python module running in a process of its own. Close it."""
+
+    def __init__(
+        self,
+        what: str,
+        module: str,
+        arguments: Sequence[str],
+        environment: Mapping[str, str] | None = None,
+        least_life_s: float = LEAST_LIFE_S,
+    ) -> None:
+        """what: its name in warnings. environment: beside that of this process. least_life_s: see `LEAST_LIFE_S`."""
+        self._what, self._least_life_s = what, least_life_s
+        self._command = [sys.executable, "-m", module, *arguments]
+        self._environment = {**os.environ, **(environment or {})}
+        self.num_starts = 0
+        self._num_failed = 0
+        self._ended_s: float | None = None
+        self._process = self._start()
+
+    @property
+    def pid(self) -> int:
+        """Process id of the present one."""
+        return self._process.pid
+
+    def check(self) -> None:
+        """Start it again if it has ended: at once, but with growing pauses, and in the end not, where it fails to."""
+        if self._process.poll() is None or self._num_failed == MAX_FAILED_STARTS:
+            return
+        now_s = time.monotonic()
+        if self._ended_s is None:
+            self._ended_s = now_s
+            is_killed = self._process.returncode == -signal.SIGKILL
+            has_failed = now_s - self._started_s < self._least_life_s and not is_killed
+            self._num_failed = self._num_failed + 1 if has_failed else 0
+            if self._num_failed == MAX_FAILED_STARTS:
+                LOGGER.warning(
+                    "the %s ended %d times at once: going on without", self._what, self._num_failed
+                )
+                return
+        if now_s - self._ended_s >= (2.0 ** (self._num_failed - 2) if self._num_failed else 0.0):
+            self._process = self._start()
+
+    def kill(self) -> None:
+        """Kill it, stopped or not; `check` starts another."""
+        self._process.kill()
+
+    def close(self) -> None:
+        """End it for good."""
+        self._process.kill()
+        self._process.wait()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        self.num_starts += 1
+        self._started_s, self._ended_s = time.monotonic(), None
+        return subprocess.Popen(self._command, stdin=subprocess.DEVNULL, env=self._environment)

@@ -1,0 +1,110 @@
+"""The draft tree: where the drafts of all sources for a running response meet.
+
+Owns the front door to the native trees (`csrc/tree_module.cpp`), one per running response: the tokens that sources
+propose behind its last decided token. A source gives chains whenever it has some, made for the present position or for
+an earlier one; the tree walks down along newly decided tokens, keeps what goes on from them and drops the rest. So a
+late draft is no special case: what of it still fits is used. Bounded memory; a step costs the tokens that it brings and
+the nodes that are there, never the response's length. Used by the engine's fast loop, one thread.
+
+A source's estimates are its own (calibrated by it). Where sources propose the same token, the higher one stands: they
+throw the same dice, so that they agree is no further evidence (docs/decisions/0002-draft-budget.md).
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+import numpy as np
+
+from paceline import _tree
+from paceline.types import DraftChains, Int32Array, Int64Array, MetDrafts
+
+MAX_NODES = 512
+"""Tokens that the tree of one response holds; of a chain that does not fit the end is dropped."""
+
+MAX_TRUNK = 512
+"""Decided tokens to which late chains are fitted; a chain made for an earlier position is dropped."""
+
+
+class Source(IntEnum):
+    """Who drafts. On a tie of estimates the earlier one has the token."""
+
+    FREE = 0
+    """The model-free drafter."""
+    MODEL = 1
+    """The model drafter, in the engine or in a draft worker."""
+
+
+class DraftTrees:
+    """The trees of one engine's running responses."""
+
+    def __init__(self, max_nodes: int = MAX_NODES, max_trunk: int = MAX_TRUNK) -> None:
+        self._native = _tree.DraftTrees(len(Source), max_nodes, max_trunk)
+
+    def open(self, response: int, position: int) -> None:
+        """A response runs; `position` is that of its next token. An open one begins anew."""
+        self._native.open(response, position)
+
+    def close(self, response: int) -> None:
+        """A response has ended; unknown ones are ignored, here and below."""
+        self._native.close(response)
+
+    def clear(self) -> None:
+        """Forget all responses."""
+        self._native.clear()
+
+    def advance(self, responses: Int64Array, offsets: Int32Array, tokens: Int32Array) -> None:
+        """Responses have grown: response i by tokens[offsets[i]:offsets[i + 1]]."""
+        self._native.advance(responses, offsets, tokens)
+
+    def add(
+        self,
+        source: Source,
+        responses: Int64Array,
+        starts: Int64Array,
+        chains: DraftChains,
+        *,
+        anew: bool = False,
+    ) -> None:
+        """A source proposes a chain for each of these responses.
+
+        starts: position of each chain's first token, at most the response's next one: behind a decided token.
+        [num_chains]
+        anew: the chains begin with the next token, and what the source proposed before is void; a response that is
+        unknown, or elsewhere, begins there.
+        """
+        self._native.add(source, responses, starts, chains.tokens, chains.num_tokens, chains.acceptance, anew)
+
+    def best(self, responses: Int64Array, positions: Int64Array, limits: Int32Array) -> MetDrafts:
+        """The chain with the most expected accepted tokens of each response, at most `limits` long.
+
+        positions: of the next token; a response that is not there has no draft. Ties go to what was added first.
+        """
+        width = max(1, int(limits.max())) if len(limits) else 1
+        shape = len(responses), width
+        drafts = MetDrafts(
+            np.empty(shape, np.int32),
+            np.empty(len(responses), np.int32),
+            np.empty(shape, np.float32),
+            np.empty(shape, np.int32),
+        )
+        self._native.best(
+            responses,
+            positions,
+            limits,
+            drafts.tokens,
+            drafts.num_tokens,
+            drafts.acceptance,
+            drafts.sources,
+        )
+        return drafts
+
+    @property
+    def num_nodes(self) -> int:
+        """Tokens in all trees."""
+        return self._native.num_nodes
+
+    @property
+    def num_responses(self) -> int:
+        """Responses that are open."""
+        return self._native.num_responses

@@ -1,0 +1,180 @@
+"""An engine with a draft worker: the tokens are those of plain decoding, whatever becomes of the worker."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm import SamplingParams
+
+from paceline.config import BudgetSettings, EngineSettings
+from paceline.drafting import worker_link
+from paceline.engine.rollout_engine import RolloutEngine
+from paceline.record.decisions import DecisionReader, WaitLine, find_decisions
+from paceline.types import RolloutRequest
+
+PARAMS = SamplingParams(temperature=1.0, ignore_eos=True)
+REQUESTS = [RolloutRequest((1, 5, 9, 13 + i // 2), 60 + 9 * i, sample=i % 2) for i in range(6)]
+SIZES: dict[str, Any] = {
+    "dtype": "float32",
+    "max_model_len": 512,
+    "max_num_seqs": 4,
+    "kv_cache_bytes": 1 << 27,
+}
+
+
+@pytest.fixture(scope="module")
+def drafter_dir(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The target with a little noise on its weights: it agrees often, and not always."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(model_dir)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(torch.randn_like(weight) * 0.05 * weight.std())
+    folder = tmp_path_factory.mktemp("drafter")
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(model_dir).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def engine(
+    model_dir: Path, drafter_dir: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[RolloutEngine]:
+    settings = EngineSettings(
+        drafter="none",
+        model_drafter=str(drafter_dir),
+        draft_worker=True,
+        draft_window=4,
+        budget=BudgetSettings(policy="fixed", fixed_tokens=6),
+        decision_log=str(tmp_path_factory.mktemp("decisions")),
+    )
+    with RolloutEngine(model_dir, settings, **SIZES) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def wanted(engine: RolloutEngine) -> list[tuple[int, ...]]:
+    """Tokens of plain decoding."""
+    engine.set_drafting(False)
+    tokens = [response.tokens for response in engine.generate(REQUESTS, PARAMS)]
+    engine.set_drafting(True)
+    return tokens
+
+
+def generate(engine: RolloutEngine, between: Callable[[int], None] = lambda _: None) -> list[Any]:
+    """Tokens of all requests; `between` is called with the number of each step."""
+    responses: dict[int, tuple[int, ...]] = {}
+    for step, event in enumerate(engine.stream(REQUESTS, PARAMS)):
+        between(step)
+        if event.response is not None:
+            responses[event.index] = event.response.tokens
+    return [responses[index] for index in range(len(REQUESTS))]
+
+
+def link_of(engine: RolloutEngine) -> worker_link.WorkerLink:
+    link: worker_link.WorkerLink = engine.scheduler.loop.ahead.link
+    return link
+
+
+def generate_until_it_drafts(engine: RolloutEngine, wanted: list[Any], timeout_s: float = 120.0) -> int:
+    """Generate until the worker's tokens are accepted; returns how many were in the last turn."""
+    deadline_s = time.monotonic() + timeout_s
+    while time.monotonic() < deadline_s:
+        engine.take_observations()
+        assert generate(engine) == wanted
+        if accepted := sum(step.num_model_tokens for step in engine.take_observations()):
+            return accepted
+    raise AssertionError("the draft worker did not come back")
+
+
+def test_a_worker_drafts_and_the_tokens_are_the_same(engine: RolloutEngine, wanted: list[Any]) -> None:
+    generate_until_it_drafts(engine, wanted)  # it may still be loading its model
+    engine.reset_prefix_cache()
+    accepted = generate_until_it_drafts(engine, wanted)
+    assert accepted > 0.1 * sum(map(len, wanted))
+    link = link_of(engine)
+    assert link.num_drafted > accepted
+    assert link.num_wasted > 0
+
+
+def test_it_waits_for_drafts_under_way_and_says_so(engine: RolloutEngine, wanted: list[Any]) -> None:
+    engine.take_observations()
+    assert generate(engine) == wanted
+    steps = engine.take_observations()
+    assert sum(step.num_wasted_tokens for step in steps) > 0
+    assert all(0.0 <= step.wait_s < step.step_s for step in steps)
+    [log] = find_decisions(Path(engine.settings.decision_log))
+    with DecisionReader(log) as reader:
+        waits = [line for line in reader if isinstance(line, WaitLine)]
+    assert waits
+
+
+def test_a_killed_worker_comes_back(engine: RolloutEngine, wanted: list[Any]) -> None:
+    generate_until_it_drafts(engine, wanted)
+    link = link_of(engine)
+    first = link.child.pid
+
+    def kill(step: int) -> None:
+        if step == 40:
+            os.kill(first, signal.SIGKILL)
+
+    assert generate(engine, kill) == wanted
+    generate_until_it_drafts(engine, wanted)
+    assert link.child.pid != first
+    assert link.child.num_starts == 2
+
+
+def test_a_stopped_worker_holds_nothing_up_and_goes_on(engine: RolloutEngine, wanted: list[Any]) -> None:
+    generate_until_it_drafts(engine, wanted)
+    pid = link_of(engine).child.pid
+
+    def stop(step: int) -> None:
+        if step in (40, 160):
+            os.kill(pid, signal.SIGSTOP if step == 40 else signal.SIGCONT)
+
+    engine.take_observations()
+    assert generate(engine, stop) == wanted
+    generate_until_it_drafts(engine, wanted)
+    assert link_of(engine).child.pid == pid
+
+
+def test_a_hung_worker_is_replaced(
+    engine: RolloutEngine, wanted: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generate_until_it_drafts(engine, wanted)
+    link = link_of(engine)
+    hung = link.child.pid
+    monkeypatch.setattr(worker_link, "SILENCE_S", 0.5)
+    os.kill(hung, signal.SIGSTOP)
+    deadline_s = time.monotonic() + 60.0
+    while link.child.pid == hung and time.monotonic() < deadline_s:
+        assert generate(engine) == wanted
+    assert link.child.pid != hung
+    monkeypatch.undo()
+    generate_until_it_drafts(engine, wanted)
+
+
+def test_nothing_is_kept_of_responses_that_have_ended(engine: RolloutEngine, wanted: list[Any]) -> None:
+    generate_until_it_drafts(engine, wanted)
+    assert engine.scheduler.loop._trees.num_responses == 0
+    assert not link_of(engine)._responses
+
+
+def test_nothing_is_left_of_it(model_dir: Path, drafter_dir: Path) -> None:
+    settings = EngineSettings(model_drafter=str(drafter_dir), draft_worker=True)
+    with RolloutEngine(model_dir, settings, **SIZES) as made:
+        link = link_of(made)
+        pid, folder = link.child.pid, link._folder
+        assert folder.exists()
+    assert not folder.exists()
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)

@@ -1,0 +1,164 @@
+"""The draft tree against a model that keeps every chain and the whole text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.drafting.tree import DraftTrees, Source
+from paceline.types import DraftChains
+
+START, TOKENS = 7, 3
+
+
+@dataclass
+class Model:
+    """One response: its tokens since START, and every chain as (source, start, tokens, acceptance)."""
+
+    text: list[int] = field(default_factory=list)
+    chains: list[tuple[int, int, list[int], list[float]]] = field(default_factory=list)
+
+    def living(self) -> list[tuple[int, list[int], list[float]]]:
+        """(source, tokens, acceptance) behind the text, of the chains that go on from it."""
+        found = []
+        for source, start, tokens, acceptance in self.chains:
+            behind = len(self.text) - start
+            if 0 <= behind < len(tokens) and tokens[:behind] == self.text[start:]:
+                found.append((source, tokens[behind:], acceptance[behind:]))
+        return found
+
+    def claims(self) -> dict[tuple[int, ...], dict[int, float]]:
+        """Of each token, by the chain to it, the sources' latest estimates."""
+        made: dict[tuple[int, ...], dict[int, float]] = {}
+        for source, tokens, acceptance in self.living():
+            for j in range(len(tokens)):
+                made.setdefault(tuple(tokens[: j + 1]), {})[source] = acceptance[j]
+        return made
+
+    def best_value(self, limit: int) -> float:
+        claims = self.claims()
+        return max((value_of(claims, node) for node in claims if len(node) <= limit), default=0.0)
+
+
+def value_of(claims: dict[tuple[int, ...], dict[int, float]], chain: tuple[int, ...]) -> float:
+    """Expected accepted tokens."""
+    path, total = 1.0, 0.0
+    for j in range(len(chain)):
+        path *= max(claims[chain[: j + 1]].values())
+        total += path
+    return total
+
+
+chain = st.lists(st.tuples(st.integers(0, TOKENS), st.sampled_from([0.125, 0.5, 0.75, 1.0])), max_size=6)
+event = st.one_of(
+    st.tuples(st.just("grow"), st.lists(st.integers(0, TOKENS), min_size=1, max_size=4)),
+    st.tuples(st.just("follow"), st.integers(1, 4)),
+    st.tuples(st.just("add"), st.sampled_from(Source), st.integers(0, 5), chain, st.booleans()),
+)
+
+
+def chains_of(tokens: list[int], acceptance: list[float]) -> DraftChains:
+    width = max(len(tokens), 1)
+    row = np.zeros((1, width), np.int32)
+    row[0, : len(tokens)] = tokens
+    sure = np.ones((1, width), np.float32)
+    sure[0, : len(tokens)] = acceptance
+    return DraftChains(row, np.array([len(tokens)], np.int32), sure)
+
+
+def grow(trees: DraftTrees, model: Model, tokens: list[int]) -> None:
+    trees.advance(np.array([5]), np.array([0, len(tokens)], np.int32), np.array(tokens, np.int32))
+    model.text += tokens
+    model.chains = [one for one in model.chains if any(one is kept for kept in surviving(model))]
+
+
+def surviving(model: Model) -> list[tuple[int, int, list[int], list[float]]]:
+    return [
+        one
+        for one in model.chains
+        if len(model.text) - one[1] < len(one[2])
+        and one[2][: len(model.text) - one[1]] == model.text[one[1] :]
+    ]
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(event, max_size=30), st.integers(1, 8))
+def test_the_best_chain_is_the_models(events: list[tuple], limit: int) -> None:
+    trees, model = DraftTrees(), Model()
+    trees.open(5, START)
+    for name, *rest in events:
+        if name == "grow":
+            grow(trees, model, rest[0])
+        elif name == "follow" and model.living():
+            grow(trees, model, model.living()[0][1][: rest[0]])
+        elif name == "add":
+            source, back, pairs, anew = rest
+            start = len(model.text) if anew else max(len(model.text) - back, 0)
+            tokens = [*model.text[start:], *(token for token, _ in pairs)]
+            acceptance = [0.5] * (len(model.text) - start) + [sure for _, sure in pairs]
+            trees.add(
+                source, np.array([5]), np.array([START + start]), chains_of(tokens, acceptance), anew=anew
+            )
+            if anew:
+                model.chains = [one for one in model.chains if one[0] != source]
+            model.chains.append((source, start, tokens, acceptance))
+        check_best(trees, model, limit)
+        assert trees.num_nodes == len(model.claims())
+
+
+def check_best(trees: DraftTrees, model: Model, limit: int) -> None:
+    position = START + len(model.text)
+    best = trees.best(np.array([5]), np.array([position]), np.array([limit], np.int32))
+    length = int(best.num_tokens[0])
+    found = tuple(best.tokens[0, :length].tolist())
+    claims = model.claims()
+    for j in range(length):
+        own = claims[found[: j + 1]]
+        assert best.acceptance[0, j] == max(own.values())
+        assert best.sources[0, j] == min(s for s, sure in own.items() if sure == max(own.values()))
+    assert value_of(claims, found) == model.best_value(limit)
+
+
+@given(st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=20), max_size=12))
+def test_memory_is_bounded_and_a_chain_loses_its_end(chains: list[list[int]]) -> None:
+    trees = DraftTrees(max_nodes=8)
+    trees.open(0, 0)
+    for tokens in chains:
+        trees.add(Source.FREE, np.array([0]), np.array([0]), chains_of(tokens, [0.5] * len(tokens)))
+    assert trees.num_nodes <= 8
+    if chains:
+        best = trees.best(np.array([0]), np.array([0]), np.array([20], np.int32))
+        assert best.num_tokens[0] >= min(len(chains[0]), 8)
+
+
+def test_what_is_unknown_is_ignored() -> None:
+    trees = DraftTrees(max_trunk=4)
+    one, at = np.array([3]), np.array([10])
+    draft = chains_of([1, 2], [0.5, 0.5])
+    trees.add(Source.FREE, one, at, draft)
+    trees.open(3, 10)
+    trees.add(Source.FREE, one, np.array([11]), draft)  # from a position that the response has not reached
+    assert trees.num_nodes == 0
+    trees.add(Source.MODEL, one, at, draft)
+    limit = np.array([4], np.int32)
+    assert trees.best(one, np.array([11]), limit).num_tokens.tolist() == [0]
+    assert trees.best(one, at, np.array([0], np.int32)).num_tokens.tolist() == [0]
+    assert trees.best(np.array([4]), at, limit).num_tokens.tolist() == [0]
+    trees.advance(one, np.array([0, 20], np.int32), np.arange(20, dtype=np.int32))
+    trees.add(
+        Source.MODEL, one, at, chains_of([*range(20), 3], [0.5] * 21)
+    )  # longer ago than the trunk reaches
+    assert trees.num_nodes == 0
+    trees.close(3)
+    assert trees.num_responses == 0
+
+
+def test_who_drafts_anew_says_where_the_response_is() -> None:
+    trees, one, limit = DraftTrees(), np.array([3]), np.array([4], np.int32)
+    for position in (10, 12):
+        trees.add(Source.FREE, one, np.array([position]), chains_of([1, 2], [0.5, 0.5]), anew=True)
+        assert trees.best(one, np.array([position]), limit).num_tokens.tolist() == [2]
+    assert trees.num_nodes == 2

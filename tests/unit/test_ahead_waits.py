@@ -1,0 +1,130 @@
+"""The fast loop's end of a draft worker: what it makes of arrivals, and when it waits for more."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from paceline.drafting.tree import DraftTrees
+from paceline.drafting.worker_wire import Drafts
+from paceline.engine.draft_ahead import DraftAhead
+from paceline.planning.latency import StepTimeModel, update_measured_time
+from paceline.planning.wait import WaitSnapshot
+from paceline.types import DraftQuery
+
+WINDOW = 4
+
+
+@dataclass
+class Link:
+    """Gives what is written for it, a list for each time that it is asked."""
+
+    script: list[list[Drafts]] = field(default_factory=list)
+    timeouts_s: list[float] = field(default_factory=list)
+    number: int = 0
+    num_wasted: int = 0
+
+    def take(self, timeout_s: float) -> list[Drafts]:
+        self.timeouts_s.append(timeout_s)
+        return self.script.pop(0) if self.script else []
+
+    def grow(self, *_: Any) -> None:
+        self.number += 1
+
+
+def drafts(tokens: list[int], *, number: int = 1, call_s: float = 0.001) -> Drafts:
+    row = np.array([tokens], np.int32)
+    return Drafts(
+        number=number,
+        width=len(tokens),
+        responses=np.zeros(1, np.int64).tobytes(),
+        starts=np.full(1, 10, np.int64).tobytes(),
+        counts=np.full(1, len(tokens), np.int32).tobytes(),
+        tokens=row.tobytes(),
+        acceptance=np.full(row.shape, 0.8, np.float32).tobytes(),
+        call_s=call_s,
+        num_levels=1,
+        mean_acceptance=0.8,
+        num_drafted=0,
+        num_wasted=0,
+    )
+
+
+def query(room: int = 16) -> DraftQuery:
+    one = np.zeros(1, np.int64)
+    return DraftQuery(
+        one, one, one.astype(np.uint64), one + 10, np.ones(1, np.float32), np.full(1, room, np.int32)
+    )
+
+
+class Ahead:
+    """One response at position 10, and steps of 20 s."""
+
+    def __init__(self, *script: list[Drafts]) -> None:
+        self.link, self.trees, self.snapshots = Link(list(script)), DraftTrees(), []
+        self.trees.open(0, 10)
+        log: Any = SimpleNamespace(write_wait=lambda snapshot, wait_s: self.snapshots.append(snapshot))
+        self.ahead = DraftAhead(self.link, WINDOW, self.trees, log)  # type: ignore[arg-type]
+        self.snapshots: list[WaitSnapshot]
+        self.step_time = StepTimeModel.initial()
+        for size in (1, 2, 4, 8, 16):
+            for _ in range(2):
+                self.step_time = update_measured_time(self.step_time, size, 20.0)
+        nothing = np.zeros(1, np.int32)
+        self.ahead.grow(np.zeros(1, np.int64), nothing, nothing)
+
+    def best(self, room: int = 16, may_wait: bool = True) -> list[int]:
+        made = self.ahead.best(query(room), self.step_time, 0, may_wait)
+        return made.tokens[0, : made.num_tokens[0]].tolist()
+
+
+def test_what_has_arrived_is_offered_and_more_is_waited_for_while_it_pays() -> None:
+    made = Ahead(*([drafts(list(range(1, length + 1)))] for length in range(1, 2 * WINDOW + 1)))
+    assert made.best() == list(range(1, 2 * WINDOW + 1))
+    assert made.link.timeouts_s[0] == 0.0
+    assert all(timeout_s > 0.0 for timeout_s in made.link.timeouts_s[1:])
+    probabilities = [float(snapshot.path_probability.sum()) for snapshot in made.snapshots]
+    assert probabilities[:2] == pytest.approx([0.8, 0.64], rel=1e-3)
+    assert made.ahead.step_wait_s > 0.0
+
+
+def test_a_full_window_or_a_responses_end_is_not_waited_for() -> None:
+    full = Ahead([drafts(list(range(1, 2 * WINDOW + 1)))])
+    assert len(full.best()) == 2 * WINDOW
+    ends = Ahead([drafts([1, 2])])
+    assert ends.best(room=2) == [1, 2]
+    assert full.link.timeouts_s == ends.link.timeouts_s == [0.0]
+
+
+def test_before_the_worker_has_drafted_nothing_is_waited_for() -> None:
+    made = Ahead()
+    assert made.best() == []
+    assert made.link.timeouts_s == [0.0]
+    made = Ahead([drafts([1])])
+    assert made.best(may_wait=False) == [1]
+    assert made.link.timeouts_s == [0.0]
+
+
+def test_a_wait_in_vain_is_the_last_until_the_worker_is_heard() -> None:
+    made = Ahead([drafts([1])], [])
+    made.best()
+    assert len(made.link.timeouts_s) == 2
+    made.best()
+    assert made.link.timeouts_s[2:] == [0.0]
+    made.link.script = [[drafts([1, 2])], []]
+    made.best()
+    assert made.link.timeouts_s[3] == 0.0
+    assert made.link.timeouts_s[4] > 0.0
+
+
+def test_one_that_has_not_heard_of_the_step_needs_longer() -> None:
+    heard, unheard = Ahead([drafts([1], call_s=10.0)]), Ahead([drafts([1], number=0, call_s=10.0)])
+    for made in (heard, unheard):
+        made.ahead._since_s = time.perf_counter()
+        made.best()
+    assert unheard.snapshots[0].arrival_s > heard.snapshots[0].arrival_s + 1.0
