@@ -7,6 +7,7 @@ from paceline.errors import EngineError
 from paceline.planning.latency import (
     KNOTS,
     STALE_STEPS,
+    TRUSTED_STEPS,
     UNKNOWN_SLOPE,
     StepTimeModel,
     at_context,
@@ -87,6 +88,16 @@ def test_the_model_follows_a_growing_context() -> None:
 def test_a_stale_knot_is_outvoted_at_once() -> None:
     model = learned([(64, 0.200)] * 16 + [(4, 0.020)] * (STALE_STEPS + 1) + [(64, 0.100)])
     assert float(predict_s(model, 64)) == pytest.approx(0.100)
+
+
+@pytest.mark.parametrize(("stale_s", "found_s"), [(0.500, affine_s(64)), (0.060, 0.068)])
+def test_a_stale_knot_that_is_dearer_than_its_neighbours_say_is_forgotten(
+    stale_s: float, found_s: float
+) -> None:
+    """It was measured while the machine was busy, and nobody would measure it again. A cheap one counts, if little."""
+    before = [(n, seconds) for n, seconds in ((32, affine_s(32)), (64, stale_s)) for _ in range(16)]
+    since = [(n, affine_s(n)) for _ in range(TRUSTED_STEPS // 2 + 1) for n in (32, 128)]
+    assert float(predict_s(learned(before + since), 64)) == pytest.approx(found_s, rel=0.02)
 
 
 def test_a_knee_between_distant_knots_is_kept_open() -> None:

@@ -38,8 +38,8 @@ TRUSTED_VISITS = 4
 """A knot above all fresh ones that has fewer observations and is stale counts as unmeasured: what a machine did in its
 first large steps would otherwise keep it from ever trying them again."""
 TRUSTED_STEPS = 192
-"""A knot above all fresh ones that was not visited for so many observations counts as unmeasured, however often it was
-visited before: it may look dear only because the machine was busy then."""
+"""A knot that was not visited for so many observations counts as unmeasured where it lies above all fresh ones, or is
+dearer than those visited since say by a line between them: it may look dear only because the machine was busy then."""
 SMALL_STEP_TOKENS = 32
 """A step of so many tokens is tried again at once after a long time without; larger ones by and by (E2, budget.py)."""
 UNKNOWN_SLOPE = 0.25
@@ -290,14 +290,15 @@ def _fit_curve(
 ) -> tuple[Float64Array, Float64Array]:
     """Curve points of f: 0, every visited knot (smoothed, then monotone), knees between them, MAX_TOKENS."""
     visited = np.flatnonzero(counts)
-    fresh = now - last_seen[visited] <= STALE_STEPS
-    trusted = (counts[visited] >= TRUSTED_VISITS) & (now - last_seen[visited] <= TRUSTED_STEPS)
-    kept = trusted | (visited <= visited[fresh].max())
-    visited, fresh = visited[kept], fresh[kept]
-    weights = np.where(fresh, np.minimum(counts[visited], WINDOW), 1).tolist()
-    tokens, measured_s, contexts = points[visited].T
-    seconds = np.maximum(measured_s - context_s * contexts, _SMALLEST_SHARE * measured_s).tolist()
-    tokens = tokens.tolist()
+    age = now - last_seen[visited]
+    fresh, recent = age <= STALE_STEPS, age <= TRUSTED_STEPS
+    measured, measured_s, contexts = points[visited].T
+    without_s = np.maximum(measured_s - context_s * contexts, _SMALLEST_SHARE * measured_s)
+    kept = (visited <= visited[fresh].max()) | (recent & (counts[visited] >= TRUSTED_VISITS))
+    recent &= kept
+    kept &= recent | (without_s <= np.interp(measured, measured[recent], without_s[recent]))
+    tokens, seconds = measured[kept].tolist(), without_s[kept].tolist()
+    weights = np.where(fresh, np.minimum(counts[visited], WINDOW), 1)[kept].tolist()
     seconds = _monotone(_smoothed(tokens, seconds, weights), weights)
     below = _end_slope(tokens, seconds, tokens[0])
     above = _end_slope(tokens[::-1], seconds[::-1], tokens[-1])
