@@ -114,23 +114,16 @@ def test_priors_are_probabilities() -> None:
     assert ((prior > 0) & (prior < 1)).all()
 
 
-def test_indices_stay_within_their_memory() -> None:
-    drafter = LookupDrafter(memory_bytes=900 * ENTRY_BYTES)
-    texts = [np.random.default_rng(seed).integers(0, 50, 3000) for seed in range(4)]
-    drafter.open_group(1, texts[0][:500])
+def test_what_was_noted_longest_ago_is_forgotten_first() -> None:
+    drafter = LookupDrafter(memory_bytes=200 * ENTRY_BYTES)
+    texts = [np.random.default_rng(seed).integers(0, 5000, 400) for seed in range(2)]
     for response, text in enumerate(texts):
         drafter.append(1, response, text)
-    for response, text in enumerate(texts):  # an index gives up what others need when it grows again
-        drafter.append(1, response, text[:1])
-    group = drafter._groups[1]
-    assert sum(len(found.index) for found in (group, *group.responses.values())) <= 900 + 500 * 3
-    assert all(len(found.index) <= 900 // 5 for found in group.responses.values())
-    newest = texts[3][-3:].tolist()
-    drafter.append(1, 3, [7, 8, 9, *newest])
-    assert drafted(drafter, 1, 3, 2) == [texts[3][0], 7]  # what is kept is what is newest
-    for response in range(4):
-        drafter.close_response(1, response)
-    assert drafter._num_indices == 0
+    for response, text in enumerate(texts):
+        drafter.append(1, response, text[:3])
+    assert drafted(drafter, 1, 0, 2) == []
+    drafter.append(1, 1, texts[1][-4:-1])
+    assert drafted(drafter, 1, 1, 2) == [texts[1][-1], texts[1][0]]
 
 
 def test_a_response_that_began_before_its_prompt_was_known_drafts_from_itself() -> None:

@@ -1,9 +1,9 @@
 """N-gram lookup: draft what followed the last occurrence of the newest tokens in the own prompt and response.
 
-The simplest drafter, for comparison and for machines where nothing else fits. Owns one text and one index per
-response, one index per prompt; same calls as `suffix.SuffixForest`. Every index has the same share of the memory and
-forgets its oldest n-grams when it grows beyond that; one that does not grow, a prompt's, keeps what it has. Called by
-the engine's fast loop. Not thread-safe.
+The simplest drafter, for comparison and for machines where nothing else fits. Owns the texts of all running responses
+and their prompts, and one index of their n-grams; same calls as `suffix.SuffixForest`. Invariant: texts and index
+together stay within `memory_bytes`. The n-grams noted longest ago go first; texts that alone would take more than half
+of it are forgotten all at once. Called by the engine's fast loop. Not thread-safe.
 
 Source: prompt lookup decoding (Saxena 2023), vLLM's "ngram" method. Differs: an index in place of a scan, the
 longest n-gram first, and calibrated acceptance estimates.
@@ -12,9 +12,11 @@ longest n-gram first, and calibrated acceptance estimates.
 from __future__ import annotations
 
 import itertools
+import sys
 from array import array
+from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -28,57 +30,65 @@ _POSITION_CLASSES = 8
 NUM_CELLS = MAX_NGRAM * _POSITION_CLASSES
 """Calibration cells: length of the n-gram found x position in the draft (the last class is open)."""
 
-ENTRY_BYTES = 256
-"""What an n-gram takes in an index, about: a tuple of up to four numbers, its place and theirs."""
+ENTRY_BYTES = 320
+"""What an n-gram takes in the index at most: two numbers, a link, and its places in tables that double."""
 
-_Index = dict[tuple[int, ...], int]
-_Text: TypeAlias = "array[int]"
+TEXT_BYTES = 1024
+"""What a text takes at most beside its tokens."""
 
 
 @dataclass(slots=True)
-class _Response:
-    text: _Text  # prompt and response
-    has_prompt: (
-        bool  # the text begins with the group's prompt, so places in the prompt's index are places in it
-    )
-    index: _Index = field(default_factory=dict)  # n-gram -> where its last continuation stands; oldest first
+class _Text:
+    """A prompt, or a prompt and the response to it."""
+
+    number: int  # names its n-grams in the index
+    prompt: int  # number of the prompt that it begins with, its own without any
+    tokens: array[int]
+    num_prompt_tokens: int = 0
+
+    @property
+    def num_bytes(self) -> int:
+        return TEXT_BYTES + sys.getsizeof(self.tokens)
 
 
 @dataclass(slots=True)
 class _Group:
-    prompt: _Text = field(default_factory=lambda: array("i"))
-    index: _Index = field(default_factory=dict)
-    responses: dict[int, _Response] = field(default_factory=dict)
+    prompt: _Text | None = None
+    responses: dict[int, _Text] = field(default_factory=dict)
+
+    def texts(self) -> Iterable[_Text]:
+        return self.responses.values() if self.prompt is None else [self.prompt, *self.responses.values()]
 
 
 class LookupDrafter:
-    """The n-gram indices of all responses of one engine."""
+    """The n-grams of all responses of one engine."""
 
     def __init__(self, min_ngram: int = 2, max_ngram: int = MAX_NGRAM, memory_bytes: int = 1 << 30) -> None:
-        """Shortest and longest n-gram to look for, tokens; memory of all indices. Raises ConfigError."""
+        """Shortest and longest n-gram to look for, tokens; memory of everything. Raises ConfigError."""
         if not 1 <= min_ngram <= max_ngram <= MAX_NGRAM:
             raise ConfigError(
                 f"n-grams of {min_ngram} to {max_ngram} tokens: choose 1 <= min <= max <= {MAX_NGRAM}"
             )
         self._sizes = range(min_ngram, max_ngram + 1)
+        self._memory_bytes = memory_bytes
         self._groups: dict[int, _Group] = {}
-        self._max_entries = memory_bytes // ENTRY_BYTES
-        self._num_indices = 0
+        self._numbers = itertools.count()
+        self._text_bytes = 0
+        self._index: OrderedDict[int, int] = (
+            OrderedDict()
+        )  # n-gram of a text -> place of its last continuation
 
     def open_group(self, group: int, prompt: ArrayLike) -> None:
         """Index the prompt ([num_tokens] ids) of a group, once."""
-        found = self._home(group)
-        if not found.prompt:
-            found.prompt = array("i", _ids(prompt))
-            for end in range(1, len(found.prompt)):
-                self._note(found.prompt, end, found.index)
+        home = self._groups.setdefault(group, _Group())
+        if home.prompt is None:
+            number = next(self._numbers)
+            home.prompt = self._new_text(_Text(number, number, array("i")))
+            self._extend(home.prompt, _ids(prompt))
 
     def append(self, group: int, response: int, tokens: ArrayLike) -> None:
         """Index new tokens ([num_tokens] ids) of a response; at first use it begins after the prompt."""
-        found = self._open(group, response)
-        for token in _ids(tokens):
-            found.text.append(token)
-            self._note(found.text, len(found.text) - 1, found.index)
+        self._extend(self._open(group, response), _ids(tokens))
 
     def append_batch(
         self, groups: Int64Array, responses: Int64Array, offsets: Int32Array, tokens: Int32Array
@@ -91,28 +101,30 @@ class LookupDrafter:
 
     def resync(self, group: int, response: int, tokens: ArrayLike) -> None:
         """Index the tokens ([num_tokens] ids) of a response that begins or goes on; what it had before is forgotten."""
-        if group in self._groups and self._groups[group].responses.pop(response, None) is not None:
-            self._num_indices -= 1
+        if group in self._groups and (old := self._groups[group].responses.pop(response, None)) is not None:
+            self._forget(old)
         self.append(group, response, tokens)
 
     def close_response(self, group: int, response: int) -> None:
         """Forget a response, which nothing else reads, and with its last response the group."""
         if group in self._groups:
             responses = self._groups[group].responses
-            if responses.pop(response, None) is not None:
-                self._num_indices -= 1
+            if (old := responses.pop(response, None)) is not None:
+                self._forget(old)
                 if not responses:
                     self.drop_group(group)
 
     def drop_group(self, group: int) -> None:
         """Forget a group; unknown groups are ignored."""
         if (found := self._groups.pop(group, None)) is not None:
-            self._num_indices -= 1 + len(found.responses)
+            for text in found.texts():
+                self._forget(text)
 
     def clear(self) -> None:
         """Forget all groups."""
         self._groups.clear()
-        self._num_indices = 0
+        self._index.clear()
+        self._text_bytes = 0
 
     def draft(
         self,
@@ -146,43 +158,58 @@ class LookupDrafter:
                 _write(batch, r, copied, size, chances, floor)
         return batch
 
-    def _home(self, group: int) -> _Group:
-        if group not in self._groups:
-            self._groups[group] = _Group()
-            self._num_indices += 1
-        return self._groups[group]
-
-    def _open(self, group: int, response: int) -> _Response:
-        home = self._home(group)
+    def _open(self, group: int, response: int) -> _Text:
+        home = self._groups.setdefault(group, _Group())
         if response not in home.responses:
-            home.responses[response] = _Response(home.prompt[:], bool(home.prompt))
-            self._num_indices += 1
+            number, prompt = next(self._numbers), home.prompt
+            home.responses[response] = self._new_text(
+                _Text(number, number, array("i"))
+                if prompt is None
+                else _Text(number, prompt.number, prompt.tokens[:], len(prompt.tokens))
+            )
         return home.responses[response]
 
-    def _note(self, text: _Text, end: int, index: _Index) -> None:
-        """The token at `end` is the newest continuation of the n-grams before it."""
-        for size in self._sizes:
-            if size > end:
-                break
-            ngram = tuple(text[end - size : end])
-            index.pop(ngram, None)
-            index[ngram] = end
-        share = self._max_entries // self._num_indices
-        if len(index) > share:  # half of it at once: single entries at the front of a dict are slow to find
-            newest = list(itertools.islice(index.items(), len(index) - share // 2, None))
-            index.clear()
-            index.update(newest)
+    def _new_text(self, text: _Text) -> _Text:
+        self._text_bytes += text.num_bytes
+        return text
+
+    def _extend(self, text: _Text, tokens: list[int]) -> None:
+        before, start = text.num_bytes, len(text.tokens)
+        text.tokens.extend(tokens)
+        self._text_bytes += text.num_bytes - before
+        if 2 * self._text_bytes > self._memory_bytes:
+            self.clear()
+            return
+        room = (self._memory_bytes - self._text_bytes) // ENTRY_BYTES
+        for end in range(start, len(text.tokens)):
+            for ngram in self._before(text, end):
+                self._index[ngram] = end
+                self._index.move_to_end(ngram)
+            while len(self._index) > room:
+                self._index.popitem(last=False)
+
+    def _before(self, text: _Text, end: int) -> list[int]:
+        """Names in the index of the n-grams that the token at `end` continues. Two may share one, if seldom."""
+        return [hash((text.number, *text.tokens[end - size : end])) for size in self._sizes if size <= end]
+
+    def _forget(self, text: _Text) -> None:
+        self._text_bytes -= text.num_bytes
+        for end in range(text.num_prompt_tokens, len(text.tokens)):
+            for ngram in self._before(text, end):
+                self._index.pop(ngram, None)
 
     def _find(self, group: int, response: int, limit: int) -> tuple[int, list[int]]:
         """Length of the longest n-gram at the end that occurred before, and what followed it."""
         if group not in self._groups or limit <= 0:
             return 0, []
-        found = self._open(group, response)
-        text, prompt_index = found.text, self._groups[group].index if found.has_prompt else {}
+        text = self._open(group, response)
+        tokens = text.tokens
         for size in reversed(self._sizes):
-            newest = tuple(text[-size:])
-            if len(newest) == size and (at := found.index.get(newest, prompt_index.get(newest))) is not None:
-                return size, _copy(text, at, limit)
+            newest = tokens[-size:]
+            for number in (text.number, text.prompt):
+                at = self._index.get(hash((number, *newest)))
+                if at is not None and len(newest) == size and tokens[at - size : at] == newest:
+                    return size, _copy(tokens, at, limit)
         return 0, []
 
 
@@ -198,7 +225,7 @@ def prior_calibration() -> Float32Array:
     return prior
 
 
-def _copy(text: _Text, at: int, limit: int) -> list[int]:
+def _copy(text: array[int], at: int, limit: int) -> list[int]:
     """`limit` tokens from `at` on; a copy that runs into the end goes on with what it has copied."""
     copied = text[at : at + limit].tolist()
     period = len(copied)
