@@ -118,10 +118,13 @@ HOLDS = {
     (doors.SCHEDULER, "running"): doors.REQUEST,
     (doors.SCHEDULER, "requests"): doors.REQUEST,
     (doors.SCHEDULER, "waiting"): doors.QUEUE,
+    (doors.SCHEDULER, "kv_holding_waiting"): doors.QUEUE,
     (doors.QUEUE, "peek_request"): doors.REQUEST,
     (doors.SCHEDULER, "scheduler_config"): "vllm.config.scheduler:SchedulerConfig",
     (doors.SCHEDULER, "kv_cache_manager"): doors.KV_MANAGER,
     (doors.KV_MANAGER, "block_pool"): doors.POOL,
+    (doors.KV_MANAGER, "coordinator"): doors.COORDINATOR,
+    (doors.KV_MANAGER, "get_blocks"): doors.KV_BLOCKS,
     (doors.POOL, "get_new_blocks"): doors.BLOCK,
     (doors.SCHEDULER_OUTPUT, "scheduled_new_reqs"): "vllm.v1.core.sched.output:NewRequestData",
     (doors.SCHEDULER_OUTPUT, "scheduled_cached_reqs"): "vllm.v1.core.sched.output:CachedRequestData",
@@ -189,6 +192,7 @@ VARIABLES = {
         "s": doors.REQUEST_STATE,
     },
     "v1/runner.py": {"state": doors.REQUEST_STATE},
+    "waiting.py": {"scheduler": doors.SCHEDULER, "manager": doors.KV_MANAGER, "r": doors.REQUEST},
 }
 """Variables of vLLM's that nothing else tells the class of, by file; "": of all files."""
 

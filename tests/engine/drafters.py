@@ -12,11 +12,13 @@ from paceline.types import DraftBatch, DraftQuery, Float32Array
 class ScriptedDrafter(Forgetful):
     """Drafts the known continuation of each key, each token wrong with probability `1 - right`; ragged lengths.
 
-    With `right=0` every draft is garbage.
+    With `right=0` every draft is garbage: ids from `lowest` up to the vocabulary's end.
     """
 
-    def __init__(self, known: dict[int, tuple[int, ...]], right: float, vocab: int, width: int = 8) -> None:
-        self.known, self.right, self.vocab, self.width = known, right, vocab, width
+    def __init__(
+        self, known: dict[int, tuple[int, ...]], right: float, vocab: int, width: int = 8, lowest: int = 3
+    ) -> None:
+        self.known, self.right, self.vocab, self.width, self.lowest = known, right, vocab, width, lowest
         self.random = np.random.default_rng(0)
 
     def draft(
@@ -29,7 +31,7 @@ class ScriptedDrafter(Forgetful):
         floor: float,
     ) -> DraftBatch:
         count, width = len(query.groups), self.width
-        tokens = self.random.integers(3, self.vocab, (count, width)).astype(np.int32)
+        tokens = self.random.integers(self.lowest, self.vocab, (count, width)).astype(np.int32)
         for row, (key, position) in enumerate(
             zip(query.keys.tolist(), query.positions.tolist(), strict=True)
         ):
@@ -53,9 +55,14 @@ class ScriptedPaths(ScriptedDrafter):
     """
 
     def __init__(
-        self, known: dict[int, tuple[int, ...]], rights: tuple[float, ...], vocab: int, width: int = 8
+        self,
+        known: dict[int, tuple[int, ...]],
+        rights: tuple[float, ...],
+        vocab: int,
+        width: int = 8,
+        lowest: int = 3,
     ) -> None:
-        super().__init__(known, rights[0], vocab, width)
+        super().__init__(known, rights[0], vocab, width, lowest)
         self.rights = rights
 
     def draft_paths(
@@ -71,7 +78,7 @@ class ScriptedPaths(ScriptedDrafter):
             random = np.random.default_rng([key, position])
             future = self.known.get(key, ())[position : position + self.width]
             for path, right in enumerate(used):
-                line = random.integers(3, self.vocab, self.width)
+                line = random.integers(self.lowest, self.vocab, self.width)
                 line[: len(future)] = np.where(
                     random.random(len(future)) < right, future, line[: len(future)]
                 )

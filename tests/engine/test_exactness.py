@@ -175,6 +175,48 @@ def test_options_do_what_they_say(engine: RolloutEngine) -> None:
     assert all(len(r.tokens) >= 50 for r in long)
 
 
+def named_logprobs(engine: RolloutEngine, drafter: object) -> dict[str, list[object]]:
+    """Tokens and log-probabilities of requests past RolloutEngine, as a server sends them; every second names ids."""
+    from vllm import SamplingParams
+
+    own, engine.scheduler.loop.drafter = engine.scheduler.loop.drafter, drafter
+    try:
+        for index, request in enumerate(requests(3, 2)):
+            named = (
+                {"logprob_token_ids": [5, 9 + index, 40][: 1 + index // 2]} if index % 2 else {"logprobs": 2}
+            )
+            options = SamplingParams(
+                temperature=1.0,
+                max_tokens=40,
+                ignore_eos=True,
+                extra_args={"paceline_key": request.key},
+                **named,
+            )
+            engine.vllm_engine.add_request(str(index), {"prompt_token_ids": list(request.prompt)}, options)
+        found: dict[str, list[object]] = {}
+        while engine.vllm_engine.has_unfinished_requests():
+            for output in engine.vllm_engine.step():
+                [made] = output.outputs
+                values = [{id: (x.logprob, x.rank) for id, x in at.items()} for at in made.logprobs]
+                found[output.request_id] = list(zip(made.token_ids, values, strict=True))
+        return found
+    finally:
+        engine.scheduler.loop.drafter = own
+
+
+@pytest.mark.parametrize("right", [0.0, 0.7])
+def test_logprobs_of_named_ids_are_exact_under_drafts(engine: RolloutEngine, right: float) -> None:
+    base = named_logprobs(engine, None)
+    for index in (1, 3, 5):
+        wanted = {5, 9 + index, 40} if index > 3 else {5, 9 + index} if index > 1 else {5}
+        assert all({token, *wanted} == set(values) for token, values in base[str(index)])
+    futures = {
+        request.key: (*request.prompt, *(token for token, _ in base[str(index)]))
+        for index, request in enumerate(requests(3, 2))
+    }
+    assert named_logprobs(engine, ScriptedDrafter(futures, right, VOCAB)) == base
+
+
 def test_bad_words_are_exact_under_drafts(engine: RolloutEngine) -> None:
     wanted = requests(3, 3)
     free = run(engine, wanted)

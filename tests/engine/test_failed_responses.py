@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from conftest import VOCAB, make_model
-from drafters import ScriptedDrafter
+from drafters import ScriptedDrafter, ScriptedPaths
 
 from paceline.config import BudgetSettings, EngineSettings
 from paceline.engine.rollout_engine import RolloutEngine, TokenEvent
@@ -40,7 +40,9 @@ def poisoned_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def engine(poisoned_dir: Path) -> Iterator[RolloutEngine]:
-    settings = EngineSettings(budget=BudgetSettings(policy="fixed", fixed_tokens=8), max_draft_tokens=8)
+    settings = EngineSettings(
+        budget=BudgetSettings(policy="fixed", fixed_tokens=8), max_draft_tokens=8, num_paths=2
+    )
     with RolloutEngine(
         poisoned_dir, settings, dtype="float32", max_model_len=256, kv_cache_bytes=1 << 23
     ) as made:
@@ -153,6 +155,26 @@ def test_nan_does_not_outlive_its_response(
         again = engine.generate(GOOD, params())
         assert [r.tokens for r in again] == [r.tokens for r in alone]
         assert [r.logprobs for r in again] == [r.logprobs for r in alone]
+
+
+@pytest.mark.parametrize("rights", [(0.0,), (0.7,), (0.0, 1.0), (0.7, 0.7)])
+def test_a_rejected_draft_that_is_nan_changes_nothing(
+    engine: RolloutEngine, alone: list[Response], monkeypatch: pytest.MonkeyPatch, rights: tuple[float, ...]
+) -> None:
+    """Neither for the response whose draft it was, whichever path it was on, nor for others that get its blocks."""
+    future = {r.key: (*r.request.prompt, *r.tokens) for r in alone}
+    poisonous = ScriptedPaths(future, rights, VOCAB, lowest=POISON)
+    engine.reset_prefix_cache()
+    for drafter in (poisonous, None, poisonous, None):
+        monkeypatch.setattr(engine.scheduler.loop, "drafter", drafter)
+        engine.take_observations()
+        for _ in range(3):
+            again = engine.generate(GOOD, params())
+            assert [r.tokens for r in again] == [r.tokens for r in alone]
+            assert [r.logprobs for r in again] == [r.logprobs for r in alone]
+        assert any(r.num_draft_tokens for r in again) == (drafter is poisonous)
+        alternatives = sum(step.num_alternatives for step in engine.take_observations())
+        assert (alternatives > 0) == (drafter is poisonous and len(rights) > 1)
 
 
 def test_the_command_says_by_its_exit_code_that_responses_failed(poisoned_dir: Path, tmp_path: Path) -> None:

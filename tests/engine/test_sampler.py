@@ -230,7 +230,7 @@ def test_log_probabilities_are_computed_where_there_is_a_token(
                       [*outputs[request], *drafts[:column].tolist()],
                       requests[request].bad_words, requests[request].allowed)  # fmt: skip
         ids = metadata.logprob_token_ids.get(int(request)) if named else None
-        alone = make_metadata([one], num_logprobs=0 if named else 2)
+        alone = make_metadata([one], num_logprobs=0 if ids else 2)
         alone.logprob_token_ids = {0: ids} if ids else None
         single = Rows.of(np.zeros(1, np.int64), rows.positions[row : row + 1])
         wanted, _ = sampler.sample(

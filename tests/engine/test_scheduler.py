@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 from conftest import VOCAB
+from vllm.v1.core.sched.request_queue import SchedulingPolicy, create_request_queue
+from vllm.v1.request import RequestStatus
 
 from paceline.config import EngineSettings
 from paceline.dice import derive_key
 from paceline.engine.arguments import check_engine
 from paceline.engine.rollout_engine import RolloutEngine
 from paceline.engine.scheduler import PacelineScheduler
+from paceline.engine.waiting import front_of
 from paceline.errors import UnsupportedError
 from paceline.types import RolloutRequest
 
@@ -93,6 +97,12 @@ def test_a_step_is_told_the_prefill_tokens_that_it_will_have(
     assert sum(prefill == 0 for _, prefill in found) > 20
 
 
+def a_waiting_request(num_tokens: int, **state: Any) -> Any:
+    return SimpleNamespace(
+        **({"num_tokens": num_tokens, "num_computed_tokens": 0, "status": RequestStatus.WAITING} | state)
+    )
+
+
 def a_scheduler(
     running: list[Any], waiting_lengths: Sequence[int], num_free_blocks: int
 ) -> PacelineScheduler:
@@ -101,14 +111,14 @@ def a_scheduler(
     pool = SimpleNamespace(get_num_free_blocks=lambda: num_free_blocks)
     vars(made).update(
         running=running,
-        waiting=[SimpleNamespace(num_tokens=length) for length in waiting_lengths],
+        waiting=[a_waiting_request(length) for length in waiting_lengths],
         kv_holding_waiting=[],
-        scheduler_config=SimpleNamespace(
-            max_num_seqs=16, max_num_batched_tokens=1200, long_prefill_token_threshold=0
-        ),
+        num_waiting_for_streaming_input=0,
+        max_num_active_reqs=16,
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=1200, long_prefill_token_threshold=0),
         adaptive_long_prefill_threshold=False,
         max_num_scheduled_tokens=500,
-        kv_cache_manager=SimpleNamespace(block_pool=pool, get_computed_blocks=lambda request: (None, 0, 0)),
+        kv_cache_manager=SimpleNamespace(block_pool=pool, prefix_cache_lookup_enabled=lambda request: False),
         kv_pool=None,
         block_size=128,
     )
@@ -139,6 +149,62 @@ def test_the_pool_is_asked_for_what_has_blocks_to_go_to_and_no_more() -> None:
     scheduler.kv_pool = SimpleNamespace(get_num_new_matched_tokens=look_up)
     assert scheduler._num_other_tokens(0) == 2
     assert asked == scheduler.waiting[:2]
+
+
+def test_requests_that_wait_for_something_else_are_not_told() -> None:
+    scheduler = a_scheduler([], waiting_lengths=(40, 50), num_free_blocks=99)
+    scheduler.waiting[0].status = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
+    scheduler.kv_holding_waiting = [
+        a_waiting_request(70, num_computed_tokens=69, status=RequestStatus.WAITING_FOR_STREAMING_REQ),
+        a_waiting_request(90, num_computed_tokens=60),  # a session that goes on
+    ]
+    scheduler.num_waiting_for_streaming_input = 1
+    assert scheduler._num_other_tokens(0) == 50 + 30
+    scheduler.max_num_active_reqs = 2
+    assert scheduler._num_other_tokens(0) == 30
+
+
+@dataclass
+class Waiting:
+    """A request that counts how often it is compared."""
+
+    priority: int
+    compared: ClassVar[int] = 0
+
+    def __lt__(self, other: Waiting) -> bool:
+        Waiting.compared += 1
+        return self.priority < other.priority
+
+
+def test_a_look_at_a_priority_queue_costs_what_it_shows() -> None:
+    queue = create_request_queue(SchedulingPolicy.PRIORITY)
+    for priority in np.random.default_rng(0).permutation(5000).tolist():
+        queue.add_request(Waiting(priority))
+    Waiting.compared = 0
+    assert [request.priority for request in front_of(queue, 20)] == list(range(20))
+    assert Waiting.compared < 500
+    assert len(queue) == 5000
+    assert [request.priority for request in front_of(queue, 6000)] == list(range(5000))
+    assert list(front_of(create_request_queue(SchedulingPolicy.PRIORITY), 3)) == []
+    assert list(front_of(deque([1, 2, 3]), 2)) == [1, 2]
+
+
+def test_a_look_at_the_prefix_cache_tells_nobody(
+    engine: RolloutEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A router that listens to KV events would hear of a waiting request's blocks in every step."""
+    manager, told = engine.scheduler.kv_cache_manager, []
+    prompt = (1, *np.random.default_rng(2).integers(3, VOCAB, 130).tolist())
+    engine.generate([RolloutRequest(prompt, 2)], params())
+    monkeypatch.setattr(manager, "enable_kv_cache_events", True)
+    monkeypatch.setattr(
+        manager.coordinator,
+        "emit_cached_block_events",
+        lambda request, blocks: told.append(request.request_id),
+    )
+    wanted = [RolloutRequest(prompt, 20 + 9 * i, sample=i) for i in range(5)]
+    engine.generate(wanted, params(ignore_eos=True, extra_args={"kv_cache_report_mode": "full"}))
+    assert len(told) == len(set(told)) == 5
 
 
 def test_an_impossible_resumption_fails_alone(engine: RolloutEngine) -> None:

@@ -48,6 +48,14 @@ def test_blocks_are_cleared_when_a_running_request_grows_into_them(cache: Any) -
     assert cleared(cache) == [3]
 
 
+def test_nan_is_cleared_from_a_position_on_and_nothing_else(cache: Any) -> None:
+    cache[:] = 1.0
+    cache[3, :, 1:], cache[5, 0, 0, 0] = float("nan"), float("inf")
+    NanBlocks([cache], 8, [4]).clear_from([[6, 3, 5]], 5)
+    assert cache[3].tolist() == [[[1.0] * 3, *[[0.0] * 3] * 3]] * 2
+    assert cache[5, 0, 0].tolist() == [float("inf"), 1.0, 1.0]
+
+
 def test_blocks_are_cleared_when_an_alternative_path_borrows_them(cache: Any) -> None:
     blocks = NanBlocks([cache], 8, [4])
     blocks.leave([[1, 2, 3]])

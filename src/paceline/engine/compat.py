@@ -25,6 +25,7 @@ from vllm.platforms import current_platform  # noqa: E402
 from vllm.sampling_params import SamplingParams  # noqa: E402
 from vllm.utils.torch_utils import PIN_MEMORY  # noqa: E402
 from vllm.v1.core.sched.output import SchedulerOutput  # noqa: E402
+from vllm.v1.core.sched.request_queue import PriorityRequestQueue  # noqa: E402
 from vllm.v1.core.sched.scheduler import Scheduler  # noqa: E402
 from vllm.v1.engine import EngineCoreOutputs  # noqa: E402
 from vllm.v1.kv_cache_interface import FullAttentionSpec  # noqa: E402
@@ -56,6 +57,7 @@ __all__ = [
     "MinPLogitsProcessor",
     "MinTokensLogitsProcessor",
     "ModelRunnerOutput",
+    "PriorityRequestQueue",
     "Request",
     "RequestStatus",
     "SamplerOutput",

@@ -18,6 +18,8 @@ SCHEDULER_OUTPUT = "vllm.v1.core.sched.output:SchedulerOutput"
 QUEUE = "vllm.v1.core.sched.request_queue:RequestQueue"
 REQUEST = "vllm.v1.request:Request"
 KV_MANAGER = "vllm.v1.core.kv_cache_manager:KVCacheManager"
+COORDINATOR = "vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator"
+KV_BLOCKS = "vllm.v1.core.kv_cache_manager:KVCacheBlocks"
 POOL = "vllm.v1.core.block_pool:BlockPool"
 BLOCK = "vllm.v1.core.kv_cache_utils:KVCacheBlock"
 KV_CONFIG = "vllm.v1.kv_cache_interface:KVCacheConfig"
@@ -76,7 +78,8 @@ DOORS: tuple[Door, ...] = (
         "PacelineScheduler: drafts before a step, learning after it; telemetry (kv/use.py)",
         overrides="add_request _free_request _preempt_request reset_prefix_cache shutdown schedule "
         "update_draft_token_ids update_from_output _update_request_with_output dynamic_sd_lookup",
-        members="running waiting requests num_spec_tokens max_model_len max_num_scheduled_tokens block_size "
+        members="running waiting kv_holding_waiting num_waiting_for_streaming_input max_num_active_reqs "
+        "_is_blocked_waiting_status requests num_spec_tokens max_model_len max_num_scheduled_tokens block_size "
         "adaptive_long_prefill_threshold get_request_counts scheduler_config kv_cache_manager connector "
         "grammar_compile_error_reqs",
     ),
@@ -103,8 +106,8 @@ DOORS: tuple[Door, ...] = (
     Door(
         SCHEDULER_OUTPUT,
         "what was scheduled; carries Paceline's order to the runner (runner.py)",
-        members="scheduled_spec_decode_tokens total_num_scheduled_tokens scheduled_new_reqs scheduled_cached_reqs "
-        "finished_req_ids",
+        members="scheduled_spec_decode_tokens num_scheduled_tokens total_num_scheduled_tokens scheduled_new_reqs "
+        "scheduled_cached_reqs finished_req_ids",
     ),
     Door(
         "vllm.v1.core.sched.output:NewRequestData",
@@ -120,6 +123,11 @@ DOORS: tuple[Door, ...] = (
         QUEUE, "waiting requests, for what the coming step can admit", members="peek_request __iter__ __len__"
     ),
     Door(
+        "vllm.v1.core.sched.request_queue:PriorityRequestQueue",
+        "a look at its front without a copy of it (waiting.py)",
+        members="_heap",
+    ),
+    Door(
         "vllm.config.scheduler:SchedulerConfig",
         "limits of a step and its prefills",
         members="max_num_seqs max_num_batched_tokens long_prefill_token_threshold async_scheduling",
@@ -128,7 +136,8 @@ DOORS: tuple[Door, ...] = (
         REQUEST,
         "a request's tokens and state; the scheduler fills its drafts and sampling parameters",
         members="request_id sampling_params prompt_token_ids spec_token_ids all_token_ids num_tokens "
-        "num_prompt_tokens num_computed_tokens num_output_tokens num_output_placeholders num_in_flight_tokens "
+        "num_prompt_tokens num_computed_tokens block_hashes num_output_tokens num_output_placeholders "
+        "num_in_flight_tokens "
         "is_prefill_chunk max_tokens use_structured_output status resumable lora_request mm_features cache_salt",
     ),
     Door(
@@ -136,10 +145,24 @@ DOORS: tuple[Door, ...] = (
         "how a response was cut (kv/connector.py)",
         members="FINISHED_LENGTH_CAPPED FINISHED_ABORTED",
     ),
-    Door(KV_MANAGER, "free blocks, and what a prompt has cached", members="block_pool get_computed_blocks"),
     Door(
-        "vllm.v1.core.kv_cache_manager:KVCacheBlocks",
-        "blocks of a request (kv/connector.py)",
+        KV_MANAGER,
+        "free blocks, what a prompt has cached, and blocks of a step that is withdrawn",
+        members="block_pool coordinator prefix_cache_lookup_enabled get_blocks evict_blocks",
+    ),
+    Door(
+        COORDINATOR,
+        "what a prompt has cached, without events for listeners (waiting.py)",
+        members="find_longest_cache_hit",
+    ),
+    Door(
+        f"{COORDINATOR}.find_longest_cache_hit",
+        "called by position",
+        parameters="block_hashes max_cache_hit_length",
+    ),
+    Door(
+        KV_BLOCKS,
+        "blocks of a request (kv/connector.py, scheduler.py)",
         members="get_block_ids",
     ),
     Door(

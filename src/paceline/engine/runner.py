@@ -19,8 +19,9 @@ class Runner(Protocol):
 
     In every step it verifies the draft tokens of `SchedulerOutput.scheduled_spec_decode_tokens` and the alternatives of
     `order_of`: each row is decided by the dice, and a request takes what is decided as far as its drafts equal it.
-    Requests that get no token are told by `report_undrawable`. Where `order_of` asks for it, the model drafter drafts
-    after the step, and its drafts are given out by vLLM's `take_draft_token_ids` as `FreshDrafts`.
+    Requests that get no token are told by `report_undrawable`; those whose drafts gave NaN, for which the step shall
+    not count, by `report_withdrawn`. Where `order_of` asks for it, the model drafter drafts after the step, and its
+    drafts are given out by vLLM's `take_draft_token_ids` as `FreshDrafts`.
     """
 
     def get_model(self) -> Any:
@@ -67,3 +68,14 @@ def undrawable_of(output: ModelRunnerOutput) -> dict[str, str]:
     """The requests that have no next token, by id, and why."""
     causes: dict[str, str] = getattr(output, "paceline_undrawable", {})
     return causes
+
+
+def report_withdrawn(output: ModelRunnerOutput, names: list[str]) -> None:
+    """Send along the requests, by id, for which the step does not count, because their drafts gave NaN."""
+    output.paceline_withdrawn = names
+
+
+def withdrawn_of(output: ModelRunnerOutput) -> list[str]:
+    """The requests for which the step does not count, by id."""
+    names: list[str] = getattr(output, "paceline_withdrawn", [])
+    return names

@@ -30,7 +30,8 @@ from paceline.engine.fast_loop import FastLoop, Proposal, table_of
 from paceline.engine.keys import OPTIONS, KeyBook, engine_seed
 from paceline.engine.multipath.layout import PathPlan, plan_paths
 from paceline.engine.multipath.spare_blocks import SpareBlocks
-from paceline.engine.runner import FreshDrafts, StepOrder, give_order, undrawable_of
+from paceline.engine.runner import FreshDrafts, StepOrder, give_order, undrawable_of, withdrawn_of
+from paceline.engine.waiting import num_admissible_tokens
 from paceline.errors import RequestError
 from paceline.planning.budget import fair_weights
 from paceline.types import DraftQuery, Float64Array, Int64Array, StepObservation
@@ -54,6 +55,8 @@ class LiveResponse:
     num_accepted_tokens: int = 0
     """Tokens of the response beyond one per step; drafts accepted behind its end do not count."""
     num_steps: int = 0
+    is_withdrawn: bool = False
+    """Whether its last step did not count, because its drafts gave NaN: the next token is computed without drafts."""
     failure: str | None = None
     """Why the response ends here and now, where it was Paceline that gave it up."""
 
@@ -93,9 +96,9 @@ class PacelineScheduler(Scheduler):  # type: ignore[misc]
 
     def _lend_blocks(self) -> SpareBlocks:
         pool, wanted = self.kv_cache_manager.block_pool, self.settings.max_alternatives
-        return SpareBlocks(pool, wanted + self._blocks_for(self.num_spec_tokens) - 1)
+        return SpareBlocks(pool, wanted + self.blocks_for(self.num_spec_tokens) - 1)
 
-    def _blocks_for(self, num_tokens: int) -> int:
+    def blocks_for(self, num_tokens: int) -> int:
         """Blocks that so many tokens touch at most, wherever they begin."""
         return 1 - int(-num_tokens // self.block_size)
 
@@ -214,10 +217,9 @@ class PacelineScheduler(Scheduler):  # type: ignore[misc]
     def _block_demand(self) -> int:
         """KV blocks that the coming step may take: what running requests can grow by, and the next waiting one."""
         grown = sum(
-            self._blocks_for(r.num_tokens - r.num_computed_tokens + self.num_spec_tokens)
-            for r in self.running
+            self.blocks_for(r.num_tokens - r.num_computed_tokens + self.num_spec_tokens) for r in self.running
         )
-        return grown + (self._blocks_for(self.waiting.peek_request().num_tokens) if self.waiting else 0)
+        return grown + (self.blocks_for(self.waiting.peek_request().num_tokens) if self.waiting else 0)
 
     def _plan_paths(self, output: SchedulerOutput) -> PathPlan | None:
         """The step's alternatives, as far as vLLM scheduled their requests and blocks last.
@@ -247,6 +249,7 @@ class PacelineScheduler(Scheduler):  # type: ignore[misc]
         return (
             live is not None
             and live.drafts_allowed
+            and not live.is_withdrawn
             and not request.is_prefill_chunk
             and request.num_tokens - request.num_computed_tokens == 1
             and not request.num_output_placeholders
@@ -286,7 +289,7 @@ class PacelineScheduler(Scheduler):  # type: ignore[misc]
             min(request.num_tokens - request.num_computed_tokens, longest) for request in self.running
         )
         room: int = self.max_num_scheduled_tokens - num_ready
-        others: int = running - num_ready + self._num_admissible_tokens(room, longest)
+        others: int = running - num_ready + num_admissible_tokens(self, room, longest)
         return min(others, room)
 
     def _longest_prefill(self) -> int:
@@ -297,24 +300,6 @@ class PacelineScheduler(Scheduler):  # type: ignore[misc]
             return int(self.max_num_scheduled_tokens)
         fair = self.scheduler_config.max_num_batched_tokens // count
         return max(limit, fair) if self.adaptive_long_prefill_threshold else limit
-
-    def _num_admissible_tokens(self, room: int, longest: int) -> int:
-        """Tokens of waiting requests that the coming step can admit, as far as free seats and KV blocks tell."""
-        seats = self.scheduler_config.max_num_seqs - len(self.running)
-        if seats <= 0 or not self.waiting:
-            return 0
-        blocks, tokens = self.kv_cache_manager.block_pool.get_num_free_blocks(), 0
-        for request in itertools.islice(self.waiting, seats):
-            known = self.kv_cache_manager.get_computed_blocks(request)[1]
-            blocks -= self._blocks_for(request.num_tokens - known)
-            if blocks < 0 or tokens >= room:
-                break
-            if (
-                self.kv_pool is not None
-            ):  # after the blocks: what is found stays in memory until it is admitted
-                known += self.kv_pool.get_num_new_matched_tokens(request, known)[0]
-            tokens += min(request.num_tokens - known, longest)
-        return tokens
 
     def _room(self, request: Request) -> int:
         """Longest draft whose tokens can all still become part of the response."""
@@ -338,11 +323,24 @@ class PacelineScheduler(Scheduler):  # type: ignore[misc]
         self._observe(scheduler_output, model_runner_output, step_s)
         for name, why in undrawable_of(model_runner_output).items():
             self._give_up(name, why)
+        for name in withdrawn_of(model_runner_output):
+            self._withdraw(name, scheduler_output.num_scheduled_tokens[name])
         result: dict[int, EngineCoreOutputs] = super().update_from_output(
             scheduler_output, model_runner_output
         )
         self._hand_over_tokens()
         return result
+
+    def _withdraw(self, name: str, num_tokens: int) -> None:
+        """A request's step of so many tokens does not count; what it computed may be in the prefix cache already."""
+        if name in self.live:
+            self.live[name].is_withdrawn = True
+            request = self.requests[name]
+            request.num_computed_tokens -= num_tokens
+            for blocks in self.kv_cache_manager.get_blocks(name).get_block_ids():
+                self.kv_cache_manager.evict_blocks(
+                    set(blocks[request.num_computed_tokens // self.block_size :])
+                )
 
     def _hand_over_tokens(self) -> None:
         """Give the drafter what responses have grown by; before one is closed, or the drafter would open it again."""
@@ -356,6 +354,7 @@ class PacelineScheduler(Scheduler):  # type: ignore[misc]
         tokens, stopped = super()._update_request_with_output(request, new_token_ids, *args, **kwargs)
         live = self.live.get(request.request_id)
         if live is not None and tokens:
+            live.is_withdrawn = False
             live.num_steps += 1
             live.num_accepted_tokens += len(tokens) - 1
             self._new_tokens.append((live, list(tokens)))

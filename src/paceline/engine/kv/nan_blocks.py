@@ -2,7 +2,8 @@
 
 A response that ends in NaN leaves NaN keys and values behind. Attention gives weight zero to what lies behind a
 sequence's last token in its last block, and zero times NaN is NaN: a block that is used again would take the NaN to a
-response that has none of its own. Called by the model runner, in the worker.
+response that has none of its own. So would what a rejected draft leaves behind. Called by the model runner, in the
+worker.
 """
 
 from __future__ import annotations
@@ -29,6 +30,11 @@ class NanBlocks:
     def leave(self, groups: Iterable[Sequence[int]]) -> None:
         """A response ends in NaN, with these blocks of each group. Others may share them: they stay as they are."""
         self._stained.update(*groups)
+
+    def clear_from(self, groups: Iterable[Sequence[int]], position: int) -> None:
+        """Clear NaN from a position of a request on; what its blocks hold before it is not NaN."""
+        for part in self._parts(self._behind(groups, position)):
+            torch.nan_to_num_(part, nan=0.0, posinf=torch.inf, neginf=-torch.inf)
 
     def clear_before(self, scheduler_output: Any, paths: PathPlan | None) -> None:
         """Clear what the coming step gives to somebody else; blocks of the prefix cache are given as they are.

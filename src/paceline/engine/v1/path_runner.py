@@ -170,6 +170,12 @@ class MultiPathRunner:
             np.concatenate([drafts, added.drafts]),
         )
 
+    def lent_blocks(self: Any, request: int) -> list[int]:
+        if self.expansion is None:
+            return []
+        pairs = zip(self.expansion.owners.tolist(), self.expansion.copies, strict=True)
+        return [private for owner, copies in pairs if owner == request for _, private in copies]
+
     def settle(self: Any, verdict: Verdict) -> None:
         """Move the winners' keys and values to where their requests look for them."""
         super().settle(verdict)  # type: ignore[misc]

@@ -16,7 +16,7 @@ from paceline.engine.arguments import read_settings
 from paceline.engine.compat import SamplerOutput, SpecDecodeMetadata, all_logits_processors
 from paceline.engine.keys import key_of
 from paceline.engine.kv.nan_blocks import NanBlocks
-from paceline.engine.runner import Runner, order_of, report_undrawable
+from paceline.engine.runner import Runner, order_of, report_undrawable, report_withdrawn
 from paceline.engine.v1.proposer import Proposer
 from paceline.engine.v1.sampler import PLACEHOLDER, KeyedSampler, Rows, Verdict
 from paceline.types import Int64Array, UInt64Array
@@ -49,6 +49,7 @@ class KeyedRunner:
     keyed_sampler: KeyedSampler
     drafter: Proposer
     undrawable: dict[str, str]  # requests of the present step that have no next token, and why
+    withdrawn: list[str]  # those whose drafts gave NaN: the step does not count for them
     nan_blocks: NanBlocks
 
     def adopt(self: Any) -> None:
@@ -57,7 +58,7 @@ class KeyedRunner:
         self.input_batch.logitsprocs = all_logits_processors(self.vllm_config, self.device)
         self.input_batch.sampling_metadata.logitsprocs = self.input_batch.logitsprocs
         self.drafter.attach(self)
-        self.undrawable = {}
+        self.undrawable, self.withdrawn = {}, []
 
     def load_model(self: Any, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)  # type: ignore[misc]
@@ -97,31 +98,52 @@ class KeyedRunner:
         result, verdict = self.keyed_sampler.sample(
             logits, rows, drafts, self.batch_keys(), metadata, outputs
         )
-        self.settle(verdict)
-        if (verdict.table[:, 0] == PLACEHOLDER).any():
+        if len(verdict.failed):
             self.set_aside(verdict, rows, logits)
+        self.settle(verdict)
         return result
 
     def set_aside(self: Any, verdict: Verdict, rows: Rows, logits: torch.Tensor) -> None:
         """Have vLLM take no token for requests that have none, and remember them for the scheduler.
 
-        A response that ends between its draft tokens keeps those that were accepted and has no token one step later.
+        Where drafts were verified NaN may be theirs: attention gives weight zero to what lies behind a row, and zero
+        times NaN is NaN. Such a step is withdrawn, and the request computes its next token alone.
+        A response that ends between its draft tokens for another reason keeps those that were accepted and has no token
+        one step later.
         """
         without = self.discard_request_mask.np  # of unfinished prompts, which need no token yet
-        for request in np.flatnonzero(verdict.table[:, 0] == PLACEHOLDER).tolist():
-            if not without[request]:
+        owners = rows.requests[verdict.failed]
+        for request in np.unique(owners[~without[owners]]).tolist():
+            state = self.requests[self.input_batch.req_ids[request]]
+            nan = bool(logits[torch.from_numpy(verdict.failed[owners == request])].isnan().any())
+            if nan and rows.num_drafts[rows.owners == request].any():
+                self.withdraw(request, state, verdict, int(rows.positions[rows.first[request]]) - 1)
                 without[request] = True
-                state = self.requests[self.input_batch.req_ids[request]]
-                nan = bool(logits[int(rows.first[request])].isnan().any())
+            elif verdict.table[request, 0] == PLACEHOLDER:
                 self.undrawable[state.req_id] = _NAN if nan else _NOTHING_LEFT
+                without[request] = True
                 if nan:
                     self.nan_blocks.leave(state.block_ids)
+
+    def withdraw(self: Any, request: int, state: Any, verdict: Verdict, start: int) -> None:
+        """Undo a request's step, whose first token stood at position `start`."""
+        self.withdrawn.append(state.req_id)
+        verdict.winners[request], verdict.accepted[request] = request, 0
+        self.nan_blocks.clear_from(state.block_ids, start)
+        self.nan_blocks.leave([self.lent_blocks(request)])
+
+    def lent_blocks(self, request: int) -> list[int]:
+        """KV blocks that the request's further draft paths have written to in this step; here there are none."""
+        return []
 
     def sample_tokens(self: Any, *args: Any, **kwargs: Any) -> Any:
         output = super().sample_tokens(*args, **kwargs)  # type: ignore[misc]
         if self.undrawable:
             report_undrawable(output, self.undrawable)
             self.undrawable = {}
+        if self.withdrawn:
+            report_withdrawn(output, self.withdrawn)
+            self.withdrawn = []
         return output
 
     def lay_out_rows(self: Any, metadata: SpecDecodeMetadata | None) -> tuple[Rows, Int64Array]:

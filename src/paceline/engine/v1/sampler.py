@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 
 from paceline import dice
@@ -93,6 +94,7 @@ class Verdict:
     table: Int32Array  # [num_requests, 1 + max_num_drafts] output tokens, then PLACEHOLDER
     accepted: Int64Array  # [num_requests] accepted draft tokens
     winners: Int64Array  # [num_requests] the path they come from
+    failed: Int64Array  # [num_failed] rows of the step from which nothing can be drawn; usually none
 
 
 def verify(tokens: Int64Array, drafts: Int64Array, num_drafts: Int64Array) -> Verdict:
@@ -103,19 +105,19 @@ def verify(tokens: Int64Array, drafts: Int64Array, num_drafts: Int64Array) -> Ve
         drafts: what was drafted. [num_draft_tokens] int64, path-major
         num_drafts: draft tokens of each path. [num_requests] int64
     """
-    every = np.arange(len(num_drafts))
+    every, failed = np.arange(len(num_drafts)), np.flatnonzero(tokens == dice.NO_TOKEN)
     longest = int(num_drafts.max(initial=0))
     column = np.arange(longest + 1)
     filled = column <= num_drafts[:, None]
     table = np.full(filled.shape, PLACEHOLDER, dtype=np.int32)
     table[filled] = tokens
     if longest == 0:
-        return Verdict(table, np.zeros(len(num_drafts), dtype=np.int64), every)
+        return Verdict(table, np.zeros(len(num_drafts), dtype=np.int64), every, failed)
     drafted = np.full((len(num_drafts), longest), PLACEHOLDER - 1, dtype=np.int64)
     drafted[filled[:, 1:]] = drafts
     accepted = np.cumprod(drafted == table[:, :-1], axis=1).sum(axis=1)
     table[column > accepted[:, None]] = PLACEHOLDER
-    return Verdict(table, accepted, every)
+    return Verdict(table, accepted, every, failed)
 
 
 def elect(paths: Verdict, owners: Int64Array) -> Verdict:
@@ -127,7 +129,7 @@ def elect(paths: Verdict, owners: Int64Array) -> Verdict:
     """
     order = np.lexsort((-paths.accepted, owners))  # stable: equal paths stay in their order
     winners = order[np.unique(owners[order], return_index=True)[1]]
-    return Verdict(paths.table[winners], paths.accepted[winners], winners)
+    return Verdict(paths.table[winners], paths.accepted[winners], winners, paths.failed)
 
 
 def throw(
@@ -220,11 +222,10 @@ class KeyedSampler:
             values = values.log_softmax(dim=-1, dtype=torch.float32)
         own = values.gather(-1, chosen[:, None])
         ranks = (values >= own).sum(-1)
+        found, ids = values.topk(metadata.max_num_logprobs or 0, dim=-1)
         if metadata.logprob_token_ids:
-            ids, found = _gather_named(values, chosen, requests, metadata.logprob_token_ids)
-        else:
-            found, ids = values.topk(metadata.max_num_logprobs or 0, dim=-1)
-            ids, found = torch.cat([chosen[:, None], ids], dim=1), torch.cat([own, found], dim=1)
+            ids, found = _name(values, ids, found, requests, metadata.logprob_token_ids)
+        ids, found = torch.cat([chosen[:, None], ids], dim=1), torch.cat([own, found], dim=1)
         where = torch.from_numpy(np.flatnonzero(filled)).to(logits.device)
         return LogprobsTensors(
             *(_spread(part, where, filled.size) for part in (ids.to(torch.int32), found, ranks))
@@ -238,23 +239,32 @@ def _spread(values: torch.Tensor, where: torch.Tensor, size: int) -> torch.Tenso
     return values.new_zeros(size, *values.shape[1:]).index_copy_(0, where, values)
 
 
-def _gather_named(
-    values: torch.Tensor, chosen: torch.Tensor, requests: Int64Array, wanted: dict[int, list[int]]
+def _name(
+    values: torch.Tensor,
+    ids: torch.Tensor,
+    found: torch.Tensor,
+    requests: Int64Array,
+    wanted: dict[int, list[int]],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids that single requests asked for, the sampled token first, and their log-probabilities.
+    """Put the ids that single requests asked for in place of the likeliest ones, -inf where they are fewer.
 
-    requests: of each row. [num_rows]
+    Differs from vLLM, which leaves the other requests of the batch without their likeliest ids.
+
+    Args:
+        values: log-probabilities. [num_rows, vocab_size]
+        ids, found: the likeliest ids and theirs. [num_rows, num_logprobs]
+        requests: of each row. [num_rows]
+        wanted: ids by request.
     """
-    longest = max(len(ids) for ids in wanted.values())
-    ids = torch.zeros(len(chosen), longest + 1, dtype=torch.int64)
-    valid = torch.zeros_like(ids, dtype=torch.bool)
-    ids[:, 0], valid[:, 0] = chosen.cpu(), True
+    missing = max(max(map(len, wanted.values())) - ids.shape[1], 0)
+    ids, found = F.pad(ids, (0, missing)), F.pad(found, (0, missing), value=float("-inf"))
     for request, tokens in wanted.items():
-        of_request = torch.from_numpy(np.flatnonzero(requests == request))
-        ids[of_request, 1 : len(tokens) + 1] = torch.as_tensor(tokens)
-        valid[of_request, 1 : len(tokens) + 1] = True
-    ids, valid = ids.to(values.device), valid.to(values.device)
-    return ids, values.gather(-1, ids).masked_fill(~valid, float("-inf"))
+        rows = torch.from_numpy(np.flatnonzero(requests == request)).to(values.device)
+        named = torch.as_tensor(tokens, device=values.device)
+        ids[rows], found[rows] = 0, float("-inf")
+        ids[rows, : len(tokens)] = named
+        found[rows, : len(tokens)] = values[rows[:, None], named]
+    return ids, found
 
 
 def _temperatures(metadata: SamplingMetadata, num_requests: int) -> NDArray[np.float32]:
