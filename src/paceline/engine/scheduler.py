@@ -8,7 +8,6 @@ Invariant: which tokens a response consists of does not depend on anything here.
 from __future__ import annotations
 
 import copy
-import itertools
 import logging
 import time
 from collections import deque
