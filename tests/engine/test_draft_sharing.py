@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from vllm import SamplingParams
 
-from paceline.config import EngineSettings
+from paceline.config import BudgetSettings, EngineSettings
 from paceline.drafting.client import DraftClient
 from paceline.drafting.server import DraftServer
 from paceline.engine.keys import prompt_group
@@ -28,14 +28,15 @@ def test_tokens_are_the_same_and_more_are_accepted(model_dir: Path) -> None:
     server = DraftServer("tcp://127.0.0.1:0", secret=None)
     threading.Thread(target=server.serve, daemon=True).start()
     options = {"max_model_len": 256, "max_num_seqs": 8}
-    with RolloutEngine(model_dir, EngineSettings(), **options) as engine:
+    budget = BudgetSettings(policy="fixed", fixed_tokens=4)  # whatever a step takes on a busy machine
+    with RolloutEngine(model_dir, EngineSettings(budget=budget), **options) as engine:
         alone = engine.generate(requests, params)
     other = DraftClient([server.address], interval_ms=2.0)
     garbage = np.random.default_rng(0).integers(3, 60, 200).tolist()
     for key, tokens in enumerate([*(response.tokens for response in alone), garbage]):
         other.watch(group, key)
         other.report(group, key, 0, tokens)
-    settings = EngineSettings(draft_servers=(server.address,))
+    settings = EngineSettings(draft_servers=(server.address,), budget=budget)
     with RolloutEngine(model_dir, settings, **options) as engine:
         warm = RolloutRequest(PROMPT, 40, key=1)
         deadline_s = time.monotonic() + 20
