@@ -23,7 +23,7 @@ from paceline.record import ChunkDone, RecordReader, ResponseDone, RunEnd
 from paceline.report import build_report
 from paceline.types import RolloutRequest
 
-SAMPLES = 8
+SAMPLES = 5
 OPTIONS = [
     "--samples",
     SAMPLES,
