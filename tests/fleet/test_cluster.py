@@ -28,7 +28,7 @@ cluster.wait_for_nodes()
 settings = FleetSettings(
     workers=2, chunk_tokens=64, progress_ms=20.0, address=cluster.address, resources_per_worker={"slot": 1}
 )
-requests = [RolloutRequest(tuple(prompt), 350, key=key) for prompt, key in job]
+requests = [RolloutRequest(tuple(prompt), 700, key=key) for prompt, key in job]
 with Fleet(policy, settings, EngineSettings(), dtype="float32", max_model_len=800, kv_cache_bytes=1 << 27) as fleet:
     while any(status.state != "up" for status in fleet.board.workers.values()):
         fleet.advance()
@@ -49,7 +49,7 @@ json.dump({"losses": losses, "tokens": [found[i] for i in range(len(requests))]}
 
 @pytest.mark.slow
 def test_a_node_is_lost(plain: Generate, prompts: list[tuple[int, ...]], tmp_path: Path) -> None:
-    requests = make_requests(prompts[:4], 4, 350)
+    requests = make_requests(prompts[:4], 4, 700)
     wanted = plain(requests, SamplingParams(temperature=1.0, ignore_eos=True))
     job, script, out = tmp_path / "job.json", tmp_path / "fleet.py", tmp_path / "out.json"
     job.write_text(json.dumps([(response.request.prompt, response.key) for response in wanted]))

@@ -23,7 +23,7 @@ from paceline.record import ChunkDone, RecordReader, ResponseDone, RunEnd
 from paceline.report import build_report
 from paceline.types import RolloutRequest
 
-SAMPLES = 5
+SAMPLES = 8
 OPTIONS = [
     "--samples",
     SAMPLES,
