@@ -1,4 +1,7 @@
-"""`paceline rollout` and `paceline bench` as a user runs them: real engine, a process of their own, a tiny model."""
+"""`paceline rollout` and `paceline bench` as a user runs them: real engine, a process of their own, a tiny model.
+
+Commands that start no engine run in this process, which has loaded vLLM already.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command_line import Run, run_here
 from conftest import make_model
 
 from paceline.commands.doctor.invariance_check import check_invariance
@@ -59,6 +63,12 @@ def environment() -> dict[str, str]:
 
 def run(*arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command(*arguments), capture_output=True, text=True, env=environment(), check=False)
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Run a command that starts no engine."""
+    return run_here(monkeypatch, capsys)
 
 
 def read(path: Path) -> dict[tuple[Any, int], Line]:
@@ -124,7 +134,7 @@ def wait_for_lines(process: subprocess.Popen[str], path: Path, count: int) -> No
 
 
 def test_ctrl_c_then_resume_gives_the_same_with_drafts(
-    whole: Path, model_dir: Path, prompts: Path, tmp_path: Path
+    whole: Path, model_dir: Path, prompts: Path, tmp_path: Path, here: Run
 ) -> None:
     out = tmp_path / "o.jsonl"
     decisions = tmp_path / "decisions"
@@ -149,23 +159,23 @@ def test_ctrl_c_then_resume_gives_the_same_with_drafts(
         name: essence(line) for name, line in wanted.items()
     }
     assert sum(line["num_draft_tokens"] for line in resumed.values()) > 0
-    replayed = run("replay", decisions)
-    assert replayed.returncode == 0, replayed.stdout + replayed.stderr
-    rows = [line.split() for line in replayed.stdout.splitlines()]
+    replayed = here("replay", decisions)
+    assert replayed.code == 0, replayed.out + replayed.error
+    rows = [line.split() for line in replayed.out.splitlines()]
     assert [row[0] for row in rows[1:]] == ["engine-1.decisions", "engine-2.decisions"]
     assert all(int(row[-2]) > 10 and row[-1] == "0" for row in rows[1:])
 
     before = out.read_bytes()
-    again = run(*arguments, "--resume")
-    assert again.returncode == 0
-    assert "nothing to do" in again.stderr
+    again = here(*arguments, "--resume")
+    assert again.code == 0
+    assert "nothing to do" in again.error
     assert out.read_bytes() == before
-    other = run(*arguments, "--resume", "--temperature", "0.5")
-    assert other.returncode == 6
-    assert "made with temperature=1.0, this run has 0.5" in other.stderr.replace("\n", " ")
-    other = run(*arguments, "--resume", "--compiled")
-    assert other.returncode == 6
-    assert "made with compiled=False, this run has True" in other.stderr.replace("\n", " ")
+    other = here(*arguments, "--resume", "--temperature", "0.5")
+    assert other.code == 6
+    assert "made with temperature=1.0, this run has 0.5" in other.error.replace("\n", " ")
+    other = here(*arguments, "--resume", "--compiled")
+    assert other.code == 6
+    assert "made with compiled=False, this run has True" in other.error.replace("\n", " ")
     assert out.read_bytes() == before
 
 
@@ -188,16 +198,18 @@ def test_bench_compares_tokens(model_dir: Path, prompts: Path, tmp_path: Path) -
     assert all(row["wall_s"] > 0 and row["repetitions"] == 2 for row in rows.values())
 
 
-def test_a_drafter_of_another_tokenizer_is_refused(model_dir: Path, prompts: Path, tmp_path: Path) -> None:
+def test_a_drafter_of_another_tokenizer_is_refused(
+    model_dir: Path, prompts: Path, tmp_path: Path, here: Run
+) -> None:
     drafter = make_model(tmp_path / "drafter", layers=1)
     path = drafter / "tokenizer.json"
     content = json.loads(path.read_text())
     vocabulary = content["model"]["vocab"]
     vocabulary["A"], vocabulary["B"] = vocabulary["B"], vocabulary["A"]
     path.write_text(json.dumps(content))
-    done = run("rollout", model_dir, prompts, "--out", tmp_path / "o.jsonl", "--model-drafter", drafter)
-    assert done.returncode == 3
-    assert "different tokenizers: 2 tokens differ, 'A' among them" in done.stderr.replace("\n", " ")
+    done = here("rollout", model_dir, prompts, "--out", tmp_path / "o.jsonl", "--model-drafter", drafter)
+    assert done.code == 3
+    assert "different tokenizers: 2 tokens differ, 'A' among them" in done.error.replace("\n", " ")
 
 
 @pytest.mark.slow
@@ -210,10 +222,10 @@ def test_the_doctor_tells_an_invariant_machine_from_one_that_is_not() -> None:
         pytest.skip("the stock float32 kernels of this processor are invariant")
 
 
-def test_the_quick_doctor_finds_this_machine_fit() -> None:
-    done = run("doctor", "--quick", "--json")
-    found = json.loads(done.stdout)
-    assert found["ok"] == (done.returncode == 0)
+def test_the_quick_doctor_finds_this_machine_fit(here: Run) -> None:
+    done = here("doctor", "--quick", "--json")
+    found = json.loads(done.out)
+    assert found["ok"] == (done.code == 0)
     names = {(finding["area"], finding["name"]) for finding in found["findings"]}
     assert {("installation", "vllm"), ("doors", "vllm"), ("machine", "cores")} <= names
     assert [f for f in found["findings"] if f["state"] == "fail"] == []

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import re
-import sys
 from pathlib import Path
 
 import pytest
-from command_line import CONFIG, Outcome, Run, make_model, write
-
-from paceline import cli
+from command_line import CONFIG, Run, make_model, run_here, write
 
 
 @pytest.fixture
@@ -26,14 +22,4 @@ def prompts(tmp_path: Path) -> Path:
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
     """Run `paceline ARGUMENTS` in this process."""
-    monkeypatch.setenv("COLUMNS", "200")
-
-    def invoke(*arguments: object) -> Outcome:
-        monkeypatch.setattr(sys, "argv", ["paceline", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        captured = capsys.readouterr()
-        plain = re.sub(r"\x1b\[[0-9;]*m", "", captured.err)
-        return Outcome(int(ended.value.code or 0), captured.out, plain)
-
-    return invoke
+    return run_here(monkeypatch, capsys)

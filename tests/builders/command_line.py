@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import pytest
+
+from paceline import cli
 
 CONFIG = {
     "vocab_size": 64,
@@ -38,3 +44,18 @@ class Outcome:
 
 
 Run = Callable[..., Outcome]
+
+
+def run_here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """What runs `paceline ARGUMENTS` in this process."""
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def invoke(*arguments: object) -> Outcome:
+        monkeypatch.setattr(sys, "argv", ["paceline", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        captured = capsys.readouterr()
+        plain = re.sub(r"\x1b\[[0-9;]*m", "", captured.err)
+        return Outcome(int(ended.value.code or 0), captured.out, plain)
+
+    return invoke
