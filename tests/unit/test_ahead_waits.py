@@ -28,6 +28,7 @@ class Link:
     timeouts_s: list[float] = field(default_factory=list)
     number: int = 0
     num_wasted: int = 0
+    window: int = WINDOW
 
     def take(self, timeout_s: float) -> list[Drafts]:
         self.timeouts_s.append(timeout_s)
@@ -35,6 +36,9 @@ class Link:
 
     def grow(self, *_: Any) -> None:
         self.number += 1
+
+    def most_ahead(self, responses: list[int]) -> list[int]:
+        return [self.window * 2] * len(responses)
 
 
 def drafts(tokens: list[int], *, number: int = 1, call_s: float = 0.001) -> Drafts:
@@ -69,7 +73,7 @@ class Ahead:
         self.link, self.trees, self.snapshots = Link(list(script)), DraftTrees(), []
         self.trees.open(0, 10)
         log: Any = SimpleNamespace(write_wait=lambda snapshot, wait_s: self.snapshots.append(snapshot))
-        self.ahead = DraftAhead(self.link, WINDOW, self.trees, log)  # type: ignore[arg-type]
+        self.ahead = DraftAhead(self.link, self.trees, log)  # type: ignore[arg-type]
         self.snapshots: list[WaitSnapshot]
         self.step_time = StepTimeModel.initial()
         for size in (1, 2, 4, 8, 16):
@@ -99,6 +103,12 @@ def test_a_full_window_or_a_responses_end_is_not_waited_for() -> None:
     ends = Ahead([drafts([1, 2])])
     assert ends.best(room=2) == [1, 2]
     assert full.link.timeouts_s == ends.link.timeouts_s == [0.0]
+
+
+def test_a_response_that_may_be_drafted_less_far_ahead_is_waited_for_no_further() -> None:
+    made = Ahead(*([drafts(list(range(1, length + 1)))] for length in range(1, 2 * WINDOW + 1)))
+    made.link.window = 1
+    assert made.best() == [1, 2]
 
 
 def test_before_the_worker_has_drafted_nothing_is_waited_for() -> None:

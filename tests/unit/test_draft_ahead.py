@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.planning.draft_ahead import choose_depth, choose_responses, window_room
+from paceline.planning.draft_ahead import choose_depth, choose_responses, most_ahead, window_room
 from paceline.planning.latency import StepTimeModel, predict_s, update_measured_time
 
 
@@ -22,7 +22,8 @@ def level_time(base_s: float, row_s: float) -> StepTimeModel:
 
 
 def test_after_a_window_there_is_room_for_another() -> None:
-    assert [window_room(3, ahead) for ahead in (0, 3, 5, 6, 9)] == [6, 3, 1, 0, 0]
+    assert most_ahead([3, 3, 0], [False, True, True]).tolist() == [6, 3, 0]
+    assert [window_room(6, ahead) for ahead in (0, 3, 5, 6, 9)] == [6, 3, 1, 0, 0]
 
 
 @given(st.lists(st.tuples(st.floats(0.05, 1.0), st.integers(1, 50)), max_size=6), st.floats(0.0, 2.0))

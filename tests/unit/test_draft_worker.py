@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from paceline.drafting.draft_worker import DraftWorker
 from paceline.drafting.proposal import NUM_CELLS, prior_calibration
-from paceline.drafting.worker_wire import Begin, Close, Drafts, Grow, Open
+from paceline.drafting.worker_wire import Allow, Begin, Close, Drafts, Grow, Open
 from paceline.types import DraftBatch, DraftGrowth, DraftQuery, Float32Array, Int32Array
 
 PROMPT, LIMIT = [1, 2, 3], 60
@@ -186,6 +186,17 @@ def test_what_is_lost_is_asked_for() -> None:
     assert engine.ahead() == {5: [105, 106, 107, 108]}
     engine.grow({5: [105, 106]})
     assert not engine.worker.is_lost
+
+
+def test_it_drafts_as_far_ahead_as_each_response_is_allowed() -> None:
+    engine = Engine(window=3)
+    for response in (5, 6, 7):
+        engine.open(response)
+    ids, most = np.array([5, 6, 99], np.int64), np.array([2, 0, 4], np.int32)
+    engine.worker.hear(Allow(ids.tobytes(), most.tobytes()))
+    assert {name: len(tokens) for name, tokens in engine.ahead().items()} == {5: 2, 7: 6}
+    engine.worker.hear(Allow(ids[1:2].tobytes(), np.array([1], np.int32).tobytes()))
+    assert engine.ahead() == {6: [103]}
 
 
 def test_what_has_ended_is_forgotten() -> None:

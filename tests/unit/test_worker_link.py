@@ -13,6 +13,7 @@ import zmq
 from paceline.drafting import worker_link
 from paceline.drafting.worker_link import WorkerLink
 from paceline.drafting.worker_wire import (
+    Allow,
     Begin,
     Close,
     Drafts,
@@ -160,6 +161,21 @@ def test_a_new_worker_is_told_everything_and_its_counts_go_on(link: WorkerLink) 
     time.sleep(0.05)
     assert len(link.take()) == 1
     assert (link.num_drafted, link.num_wasted) == (13, 5)
+
+
+def test_a_new_worker_hears_how_far_it_may_draft_ahead(link: WorkerLink) -> None:
+    link.open(7, 11, 0.5, 40, [1, 2])
+    link.open(8, 11, 0.5, 40, [1, 2])
+    grow(link, {7: [3], 8: [3]})
+    link.allow([8, 9], [2, 5])
+    assert link.most_ahead([7, 8, 9]) == [6, 2, 6]
+    worker = greet(link)
+    allowed = worker.hear(4)[3]
+    assert isinstance(allowed, Allow)
+    assert np.frombuffer(allowed.responses, np.int64).tolist() == [8]
+    assert tokens_of(allowed.most_ahead) == [2]
+    link.allow([7], [1])
+    assert tokens_of(worker.hear(1)[0].most_ahead) == [1]
 
 
 def test_a_silent_worker_is_replaced_while_responses_run(

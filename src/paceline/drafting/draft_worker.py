@@ -26,6 +26,7 @@ import numpy as np
 from paceline.drafting.learned import Learned
 from paceline.drafting.model import ModelDrafter
 from paceline.drafting.worker_wire import (
+    Allow,
     Begin,
     Close,
     Drafts,
@@ -65,6 +66,8 @@ class _Ahead:
     cells: Int32Array
     known: int
     end: int
+    most_ahead: int
+    """Tokens beyond `known` that may be drafted."""
     path_probability: float = 1.0
     """That everything drafted ahead is accepted."""
     is_stuck: bool = False
@@ -104,6 +107,8 @@ class DraftWorker:
             self._open(message)
         elif isinstance(message, Close):
             self._close(message.response)
+        elif isinstance(message, Allow):
+            self._allow(message)
         else:
             self._grow(message)
 
@@ -121,7 +126,16 @@ class DraftWorker:
             np.empty(limit, np.int32),
             len(told),
             len(told),
+            2 * self.window,
         )
+
+    def _allow(self, message: Allow) -> None:
+        responses = np.frombuffer(message.responses, np.int64).tolist()
+        for response, most in zip(
+            responses, np.frombuffer(message.most_ahead, np.int32).tolist(), strict=True
+        ):
+            if (one := self._responses.get(response)) is not None:
+                one.most_ahead = most
 
     def _close(self, response: int) -> None:
         if (one := self._responses.pop(response, None)) is not None:
@@ -198,7 +212,7 @@ class DraftWorker:
         """Tokens that may be drafted for a response now."""
         if one.is_stuck or one.path_probability < self._floor:
             return 0
-        return min(window_room(self.window, one.end - one.known), len(one.tokens) - one.end)
+        return min(window_room(one.most_ahead, one.end - one.known), len(one.tokens) - one.end)
 
     def _extend(self, chosen: Sequence[_Ahead], depth: int) -> tuple[float, int]:
         """Draft up to `depth` tokens for each; returns the seconds and the levels that it took."""

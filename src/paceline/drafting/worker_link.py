@@ -13,13 +13,14 @@ import os
 import shutil
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import msgspec
 
 from paceline.drafting.child_process import ChildProcess, make_socket_folder
 from paceline.drafting.worker_wire import (
+    Allow,
     Begin,
     Close,
     Drafts,
@@ -54,6 +55,8 @@ class _Told:
     temperature: float
     limit: int
     tokens: array[int]
+    most_ahead: int
+    """Undecided tokens that may be drafted."""
     is_running: bool = False
     """Whether it has grown: nothing is drafted for what still waits."""
 
@@ -102,7 +105,7 @@ class WorkerLink:
 
         The worker is told when it grows for the first time.
         """
-        self._responses[response] = _Told(key, temperature, limit, array("i", tokens))
+        self._responses[response] = _Told(key, temperature, limit, array("i", tokens), 2 * self._window)
         if len(self._responses) == 1:
             self._silent_since_s = time.monotonic()
 
@@ -133,6 +136,18 @@ class WorkerLink:
                 b"".join(parts),
             )
         )
+
+    def allow(self, responses: Sequence[int], most_ahead: Sequence[int]) -> None:
+        """So many undecided tokens of these running responses may be drafted from now on; 2w until it is said."""
+        for response, most in zip(responses, most_ahead, strict=True):
+            if (told := self._responses.get(response)) is not None:
+                told.most_ahead = most
+        self._send(Allow(array("q", responses).tobytes(), array("i", most_ahead).tobytes()))
+
+    def most_ahead(self, responses: Iterable[int]) -> list[int]:
+        """What is allowed of each of these responses; 2w of unknown ones."""
+        told = map(self._responses.get, responses)
+        return [2 * self._window if one is None else one.most_ahead for one in told]
 
     def close(self, response: int) -> None:
         """A response has ended."""
@@ -189,9 +204,12 @@ class WorkerLink:
             self._latest = None
         self._worker = worker
         self._send(Begin(self._window, self.number))
-        for response, told in self._responses.items():
-            if told.is_running:
-                self._send(_open(response, told))
+        running = {response: told for response, told in self._responses.items() if told.is_running}
+        for response, told in running.items():
+            self._send(_open(response, told))
+        own = {name: told.most_ahead for name, told in running.items() if told.most_ahead != 2 * self._window}
+        if own:
+            self.allow([*own], [*own.values()])
 
     def _watch(self) -> None:
         """Start the worker again if it has died, or hangs."""

@@ -35,7 +35,7 @@ class Begin(msgspec.Struct, frozen=True, array_like=True, tag="begin"):
     """Forget everything: what follows is all there is."""
 
     window: int
-    """w: up to 2w tokens of a response may be drafted ahead."""
+    """w: up to 2w tokens of a response may be drafted ahead, unless `Allow` says otherwise."""
     number: int
     """The count in `Grow` starts behind it."""
 
@@ -59,6 +59,13 @@ class Grow(msgspec.Struct, frozen=True, array_like=True, tag="grow"):
     starts: bytes  # [num_responses] int64, position of the first token
     counts: bytes  # [num_responses] int32
     tokens: bytes  # [sum of counts] int32
+
+
+class Allow(msgspec.Struct, frozen=True, array_like=True, tag="allow"):
+    """How far may be drafted ahead of responses from now on, where not up to 2w tokens."""
+
+    responses: bytes  # [num_responses] int64
+    most_ahead: bytes  # [num_responses] int32, undecided tokens
 
 
 class Close(msgspec.Struct, frozen=True, array_like=True, tag="close"):
@@ -108,7 +115,7 @@ class Drafts(msgspec.Struct, frozen=True, array_like=True, tag="drafts"):
         return DraftChains(tokens, np.frombuffer(self.counts, np.int32), acceptance)
 
 
-ToWorker: TypeAlias = Begin | Open | Grow | Close
+ToWorker: TypeAlias = Begin | Open | Grow | Allow | Close
 ToEngine: TypeAlias = Hello | Drafts
 
 encode = msgspec.msgpack.Encoder().encode

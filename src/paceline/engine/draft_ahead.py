@@ -46,8 +46,8 @@ UNKNOWN_SIZES = TargetSizes()
 class DraftAhead:
     """One per engine with a draft worker."""
 
-    def __init__(self, link: WorkerLink, window: int, trees: DraftTrees, log: EngineLog) -> None:
-        self.link, self._window, self._trees, self._log = link, window, trees, log
+    def __init__(self, link: WorkerLink, trees: DraftTrees, log: EngineLog) -> None:
+        self.link, self._trees, self._log = link, trees, log
         self.wait_s = 0.0
         """Of all steps."""
         self.step_wait_s = 0.0
@@ -122,7 +122,9 @@ class DraftAhead:
         rows = np.arange(count)
         last = np.maximum(drafts.num_tokens - 1, 0)
         whole = np.where(drafts.num_tokens > 0, drafts.path_probability[rows, last], 1.0)
-        is_open = drafts.num_tokens < np.minimum(query.max_tokens, 2 * self._window)
+        is_open = drafts.num_tokens < np.minimum(
+            query.max_tokens, self.link.most_ahead(query.responses.tolist())
+        )
         calls = 1.0 if self._heard == self.link.number else UNHEARD_CALLS
         arrival_s = self._call_s * calls - (time.perf_counter() - self._since_s)
         num_tokens = count + num_drafted
@@ -162,4 +164,4 @@ def start_draft_ahead(
         floor=settings.draft_floor,
         sharpness=settings.sharpness,
     )
-    return DraftAhead(WorkerLink(wanted, settings.draft_window), settings.draft_window, trees, log)
+    return DraftAhead(WorkerLink(wanted, settings.draft_window), trees, log)

@@ -1,7 +1,8 @@
 """What does a draft worker draft next: for which responses, how far ahead, how many tokens at a time?
 
 The relaxed window (SpecActor 4.1): after w draft tokens that the target has not decided yet, up to w more. Of the 2w
-tokens ahead the first may be the one that is rejected, so a rejection wastes at most 2w - 1 drafted behind it.
+tokens ahead the first may be the one that is rejected, so a rejection wastes at most 2w - 1 drafted behind it. Coupled,
+nothing is drafted while w tokens are verified, so it wastes at most w - 1.
 """
 
 from __future__ import annotations
@@ -9,18 +10,25 @@ from __future__ import annotations
 import math
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from paceline.planning.latency import StepTimeModel, predict_s
-from paceline.types import Float64Array, Int64Array
+from paceline.types import Float64Array, Int32Array, Int64Array
 
 CALL_S = 0.002
 """A drafting call takes about so long: short, so that a rejection is heard soon; not so short that telling the engine
 of its tokens would cost more than drafting them."""
 
 
-def window_room(window: int, num_ahead: int) -> int:
-    """Tokens that may still be drafted for a response with `num_ahead` undecided ones. window: w."""
-    return max(2 * window - num_ahead, 0)
+def most_ahead(window: ArrayLike, is_coupled: ArrayLike) -> Int32Array:
+    """Undecided tokens that may be drafted for a response with a window of w: 2w, or w where it is coupled."""
+    w = np.asarray(window, dtype=np.int32)
+    return np.where(is_coupled, w, 2 * w).astype(np.int32)
+
+
+def window_room(most: int, num_ahead: int) -> int:
+    """Tokens that may still be drafted for a response with `num_ahead` undecided ones, of `most_ahead`."""
+    return max(most - num_ahead, 0)
 
 
 def choose_responses(
