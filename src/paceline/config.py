@@ -78,6 +78,10 @@ class EngineSettings(Section):
     draft_window: int = Field(default=8, ge=1, le=63)
     """Draft worker: w. After w tokens of a response that the target has not decided it drafts up to w more."""
 
+    reconfigure_steps: int = Field(default=1000, ge=0)
+    """Draft worker: decode steps after which the window of each response, and whether it is drafted for ahead, is
+    planned anew from measured times and acceptance; also when the batch has changed by a quarter. 0: never."""
+
     max_draft_tokens: int = Field(default=32, ge=1, le=127)
     """Longest draft of one request in one step. vLLM refuses more than 128 tokens."""
 

@@ -55,3 +55,20 @@ def make_model(folder: Path, *, layers: int = 2, hidden: int = 128, seed: int = 
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A two-layer random model with tied embeddings."""
     return make_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="session")
+def drafter_dir(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The target with a little noise on its weights: it agrees often, and not always."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(model_dir)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(torch.randn_like(weight) * 0.05 * weight.std())
+    folder = tmp_path_factory.mktemp("drafter")
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(model_dir).save_pretrained(folder)
+    return folder

@@ -29,23 +29,6 @@ SIZES: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module")
-def drafter_dir(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The target with a little noise on its weights: it agrees often, and not always."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    model = AutoModelForCausalLM.from_pretrained(model_dir)
-    torch.manual_seed(1)
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.add_(torch.randn_like(weight) * 0.05 * weight.std())
-    folder = tmp_path_factory.mktemp("drafter")
-    model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(model_dir).save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
 def engine(
     model_dir: Path, drafter_dir: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[RolloutEngine]:

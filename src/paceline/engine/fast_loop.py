@@ -25,6 +25,7 @@ from paceline.drafting.drafter import Drafter, PathDrafter
 from paceline.drafting.learned import Learned
 from paceline.drafting.tree import DraftTrees, Source
 from paceline.engine.draft_ahead import UNKNOWN_SIZES, TargetSizes, start_draft_ahead
+from paceline.engine.draft_windows import DraftWindows
 from paceline.engine.loop_log import open_log
 from paceline.engine.model_steering import ModelSteering
 from paceline.engine.multipath.alternatives import AlternativePaths, Alternatives, StepDrafts, outcomes_of
@@ -64,6 +65,7 @@ class Proposal:
     """All model-free and all model candidates, by `Source`; a draft worker learns by itself."""
     alternatives: Alternatives | None
     """Further paths of some requests; None when one path each is best."""
+    responses: Int64Array  # [num_requests]
 
 
 class PolicyState(NamedTuple):
@@ -96,6 +98,7 @@ class FastLoop:
         self.ahead = (
             None if self._trees is None else start_draft_ahead(settings, sizes, self._trees, self._log)
         )
+        self._windows = self._plan_windows()
         self._wasted_before = 0
         self._model_accepted = 0
         self._sharing = _connect(settings, sizes.vocab_size)
@@ -103,6 +106,14 @@ class FastLoop:
         self._running: set[tuple[int, int]] = set()  # group and drafter's number of each
         self.drafting = True
         self._resting: Drafter | None = None
+
+    def _plan_windows(self) -> DraftWindows | None:
+        """Windows are planned while running where drafts are made ahead, and any are verified."""
+        settings = self._settings
+        longest = min(settings.max_draft_tokens, settings.budget.max_draft_tokens)
+        if self.ahead is None or not settings.reconfigure_steps or not longest:
+            return None
+        return DraftWindows(self.ahead.link, settings.reconfigure_steps, longest, self._log)
 
     # -- responses
 
@@ -174,6 +185,8 @@ class FastLoop:
             self._trees.close(response)
         if self.ahead is not None:
             self.ahead.link.close(response)
+        if self._windows is not None:
+            self._windows.close(response)
 
     def _drafter_numbers(self, responses: Sequence[int]) -> Int64Array:
         return np.fromiter(map(self._numbers.get, responses, responses), np.int64, len(responses))
@@ -198,6 +211,8 @@ class FastLoop:
             self._trees.clear()
         if self.ahead is not None:
             self.ahead.link.forget()
+        if self._windows is not None:
+            self._windows.clear()
         self._arrived = None
 
     def use_epoch(self, epoch: int) -> None:
@@ -292,7 +307,7 @@ class FastLoop:
             )
         if alternatives is not None:
             self._expected += alternatives.expected_accepted * self._paths.worth
-        return Proposal(batch, lengths, (free, model), alternatives)
+        return Proposal(batch, lengths, (free, model), alternatives, query.responses)
 
     def _snapshot(
         self, batch: DraftChains, num_other_tokens: int, weight: Float64Array | None
@@ -316,6 +331,8 @@ class FastLoop:
         for source, made in zip(Source, fresh, strict=True):
             if made is not None:
                 self._trees.add(source, query.responses, query.positions, made, anew=True)
+        if self._windows is not None and self.ahead is not None:
+            self._windows.advance(query.responses, self._now.decode_time, self.ahead.level_s)
         if self.ahead is not None:
             return self.ahead.best(query, self._now.decode_time, self._num_drafted, may_wait)
         return self._trees.best(query.responses, query.positions, query.max_tokens)
@@ -411,6 +428,10 @@ class FastLoop:
         if isinstance(proposal.batch, MetDrafts):
             taken = np.arange(proposal.batch.tokens.shape[1]) < accepted[:, None]
             self._model_accepted = int((proposal.batch.sources[taken] == Source.MODEL).sum())
+            if self._windows is not None:
+                seen = np.minimum(proposal.batch.num_tokens, num_decided)
+                right = leading_matches(proposal.batch.tokens, seen, decided)
+                self._windows.learn(proposal.responses, proposal.batch, right, seen)
         elif proposal.candidates[Source.MODEL] is not None:
             self._model_accepted = int(accepted.sum())
 

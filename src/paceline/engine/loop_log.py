@@ -7,10 +7,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
+
 from paceline.config import EngineSettings
 from paceline.planning.budget import BudgetSnapshot
 from paceline.planning.paths import PathChoice, PathSnapshot
+from paceline.planning.reconfigure import Reconfiguration
 from paceline.planning.wait import WaitSnapshot
+from paceline.planning.window import StepTimes
 from paceline.record.decisions import (
     BudgetLine,
     DecisionHeader,
@@ -23,8 +27,9 @@ from paceline.record.decisions import (
     Rows,
     StepLine,
     WaitLine,
+    WindowsLine,
 )
-from paceline.types import DraftGrowth, Float32Array, Int32Array, StepObservation
+from paceline.types import DraftGrowth, Float32Array, Float64Array, Int32Array, StepObservation
 
 
 class EngineLog:
@@ -100,6 +105,19 @@ class EngineLog:
             step_s=snapshot.step_s,
             longer_step_s=snapshot.longer_step_s,
             wait_s=wait_s,
+        )
+        self._writer.write(line)
+
+    def write_windows(self, acceptance: Float64Array, times: StepTimes, plan: Reconfiguration) -> None:
+        """Windows and modes, planned anew for every response that drafts."""
+        if self._writer is None:
+            return
+        line = WindowsLine(
+            acceptance=acceptance.tobytes(),
+            draft_s=float(np.asarray(times.draft_s)),
+            verify_s=times.verify_s.tobytes(),
+            windows=tuple(plan.windows.tolist()),
+            is_coupled=tuple(plan.is_coupled.tolist()),
         )
         self._writer.write(line)
 

@@ -12,7 +12,9 @@ from paceline.config import EngineSettings
 from paceline.engine.model_steering import ModelSteering
 from paceline.planning import paths
 from paceline.planning.budget import BudgetSnapshot, BudgetState, decide, expected_accepted, update
+from paceline.planning.reconfigure import reconfigure
 from paceline.planning.wait import WaitSnapshot, decide_wait
+from paceline.planning.window import StepTimes
 from paceline.record.decisions import (
     BudgetLine,
     DecisionReader,
@@ -23,6 +25,7 @@ from paceline.record.decisions import (
     PathsLine,
     StepLine,
     WaitLine,
+    WindowsLine,
 )
 from paceline.record.tally import Tally
 from paceline.types import DraftGrowth, Int32Array
@@ -32,6 +35,10 @@ _MOST_SHOWN = 8
 
 Paths = tuple[bool, tuple[int, ...], tuple[int, ...]]
 """Whether alternatives were made, which were chosen, and their lengths."""
+
+
+Windows = tuple[tuple[int, ...], tuple[bool, ...]]
+"""The window of each response, and whether it is coupled."""
 
 
 def replay_engine(reader: DecisionReader) -> list[Tally]:
@@ -47,6 +54,8 @@ def replay_engine(reader: DecisionReader) -> list[Tally]:
                 replay.plan_drafter(line)
             case WaitLine():
                 replay.plan_wait(line)
+            case WindowsLine():
+                replay.plan_windows(line)
             case StepLine():
                 replay.learn(line)
             case GrowthLine():
@@ -73,7 +82,8 @@ class _Replay:
         self._alternatives = Tally("draft paths")
         self._orders = Tally("model drafter")
         self._waits = Tally("wait for drafts")
-        self.tallies = [self._budgets, self._alternatives, self._orders, self._waits]
+        self._windows = Tally("draft windows")
+        self.tallies = [self._budgets, self._alternatives, self._orders, self._waits, self._windows]
 
     def plan_budget(self, line: BudgetLine) -> None:
         """Draft lengths of a step."""
@@ -155,6 +165,14 @@ class _Replay:
         )
         self._waits.compare(line.wait_s, decide_wait(snapshot), _tell_wait)
 
+    def plan_windows(self, line: WindowsLine) -> None:
+        """Window and mode of every response."""
+        acceptance = np.frombuffer(line.acceptance, np.float64)
+        times = StepTimes(1, line.draft_s, np.frombuffer(line.verify_s, np.float64))
+        plan = reconfigure(acceptance, times, everyone=True)
+        planned: Windows = tuple(plan.windows.tolist()), tuple(plan.is_coupled.tolist())
+        self._windows.compare((line.windows, line.is_coupled), planned, _tell_windows)
+
     def learn(self, line: StepLine) -> None:
         """A step was measured."""
         self._budget = update(self._budget, line.step, self._settings.budget, line.expected_tokens)
@@ -192,3 +210,14 @@ def _tell_drafter(one: tuple[float | None, bytes], _: tuple[float | None, bytes]
 
 def _tell_wait(one: float, _: float) -> str:
     return f"it waits at most {1e3 * one:.9g} ms" if one else "it does not wait"
+
+
+def _tell_windows(one: Windows, other: Windows) -> str:
+    """Windows and modes of the responses in which two plans differ."""
+    pairs = zip(zip(*one, strict=True), zip(*other, strict=True), strict=True)
+    differing = [(row, mine) for row, (mine, theirs) in enumerate(pairs) if mine != theirs]
+    named = [
+        f"response {row} drafts {window} tokens {'coupled' if is_coupled else 'ahead'}"
+        for row, (window, is_coupled) in differing[:_MOST_SHOWN]
+    ]
+    return ", ".join(named)

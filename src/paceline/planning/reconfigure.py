@@ -1,8 +1,9 @@
 """Reconfiguration: which window and mode does each request that drafts badly go on with? (SpecActor algorithm 2)
 
 Owns one decision per worker, taken every 1000 decoding iterations or so. Invariant: requests at or above the mean
-acceptance keep the window of the placement. Coupled means the placement's own drafter and verifier without drafting
-ahead (SpecActor 4.1), so both modes are judged by the same D and V.
+acceptance keep the window of the placement, unless everyone is asked. Coupled means the placement's own drafter and
+verifier without drafting ahead (SpecActor 4.1), so both modes are judged by the same D and V. Called by the simulator
+and by engines with a draft worker (engine/draft_windows.py).
 """
 
 from __future__ import annotations
@@ -15,6 +16,12 @@ from numpy.typing import ArrayLike, NDArray
 
 from paceline.planning.window import Mode, Rules, StepTimes, best_window, checked_acceptance
 from paceline.types import Float64Array, Int32Array, Int64Array
+
+LEAST_STEPS = 16
+"""Steps between two plans at least, however the batch changes."""
+
+_CHANGE = 0.25
+"""A batch that has changed by this share of what it was is planned for anew."""
 
 _TABLE_RATES = np.linspace(0.0, 1.0, 257)
 _Plans: TypeAlias = tuple[Int32Array, NDArray[np.bool_], Float64Array]
@@ -47,10 +54,27 @@ class PlanTable:
         return windows[places], is_coupled[places], tokens_per_s[places]
 
 
+def is_due(num_steps: int, batch: int, planned_batch: int, every: int) -> bool:
+    """Whether to plan again, `num_steps` decode iterations after the plan for `planned_batch` requests.
+
+    every: iterations from plan to plan while the batch stays what it was.
+    """
+    if num_steps < min(LEAST_STEPS, every):
+        return False
+    return num_steps >= every or abs(batch - planned_batch) >= _CHANGE * planned_batch
+
+
 def reconfigure(
-    acceptance: ArrayLike, times: StepTimes | PlanTable, rules: Rules = Rules.PROTOCOL
+    acceptance: ArrayLike,
+    times: StepTimes | PlanTable,
+    rules: Rules = Rules.PROTOCOL,
+    *,
+    everyone: bool = False,
 ) -> Reconfiguration:
     """Best window and mode of every request whose acceptance rate [num_requests] is below the mean of all.
+
+    everyone: of all requests, as where no placement stands behind the window that the others would keep; a request
+    alone is never below the mean.
 
     times: D(b) and V_w(b) of the placement for windows 0 .. max_window (`window.profiled_times`). The paper takes
     b = 1, a request alone; a batch prices the verifier's rounds as they are while others share them. Or a table, which
@@ -61,7 +85,7 @@ def reconfigure(
     SelectBetter's ties open.
     """
     rates = checked_acceptance(acceptance)
-    below = np.flatnonzero(rates < rates.mean()) if rates.size else np.empty(0, dtype=np.int64)
+    below = np.arange(rates.size) if everyone or not rates.size else np.flatnonzero(rates < rates.mean())
     plans = (
         times.look_up(rates[below])
         if isinstance(times, PlanTable)

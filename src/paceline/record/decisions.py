@@ -161,6 +161,18 @@ class WaitLine(_Line, frozen=True, tag="wait"):
     """The decision, 0: it does not."""
 
 
+class WindowsLine(_Line, frozen=True, tag="windows"):
+    """Reconfiguration: the window and mode of every response that drafts (planning/reconfigure.py)."""
+
+    acceptance: bytes  # [num_requests] float64
+    draft_s: float
+    """D, of a token of all of them."""
+    verify_s: bytes  # [max_window + 1] float64, V of the windows 0 .. max_window
+    windows: tuple[int, ...]
+    """The decision, as is the next."""
+    is_coupled: tuple[bool, ...]
+
+
 class StepLine(_Line, frozen=True, tag="step"):
     """A measured step, as the budget learns from it."""
 
@@ -181,7 +193,9 @@ class ControllerLine(_Line, frozen=True, tag="controller"):
     """What was raised instead."""
 
 
-EngineLine = BudgetLine | PathsLine | PathsGainLine | DrafterLine | GrowthLine | WaitLine | StepLine
+EngineLine = (
+    BudgetLine | PathsLine | PathsGainLine | DrafterLine | GrowthLine | WaitLine | WindowsLine | StepLine
+)
 DecisionLine = EngineLine | ControllerLine
 
 _encoder = msgspec.msgpack.Encoder()

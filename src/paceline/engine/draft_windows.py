@@ -1,0 +1,108 @@
+"""Reconfiguration in a running engine: how far is drafted ahead of each response, from measured D, V and acceptance?
+
+Owns the acceptance of each running response's model drafts. The decision is SpecActor's algorithm 2
+(planning/reconfigure.py), taken every `reconfigure_steps` steps and when the batch has changed; the draft worker is
+told how many undecided tokens it may draft. Called by the fast loop.
+
+Differs: everyone is planned for, as no placement stands behind `draft_window`, with which a response begins. Coupled, a
+response has at most w undecided draft tokens, so nothing is drafted while these are verified; whether a step waits for
+them is decided as for all others (planning/wait.py). As a step may wait for a refill, and takes what there is of one,
+a refill costs a response of a batch no more than one alone (docs/decisions/0028-live-windows.md).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from paceline.drafting.tree import Source
+from paceline.drafting.worker_link import WorkerLink
+from paceline.engine.loop_log import EngineLog
+from paceline.planning.draft_ahead import most_ahead
+from paceline.planning.latency import StepTimeModel, predict_s
+from paceline.planning.reconfigure import is_due, reconfigure
+from paceline.planning.window import StepTimes
+from paceline.types import Float64Array, Int32Array, Int64Array, MetDrafts
+
+PRIOR_TOKENS = 16.0
+"""What the mean of all responses counts in the estimate of one."""
+
+_KEPT = 0.5
+"""What is known of a response's drafts counts so much less from plan to plan: a drafter that was given up is tried
+again, and one that has lost its touch is noticed."""
+
+
+@dataclass(slots=True)
+class _Drafts:
+    """Of one response: decayed numbers of tokens."""
+
+    accepted: float = 0.0
+    drafted: float = 0.0
+    is_coupled: bool = False
+
+
+class DraftWindows:
+    """One per engine with a draft worker."""
+
+    def __init__(self, link: WorkerLink, every: int, max_window: int, log: EngineLog) -> None:
+        """every: steps from plan to plan. max_window: longest window that is planned, tokens."""
+        self._link, self._every, self._log = link, every, log
+        self._windows = np.arange(max_window + 1)
+        self._drafts: dict[int, _Drafts] = {}
+        self._num_steps = 0
+        self._planned_batch = 0
+        self.num_changes = 0
+        """Changes between coupled and decoupled."""
+
+    def learn(self, responses: Int64Array, drafts: MetDrafts, right: Int32Array, seen: Int32Array) -> None:
+        """What has become of a step's drafts: of the first `seen` tokens of each, `right` are the target's."""
+        place = np.arange(drafts.tokens.shape[1])
+        is_model = drafts.sources == Source.MODEL
+        accepted = (is_model & (place < right[:, None])).sum(axis=1).tolist()
+        told = (is_model & (place < np.minimum(right + 1, seen)[:, None])).sum(axis=1).tolist()
+        for row, response in enumerate(responses.tolist()):
+            if told[row]:
+                one = self._drafts.setdefault(response, _Drafts())
+                one.accepted += accepted[row]
+                one.drafted += told[row]
+
+    def advance(self, responses: Int64Array, step_time: StepTimeModel, draft_s: float) -> None:
+        """A step begins: plan anew where it is time.
+
+        responses: that draft in it. draft_s: D, seconds per draft token of all of them; 0 while it is not known.
+        """
+        self._num_steps += 1
+        count = len(responses)
+        if not draft_s or not is_due(self._num_steps, count, self._planned_batch, self._every):
+            return
+        self._num_steps, self._planned_batch = 0, count
+        names = responses.tolist()
+        acceptance = self._estimate(names)
+        times = StepTimes(1, draft_s, predict_s(step_time, count * (self._windows + 1)))
+        plan = reconfigure(acceptance, times, everyone=True)
+        self._log.write_windows(acceptance, times, plan)
+        self._link.allow(names, most_ahead(plan.windows, plan.is_coupled).tolist())
+        for response, is_coupled in zip(names, plan.is_coupled.tolist(), strict=True):
+            one = self._drafts.setdefault(response, _Drafts())
+            self.num_changes += one.is_coupled != is_coupled
+            one.is_coupled = is_coupled
+
+    def _estimate(self, names: list[int]) -> Float64Array:
+        """Acceptance rate of each response, drawn to the mean of all. [num_requests]"""
+        found = [self._drafts.get(name) or _Drafts() for name in names]
+        accepted = np.array([one.accepted for one in found])
+        drafted = np.array([one.drafted for one in found])
+        mean = (accepted.sum() + 1.0) / (drafted.sum() + 2.0)
+        for one in self._drafts.values():
+            one.accepted *= _KEPT
+            one.drafted *= _KEPT
+        return np.asarray((accepted + PRIOR_TOKENS * mean) / (drafted + PRIOR_TOKENS))
+
+    def close(self, response: int) -> None:
+        """A response has ended."""
+        self._drafts.pop(response, None)
+
+    def clear(self) -> None:
+        """All responses have ended."""
+        self._drafts.clear()

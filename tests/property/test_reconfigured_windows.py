@@ -1,0 +1,157 @@
+"""Reconfiguration in a running engine: who is planned for, when, at what gain, and that its log is planned again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import pytest
+from draft_race import run
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.config import EngineSettings
+from paceline.drafting.tree import Source
+from paceline.engine.draft_windows import DraftWindows
+from paceline.engine.loop_log import open_log
+from paceline.engine.loop_replay import replay_engine
+from paceline.planning.draft_ahead import most_ahead
+from paceline.planning.latency import StepTimeModel, update_measured_time
+from paceline.planning.reconfigure import LEAST_STEPS, is_due, reconfigure
+from paceline.planning.wait import decide_wait
+from paceline.planning.window import Mode, StepTimes, tokens_per_s
+from paceline.record.decisions import DecisionReader
+from paceline.types import MetDrafts
+
+
+class Link:
+    """Keeps what the draft worker would have been told."""
+
+    def __init__(self) -> None:
+        self.allowed: dict[int, int] = {}
+
+    def allow(self, responses: list[int], most: list[int]) -> None:
+        self.allowed |= dict(zip(responses, most, strict=True))
+
+
+def step_time(base_s: float, token_s: float) -> StepTimeModel:
+    model = StepTimeModel.initial()
+    for size in (1, 2, 4, 8, 16, 32, 64):
+        for _ in range(2):
+            model = update_measured_time(model, size, base_s + token_s * size)
+    return model
+
+
+def met(count: int, width: int, from_model: np.ndarray[Any, Any]) -> MetDrafts:
+    shape = count, width
+    sources = np.where(from_model, Source.MODEL, Source.FREE).astype(np.int32)
+    tokens = np.zeros(shape, np.int32)
+    return MetDrafts(tokens, np.full(count, width, np.int32), np.full(shape, 0.5, np.float32), sources)
+
+
+@given(
+    st.lists(st.floats(0.0, 1.0), min_size=1, max_size=12),
+    st.floats(1e-4, 2.0),
+    st.floats(0.0, 0.2),
+    st.integers(1, 12),
+)
+def test_everyone_gets_the_best_of_all_windows_and_modes(
+    rates: list[float], draft_s: float, slope: float, longest: int
+) -> None:
+    verify_s = 1.0 + slope * np.arange(longest + 1)
+    plan = reconfigure(rates, StepTimes(1, draft_s, verify_s), everyone=True)
+    assert plan.requests.tolist() == list(range(len(rates)))
+    for rate, found in zip(rates, plan.tokens_per_s.tolist(), strict=True):
+        best = max(
+            float(tokens_per_s(rate, w, StepTimes(1, draft_s, verify_s[w]), mode))
+            for mode in Mode
+            for w in range(int(mode is Mode.DECOUPLED), longest + 1)
+        )
+        assert found == pytest.approx(best)
+
+
+@given(st.integers(0, 3000), st.integers(1, 300), st.integers(0, 300), st.integers(1, 2000))
+def test_it_is_due_every_so_many_steps_and_when_the_batch_has_changed(
+    num_steps: int, batch: int, planned: int, every: int
+) -> None:
+    due = is_due(num_steps, batch, planned, every)
+    if num_steps >= every:
+        assert due
+    elif num_steps < LEAST_STEPS:
+        assert not due
+    else:
+        assert due == (4 * abs(batch - planned) >= planned)
+
+
+@pytest.mark.parametrize("num_requests", [1, 4, 16])
+@pytest.mark.parametrize("draft_s", [0.02, 0.1, 0.2])
+@pytest.mark.parametrize("acceptance", [0.5, 0.7, 0.9])
+def test_a_planned_window_is_hardly_slower_than_drafting_on_and_on(
+    num_requests: int, draft_s: float, acceptance: float
+) -> None:
+    plan = reconfigure([acceptance], StepTimes(1, draft_s, np.ones(17)), everyone=True)
+    ahead = int(most_ahead(plan.windows, plan.is_coupled)[0])
+    rates = [
+        run(
+            decide_wait,
+            num_requests=num_requests,
+            acceptance=acceptance,
+            draft_s=draft_s,
+            window=window,
+            num_steps=1500,
+        )
+        for window in (ahead / 2, 64)
+    ]
+    assert rates[0] > 0.95 * rates[1]
+    assert rates[0] == pytest.approx(float(plan.tokens_per_s[0]) * num_requests, rel=0.08)
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(1, 40))
+@settings(max_examples=30, deadline=None)
+def test_what_an_engine_plans_is_planned_again_from_its_log(seed: int, every: int) -> None:
+    rng = np.random.default_rng(seed)
+    with TemporaryDirectory() as folder:
+        log = open_log(EngineSettings(decision_log=folder))
+        link = Link()
+        windows = DraftWindows(link, every, 8, log)  # type: ignore[arg-type]
+        model = step_time(0.01, 0.0003)
+        num_plans = 0
+        for step in range(120):
+            count = int(rng.integers(1, 9))
+            names = np.arange(count, dtype=np.int64)
+            link.allowed.clear()
+            windows.advance(names, model, float(rng.choice([0.0, 1e-5, 0.002, 0.02])))
+            num_plans += bool(link.allowed)
+            assert set(link.allowed) in (set(), set(range(count)))
+            assert all(0 <= most <= 16 for most in link.allowed.values())
+            seen = rng.integers(0, 5, count).astype(np.int32)
+            right = np.minimum(rng.integers(0, 5, count), seen).astype(np.int32)
+            windows.learn(names, met(count, 4, rng.random((count, 4)) < 0.7), right, seen)
+            if step == 60:
+                windows.close(0)
+        log.close()
+        with DecisionReader(Path(folder) / "engine-1.decisions") as reader:
+            tallies = {tally.kind: tally for tally in replay_engine(reader)}
+    planned = tallies.get("draft windows")
+    assert (planned.num_planned if planned else 0) == num_plans
+    assert planned is None or planned.num_different == 0
+
+
+def test_a_response_that_drafts_badly_is_told_from_one_that_drafts_well() -> None:
+    link = Link()
+    windows = DraftWindows(link, 32, 8, open_log(EngineSettings()))  # type: ignore[arg-type]
+    names, model = np.array([3, 4], np.int64), step_time(0.01, 0.0)
+    for _ in range(40):
+        windows.learn(
+            names, met(2, 8, np.ones((2, 8), bool)), np.array([8, 0], np.int32), np.full(2, 8, np.int32)
+        )
+    for _ in range(32):
+        windows.advance(names, model, 0.005)
+    assert link.allowed[3] > link.allowed[4] == 0
+    assert windows.num_changes == 1
+    windows.clear()
+    for _ in range(32):
+        windows.advance(names, model, 0.0)
+    assert windows._drafts == {}, "before drafts are measured nothing is planned"
