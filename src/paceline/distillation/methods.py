@@ -1,0 +1,98 @@
+"""The published ways to train a drafter, and ours: which network, which loss, how many steps it feeds itself.
+
+| method | network | loss | self-fed steps | source |
+|---|---|---|---|---|
+| eagle | Eagle | smooth L1 of the state + 0.1 cross-entropy | 1 | EAGLE |
+| hass | Eagle | as eagle | 3 | HASS, as TLT figure 7 has it |
+| eagle3 | Eagle3 | cross-entropy | 7 | EAGLE-3, TLT figure 7 |
+| osd | SmallModel | reverse KL, on what the target writes | 1 | OSD |
+
+Every method takes another loss on the distributions (`losses.LOSSES`); the cross-entropy is `forward_kl` here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from paceline.distillation.losses import LOSSES, keep_likeliest
+from paceline.distillation.networks import Eagle, Eagle3, Network, Shared, SmallModel
+from paceline.distillation.packing import Pack
+from paceline.distillation.target import load_model
+from paceline.errors import ConfigError
+
+MethodName = Literal["eagle", "hass", "eagle3", "osd"]
+
+
+@dataclass(frozen=True, slots=True)
+class Objective:
+    """What training lowers."""
+
+    loss: str
+    """Between the distributions, one of `LOSSES`."""
+    steps: int = 1
+    """Draft tokens of each chain that are trained."""
+    step_decay: float = 1.0
+    """Weight of a step over that of the one before it."""
+    loss_weight: float = 1.0
+    feature_weight: float = 0.0
+    """Weight of the smooth L1 distance between the drafter's state and the target's."""
+    temperature: float = 1.0
+    """At which responses are sampled."""
+    max_ids: int = 1024
+    """Likeliest ids of the target that are told apart (`keep_likeliest`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """A network and its objective."""
+
+    network: type[Eagle] | type[Eagle3] | type[SmallModel]
+    objective: Objective
+
+    def with_loss(self, loss: str) -> Method:
+        """The same with another loss, at full weight. Raises ConfigError for an unknown one."""
+        if loss not in LOSSES:
+            raise ConfigError(f"there is no loss {loss!r}: choose one of {', '.join(LOSSES)}")
+        return replace(self, objective=replace(self.objective, loss=loss, loss_weight=1.0))
+
+
+METHODS: dict[MethodName, Method] = {
+    "eagle": Method(Eagle, Objective("forward_kl", loss_weight=0.1, feature_weight=1.0)),
+    "hass": Method(Eagle, Objective("forward_kl", steps=3, loss_weight=0.1, feature_weight=1.0)),
+    "eagle3": Method(Eagle3, Objective("forward_kl", steps=7, step_decay=0.8)),
+    "osd": Method(SmallModel, Objective("reverse_kl")),
+}
+
+
+def build_network(method: Method, shared: Shared, small_model: Path | None) -> Network:
+    """A fresh network, or for `osd` the one in a folder. Raises ConfigError if that is missing, or out of place."""
+    if issubclass(method.network, SmallModel):
+        if small_model is None:
+            raise ConfigError("method osd trains a small language model: give its folder")
+        return SmallModel(load_model(small_model))
+    if small_model is not None:
+        raise ConfigError("a small language model is what method osd trains: leave it away, or choose osd")
+    return method.network(shared)
+
+
+def compute_loss(network: Network, shared: Shared, pack: Pack, objective: Objective) -> Tensor:
+    """Mean loss per response token of the pack, the steps of its chains added up."""
+    states = pack.states[:, -shared.head.shape[1] :]
+    log_p = (F.linear(states[pack.deciding], shared.head) / objective.temperature).log_softmax(-1)
+    compare = LOSSES[objective.loss]
+    total, weight = states.new_zeros(()), 1.0
+    for step, hidden in enumerate(network.unroll(pack, objective.steps)):
+        kept, rows = pack.rows(network.lead + step)
+        made = hidden[rows]
+        log_q = (network.logits(made) / objective.temperature).log_softmax(-1)
+        value = objective.loss_weight * compare(*keep_likeliest(log_p[kept], log_q, objective.max_ids)).sum()
+        if objective.feature_weight:
+            near = F.smooth_l1_loss(made, states[pack.deciding[kept]], reduction="none").mean(-1)
+            value = value + objective.feature_weight * near.sum()
+        total, weight = total + weight * value, weight * objective.step_decay
+    return total / len(pack.deciding)

@@ -1,0 +1,154 @@
+"""Responses of different lengths side by side, without padding, each attending to itself alone (TLT 4.2).
+
+A `Pack` is what every network here is trained on. Documents stand one behind another along the token axis; linear
+layers see one long row, attention goes document by document. Neighbours of the same length share an attention call, so
+a padded batch is the special case of documents of one length.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import AttentionInterface
+
+from paceline.errors import TrainingError
+
+ATTENTION_NAME = "paceline_documents"
+"""Name under which transformers knows `attend_documents`; pass `document_lengths=pack.lengths` to the model."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A response and what the target thought at each of its tokens.
+
+    The states of a token are those of EAGLE-3's layers, if they were kept, and behind them the last layer's after the
+    final norm, from which the target's head decides the next token.
+    """
+
+    ids: Tensor  # [num_tokens] integers, prompt and response
+    num_prompt_tokens: int
+    states: Tensor  # [num_tokens, num_states * hidden]
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that it takes."""
+        return int(self.ids.nbytes + self.states.nbytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Pack:
+    """Samples behind each other."""
+
+    ids: Tensor  # [num_tokens] int64
+    positions: Tensor  # [num_tokens] int64, within the document
+    states: Tensor  # [num_tokens, num_states * hidden] float32
+    deciding: Tensor  # [num_decided] int64, the tokens whose states decide a response token, in order
+    lengths: tuple[int, ...]
+    """Tokens of each document."""
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.ids)
+
+    def rows(self, shift: int) -> tuple[Tensor, Tensor]:
+        """The tokens so far before the deciding ones: (which of these have one in their document, that one's row)."""
+        kept = (self.positions[self.deciding] >= shift).nonzero()[:, 0]
+        return kept, self.deciding[kept] - shift
+
+
+def pack_samples(samples: Sequence[Sample]) -> Pack:
+    """Put samples behind each other, sorted by length. Raises TrainingError for none."""
+    if not samples:
+        raise TrainingError("there is nothing to pack: give at least one sample")
+    samples = sorted(samples, key=lambda sample: len(sample.ids))
+    lengths = tuple(len(sample.ids) for sample in samples)
+    starts = itertools.accumulate(lengths, initial=0)
+    deciding = [
+        torch.arange(start + sample.num_prompt_tokens - 1, start + length - 1)
+        for start, sample, length in zip(starts, samples, lengths, strict=False)
+    ]
+    return Pack(
+        ids=torch.cat([sample.ids for sample in samples]).long(),
+        positions=torch.cat([torch.arange(length) for length in lengths]),
+        states=torch.cat([sample.states for sample in samples]).float(),
+        deciding=torch.cat(deciding),
+        lengths=lengths,
+    )
+
+
+def divide(samples: Iterable[Sample], max_tokens: int) -> Iterator[list[Sample]]:
+    """Cut a stream into packs of at most `max_tokens` tokens; a longer sample is one by itself."""
+    part: list[Sample] = []
+    num_tokens = 0
+    for sample in samples:
+        if part and num_tokens + len(sample.ids) > max_tokens:
+            yield part
+            part, num_tokens = [], 0
+        part.append(sample)
+        num_tokens += len(sample.ids)
+    if part:
+        yield part
+
+
+def same_lengths(lengths: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """Runs of neighbours of one length: (first token, documents, tokens of each)."""
+    start = 0
+    for length, run in itertools.groupby(lengths):
+        count = len(list(run))
+        yield start, count, length
+        start += count * length
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int], scaling: float) -> Tensor:
+    """Causal attention of each document over itself.
+
+    query: [num_tokens, num_heads, head_dim]; key, value: [num_tokens, num_kv_heads, head_dim]. Result as query.
+    """
+    parts = []
+    for start, count, length in same_lengths(lengths):
+        q, k, v = (
+            x[start : start + count * length].unflatten(0, (count, length)).transpose(1, 2)
+            for x in (query, key, value)
+        )
+        mixed = F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
+        )
+        parts.append(mixed.transpose(1, 2).flatten(0, 1))
+    return torch.cat(parts)
+
+
+def attend_documents(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    document_lengths: Sequence[int],
+    scaling: float | None = None,
+    **options: object,
+) -> tuple[Tensor, None]:
+    """What transformers calls as attention for a pack, a batch of one row. query: [1, num_heads, num_tokens, head_dim]
+
+    Raises TrainingError for attention that is not plain softmax over everything before.
+    """
+    unknown = [
+        name
+        for name in ("sliding_window", "softcap", "s_aux", "position_bias")
+        if options.get(name) is not None
+    ]
+    if unknown:
+        raise TrainingError(
+            f"attention with {unknown[0]} cannot be packed: use a model with full softmax attention, "
+            "such as Llama, Qwen2 or Qwen3"
+        )
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    return attend(q, k, v, document_lengths, scaling or query.shape[-1] ** -0.5)[None], None
+
+
+AttentionInterface.register(ATTENTION_NAME, attend_documents)

@@ -1,0 +1,83 @@
+"""Trains a drafter pack by pack; between two packs it can stop, save and go on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from paceline.distillation.methods import Objective, compute_loss
+from paceline.distillation.networks import Network, Shared
+from paceline.distillation.packing import Pack
+from paceline.errors import CheckpointError
+
+MAX_GRADIENT_NORM = 1.0
+
+
+class Trainer:
+    """A network, its objective and its optimizers: Muon for matrices, AdamW for embeddings and norms.
+
+    After `step` returns nothing is under way: whoever wants to stop simply calls it no more.
+    """
+
+    def __init__(self, network: Network, shared: Shared, objective: Objective) -> None:
+        self.network = network
+        self._shared, self._objective = shared, objective
+        named = list(network.named_parameters())
+        matrices = [p for name, p in named if p.ndim == 2 and "embed" not in name]
+        others = [p for name, p in named if p.ndim != 2 or "embed" in name]
+        self._optimizers: list[torch.optim.Optimizer] = [
+            torch.optim.Muon(matrices, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
+            torch.optim.AdamW(others, betas=(0.9, 0.95), weight_decay=0.0),
+        ]
+
+    def step(self, pack: Pack, rate: float) -> float:
+        """Learn from one pack at this learning rate. Returns the loss before it, per response token."""
+        loss = compute_loss(self.network, self._shared, pack, self._objective)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.network.parameters(), MAX_GRADIENT_NORM)
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+            optimizer.step()
+            optimizer.zero_grad()
+        return float(loss.detach())
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All that training changes, by name: weights, and what the optimizers keep of each. Not copied."""
+        found = {f"network.{name}": p.detach() for name, p in self.network.named_parameters()}
+        for name, parameter in self.network.named_parameters():
+            for optimizer in self._optimizers:
+                kept = optimizer.state.get(parameter, {})
+                found |= {f"optimizer.{key}.{name}": value for key, value in kept.items()}
+        return found
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Go on from what `tensors` gave. Raises CheckpointError if it belongs to another network."""
+        own = dict(self.network.named_parameters())
+        shapes = {f"network.{name}": p.shape for name, p in own.items()}
+        given = {name: t.shape for name, t in tensors.items() if name.startswith("network.")}
+        if shapes != given:
+            different = sorted({name for name, _ in shapes.items() ^ given.items()})
+            raise CheckpointError(
+                f"the checkpoint is of another network, {different[0]!r} differs: train on with the method, target and "
+                "small model that it began with, or begin anew"
+            )
+        with torch.no_grad():
+            for name, parameter in own.items():
+                parameter.copy_(tensors[f"network.{name}"])
+        for optimizer in self._optimizers:
+            for name, parameter in own.items():
+                if any(parameter is one for group in optimizer.param_groups for one in group["params"]):
+                    optimizer.state[parameter] = _state_of(name, tensors)
+
+
+def _state_of(name: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    found = {}
+    for full, tensor in tensors.items():
+        kind, _, rest = full.partition(".")
+        key, _, parameter = rest.partition(".")
+        if kind == "optimizer" and parameter == name:
+            found[key] = tensor.clone()
+    return found

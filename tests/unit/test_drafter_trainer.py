@@ -1,0 +1,86 @@
+"""Training of drafters: every method learns, and goes on from what was saved as if nothing had been."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_target import make_samples, tiny_target
+
+from paceline.distillation.losses import LOSSES
+from paceline.distillation.methods import METHODS, Method, build_network
+from paceline.distillation.networks import Network, SmallModel
+from paceline.distillation.packing import Pack, pack_samples
+from paceline.distillation.target import share
+from paceline.distillation.trainer import Trainer
+from paceline.errors import CheckpointError, ConfigError
+
+TARGET = tiny_target()
+SHARED = share(TARGET)
+
+
+def make_trainer(method: Method, seed: int = 0) -> Trainer:
+    torch.manual_seed(seed)
+    network: Network
+    if method.network is SmallModel:
+        network = SmallModel(tiny_target(seed + 1).requires_grad_(True))
+    else:
+        network = build_network(method, SHARED, None)
+    return Trainer(network, SHARED, method.objective)
+
+
+@pytest.fixture(scope="module")
+def pack() -> Pack:
+    return pack_samples(make_samples(TARGET, [40, 25, 33]))
+
+
+@pytest.mark.parametrize("name", sorted(METHODS))
+def test_every_method_learns(name: str, pack: Pack) -> None:
+    trainer = make_trainer(METHODS[name])
+    losses = [trainer.step(pack, 3e-3) for _ in range(25)]
+    assert losses[-1] < 0.9 * losses[0]
+
+
+@pytest.mark.parametrize("loss", sorted(LOSSES))
+def test_every_loss_can_be_trained(loss: str, pack: Pack) -> None:
+    trainer = make_trainer(METHODS["eagle3"].with_loss(loss))
+    losses = [trainer.step(pack, 3e-3) for _ in range(25)]
+    assert losses[-1] < 0.9 * losses[0]
+
+
+@pytest.mark.parametrize("name", ["hass", "eagle3", "osd"])
+def test_a_loaded_trainer_goes_on_bit_for_bit(name: str, pack: Pack) -> None:
+    first = make_trainer(METHODS[name])
+    for _ in range(2):
+        first.step(pack, 1e-3)
+    saved = {key: tensor.clone() for key, tensor in first.tensors().items()}
+    expected = [first.step(pack, 1e-3) for _ in range(3)]
+    second = make_trainer(METHODS[name], seed=5)
+    second.step(pack, 1e-3)
+    second.load(saved)
+    assert [second.step(pack, 1e-3) for _ in range(3)] == expected
+    for key, tensor in first.tensors().items():
+        assert torch.equal(tensor, second.tensors()[key]), key
+
+
+def test_frozen_parts_of_the_target_are_not_saved(pack: Pack) -> None:
+    trainer = make_trainer(METHODS["eagle"])
+    trainer.step(pack, 1e-3)
+    vocab = SHARED.embedding.shape[0]
+    assert all(vocab not in tensor.shape for tensor in trainer.tensors().values())
+
+
+def test_a_checkpoint_of_another_network_is_refused(pack: Pack) -> None:
+    saved = make_trainer(METHODS["eagle3"]).tensors()
+    with pytest.raises(CheckpointError, match="another network"):
+        make_trainer(METHODS["eagle"]).load(saved)
+
+
+def test_a_small_model_belongs_to_osd_alone() -> None:
+    with pytest.raises(ConfigError, match="give its folder"):
+        build_network(METHODS["osd"], SHARED, None)
+    with pytest.raises(ConfigError, match="choose osd"):
+        build_network(METHODS["eagle"], SHARED, Path("small"))
+    with pytest.raises(ConfigError, match="forward_kl"):
+        METHODS["eagle"].with_loss("l2")
