@@ -1,0 +1,140 @@
+"""Checkpoints of a training that may be killed at any moment (TLT 4.2, selective asynchronous checkpointing).
+
+Only what training changes is written (`Trainer.tensors`). Training is held up while it is copied in memory; a thread
+writes the copy, asks the disk to keep it, and puts it in the old one's place in one move: whenever the process or the
+machine ends, the file is there and whole, the old one or the new one. A copy that has not been written when the next
+one comes is given up for it.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import safetensors.torch
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from paceline.errors import CheckpointError, RecordError
+
+Note = Mapping[str, str]
+"""What stands beside the tensors: progress, method, whatever the owner needs to go on."""
+
+
+class CheckpointWriter:
+    """Writes the newest state that it was given to one file, in the background. Close it.
+
+    An error of the disk is raised as RecordError by the next `save` or by `close`; the file is then the last whole one.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._waiting: tuple[dict[str, Tensor], Note] | None = None
+        self._spare: dict[str, Tensor] = {}
+        self._error: OSError | None = None
+        self._is_closing = False
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._write_all, name="checkpoints", daemon=True)
+        self._thread.start()
+
+    def save(self, tensors: Mapping[str, Tensor], note: Note) -> None:
+        """Copy the tensors and return; the file follows."""
+        with self._changed:
+            self._complain()
+            given_up = self._waiting
+            self._waiting = None
+            copy = given_up[0] if given_up else self._spare
+            self._spare = {}
+        copy = _copy(tensors, copy)
+        with self._changed:
+            self._waiting = (copy, dict(note))
+            self._changed.notify()
+
+    def close(self) -> None:
+        """Wait until the newest state is in the file."""
+        with self._changed:
+            self._is_closing = True
+            self._changed.notify()
+        self._thread.join()
+        self._complain()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _complain(self) -> None:
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise RecordError(
+                f"cannot write {self.path}: {error.strerror}; the checkpoint before it is whole. Free some space"
+            ) from error
+
+    def _write_all(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting or self._is_closing)
+                if self._waiting is None:
+                    return
+                (tensors, note), self._waiting = self._waiting, None
+            try:
+                write(self.path, tensors, note)
+            except OSError as error:
+                self._error = error
+            with self._changed:
+                self._spare = tensors
+
+
+def write(path: Path, tensors: Mapping[str, Tensor], note: Note) -> None:
+    """Write a checkpoint in one move: whoever reads `path` finds the old one or the new one. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    data = safetensors.torch.save(dict(tensors), dict(note))
+    fresh = path.with_name(path.name + ".new")
+    with fresh.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    fresh.replace(path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def read(path: Path) -> tuple[dict[str, Tensor], dict[str, str]] | None:
+    """The tensors and the note of a checkpoint, None where there is none. Raises CheckpointError for another file."""
+    if not path.is_file():
+        return None
+    try:
+        with safe_open(path, framework="pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}, dict(file.metadata() or {})  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            f"{path} is no checkpoint of a drafter ({error}): remove it to begin anew"
+        ) from error
+
+
+def _copy(tensors: Mapping[str, Tensor], spare: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A copy of the tensors, in memory of an earlier copy where it fits."""
+    copy = {
+        name: spare[name]
+        if name in spare and _fits(spare[name], tensor)
+        else torch.empty_like(tensor, device="cpu")
+        for name, tensor in tensors.items()
+    }
+    for name, tensor in tensors.items():
+        copy[name].copy_(tensor)
+    return copy
+
+
+def _fits(spare: Tensor, tensor: Tensor) -> bool:
+    return bool(spare.shape == tensor.shape and spare.dtype == tensor.dtype)

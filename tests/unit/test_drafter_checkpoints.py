@@ -1,0 +1,123 @@
+"""Checkpoints of a drafter's training: whole at any moment, newest first, and what goes wrong is told."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from paceline.distillation import checkpoints
+from paceline.distillation.checkpoints import CheckpointWriter, read, write
+from paceline.errors import CheckpointError, RecordError
+
+SAVES_FOREVER = """
+import sys, torch
+from pathlib import Path
+from paceline.distillation.checkpoints import CheckpointWriter, read
+path = Path(sys.argv[1])
+found = read(path)
+count = int(found[1]["count"]) if found else 0
+with CheckpointWriter(path) as writer:
+    while True:
+        count += 1
+        writer.save({"weights": torch.full((300_000,), float(count))}, {"count": str(count)})
+        print(count, flush=True)
+"""
+
+
+def test_a_killed_trainer_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
+    path = tmp_path / "state.safetensors"
+    last = 0
+    for delay in range(5):
+        child = subprocess.Popen(
+            [sys.executable, "-c", SAVES_FOREVER, path], stdout=subprocess.PIPE, text=True
+        )
+        assert child.stdout is not None
+        for _ in range(1 + 11 * delay):  # at another moment each time
+            child.stdout.readline()
+        child.send_signal(signal.SIGKILL)
+        child.communicate()
+        found = read(path)
+        if found is None:  # killed before the first one was written
+            assert last == 0
+            continue
+        tensors, note = found
+        count = int(note["count"])
+        assert count >= last
+        assert (tensors["weights"] == count).all()
+        last = count
+    assert last > 0
+
+
+def test_what_was_saved_last_is_in_the_file_after_close(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "state.safetensors"
+    weights = torch.zeros(10)
+    with CheckpointWriter(path) as writer:
+        for step in range(50):
+            weights += 1
+            writer.save({"weights": weights, "step": torch.tensor(step)}, {"step": str(step)})
+    found = read(path)
+    assert found is not None
+    tensors, note = found
+    assert note == {"step": "49"}
+    assert (tensors["weights"] == 50).all()
+    assert tensors["step"].shape == ()
+
+
+def test_saving_does_not_wait_for_the_disk_and_later_changes_do_not_reach_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, gate = tmp_path / "state.safetensors", threading.Event()
+    real, began = write, threading.Event()
+    written: list[float] = []
+
+    def slow(path: Path, tensors: dict[str, torch.Tensor], note: dict[str, str]) -> None:
+        began.set()
+        gate.wait()
+        written.append(float(tensors["weights"][0]))
+        real(path, tensors, note)
+
+    monkeypatch.setattr(checkpoints, "write", slow)
+    weights = torch.ones(4)
+    with CheckpointWriter(path) as writer:
+        writer.save({"weights": weights}, {})
+        began.wait()
+        for value in (2.0, 3.0, 4.0):  # while the first one is being written
+            weights.fill_(value)
+            writer.save({"weights": weights}, {})
+        weights.fill_(9.0)
+        gate.set()
+    assert written == [1.0, 4.0]
+
+
+def test_a_full_disk_is_told_and_the_old_checkpoint_stands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "state.safetensors"
+    write(path, {"weights": torch.ones(2)}, {"step": "1"})
+
+    def refuse(fd: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    writer = CheckpointWriter(path)
+    writer.save({"weights": torch.zeros(2)}, {"step": "2"})
+    with pytest.raises(RecordError, match="Free some space"):
+        writer.close()
+    found = read(path)
+    assert found is not None
+    assert found[1] == {"step": "1"}
+
+
+def test_no_checkpoint_is_none_and_another_file_is_an_error(tmp_path: Path) -> None:
+    assert read(tmp_path / "missing") is None
+    (tmp_path / "other").write_text("not this")
+    with pytest.raises(CheckpointError, match="begin anew"):
+        read(tmp_path / "other")
