@@ -69,11 +69,12 @@ class BufferMachine(RuleBasedStateMachine):
         self.draws.pop(name, None)
         self.draws[name] = min(self.draws.values(), default=0)
         self.model[name] = sample
-        for gone in sorted(self.model, key=self.worth):  # the least worth, and no more than had to go
-            if gone in self.buffer.held:
-                break
-            assert self.file_bytes() + file_size(self.model[gone]) > self.limits["disk_bytes"]
-            del self.model[gone], self.draws[gone]
+        gone = sorted(set(self.model) - self.buffer.held, key=self.worth)
+        assert gone == sorted(self.model, key=self.worth)[: len(gone)]  # the least worth
+        if gone:  # and no more than had to go
+            assert self.file_bytes() + file_size(self.model[gone[-1]]) > self.limits["disk_bytes"]
+        for evicted in gone:
+            del self.model[evicted], self.draws[evicted]
 
     @rule(ahead=st.integers(0, 2))
     def begin_step(self, ahead: int) -> None:
