@@ -73,10 +73,10 @@ class Recorder:
             since[0] += drafts.total_s
             receive(drafts)
 
-        def timed_observe(step: StepObservation) -> None:
+        def timed_observe(step: StepObservation) -> StepObservation:
             if step.num_requests and not step.num_prefill_tokens:
                 last.append((step.num_requests, step.num_tokens, step.num_context_tokens))
-            observe(step)
+            return observe(step)
 
         def timed_schedule(*args: Any, **kwargs: Any) -> Any:
             now = time.perf_counter()

@@ -128,11 +128,21 @@ class Tree {
     return made;
   }
 
-  // The highest claim on a node, and the first source that has it.
+  // The acceptance of a node's token, and the source that says so: the last one that claims the node. What it proposes
+  // elsewhere behind the same tokens leaves the others at most the rest.
   std::pair<float, int32_t> estimate(int32_t node) const {
     const float* own = claims_.data() + node * num_sources_;
-    const float* highest = std::max_element(own, own + num_sources_);
-    return {*highest, static_cast<int32_t>(highest - own)};
+    auto source = static_cast<int32_t>(num_sources_) - 1;
+    while (source > 0 && own[source] <= 0.0f) --source;
+    float left = 1.0f;
+    const int32_t parent = nodes_[node].parent;
+    for (int32_t at = parent == kRoot ? first_ : nodes_[parent].first_child; at != kNone; at = nodes_[at].next_sibling) {
+      if (at == node) continue;
+      const float* other = claims_.data() + at * num_sources_;
+      if (static_cast<size_t>(source) + 1 < num_sources_)
+        left -= *std::max_element(other + source + 1, other + num_sources_);
+    }
+    return {std::max(std::min(own[source], left), kLeast), source};
   }
 
   // Keeps the claimed nodes below `root` alone, `levels` higher.

@@ -12,6 +12,7 @@ from paceline.drafting.tree import DraftTrees, Source
 from paceline.types import DraftChains
 
 START, TOKENS = 7, 3
+LEAST = float(np.float32(1e-6))
 
 
 @dataclass
@@ -43,11 +44,25 @@ class Model:
         return max((value_of(claims, node) for node in claims if len(node) <= limit), default=0.0)
 
 
+def estimate(claims: dict[tuple[int, ...], dict[int, float]], node: tuple[int, ...]) -> tuple[float, int]:
+    """Acceptance of a chain's last token by the last source that claims it, and who that is.
+
+    Other tokens there that later sources claim leave it at most the rest.
+    """
+    source = max(claims[node])
+    others = [
+        max(sure for later, sure in own.items() if later > source)
+        for other, own in claims.items()
+        if len(other) == len(node) and other[:-1] == node[:-1] and other != node and max(own) > source
+    ]
+    return max(min(claims[node][source], 1.0 - sum(others)), LEAST), source
+
+
 def value_of(claims: dict[tuple[int, ...], dict[int, float]], chain: tuple[int, ...]) -> float:
     """Expected accepted tokens."""
     path, total = 1.0, 0.0
     for j in range(len(chain)):
-        path *= max(claims[chain[: j + 1]].values())
+        path *= estimate(claims, chain[: j + 1])[0]
         total += path
     return total
 
@@ -116,9 +131,7 @@ def check_best(trees: DraftTrees, model: Model, limit: int) -> None:
     found = tuple(best.tokens[0, :length].tolist())
     claims = model.claims()
     for j in range(length):
-        own = claims[found[: j + 1]]
-        assert best.acceptance[0, j] == max(own.values())
-        assert best.sources[0, j] == min(s for s, sure in own.items() if sure == max(own.values()))
+        assert (best.acceptance[0, j], best.sources[0, j]) == estimate(claims, found[: j + 1])
     assert value_of(claims, found) == model.best_value(limit)
 
 
@@ -162,3 +175,19 @@ def test_who_drafts_anew_says_where_the_response_is() -> None:
         trees.add(Source.FREE, one, np.array([position]), chains_of([1, 2], [0.5, 0.5]), anew=True)
         assert trees.best(one, np.array([position]), limit).num_tokens.tolist() == [2]
     assert trees.num_nodes == 2
+
+
+def test_the_model_is_believed_where_both_draft() -> None:
+    """What a suffix tree promises beside a small model's token is what the model leaves of it."""
+    trees, one, limit = DraftTrees(), np.array([3]), np.array([4], np.int32)
+    trees.open(3, 10)
+    trees.add(Source.FREE, one, np.array([10]), chains_of([1, 2], [0.75, 0.75]))
+    trees.add(Source.MODEL, one, np.array([10]), chains_of([1, 3], [0.5, 0.625]))
+    best = trees.best(one, np.array([10]), limit)
+    assert best.tokens[0, :2].tolist() == [1, 3]
+    np.testing.assert_array_equal(best.acceptance[0, :2], np.float32([0.5, 0.625]))
+    trees.add(Source.MODEL, one, np.array([10]), chains_of([1, 3], [0.5, 0.25]), anew=True)
+    best = trees.best(one, np.array([10]), limit)
+    assert best.tokens[0, :2].tolist() == [1, 2]
+    np.testing.assert_array_equal(best.acceptance[0, :2], np.float32([0.5, 0.75]))
+    assert best.sources[0, :2].tolist() == [Source.MODEL, Source.FREE]

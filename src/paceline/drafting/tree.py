@@ -6,8 +6,10 @@ an earlier one; the tree walks down along newly decided tokens, keeps what goes 
 late draft is no special case: what of it still fits is used. Bounded memory; a step costs the tokens that it brings and
 the nodes that are there, never the response's length. Used by the engine's fast loop, one thread.
 
-A source's estimates are its own (calibrated by it). Where sources propose the same token, the higher one stands: they
-throw the same dice, so that they agree is no further evidence (docs/decisions/0002-draft-budget.md).
+A source's estimates are its own (calibrated by it). Where sources propose the same token, the last one in `Source` is
+believed, and where that one proposes another, the others' tokens get at most what it leaves. The higher of two
+estimates is too high on average (the winner's curse), and the budget would verify what is then rejected
+(docs/decisions/0002-draft-budget.md).
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ MAX_TRUNK = 512
 
 
 class Source(IntEnum):
-    """Who drafts. On a tie of estimates the earlier one has the token."""
+    """Who drafts, the better informed later: its estimate stands where several propose a token."""
 
     FREE = 0
     """The model-free drafter."""
