@@ -1,0 +1,201 @@
+"""Help for stragglers: what does a worker that has fallen free do? (goes beyond SpecActor 4.2)
+
+A rollout ends with its last response, so help goes to the busy worker that is predicted to end last (`Ends`), and of
+all kinds of help to the one after which it ends first (`decide_help`). SpecActor's own rules, which go by acceptance
+and ladder rank and ask no time, are in `racing.py`.
+
+    draft    the free worker drafts ahead for all responses of the other (planning/window.py, decoupled)
+    take     it takes over the k longest responses, so that both batches are smaller
+    copy     it verifies a copy of the longest response too, with a drafter of its own; the first to end wins
+    train    it trains a drafter, only where nothing above would shorten the rollout
+    nothing  it rests
+
+Predicted times: a step over n tokens takes `base_s + token_s n`. A response that needs s more steps, of q tokens each,
+and others that need fewer end after base_s s + token_s q sum_i s_i seconds, as the batch shrinks by itself. Where a
+step brings tau tokens in place of r, all s_i become s_i r / tau.
+
+Invariant: whoever helps shortens the predicted end of the worker that ends last by at least `MIN_GAIN`. Equal ends: in
+the order above, fewer responses taken, the shorter window. A decision is O(log workers + responses of one worker).
+Called by the controller, live and simulated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from heapq import heapify, heappop, heappush
+
+import numpy as np
+
+from paceline.planning.window import Mode, StepTimes, best_window, decoupled_tokens
+from paceline.types import Float64Array
+
+MIN_GAIN = 0.02
+"""Share of the predicted time by which help must shorten it: predictions are no better."""
+
+MAX_WINDOW = 16
+"""Longest draft window that is considered, tokens."""
+
+
+class Help(StrEnum):
+    """What a free worker does."""
+
+    DRAFT = "draft"
+    TAKE = "take"
+    COPY = "copy"
+    TRAIN = "train"
+    NOTHING = "nothing"
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What a busy worker has left to do, as predicted. Arrays are [num_responses], at least one."""
+
+    steps: Float64Array
+    """Engine steps that each response will take, descending."""
+    context_tokens: Float64Array
+    """Of each, prompt included."""
+    tokens_per_step: float
+    """r, of a response, drafts accepted in these steps included."""
+    step_tokens: float
+    """q, tokens of a response in a step: 1 and its draft tokens."""
+    base_s: float
+    token_s: float
+    """A step over n tokens takes base_s + token_s n."""
+    can_be_drafted_for: bool = True
+    """Nobody outside drafts for it yet."""
+
+    @property
+    def end_s(self) -> float:
+        """Seconds until its last response ends."""
+        return self.base_s * float(self.steps[0]) + self.token_s * self.step_tokens * float(self.steps.sum())
+
+
+@dataclass(frozen=True, slots=True)
+class Drafting:
+    """A drafter of a free worker."""
+
+    draft_s: float
+    """D, seconds of a draft token of all responses that it drafts for."""
+    acceptance: float
+    """Probability that a draft token is accepted if those before it were."""
+
+
+@dataclass(frozen=True, slots=True)
+class Helper:
+    """What a free worker can do, None or False: it cannot."""
+
+    ahead: Drafting | None = None
+    """Draft for another worker."""
+    copy: Drafting | None = None
+    """Verify a copy with this drafter, which takes turns with the target."""
+    can_take: bool = False
+    can_train: bool = False
+    switch_s: float = 0.0
+    """Until it begins."""
+    load_token_s: float = 0.0
+    """Seconds per token of context to load or recompute keys and values, for `take` and `copy`."""
+
+
+@dataclass(frozen=True, slots=True)
+class HelpChoice:
+    """What the free worker does, and when the helped one is then predicted to end."""
+
+    kind: Help
+    end_s: float
+    window: int = 0
+    """draft: w, tokens."""
+    num_taken: int = 0
+    """take: so many of the longest responses."""
+
+
+def decide_help(load: Load, helper: Helper) -> HelpChoice:
+    """The best help for the worker that ends last. load: that worker's."""
+    end_s = load.end_s
+    best = min(_options(load, helper), key=lambda choice: choice.end_s, default=None)
+    if best is not None and best.end_s <= (1.0 - MIN_GAIN) * end_s:
+        return best
+    return HelpChoice(Help.TRAIN if helper.can_train else Help.NOTHING, end_s)
+
+
+def _options(load: Load, helper: Helper) -> Iterator[HelpChoice]:
+    """The best choice of each kind, in the order in which ties are broken."""
+    if helper.ahead is not None and load.can_be_drafted_for:
+        yield _draft(load, helper.ahead, helper.switch_s)
+    if helper.can_take and len(load.steps) > 1:
+        yield _take(load, helper)
+    if helper.copy is not None:
+        yield _copy(load, helper.copy, helper)
+
+
+def _draft(load: Load, drafting: Drafting, switch_s: float) -> HelpChoice:
+    """The window after which the last response ends first, at the mean batch of the rest."""
+    longest = float(load.steps[0])
+    windows = np.arange(1, MAX_WINDOW + 1)
+    draft_s = windows * drafting.draft_s
+    verify_s = load.base_s + load.token_s * float(load.steps.sum()) / longest * (windows + 1)
+    refill = np.minimum(draft_s, verify_s) / np.maximum(draft_s, verify_s)
+    gain = decoupled_tokens(drafting.acceptance, windows, refill) / load.tokens_per_step
+    ends_s = switch_s + longest / gain * np.maximum(draft_s, verify_s)
+    best = int(ends_s.argmin())
+    return HelpChoice(Help.DRAFT, float(ends_s[best]), window=best + 1)
+
+
+def _take(load: Load, helper: Helper) -> HelpChoice:
+    """The number of longest responses after whose moving the later of both workers ends first."""
+    step_s = load.token_s * load.step_tokens
+    taken_steps = np.cumsum(load.steps)[:-1]  # of the k longest, k = 1 .. num_responses - 1
+    moved_s = helper.switch_s + helper.load_token_s * np.cumsum(load.context_tokens)[:-1]
+    there_s = moved_s + load.base_s * load.steps[0] + step_s * taken_steps
+    here_s = load.base_s * load.steps[1:] + step_s * (load.steps.sum() - taken_steps)
+    ends_s = np.maximum(there_s, here_s)
+    best = int(ends_s.argmin())
+    return HelpChoice(Help.TAKE, float(ends_s[best]), num_taken=best + 1)
+
+
+def _copy(load: Load, drafting: Drafting, helper: Helper) -> HelpChoice:
+    """The longest response ends where it ends first; its worker cancels it then, and the others go on."""
+    verify_s = load.base_s + load.token_s * np.arange(1, MAX_WINDOW + 2)
+    times = StepTimes(1, drafting.draft_s, verify_s)
+    rate = float(best_window(drafting.acceptance, times, Mode.COUPLED).tokens_per_s)
+    moved_s = helper.switch_s + helper.load_token_s * float(load.context_tokens[0])
+    copied_s = moved_s + float(load.steps[0]) * load.tokens_per_step / rate
+    others = load.steps[1:]
+    rest_s = 0.0
+    if len(others):
+        step_s = load.token_s * load.step_tokens
+        rest_s = load.base_s * float(others[0]) + step_s * float(others[0] + others.sum())
+    return HelpChoice(Help.COPY, max(copied_s, rest_s))
+
+
+class Ends:
+    """Who ends last? Predicted ends by worker, with the latest at hand; each call is O(log workers)."""
+
+    def __init__(self) -> None:
+        self._ends_s: dict[str, float] = {}
+        self._heap: list[
+            tuple[float, str]
+        ] = []  # (-end_s, worker); those that are no longer so are passed over
+
+    def put(self, worker: str, end_s: float) -> None:
+        """A worker is predicted to end then; replaces what was predicted before."""
+        if self._ends_s.get(worker) != end_s:
+            self._ends_s[worker] = end_s
+            heappush(self._heap, (-end_s, worker))
+            if len(self._heap) > 2 * len(self._ends_s) + 64:
+                self._heap = [(-end, name) for name, end in self._ends_s.items()]
+                heapify(self._heap)
+
+    def remove(self, worker: str) -> None:
+        """A worker has nothing to do any more, or is gone."""
+        self._ends_s.pop(worker, None)
+
+    def latest(self) -> str | None:
+        """The worker that ends last, of equal ones the first by name; None: all are free."""
+        while self._heap:
+            end_s, worker = self._heap[0]
+            if self._ends_s.get(worker) == -end_s:
+                return worker
+            heappop(self._heap)
+        return None

@@ -1,0 +1,159 @@
+"""Help for stragglers against brute force: every worker, every kind, every window and number of responses."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.planning.help import (
+    MAX_WINDOW,
+    MIN_GAIN,
+    Drafting,
+    Ends,
+    Help,
+    HelpChoice,
+    Helper,
+    Load,
+    decide_help,
+)
+from paceline.planning.window import Mode, StepTimes, tokens_per_s
+
+draftings = st.builds(Drafting, st.floats(1e-5, 0.05), st.floats(0.0, 0.99))
+helpers = st.builds(
+    Helper,
+    ahead=st.none() | draftings,
+    copy=st.none() | draftings,
+    can_take=st.booleans(),
+    can_train=st.booleans(),
+    switch_s=st.floats(0.0, 5.0),
+    load_token_s=st.floats(0.0, 0.01),
+)
+
+
+@st.composite
+def loads(draw: st.DrawFn) -> Load:
+    steps = sorted(draw(st.lists(st.floats(1.0, 5000.0), min_size=1, max_size=7)), reverse=True)
+    tokens_per_step = draw(st.floats(1.0, 4.0))
+    return Load(
+        np.array(steps),
+        np.array(draw(st.lists(st.floats(1.0, 9000.0), min_size=len(steps), max_size=len(steps)))),
+        tokens_per_step,
+        tokens_per_step + draw(st.floats(0.0, 6.0)),
+        draw(st.floats(1e-3, 0.05)),
+        draw(st.floats(1e-6, 0.01)),
+        draw(st.booleans()),
+    )
+
+
+def run_to_end(steps: list[float], response_s: float, base_s: float) -> float:
+    """Seconds until all have ended, step counts shrinking the batch one response after the other."""
+    elapsed_s, done = 0.0, 0.0
+    for at, count in enumerate(sorted(steps)):
+        elapsed_s += (count - done) * (base_s + response_s * (len(steps) - at))
+        done = count
+    return elapsed_s
+
+
+def every_option(load: Load, helper: Helper) -> list[tuple[float, Help]]:
+    steps, each_s = load.steps.tolist(), load.token_s * load.step_tokens
+    found: list[tuple[float, Help]] = []
+    if helper.ahead is not None and load.can_be_drafted_for:
+        mean_batch = sum(steps) / steps[0]
+        for w in range(1, MAX_WINDOW + 1):
+            verify_s = np.array(load.base_s + load.token_s * mean_batch * (w + 1))
+            times = StepTimes(1, helper.ahead.draft_s, verify_s)
+            rate = float(tokens_per_s(helper.ahead.acceptance, w, times, Mode.DECOUPLED))
+            found.append((helper.switch_s + steps[0] * load.tokens_per_step / rate, Help.DRAFT))
+    if helper.can_take:
+        for k in range(1, len(steps)):
+            moved_s = helper.switch_s + helper.load_token_s * float(load.context_tokens[:k].sum())
+            there_s = moved_s + run_to_end(steps[:k], each_s, load.base_s)
+            found.append((max(there_s, run_to_end(steps[k:], each_s, load.base_s)), Help.TAKE))
+    if helper.copy is not None:
+        moved_s = helper.switch_s + helper.load_token_s * float(load.context_tokens[0])
+        for w in range(MAX_WINDOW + 1):
+            times = StepTimes(1, helper.copy.draft_s, np.array(load.base_s + load.token_s * (w + 1)))
+            rate = float(tokens_per_s(helper.copy.acceptance, w, times, Mode.COUPLED))
+            copied_s = moved_s + steps[0] * load.tokens_per_step / rate
+            rest_s = run_to_end([*steps[1:2], *steps[1:]], each_s, load.base_s)
+            found.append((max(copied_s, rest_s), Help.COPY))
+    return found
+
+
+@given(loads())
+def test_the_predicted_end_is_that_of_a_shrinking_batch(load: Load) -> None:
+    each_s = load.token_s * load.step_tokens
+    assert load.end_s == pytest.approx(run_to_end(load.steps.tolist(), each_s, load.base_s))
+
+
+@given(loads(), helpers)
+def test_the_help_is_the_best_of_all_and_only_where_it_helps(load: Load, helper: Helper) -> None:
+    choice = decide_help(load, helper)
+    best_s, kind = min(every_option(load, helper), default=(np.inf, Help.NOTHING))
+    if choice.kind in (Help.TRAIN, Help.NOTHING):
+        assert choice == HelpChoice(Help.TRAIN if helper.can_train else Help.NOTHING, load.end_s)
+        assert best_s >= (1.0 - MIN_GAIN) * load.end_s * (1.0 - 1e-9)
+    else:
+        assert choice.end_s == pytest.approx(best_s)
+        assert choice.end_s <= (1.0 - MIN_GAIN) * load.end_s
+        assert choice.kind is kind or any(
+            end_s == pytest.approx(best_s) and other is choice.kind
+            for end_s, other in every_option(load, helper)
+        )
+        assert (choice.kind is Help.DRAFT) == (choice.window > 0)
+        assert (choice.kind is Help.TAKE) == (0 < choice.num_taken < len(load.steps))
+
+
+@given(st.lists(loads(), min_size=1, max_size=5), helpers)
+def test_nobody_else_could_be_helped_to_an_earlier_end_of_the_rollout(
+    busy: list[Load], helper: Helper
+) -> None:
+    ends = Ends()
+    for at, load in enumerate(busy):
+        ends.put(f"w{at}", load.end_s)
+    latest = ends.latest()
+    assert latest is not None
+    helped = int(latest[1:])
+    before_s = [load.end_s for load in busy]
+
+    def rollout_s(at: int, end_s: float) -> float:
+        return max(end_s, *(other for place, other in enumerate(before_s) if place != at), 0.0)
+
+    after_s = rollout_s(helped, decide_help(busy[helped], helper).end_s)
+    anyone_s = [
+        rollout_s(at, end_s) for at, load in enumerate(busy) for end_s, _ in every_option(load, helper)
+    ]
+    best_s = min(anyone_s, default=max(before_s))
+    assert after_s <= best_s / (1.0 - MIN_GAIN) * (1.0 + 1e-9)
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.none() | st.integers(0, 9)), max_size=400))
+def test_the_latest_is_always_at_hand(events: list[tuple[int, int | None]]) -> None:
+    ends, known = Ends(), dict[str, float]()
+    for number, end_s in events:
+        worker = f"w{number}"
+        if end_s is None:
+            ends.remove(worker)
+            known.pop(worker, None)
+        else:
+            ends.put(worker, float(end_s))
+            known[worker] = float(end_s)
+        wanted = min(known, key=lambda name: (-known[name], name), default=None)
+        assert ends.latest() == wanted
+        assert len(ends._heap) <= 2 * len(known) + 70 or not known
+
+
+def test_what_helps_depends_on_what_is_left() -> None:
+    ahead, copy = Drafting(0.001, 0.8), Drafting(0.0001, 0.8)
+    alone = Load(np.array([1000.0]), np.array([500.0]), 1.0, 1.0, 0.01, 0.0001)
+    many = Load(np.full(32, 1000.0), np.full(32, 500.0), 1.0, 1.0, 0.01, 0.001)
+    everything = Helper(ahead, None, can_take=True, can_train=True, switch_s=0.1, load_token_s=1e-4)
+    assert decide_help(alone, everything).kind is Help.DRAFT
+    assert decide_help(many, everything).kind is Help.TAKE
+    assert decide_help(alone, Helper(None, copy, switch_s=0.1)).kind is Help.COPY
+    assert decide_help(alone, Helper(ahead, switch_s=20.0, can_train=True)).kind is Help.TRAIN
+    assert decide_help(alone, Helper()).kind is Help.NOTHING
+    almost = Load(np.array([3.0]), np.array([500.0]), 1.0, 1.0, 0.01, 0.0001)
+    assert decide_help(almost, everything).kind is Help.TRAIN, "it ends before anyone could help"
