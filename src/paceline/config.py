@@ -75,6 +75,10 @@ class EngineSettings(Section):
     """Run the model drafter in a process of its own, which drafts ahead while the target verifies
     (docs/draft-worker.md). For a drafter that takes a tenth of the target's time or more, where a core is free."""
 
+    draft_help: bool = False
+    """Let other workers draft ahead for this engine with the model drafter; a fleet switches it on
+    (`FleetSettings.help`)."""
+
     draft_window: int = Field(default=8, ge=1, le=63)
     """Draft worker: w. After w tokens of a response that the target has not decided it drafts up to w more."""
 
@@ -146,6 +150,8 @@ class EngineSettings(Section):
             raise ValueError(
                 "draft_worker needs a model_drafter, the model that it drafts with: give its folder"
             )
+        if self.draft_help and (self.model_drafter is None or self.draft_worker):
+            raise ValueError("draft_help needs a model_drafter, and no draft_worker of the engine's own")
         return self
 
     @model_validator(mode="after")
@@ -331,6 +337,10 @@ class FleetSettings(Section):
     """GPUs that Ray sets aside for an engine; unset: the tensor parallel size, 0 where vLLM is built for the CPU."""
     resources_per_worker: dict[str, float] = Field(default_factory=dict)
     """Further Ray resources that a node must have to get an engine."""
+    help: Literal["auto", "none"] = "auto"
+    """auto: a worker that falls free while others still generate drafts ahead for the one that is predicted to end
+    last, if that ends it sooner (docs/fleet.md). Needs `EngineSettings.model_drafter` without `draft_worker`, and all
+    workers on one machine. none: it rests."""
     draft_server: bool = True
     """Start a draft server for the fleet unless `EngineSettings.draft_servers` names some. Needs the suffix drafter;
     on a cluster, joined by address or connected with several nodes, none is started."""

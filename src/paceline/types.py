@@ -71,6 +71,25 @@ class MetDrafts(DraftChains):
 
 
 @dataclass(frozen=True, slots=True)
+class StepCosts:
+    """What an engine's steps cost and bring, as it has measured lately."""
+
+    base_s: float
+    token_s: float
+    """A step over n tokens takes base_s + token_s n, near the present batch."""
+    inside_s: float
+    """What drafting inside the engine adds to a step."""
+    tokens_per_step: float
+    """Of a response, accepted draft tokens included."""
+    step_tokens: float
+    """Of a response in a step, draft tokens included."""
+    draft_s: float
+    """D, seconds of a draft token of all responses; 0: the model drafter has not drafted."""
+    acceptance: float
+    """Probability that the model drafter's token is accepted if those before it were."""
+
+
+@dataclass(frozen=True, slots=True)
 class DraftOrder:
     """What the scheduler wants of the model drafter after a step."""
 

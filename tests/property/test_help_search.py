@@ -43,6 +43,7 @@ def loads(draw: st.DrawFn) -> Load:
         tokens_per_step + draw(st.floats(0.0, 6.0)),
         draw(st.floats(1e-3, 0.05)),
         draw(st.floats(1e-6, 0.01)),
+        draw(st.floats(0.0, 0.01)),
         draw(st.booleans()),
     )
 
@@ -57,7 +58,7 @@ def run_to_end(steps: list[float], response_s: float, base_s: float) -> float:
 
 
 def every_option(load: Load, helper: Helper) -> list[tuple[float, Help]]:
-    steps, each_s = load.steps.tolist(), load.token_s * load.step_tokens
+    steps, each_s, base_s = load.steps.tolist(), load.token_s * load.step_tokens, load.base_s + load.inside_s
     found: list[tuple[float, Help]] = []
     if helper.ahead is not None and load.can_be_drafted_for:
         mean_batch = sum(steps) / steps[0]
@@ -69,15 +70,15 @@ def every_option(load: Load, helper: Helper) -> list[tuple[float, Help]]:
     if helper.can_take:
         for k in range(1, len(steps)):
             moved_s = helper.switch_s + helper.load_token_s * float(load.context_tokens[:k].sum())
-            there_s = moved_s + run_to_end(steps[:k], each_s, load.base_s)
-            found.append((max(there_s, run_to_end(steps[k:], each_s, load.base_s)), Help.TAKE))
+            there_s = moved_s + run_to_end(steps[:k], each_s, base_s)
+            found.append((max(there_s, run_to_end(steps[k:], each_s, base_s)), Help.TAKE))
     if helper.copy is not None:
         moved_s = helper.switch_s + helper.load_token_s * float(load.context_tokens[0])
         for w in range(MAX_WINDOW + 1):
             times = StepTimes(1, helper.copy.draft_s, np.array(load.base_s + load.token_s * (w + 1)))
             rate = float(tokens_per_s(helper.copy.acceptance, w, times, Mode.COUPLED))
             copied_s = moved_s + steps[0] * load.tokens_per_step / rate
-            rest_s = run_to_end([*steps[1:2], *steps[1:]], each_s, load.base_s)
+            rest_s = run_to_end([*steps[1:2], *steps[1:]], each_s, base_s)
             found.append((max(copied_s, rest_s), Help.COPY))
     return found
 
@@ -85,7 +86,7 @@ def every_option(load: Load, helper: Helper) -> list[tuple[float, Help]]:
 @given(loads())
 def test_the_predicted_end_is_that_of_a_shrinking_batch(load: Load) -> None:
     each_s = load.token_s * load.step_tokens
-    assert load.end_s == pytest.approx(run_to_end(load.steps.tolist(), each_s, load.base_s))
+    assert load.end_s == pytest.approx(run_to_end(load.steps.tolist(), each_s, load.base_s + load.inside_s))
 
 
 @given(loads(), helpers)

@@ -29,6 +29,7 @@ class Link:
     number: int = 0
     num_wasted: int = 0
     window: int = WINDOW
+    is_there: bool = True
 
     def take(self, timeout_s: float) -> list[Drafts]:
         self.timeouts_s.append(timeout_s)

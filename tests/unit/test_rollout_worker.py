@@ -31,6 +31,7 @@ class CountingEngine:
     policy_version: int = 0
     vocab_size: int = 64
     kv_pool_obstacle: str | None = "2 workers"
+    draft_address: str | None = None
     running: dict[int, RolloutRequest] = field(default_factory=dict)
     failure: Exception | None = None
     failing: set[int] = field(default_factory=set)

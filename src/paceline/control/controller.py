@@ -51,15 +51,19 @@ from paceline.control.events import (
     WorkerLost,
     WorkerUp,
 )
+from paceline.control.helping import Helping, Place, Remainder
 from paceline.control.live_response import LiveResponse, RunningChunk
 from paceline.errors import EngineError, PacelineError, RequestError
 from paceline.planning.dispatch import Assignment, Dispatcher, DispatchSettings
-from paceline.types import RolloutRequest
+from paceline.types import RolloutRequest, StepCosts
 
-WorkerState = Literal["starting", "loading", "up", "given up"]
+WorkerState = Literal["starting", "loading", "up", "drafting", "given up"]
 
 LONGEST_TICK_S = 1.0
 """Of a longer time between two ticks so much counts as silence: the driver was busy elsewhere and has heard nobody."""
+
+HELP_S = 0.5
+"""How often free workers and stragglers are brought together."""
 
 KEEP_S = 1.0
 """How often responses that grow are kept for a restarted driver: one growth of all has a few tokens, and a header."""
@@ -73,6 +77,8 @@ class _Worker:
     life: int = 0
     state: WorkerState = "starting"
     facts: WorkerUp | None = None
+    costs: StepCosts | None = None
+    """Of its steps, as told last."""
     num_steps: int = 0
     has_run: bool = False
     """Chunks, in this life."""
@@ -121,10 +127,11 @@ class Controller:
         self._version = 0
         self._rollout: _Rollout | None = None
         self._dispatcher: Dispatcher | None = None
+        self._helping = Helping() if settings.help == "auto" else None
         self._numbers = itertools.count()
         self._last_tick_s: float | None = None
         self._listened_s = 0.0
-        self._kept_s = float("-inf")
+        self._kept_s = self._helped_s = float("-inf")
         self.num_unfinished = 0
         """Responses of the rollout that are not delivered."""
 
@@ -153,7 +160,8 @@ class Controller:
                 actions = self._hear(event, self._workers[event.worker])
         if any(isinstance(action, Fail) for action in actions):
             return [*actions, *self._keep_all()]
-        return [*actions, *self._match()]
+        actions += self._match()
+        return actions if self._helping is None else [*actions, *self._help(self._helping, event)]
 
     def _hear(self, event: WorkerEvent, worker: _Worker) -> list[Action]:
         match event:
@@ -171,6 +179,8 @@ class Controller:
 
     def state_of(self, worker: str) -> WorkerState:
         """What a worker is about."""
+        if self._helping is not None and self._helping.is_helping(worker):
+            return "drafting"
         return self._workers[worker].state
 
     @property
@@ -319,6 +329,7 @@ class Controller:
     def _read(self, worker: _Worker, report: Report) -> list[Action]:
         if report.num_steps > worker.num_steps:
             worker.num_steps, worker.waiting_since_s = report.num_steps, None
+        worker.costs = report.costs or worker.costs
         actions: list[Action] = []
         for growth in report.growths:
             self._grow(worker, growth)
@@ -440,7 +451,7 @@ class Controller:
         elif worker.state != "up" or worker.has_run:
             worker.num_fruitless += 1
         worker.life += 1
-        worker.facts, worker.waiting_since_s, worker.num_steps = None, None, 0
+        worker.facts, worker.costs, worker.waiting_since_s, worker.num_steps = None, None, None, 0
         worker.has_run = worker.has_generated = False
         if worker.num_fruitless < self._settings.max_failed_starts:
             worker.state = "starting"
@@ -482,6 +493,43 @@ class Controller:
             progress[place] = chunk.response.num_tokens
         self._dispatcher.worker_lost(worker.name, progress)
         return self._end_all(worker)
+
+    # -- help for stragglers
+
+    def _help(self, helping: Helping, event: Event) -> list[Action]:
+        """Free workers help those that end last."""
+        is_time = isinstance(event, Tick) and event.now_s - self._helped_s >= HELP_S
+        if not helping.has_pairs and not is_time:
+            return []
+        up = [worker for worker in self._workers.values() if worker.state == "up"]
+        busy = {Place(worker.name, worker.life): worker for worker in up if worker.chunks}
+        idle = [Place(worker.name, worker.life) for worker in up if not worker.chunks]
+        actions = helping.end(set(idle), set(busy))
+        if not is_time or not idle or self._dispatcher is None or self._dispatcher.num_waiting:
+            return actions
+        assert isinstance(event, Tick)
+        self._helped_s = event.now_s
+        for worker in self._workers.values():
+            helping.predict(worker.name, self._remainders(worker), worker.costs)
+        doors = {
+            place.worker: (place, worker.facts.draft_address)
+            for place, worker in busy.items()
+            if worker.facts is not None and worker.facts.draft_address is not None
+        }
+        return [*actions, *helping.begin(idle, doors)]
+
+    def _remainders(self, worker: _Worker) -> list[Remainder]:
+        """What is left of a worker's responses."""
+        dispatcher = self._dispatcher
+        if dispatcher is None:
+            return []
+        return [
+            Remainder(
+                dispatcher.expected_rest(chunk.assignment, chunk.response.num_tokens),
+                len(chunk.response.request.prompt) + chunk.response.num_tokens,
+            )
+            for chunk in worker.chunks.values()
+        ]
 
     def _renew(self, worker: _Worker) -> list[Action]:
         """A worker has refused a chunk, so it has missed new weights; those of version 0 nobody can give it."""

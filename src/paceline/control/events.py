@@ -23,6 +23,7 @@ from paceline.types import (
     KvUse,
     Response,
     RolloutRequest,
+    StepCosts,
     StepObservation,
 )
 
@@ -132,6 +133,8 @@ class Report:
     rejected: tuple[tuple[int, str], ...] = ()
     """Chunks that the engine cannot run, and why."""
     telemetry: Telemetry | None = None
+    costs: StepCosts | None = None
+    """None: not measured, or of no use."""
 
 
 # ---------------------------------------------------------------- events
@@ -190,6 +193,8 @@ class WorkerUp:
     block_tokens: int
     max_concurrency: int
     """Most responses that decode at once."""
+    draft_address: str | None = None
+    """Where other workers may draft for it; None: nowhere."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,6 +288,32 @@ class CancelChunk:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftFor:
+    """Draft for another worker's responses until a chunk comes, or `Rest`."""
+
+    worker: str
+    life: int
+    helped: str
+    address: str
+
+
+@dataclass(frozen=True, slots=True)
+class Rest:
+    """Draft for nobody any more."""
+
+    worker: str
+    life: int
+
+
+@dataclass(frozen=True, slots=True)
+class LoseDrafter:
+    """Nobody outside drafts for this worker any more."""
+
+    worker: str
+    life: int
+
+
+@dataclass(frozen=True, slots=True)
 class Keep:
     """A response has grown: write it where a restarted driver finds it."""
 
@@ -312,5 +343,5 @@ class Fail:
     message: str
 
 
-Order: TypeAlias = RunChunk | CancelChunk
+Order: TypeAlias = RunChunk | CancelChunk | DraftFor | Rest | LoseDrafter
 Action: TypeAlias = StartWorker | StopWorker | LoadWeights | Order | Keep | Deliver | Fail

@@ -17,7 +17,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -297,15 +297,19 @@ def load_worker(settings: WorkerSettings) -> DraftWorker:
     return DraftWorker(drafter, settings.floor, settings.sharpness)
 
 
-def serve(worker: DraftWorker, address: str, parent: int) -> None:
-    """Hear and draft by turns until the parent is gone."""
+def serve(worker: DraftWorker, address: str, goes_on: Callable[[], bool], idle_s: float = PULSE_S) -> None:
+    """Hear and draft by turns for the engine at an address.
+
+    goes_on: asked after each turn, and every `idle_s` at least.
+    """
     import zmq
 
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.setsockopt(zmq.LINGER, 0)
         socket.connect(address)
         said_s = -PULSE_S
-        while os.getppid() == parent:
+        worker.is_lost = True
+        while goes_on():
             drafts = worker.draft()
             now_s = time.monotonic()
             if drafts is not None or now_s - said_s >= PULSE_S:
@@ -313,7 +317,7 @@ def serve(worker: DraftWorker, address: str, parent: int) -> None:
                 message = Hello() if worker.is_lost else drafts or worker.pulse()
                 with contextlib.suppress(zmq.Again):  # the engine takes nothing now: the next message has all
                     socket.send(encode(message), zmq.NOBLOCK)
-            idle_ms = 0 if drafts is not None else int(1e3 * PULSE_S)
+            idle_ms = 0 if drafts is not None else int(1e3 * idle_s)
             while socket.poll(idle_ms):
                 worker.hear(decode(socket.recv()))
                 idle_ms = 0
@@ -326,7 +330,7 @@ def main(text: str) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     settings = msgspec.json.decode(text, type=WorkerSettings)
     torch.set_num_threads(1)
-    serve(load_worker(settings), settings.address, settings.parent)
+    serve(load_worker(settings), settings.address, lambda: os.getppid() == settings.parent)
 
 
 if __name__ == "__main__":

@@ -37,6 +37,9 @@ from paceline.types import Int32Array, Int64Array
 
 LOGGER = logging.getLogger(__name__)
 
+HELPER_SILENCE_S = 5.0
+"""A drafter that is nobody's child, and says nothing for so long, is counted on no more."""
+
 SILENCE_S = 20.0
 """A worker that has drafted before and says nothing for so long is killed; it says something twice a second."""
 
@@ -64,8 +67,10 @@ class _Told:
 class WorkerLink:
     """One engine's draft worker. Shut it down."""
 
-    def __init__(self, settings: WorkerSettings, window: int) -> None:
+    def __init__(self, settings: WorkerSettings, window: int, *, has_child: bool = True) -> None:
         """settings: the worker's; its address and parent are filled in here. window: w, draft tokens.
+
+        has_child: start a worker and keep it alive; False: whoever comes drafts.
 
         Raises ConfigError where there is no place for a socket.
         """
@@ -82,14 +87,8 @@ class WorkerLink:
         self._socket.bind(address)
         self._no_message = zmq.Again
         self._nonblocking = zmq.NOBLOCK
-        settings = msgspec.structs.replace(settings, address=address, parent=os.getpid())
-        self.child = ChildProcess(
-            "draft worker",
-            "paceline.drafting.draft_worker",
-            (msgspec.json.encode(settings).decode(),),
-            {"OMP_NUM_THREADS": "1"},
-            LEAST_LIFE_S,
-        )
+        self.settings = msgspec.structs.replace(settings, address=address, parent=os.getpid())
+        self.child = _start_child(self.settings) if has_child else None
         self._responses: dict[int, _Told] = {}
         self._worker: bytes | None = None
         self.number = 0
@@ -165,6 +164,10 @@ class WorkerLink:
         """Whether a worker has come."""
         return self._worker is not None
 
+    def let_go(self) -> None:
+        """The worker drafts for this engine no more."""
+        self._worker = None
+
     def _send(self, message: ToWorker) -> None:
         """Send unless nobody is there; what a full or dead worker does not take is lost, and it asks for everything."""
         if self._worker is not None:
@@ -212,10 +215,15 @@ class WorkerLink:
             self.allow([*own], [*own.values()])
 
     def _watch(self) -> None:
-        """Start the worker again if it has died, or hangs."""
+        """Start the worker again if it has died, or hangs; one that is nobody's child is counted on no more."""
+        silent_s = time.monotonic() - self._silent_since_s
+        if self.child is None:
+            if silent_s > HELPER_SILENCE_S:
+                self.let_go()
+            return
         pid = self.child.pid
         limit_s = START_S if self._worker is None else SILENCE_S
-        if time.monotonic() - self._silent_since_s > limit_s:
+        if silent_s > limit_s:
             LOGGER.warning("the draft worker (process %d) is silent: it is started again", pid)
             self.child.kill()
             self._silent_since_s = time.monotonic()
@@ -235,10 +243,16 @@ class WorkerLink:
 
     def shut_down(self) -> None:
         """End the worker."""
-        self.child.close()
+        if self.child is not None:
+            self.child.close()
         self._socket.close()
         self._context.term()
         shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _start_child(settings: WorkerSettings) -> ChildProcess:
+    module, text = "paceline.drafting.draft_worker", msgspec.json.encode(settings).decode()
+    return ChildProcess("draft worker", module, (text,), {"OMP_NUM_THREADS": "1"}, LEAST_LIFE_S)
 
 
 def _open(response: int, told: _Told) -> Open:

@@ -61,6 +61,11 @@ class DraftAhead:
         """Whether the last wait was in vain."""
 
     @property
+    def acceptance(self) -> float:
+        """Of the worker's tokens, as it has told; 0 before it has drafted."""
+        return self._acceptance
+
+    @property
     def level_s(self) -> float:
         """What the worker takes for one more token of all responses that it drafts for; 0 before it has drafted."""
         return self._call_s / max(self._num_levels, 1)
@@ -82,7 +87,7 @@ class DraftAhead:
         drafts = self._trees.best(query.responses, query.positions, query.max_tokens)
         most_s = float(predict_s(step_time, len(query.responses) + num_drafted))
         began_s = time.perf_counter()
-        while may_wait and self._call_s and not self._is_late:
+        while may_wait and self._call_s and self.link.is_there and not self._is_late:
             snapshot = self._snapshot(query, drafts, step_time, num_drafted)
             wait_s = decide_wait(snapshot)
             self._log.write_wait(snapshot, wait_s)
@@ -144,11 +149,11 @@ class DraftAhead:
 def start_draft_ahead(
     settings: EngineSettings, sizes: TargetSizes, trees: DraftTrees, log: EngineLog
 ) -> DraftAhead | None:
-    """The draft worker of an engine, if there is to be one.
+    """An engine's end of its own draft worker, or of other workers' help; None if there is to be neither.
 
     Raises CheckpointError for a model drafter that does not fit the target, ConfigError where no worker can be.
     """
-    if not settings.draft_worker or settings.model_drafter is None:
+    if settings.model_drafter is None or not (settings.draft_worker or settings.draft_help):
         return None
     from paceline.drafting.checkpoint import check_drafter_folder
 
@@ -164,4 +169,5 @@ def start_draft_ahead(
         floor=settings.draft_floor,
         sharpness=settings.sharpness,
     )
-    return DraftAhead(WorkerLink(wanted, settings.draft_window), trees, log)
+    link = WorkerLink(wanted, settings.draft_window, has_child=settings.draft_worker)
+    return DraftAhead(link, trees, log)

@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from paceline.config import BudgetSettings, EngineSettings
 from paceline.drafting.drafter import Drafter, PathDrafter
@@ -33,6 +34,7 @@ from paceline.engine.sharing import SharedDrafts, drafter_number
 from paceline.errors import RequestError
 from paceline.planning import budget, sharpness
 from paceline.planning.acceptance import judge
+from paceline.planning.latency import predict_s
 from paceline.types import (
     DraftBatch,
     DraftChains,
@@ -45,10 +47,17 @@ from paceline.types import (
     Int64Array,
     MetDrafts,
     ModelDrafts,
+    StepCosts,
     StepObservation,
 )
 
 GRID = np.asarray(sharpness.SHARPNESS_GRID, dtype=np.float32)
+
+FAR_TOKENS = 8
+"""Draft tokens of each request up to which the cost of a further one is told."""
+
+_KEPT = 0.98
+"""Of decayed sums, from step to step."""
 
 FIRST_COPY = 1 << 62
 """Numbers in the drafter begin here for responses whose key is running in their group already."""
@@ -66,6 +75,46 @@ class Proposal:
     alternatives: Alternatives | None
     """Further paths of some requests; None when one path each is best."""
     responses: Int64Array  # [num_requests]
+
+
+@dataclass(slots=True)
+class _Recent:
+    """Decayed sums over the last steps and model drafts."""
+
+    num_decoded: float = 0.0
+    """(request, step) pairs, as are the drafts and accepted tokens of these."""
+    num_drafted: float = 0.0
+    num_accepted: float = 0.0
+    num_right: float = 1.0
+    """Of `num_told` tokens of the model drafter; a coin's before there are any."""
+    num_told: float = 2.0
+
+    def note_step(self, step: StepObservation) -> None:
+        """A measured step."""
+        if step.num_requests:
+            self.num_decoded = _KEPT * self.num_decoded + step.num_requests
+            self.num_drafted = _KEPT * self.num_drafted + step.num_draft_tokens
+            self.num_accepted = _KEPT * self.num_accepted + step.num_accepted_tokens
+
+    def note_drafts(self, outcomes: NDArray[np.bool_]) -> None:
+        """Model drafts' tokens up to the first wrong one of each. [num_told]"""
+        self.num_right = _KEPT * self.num_right + float(outcomes.sum())
+        self.num_told = _KEPT * self.num_told + outcomes.size
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Of a response."""
+        return 1.0 + self.num_accepted / self.num_decoded
+
+    @property
+    def step_tokens(self) -> float:
+        """Of a response, draft tokens included."""
+        return 1.0 + self.num_drafted / self.num_decoded
+
+    @property
+    def acceptance(self) -> float:
+        """Of the model drafter inside the engine."""
+        return self.num_right / self.num_told
 
 
 class PolicyState(NamedTuple):
@@ -99,6 +148,7 @@ class FastLoop:
             None if self._trees is None else start_draft_ahead(settings, sizes, self._trees, self._log)
         )
         self._windows = self._plan_windows()
+        self._recent = _Recent()
         self._wasted_before = 0
         self._model_accepted = 0
         self._sharing = _connect(settings, sizes.vocab_size)
@@ -375,7 +425,8 @@ class FastLoop:
 
     def order(self) -> DraftOrder | None:
         """What the model drafter shall do after the coming step; None without one, and while it rests."""
-        if self._settings.model_drafter is None or self._settings.draft_worker or not self.may_draft:
+        is_elsewhere = self._settings.draft_worker or (self.ahead is not None and self.ahead.link.is_there)
+        if self._settings.model_drafter is None or is_elsewhere or not self.may_draft:
             return None
         batch, step_time = max(self._batch_size, 1), self._now.decode_time
         if not self._steering.advance(batch, self._settings.budget.refresh_steps):
@@ -421,6 +472,8 @@ class FastLoop:
             right = leading_matches(candidate.tokens, seen, decided)
             told, is_right = judge(candidate.cells.shape[1], seen, right)
             cells, outcomes = candidate.cells[told], is_right[told]
+            if learned is self.model:
+                self._recent.note_drafts(outcomes)
             if learned is self.free and others is not None:
                 more = outcomes_of(others, others.lengths, matches)
                 cells, outcomes = np.concatenate([cells, more[0]]), np.concatenate([outcomes, more[1]])
@@ -442,6 +495,7 @@ class FastLoop:
         may be drafted nothing is learned either: plain decoding costs what vLLM's does.
         """
         self._flush()
+        self._recent.note_step(step)
         if not self.may_draft:
             return step
         wait_s = 0.0
@@ -454,6 +508,27 @@ class FastLoop:
         alone = replace(step, step_s=max(step.step_s - wait_s, 1e-6))
         self._pending = alone, self._expected if step.num_draft_tokens else 0.0
         return step
+
+    def step_costs(self) -> StepCosts | None:
+        """What the steps of the present batch cost and bring; None before any was measured."""
+        if not self.budget.decode_time.num_observations or not self._recent.num_decoded:
+            return None
+        batch, far = max(self._batch_size, 1), 1 + FAR_TOKENS
+        near_s, far_s = predict_s(self._now.decode_time, [batch, batch * far]).tolist()
+        token_s = max(far_s - near_s, 0.0) / (batch * FAR_TOKENS)
+        draft_s, acceptance = self._steering.level_s(batch), self._recent.acceptance
+        is_helped = self.ahead is not None and self.ahead.link.is_there
+        if self.ahead is not None and is_helped and self.ahead.level_s:
+            draft_s, acceptance = self.ahead.level_s, self.ahead.acceptance
+        return StepCosts(
+            base_s=max(near_s - token_s * batch, 1e-6),
+            token_s=token_s,
+            inside_s=0.0 if is_helped else self._steering.drafting_s,
+            tokens_per_step=self._recent.tokens_per_step,
+            step_tokens=self._recent.step_tokens,
+            draft_s=draft_s,
+            acceptance=acceptance,
+        )
 
     def _flush(self) -> None:
         if self._pending is not None:
@@ -498,7 +573,8 @@ def _model_prior(settings: EngineSettings) -> Float32Array:
 
 def _has_several_drafts(settings: EngineSettings) -> bool:
     """Whether drafts have to meet: of two drafters, or of a draft worker, whose drafts come late and early."""
-    return settings.model_drafter is not None and (settings.drafter != "none" or settings.draft_worker)
+    others = settings.drafter != "none" or settings.draft_worker or settings.draft_help
+    return settings.model_drafter is not None and others
 
 
 def table_of(rows: Sequence[Sequence[int]]) -> Int32Array:

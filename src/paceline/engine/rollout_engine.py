@@ -23,11 +23,20 @@ from paceline.config import EngineSettings
 from paceline.engine.keys import check_resumed
 from paceline.engine.token_outputs import Grown, TokenOutputs
 from paceline.errors import CheckpointError, ConfigError, EngineError, RequestError, UnsupportedError
-from paceline.types import DraftSharingCounters, KvPoolCounters, Response, RolloutRequest, StepObservation
+from paceline.types import (
+    DraftSharingCounters,
+    KvPoolCounters,
+    Response,
+    RolloutRequest,
+    StepCosts,
+    StepObservation,
+)
 
 if TYPE_CHECKING:
     import torch
     from vllm import SamplingParams
+
+    from paceline.drafting.draft_worker import DraftWorker
 
 FINISH_REASONS = {"stop", "length", "abort", "repetition"}
 """Ways to end that are no failure."""
@@ -462,6 +471,31 @@ class RolloutEngine:
             return DraftSharingCounters()
         counters: DraftSharingCounters = self.scheduler.loop.sharing_counters()
         return counters
+
+    @property
+    def draft_address(self) -> str | None:
+        """Where other workers may draft for this engine; None: nowhere (`EngineSettings.draft_help`)."""
+        if self.settings is None or not self.settings.draft_help:
+            return None
+        address: str = self.scheduler.loop.ahead.link.settings.address
+        return address
+
+    def make_draft_worker(self) -> DraftWorker:
+        """What drafts for other engines with this one's model drafter, loaded once more."""
+        from paceline.drafting.draft_worker import load_worker
+
+        return load_worker(self.scheduler.loop.ahead.link.settings)
+
+    def lose_drafter(self) -> None:
+        """Whoever drafted for this engine does so no more."""
+        self.scheduler.loop.ahead.link.let_go()
+
+    def step_costs(self) -> StepCosts | None:
+        """What steps cost and bring, as measured lately; None before any was, or without Paceline's settings."""
+        if self.settings is None:
+            return None
+        costs: StepCosts | None = self.scheduler.loop.step_costs()
+        return costs
 
     @property
     def kv_pool_obstacle(self) -> str | None:

@@ -22,11 +22,14 @@ from paceline.control.events import (
     Action,
     CancelChunk,
     Deliver,
+    DraftFor,
     Event,
     Fail,
     Keep,
     LoadWeights,
+    LoseDrafter,
     Reported,
+    Rest,
     RunChunk,
     StartWorker,
     StopWorker,
@@ -97,6 +100,12 @@ def describe(action: Action) -> str:
             )
         case CancelChunk(worker, life, chunk):
             return f"cancel chunk {chunk} on {worker} (life {life})"
+        case DraftFor(worker, life, helped):
+            return f"{worker} (life {life}) drafts for {helped}"
+        case Rest(worker, life):
+            return f"{worker} (life {life}) rests"
+        case LoseDrafter(worker, life):
+            return f"nobody drafts for {worker} (life {life}) any more"
         case Keep(index, start, packed):
             digest = _digest(*packed.unpack())
             return (

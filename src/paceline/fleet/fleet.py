@@ -24,13 +24,16 @@ from paceline.control.events import (
     Action,
     CancelChunk,
     Deliver,
+    DraftFor,
     Event,
     Fail,
     Keep,
     LoadWeights,
+    LoseDrafter,
     Opened,
     Order,
     Reported,
+    Rest,
     RunChunk,
     StartWorker,
     StopWorker,
@@ -164,9 +167,17 @@ class Fleet:
         if self._kv_pool is not None:
             made.callback(self._kv_pool.close)
             self.engine_settings = self.engine_settings.model_copy(update={"kv_pool": self._kv_pool.settings})
+        if self._can_help(is_one_machine):
+            self.engine_settings = self.engine_settings.model_copy(update={"draft_help": True})
         self._draft_server = self._start_draft_server(is_one_machine)
         if self._draft_server is not None:
             made.callback(self._draft_server.close)
+
+    def _can_help(self, is_one_machine: bool) -> bool:
+        """Whether free workers may draft for others: these are reached through sockets of one machine."""
+        settings, engine = self.settings, self.engine_settings
+        is_wanted = settings.help == "auto" and settings.workers > 1 and is_one_machine
+        return is_wanted and engine.model_drafter is not None and not engine.draft_worker
 
     def _serve_metrics(self) -> MetricsServer | None:
         port, host = self.settings.metrics_port, self.settings.metrics_host or LOCAL_HOST
@@ -420,7 +431,13 @@ class Fleet:
                     self._actors.load(worker, life, self._weights, version)
                 case Deliver(index, response):
                     self._deliver(index, response)
-                case RunChunk(worker) | CancelChunk(worker):
+                case (
+                    RunChunk(worker)
+                    | CancelChunk(worker)
+                    | DraftFor(worker)
+                    | Rest(worker)
+                    | LoseDrafter(worker)
+                ):
                     orders.setdefault(worker, []).append(action)
         self._order(orders, list(orders))
         for action in actions:

@@ -18,7 +18,7 @@ LOCAL_HOST = "127.0.0.1"
 """Where the metrics are served unless another address is given."""
 
 GAUGES: dict[str, tuple[str, Callable[[WorkerStatus], float]]] = {
-    "up": ("1 while the worker takes chunks", lambda status: float(status.state == "up")),
+    "up": ("1 while the worker takes chunks", lambda status: float(status.state in {"up", "drafting"})),
     "running_chunks": ("Chunks that the worker has", lambda status: status.num_running),
     "waiting_chunks": ("Of these, how many wait in its engine", lambda status: status.num_waiting),
     "kv_use": ("Share of the KV blocks in use", lambda status: status.kv_share),

@@ -8,6 +8,7 @@ calls everything but `report` in order in one thread, and `report` in another.
 
 from __future__ import annotations
 
+import logging
 import os
 import queue
 import threading
@@ -22,11 +23,14 @@ from typing import TYPE_CHECKING, Any
 from paceline.config import EngineSettings
 from paceline.control.events import (
     CancelChunk,
+    DraftFor,
     Ending,
     Growth,
     Growths,
+    LoseDrafter,
     Order,
     Report,
+    Rest,
     RunChunk,
     Telemetry,
     WorkerStep,
@@ -39,7 +43,11 @@ from paceline.fleet.weights import PackedTensor, unpack_weights
 if TYPE_CHECKING:
     from vllm import SamplingParams
 
+    from paceline.drafting.draft_worker import DraftWorker
     from paceline.engine.rollout_engine import RolloutEngine, TokenEvent
+
+
+LOGGER = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +87,14 @@ class Facts:
     max_concurrency: int
     vocab_size: int
     process: int
+    draft_address: str | None = None
+    """Where other workers may draft for it."""
     kv_pool_obstacle: str | None = None
     """Why the engine goes without the fleet's KV pool."""
 
+
+HEAR_S = 0.05
+"""A worker that drafts for another one looks so often for orders."""
 
 MOST_GROWTHS_PER_S = 100_000
 """What all workers together tell their driver: it takes about a third of one of its cores."""
@@ -142,6 +155,8 @@ class RolloutWorker:
         self._failure: BaseException | None = None
         self._is_stopping = False
         self._engine: RolloutEngine
+        self._drafter: DraftWorker | None = None
+        self._helped: str | None = None  # address of the engine that it drafts for
         self._ready: Future[Facts] = Future()
         self._thread = threading.Thread(target=self._run, name="paceline engine", daemon=True)
         self._thread.start()
@@ -160,11 +175,18 @@ class RolloutWorker:
     def take(self, orders: Sequence[Order], params: SamplingParams | None) -> None:
         """Run and cancel chunks. params: for the chunks to run. Returns at once."""
         for order in orders:
-            if isinstance(order, RunChunk):
-                assert params is not None
-                self._order(self._begin, order, params)
-            else:
-                self._order(self._cancel, order)
+            match order:
+                case RunChunk():
+                    assert params is not None
+                    self._order(self._begin, order, params)
+                case CancelChunk():
+                    self._order(self._cancel, order)
+                case DraftFor():
+                    self._order(self._help, order.address)
+                case Rest():
+                    self._order(self._help, None)
+                case LoseDrafter():
+                    self._order(lambda: self._engine.lose_drafter())
 
     def load_weights(self, weights: Sequence[PackedTensor], version: int) -> int:
         """Load weights of a version, once everything ordered before is done. Raises EngineError if chunks run."""
@@ -204,6 +226,8 @@ class RolloutWorker:
     def _run(self) -> None:
         try:
             self._engine = self._spec.start()
+            if self._engine.draft_address is not None:
+                self._drafter = self._engine.make_draft_worker()
             self._ready.set_result(self._describe())
             while not self._is_stopping:
                 self._obey()
@@ -225,12 +249,14 @@ class RolloutWorker:
             self._spec.max_num_seqs,
             self._engine.vocab_size,
             os.getpid(),
+            self._engine.draft_address,
             self._engine.kv_pool_obstacle,
         )
 
     def _obey(self) -> None:
-        """Do what was ordered; without anything to generate wait for it."""
+        """Do what was ordered; without anything to generate wait for it, and draft for another engine meanwhile."""
         if not self._engine.num_running():
+            self._draft()
             self._orders.get()()
         while True:
             try:
@@ -239,7 +265,24 @@ class RolloutWorker:
                 return
             order()
 
+    def _help(self, address: str | None) -> None:
+        """Draft for the engine at this address from now on, while nothing runs here; None: for nobody."""
+        self._helped = address
+
+    def _draft(self) -> None:
+        """Draft for another engine, if that is ordered, until something else is."""
+        if self._helped is None or self._drafter is None:
+            return
+        from paceline.drafting.draft_worker import serve
+
+        try:
+            serve(self._drafter, self._helped, self._orders.empty, HEAR_S)
+        except Exception:  # drafts are no reason to end an engine
+            LOGGER.warning("this worker drafts for no other one any more", exc_info=True)
+            self._drafter = None
+
     def _begin(self, order: RunChunk, params: SamplingParams) -> None:
+        self._helped = None
         if order.version != self._engine.policy_version:
             self._tell(self._refused, order.chunk)
             return
@@ -334,6 +377,7 @@ class RolloutWorker:
                 self._engine.kv_pool_counters(),
                 self._engine.draft_sharing_counters(),
             ),
+            costs=self._engine.step_costs() if self._drafter is not None else None,
         )
         for news in (self._endings, self._refused, self._rejected, self._steps):
             news.clear()

@@ -26,6 +26,7 @@ the commands `ladder` and `plan`, in live rollouts only where it says so:
     composition.py  do drafters draft inside the engine, ahead on devices of their own, or not at all?
     reconfigure.py  which window and mode does a request that drafts badly go on with? (live, with a draft worker)
     ladder.py       how fast is each drafter, and with which does a rollout begin?
+    help.py         what does a worker that has fallen free do for the one that ends last? (live: draft for it)
     racing.py       which drafters join which requests when workers fall free?
 
 Decisions of the slow loop (Seer, TLT), once per event of the fleet:

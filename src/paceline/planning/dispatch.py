@@ -43,7 +43,7 @@ from typing import NamedTuple
 
 from paceline.config import Variant
 from paceline.errors import ConfigError, EngineError, RequestError
-from paceline.planning.length import GroupLengths, LengthEstimator, NoLengths, TrueLengths
+from paceline.planning.length import GroupLengths, LengthEstimator, NoLengths, TrueLengths, expected_rest
 from paceline.planning.request_buffer import (
     BoundBuffer,
     BufferedGroup,
@@ -242,6 +242,11 @@ class Dispatcher:
         variant `group` foresees nothing.
         """
         return [(response.group.number, response.sample) for response in self._buffer.peek(count)]
+
+    def expected_rest(self, assignment: Assignment, num_tokens: int) -> int:
+        """Tokens that a running response will still get, now that it has `num_tokens`."""
+        group, limit = assignment.group, self._groups[assignment.group].max_tokens
+        return expected_rest(self._lengths.estimate(group, assignment.sample, limit), num_tokens, limit)
 
     def _wait(self, response: BufferedResponse) -> None:
         """Line 19, for the chunk that the response will run next; then into the buffer."""

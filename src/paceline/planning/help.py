@@ -27,6 +27,7 @@ from enum import StrEnum
 from heapq import heapify, heappop, heappush
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from paceline.planning.window import Mode, StepTimes, best_window, decoupled_tokens
 from paceline.types import Float64Array
@@ -63,13 +64,20 @@ class Load:
     base_s: float
     token_s: float
     """A step over n tokens takes base_s + token_s n."""
+    inside_s: float = 0.0
+    """What drafting inside the engine adds to a step; nothing while another worker drafts."""
     can_be_drafted_for: bool = True
     """Nobody outside drafts for it yet."""
 
     @property
     def end_s(self) -> float:
         """Seconds until its last response ends."""
-        return self.base_s * float(self.steps[0]) + self.token_s * self.step_tokens * float(self.steps.sum())
+        return float(self.seconds(self.steps[0], self.steps.sum()))
+
+    def seconds(self, longest: ArrayLike, sum_steps: ArrayLike) -> Float64Array:
+        """Of responses that take so many steps, the longest and all together."""
+        base_s, response_s = self.base_s + self.inside_s, self.token_s * self.step_tokens
+        return base_s * np.asarray(longest) + response_s * np.asarray(sum_steps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,11 +152,10 @@ def _draft(load: Load, drafting: Drafting, switch_s: float) -> HelpChoice:
 
 def _take(load: Load, helper: Helper) -> HelpChoice:
     """The number of longest responses after whose moving the later of both workers ends first."""
-    step_s = load.token_s * load.step_tokens
     taken_steps = np.cumsum(load.steps)[:-1]  # of the k longest, k = 1 .. num_responses - 1
     moved_s = helper.switch_s + helper.load_token_s * np.cumsum(load.context_tokens)[:-1]
-    there_s = moved_s + load.base_s * load.steps[0] + step_s * taken_steps
-    here_s = load.base_s * load.steps[1:] + step_s * (load.steps.sum() - taken_steps)
+    there_s = moved_s + load.seconds(load.steps[0], taken_steps)
+    here_s = load.seconds(load.steps[1:], load.steps.sum() - taken_steps)
     ends_s = np.maximum(there_s, here_s)
     best = int(ends_s.argmin())
     return HelpChoice(Help.TAKE, float(ends_s[best]), num_taken=best + 1)
@@ -156,7 +163,7 @@ def _take(load: Load, helper: Helper) -> HelpChoice:
 
 def _copy(load: Load, drafting: Drafting, helper: Helper) -> HelpChoice:
     """The longest response ends where it ends first; its worker cancels it then, and the others go on."""
-    verify_s = load.base_s + load.token_s * np.arange(1, MAX_WINDOW + 2)
+    verify_s = np.asarray(load.base_s + load.token_s * np.arange(1, MAX_WINDOW + 2), np.float64)
     times = StepTimes(1, drafting.draft_s, verify_s)
     rate = float(best_window(drafting.acceptance, times, Mode.COUPLED).tokens_per_s)
     moved_s = helper.switch_s + helper.load_token_s * float(load.context_tokens[0])
@@ -164,8 +171,7 @@ def _copy(load: Load, drafting: Drafting, helper: Helper) -> HelpChoice:
     others = load.steps[1:]
     rest_s = 0.0
     if len(others):
-        step_s = load.token_s * load.step_tokens
-        rest_s = load.base_s * float(others[0]) + step_s * float(others[0] + others.sum())
+        rest_s = float(load.seconds(others[0], others[0] + others.sum()))
     return HelpChoice(Help.COPY, max(copied_s, rest_s))
 
 

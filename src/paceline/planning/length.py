@@ -14,6 +14,16 @@ from typing import Protocol
 from paceline.errors import EngineError
 
 
+def expected_rest(estimate: int, num_tokens: int, max_tokens: int) -> int:
+    """Tokens that a response of `num_tokens` will still get, at least 1.
+
+    Beyond its estimate a quarter of what it has: lengths have a long tail, in which who has come far goes on for long.
+    """
+    if num_tokens < estimate:
+        return estimate - num_tokens
+    return max(min(num_tokens // 4, max_tokens - num_tokens), 1)
+
+
 class LengthEstimator(Protocol):
     """What the dispatcher asks and tells."""
 

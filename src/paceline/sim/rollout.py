@@ -137,6 +137,7 @@ class _Fleet:
                 variant=plan.dispatch.variant,
                 chunk_tokens=plan.dispatch.chunk_tokens,
                 guard_interval=plan.dispatch.guard_interval,
+                help="none",
             ),
             CountedResponse,
         )

@@ -1,0 +1,205 @@
+"""Who drafts for whom in a rollout's tail, as the controller decides it."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from reports import make_ending
+
+from paceline.config import FleetSettings
+from paceline.control.controller import HELP_S, Controller
+from paceline.control.events import (
+    Abandoned,
+    Action,
+    CancelChunk,
+    DraftFor,
+    LoseDrafter,
+    Opened,
+    Report,
+    Reported,
+    Rest,
+    RunChunk,
+    Submitted,
+    Tick,
+    WorkerLost,
+    WorkerUp,
+)
+from paceline.planning.length import expected_rest
+from paceline.types import RolloutRequest, StepCosts
+
+SLOW = StepCosts(0.02, 0.0001, 0.0, 1.0, 1.0, 0.001, 0.8)
+"""Plain decoding, with a drafter of a twentieth of its time."""
+
+
+class Fleet:
+    """A controller of workers that are all up, and the time."""
+
+    def __init__(self, workers: int, **fields: object) -> None:
+        self.controller = Controller(
+            FleetSettings.model_validate({"workers": workers, "variant": "sticky", **fields})
+        )
+        self.controller.decide(Opened())
+        self.now_s = 0.0
+        self.chunks: dict[int, RunChunk] = {}
+        for number in range(workers):
+            self.up(f"w{number}", 0)
+
+    def tell(self, event: object) -> list[Action]:
+        actions = self.controller.decide(event)  # type: ignore[arg-type]
+        for action in actions:
+            if isinstance(action, RunChunk):
+                self.chunks[action.index] = action
+            elif isinstance(action, CancelChunk):
+                self.chunks = {at: one for at, one in self.chunks.items() if one.chunk != action.chunk}
+        return actions
+
+    def up(self, worker: str, life: int) -> None:
+        self.tell(WorkerUp(worker, life, 0, 10_000, 4, 16, f"ipc://{worker}/{life}"))
+
+    def submit(self, *lengths: int) -> None:
+        self.tell(Submitted(tuple(RolloutRequest((1, 2), n, key=i, group=i) for i, n in enumerate(lengths))))
+
+    def report(self, worker: str, costs: StepCosts | None = SLOW, life: int = 0) -> list[Action]:
+        return self.tell(Reported(worker, life, Report(1, costs=costs)))
+
+    def end(self, index: int, num_tokens: int) -> list[Action]:
+        order = self.chunks.pop(index)
+        ending = make_ending(order.chunk, 0, range(num_tokens), "stop")
+        return self.tell(Reported(order.worker, order.life, Report(2, endings=(ending,))))
+
+    def tick(self) -> list[Action]:
+        self.now_s += HELP_S
+        return self.tell(Tick(self.now_s))
+
+
+def tail(workers: int = 2) -> tuple[Fleet, str, str]:
+    """A fleet in which one worker still generates; gives it and the free one."""
+    fleet = Fleet(workers)
+    fleet.submit(5000, *[100] * (workers - 1))
+    busy = fleet.chunks[0].worker
+    [free] = [order.worker for index, order in fleet.chunks.items() if index == 1]
+    assert busy != free
+    for name in fleet.controller.workers:
+        fleet.report(name)
+    for index in range(1, workers):
+        fleet.end(index, 50)
+    return fleet, busy, free
+
+
+def test_a_free_worker_drafts_for_the_straggler() -> None:
+    fleet, busy, free = tail()
+    assert fleet.tick() == [DraftFor(free, 0, busy, f"ipc://{busy}/0")]
+    assert fleet.controller.state_of(free) == "drafting"
+    assert fleet.tick() == [], "it does already"
+    *_, rest = fleet.end(0, 70)
+    assert rest == Rest(free, 0)
+    assert fleet.controller.state_of(free) == "up"
+
+
+def test_one_helper_is_enough_and_the_next_straggler_gets_the_next() -> None:
+    fleet = Fleet(4)
+    fleet.submit(5000, 5000, 100, 100)
+    for name in fleet.controller.workers:
+        fleet.report(name)
+    fleet.end(2, 50)
+    fleet.end(3, 50)
+    found = fleet.tick()
+    assert {action.helped for action in found if isinstance(action, DraftFor)} == {
+        fleet.chunks[0].worker,
+        fleet.chunks[1].worker,
+    }
+    assert len({action.worker for action in found if isinstance(action, DraftFor)}) == 2
+
+
+@pytest.mark.parametrize(
+    "costs",
+    [
+        None,
+        StepCosts(0.02, 0.0001, 0.0, 1.0, 1.0, 0.0, 0.8),  # never drafted
+        StepCosts(0.02, 0.0001, 0.0, 1.0, 1.0, 0.05, 0.8),  # dearer than the target
+        StepCosts(0.02, 0.0001, 0.0, 3.0, 5.0, 0.01, 0.1),  # never right, and others draft well
+    ],
+)
+def test_nobody_drafts_where_it_would_not_help(costs: StepCosts | None) -> None:
+    fleet = Fleet(2)
+    fleet.submit(5000, 100)
+    for name in fleet.controller.workers:
+        fleet.report(name, costs)
+    fleet.end(1, 50)
+    assert fleet.tick() == []
+
+
+def test_nobody_helps_while_something_waits_or_if_nobody_shall() -> None:
+    fleet = Fleet(2, help="none")
+    fleet.submit(5000, 100)
+    for name in fleet.controller.workers:
+        fleet.report(name)
+    fleet.end(1, 50)
+    assert fleet.tick() == []
+
+
+def test_a_lost_helper_is_told_of_and_the_next_life_helps() -> None:
+    fleet, busy, free = tail()
+    fleet.tick()
+    actions = fleet.tell(WorkerLost(free, 0, "killed"))
+    assert LoseDrafter(busy, 0) in actions
+    fleet.up(free, 1)
+    assert fleet.tick() == [DraftFor(free, 1, busy, f"ipc://{busy}/0")]
+
+
+def test_a_helper_of_a_lost_worker_takes_over_its_responses() -> None:
+    fleet, busy, free = tail()
+    fleet.tick()
+    actions = fleet.tell(WorkerLost(busy, 0, "killed"))
+    assert [action.worker for action in actions if isinstance(action, RunChunk)] == [free]
+    assert not any(isinstance(action, Rest | LoseDrafter) for action in actions), "its chunk ends the help"
+    assert fleet.controller.state_of(free) == "up"
+
+
+def test_helpers_of_a_rollout_that_is_given_up_rest() -> None:
+    fleet, _, free = tail()
+    fleet.tick()
+    assert Rest(free, 0) in fleet.tell(Abandoned())
+
+
+def test_what_is_left_of_a_response() -> None:
+    assert expected_rest(100, 30, 500) == 70
+    assert expected_rest(100, 100, 500) == 25
+    assert expected_rest(100, 490, 500) == 10
+    assert expected_rest(500, 499, 500) == 1
+    assert expected_rest(0, 1, 500) == 1
+
+
+@given(st.integers(0, 2**32 - 1))
+def test_pairs_are_of_an_idle_and_a_busy_worker_whatever_happens(seed: int) -> None:
+    rng = random.Random(seed)
+    fleet = Fleet(4)
+    fleet.submit(*(rng.choice([50, 400, 4000]) for _ in range(rng.randint(1, 9))))
+    lives = dict.fromkeys(fleet.controller.workers, 0)
+    for _ in range(60):
+        name = rng.choice(fleet.controller.workers)
+        kind = rng.random()
+        if kind < 0.4:
+            fleet.report(name, life=lives[name])
+        elif kind < 0.6:
+            fleet.tick()
+        elif kind < 0.75 and fleet.chunks:
+            index = rng.choice(list(fleet.chunks))
+            fleet.end(index, rng.randint(1, 40))
+        elif kind < 0.8:
+            fleet.chunks = {at: one for at, one in fleet.chunks.items() if one.worker != name}
+            fleet.tell(WorkerLost(name, lives[name], "killed"))
+            lives[name] += 1
+            fleet.up(name, lives[name])
+        helping = fleet.controller._helping
+        assert helping is not None
+        busy = {order.worker for order in fleet.chunks.values()}
+        helpers = {helper.worker for helper, _ in helping._pairs.values()}
+        helped = [one.worker for _, one in helping._pairs.values()]
+        assert helpers.isdisjoint(busy)
+        assert set(helped) <= busy
+        assert len(helped) == len(set(helped)) == len(helping._helped)
+        assert all(place.life == lives[place.worker] for pair in helping._pairs.values() for place in pair)
