@@ -44,10 +44,17 @@ def _rejected_s(step: Step, clock: StepClock) -> float:
 
 def clairvoyant_s(off: Timed, clock: StepClock, drafter: str, depth: int) -> float:
     """Seconds of this rollout if each step verified exactly the tokens that will be accepted, with free drafts of up to
-    `depth` tokens. What the clock does not know of (prefill) is as long as in `off`, the rollout without drafts."""
-    decoded = np.array([step[:3] for step in off.steps if step.is_decode])
-    steps = np.array(clairvoyant_steps(ModelDrafts(drafter, off, depth), off))
-    return off.wall_s + float(clock.steps_s(steps).sum() - clock.steps_s(decoded).sum())
+    `depth` tokens. off: the rollout without drafts."""
+    return steps_s(off, clock, clairvoyant_steps(ModelDrafts(drafter, off, depth), off))
+
+
+def steps_s(off: Timed, clock: StepClock, steps: Sequence[tuple[int, int, int]]) -> float:
+    """Seconds of a rollout that decodes in these steps, (requests, tokens, context) each, by the clock.
+
+    Its prefill takes as long as in `off`. How long `off` decoded does not count: the machine may have been slower then.
+    """
+    prefill_s = sum(step.step_s for step in off.steps if not step.is_decode)
+    return prefill_s + float(clock.steps_s(np.array(steps)).sum())
 
 
 def clairvoyant_steps(drafts: Any, run: Timed) -> list[tuple[int, int, int]]:

@@ -52,8 +52,8 @@ from paceline.config import EngineSettings
 CASES = {"8x16": (8, 16), "2x4": (2, 4), "1x1": (1, 1)}
 TUNED = {"8x16": [(4, 16)], "2x4": [(2, 4)] * 2, "1x1": [(1, 1)] * 4}
 """Rollouts (prompts, samples) in which a setting is tried for a case; they share four prompts."""
-RUNS = {"8x16": 1, "2x4": 2, "1x1": 4}
-"""Rollouts of a repetition."""
+RUNS = {"8x16": 1, "2x4": 4, "1x1": 16}
+"""Rollouts of a repetition: few responses differ much in length and in how well they are drafted for."""
 NUM_TUNING_PROMPTS = 4
 TUNING_SEED, SEED = 5, 11
 COLUMNS = (

@@ -10,7 +10,7 @@ import pytest
 from timed_rollouts import decode_step, plain_rollout
 
 from budget import check_rows  # isort: skip
-from bounds import clairvoyant_steps, count_hits, fit_clock, wasted_s  # isort: skip
+from bounds import clairvoyant_steps, count_hits, fit_clock, steps_s, wasted_s  # isort: skip
 from comparison import Bound, add_bound, add_rival, check_bars, summarise  # isort: skip
 from plain_time import PlainTime  # isort: skip
 from rollouts import Timed  # isort: skip
@@ -133,6 +133,15 @@ def test_clairvoyant_verifies_what_will_be_accepted() -> None:
     # Of 9 tokens one comes from prefill; 3 + 3 + 2 follow, the last never drafted. Of 4: 3 in one step.
     assert [step[:2] for step in steps] == [(2, 6), (1, 3), (1, 2)]
     assert steps[0][2] == 2 * 4
+
+
+def test_the_bound_takes_no_slow_decoding_for_prefill() -> None:
+    run = plain_rollout(LENGTHS)
+    prefill_s = sum(step.step_s for step in run.steps if not step.is_decode)
+    clock, steps = fit_clock([run]), [step[:3] for step in run.steps if step.is_decode]
+    slow = [step._replace(step_s=2 * step.step_s) if step.is_decode else step for step in run.steps]
+    assert steps_s(run, clock, steps) == pytest.approx(sum(step.step_s for step in run.steps), rel=0.02)
+    assert steps_s(replace(run, steps=slow), clock, steps) == steps_s(run, clock, steps) > prefill_s
 
 
 # --- bars
