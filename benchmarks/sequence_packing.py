@@ -5,7 +5,7 @@
 
 Both take the same optimizer steps on the same responses, drawn at random: a padded batch pads each to its longest, a
 pack puts them behind each other. Tokens are those of prompts and responses; padding counts for nothing. `sorted` pads
-batches of neighbours in length, which changes what a batch is made of.
+batches of neighbours in length, which changes what a batch is made of. Seconds are processor time, on one thread.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ def measure(
     batches: Sequence[Sequence[Sample]],
     build: Callable[[Sequence[Sample]], Pack],
 ) -> float:
-    """Tokens per second over the batches, after one to warm up; building the batches counts."""
+    """Tokens per second of processor time over the batches, after one to warm up; building the batches counts."""
     trainer = make_trainer()
     trainer.step(build(batches[0]), 1e-4)
-    began_s = time.perf_counter()
+    began_s = time.process_time()
     for batch in batches:
         trainer.step(build(batch), 1e-4)
-    return sum(len(s.ids) for batch in batches for s in batch) / (time.perf_counter() - began_s)
+    return sum(len(s.ids) for batch in batches for s in batch) / (time.process_time() - began_s)
 
 
 def main() -> None:
@@ -76,7 +76,7 @@ def main() -> None:
     chosen = Random(0).sample(rows, min(len(rows), options.batch * options.batches))
     samples = list(read_samples(target, [(r.ids, r.num_prompt_tokens) for r in chosen], layers, 4096))
     batches = [samples[i : i + options.batch] for i in range(0, len(samples), options.batch)]
-    by_length = sorted(samples, key=lambda s: len(s.ids))
+    by_length = sorted(samples, key=lambda s: s.num_tokens)
     neighbours = [by_length[i : i + options.batch] for i in range(0, len(by_length), options.batch)]
     systems = {
         "padded": (batches, pad_samples),

@@ -19,6 +19,7 @@ import paceline
 from paceline.commands.bench.command import bench
 from paceline.commands.doctor.command import doctor
 from paceline.commands.draft_server import draft_server
+from paceline.commands.drafter.command import drafter
 from paceline.commands.ladder import ladder
 from paceline.commands.plan import plan
 from paceline.commands.profile import profile
@@ -53,6 +54,7 @@ app.command()(ladder)
 app.command()(plan)
 app.command()(simulate)
 app.command()(draft_server)
+app.add_typer(drafter, name="drafter")
 app.command()(doctor)
 
 

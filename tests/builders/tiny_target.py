@@ -13,22 +13,19 @@ from paceline.distillation.target import choose_layers, read_samples
 VOCAB = 29
 
 
-def tiny_target(seed: int = 0, **sizes: int) -> Any:
+def tiny_target(seed: int = 0) -> Any:
     """A random Llama model of 4 layers that takes packs."""
     torch.manual_seed(seed)
     config = LlamaConfig(
-        **{
-            "vocab_size": VOCAB,
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "num_hidden_layers": 4,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 8,
-            "max_position_embeddings": 256,
-            "initializer_range": 0.3,
-            **sizes,
-        },
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=256,
+        initializer_range=0.3,
         bos_token_id=1,
         eos_token_id=2,
         attn_implementation=ATTENTION_NAME,

@@ -22,6 +22,7 @@ COMMANDS = (
     "ladder",
     "plan",
     "draft-server",
+    "drafter",
     "simulate",
     "doctor",
 )

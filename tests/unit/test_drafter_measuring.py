@@ -75,7 +75,7 @@ def test_acceptance_is_that_of_drafting_and_verifying(
     samples, thrown = responses
     torch.manual_seed(2)
     network: Network = Eagle(SHARED) if kind == "eagle" else SmallModel(tiny_target(4))
-    worth = measure(network, SHARED, samples, thrown, DEPTH, sharpness)
+    worth = measure(network, SHARED, zip(samples, thrown, strict=True), DEPTH, sharpness)
     pairs = [draft_and_verify(network, *pair, sharpness) for pair in zip(samples, thrown, strict=True)]
     drafts, accepted = map(sum, zip(*pairs, strict=True))
     assert worth.acceptance_length == pytest.approx(1 + accepted / drafts)
@@ -83,7 +83,7 @@ def test_acceptance_is_that_of_drafting_and_verifying(
 
 
 def test_the_target_itself_is_always_right(responses: tuple[list[Sample], list[Dice]]) -> None:
-    worth = measure(SmallModel(TARGET), SHARED, *responses, DEPTH)
+    worth = measure(SmallModel(TARGET), SHARED, zip(*responses, strict=True), DEPTH)
     assert worth.acceptance == (1.0, 1.0, 1.0)
     assert worth.agreement == pytest.approx((1.0, 1.0, 1.0), abs=1e-4)
     assert worth.acceptance_length > 3

@@ -63,8 +63,12 @@ def test_what_is_decided_is_each_documents_response() -> None:
 
 def test_a_stream_is_cut_where_the_next_response_does_not_fit() -> None:
     samples = [Sample(torch.zeros(n), 1, torch.zeros(n, 1)) for n in (4, 5, 30, 1, 9)]
-    assert [[len(s.ids) for s in part] for part in divide(samples, 10)] == [[4, 5], [30], [1, 9]]
-    assert not list(divide([], 10))
+    assert [[len(s.ids) for s in part] for part in divide(samples, 10, lambda s: s.num_tokens)] == [
+        [4, 5],
+        [30],
+        [1, 9],
+    ]
+    assert not list(divide([], 10, len))
 
 
 def test_nothing_makes_no_pack() -> None:

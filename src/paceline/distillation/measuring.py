@@ -6,7 +6,7 @@ it would have been right, is computed and not estimated: it is what an engine th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -47,22 +47,20 @@ class Worth:
 def measure(
     network: Network,
     shared: Shared,
-    samples: Sequence[Sample],
-    thrown: Sequence[Dice],
+    responses: Iterable[tuple[Sample, Dice]],
     depth: int,
     sharpness: float = 1.0,
 ) -> Worth:
     """Draft chains of `depth` tokens through all responses, one verification after another.
 
-    thrown: of each sample. sharpness: exponent on the drafter's distribution, inf = greedy.
+    responses: each with the dice that threw it. sharpness: exponent on the drafter's distribution, inf = greedy.
     """
     tally = _Tally(depth)
-    known = {id(sample): one for sample, one in zip(samples, thrown, strict=True)}
     with torch.no_grad():
-        for part in divide(samples, PACK_TOKENS):
-            part = sorted(part, key=lambda sample: len(sample.ids))  # as the pack stands
-            pack = pack_samples(part)
-            _measure_pack(network, shared, pack, part, [known[id(one)] for one in part], sharpness, tally)
+        for part in divide(responses, PACK_TOKENS, lambda response: response[0].num_tokens):
+            part.sort(key=lambda response: response[0].num_tokens)  # as they stand in a pack
+            samples, thrown = zip(*part, strict=True)
+            _measure_pack(network, shared, pack_samples(samples), samples, thrown, sharpness, tally)
     return tally.worth()
 
 

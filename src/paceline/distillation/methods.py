@@ -60,6 +60,14 @@ class Method:
             raise ConfigError(f"there is no loss {loss!r}: choose one of {', '.join(LOSSES)}")
         return replace(self, objective=replace(self.objective, loss=loss, loss_weight=1.0))
 
+    def with_steps(self, steps: int) -> Method:
+        """The same with chains of so many draft tokens."""
+        return replace(self, objective=replace(self.objective, steps=steps))
+
+    def at_temperature(self, temperature: float) -> Method:
+        """The same for responses that were sampled at this temperature; greedy ones are learned from as at 1."""
+        return replace(self, objective=replace(self.objective, temperature=temperature or 1.0))
+
 
 METHODS: dict[MethodName, Method] = {
     "eagle": Method(Eagle, Objective("forward_kl", loss_weight=0.1, feature_weight=1.0)),

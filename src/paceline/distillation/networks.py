@@ -38,6 +38,8 @@ class Network(nn.Module):  # type: ignore[misc]
 
     lead: ClassVar[int]
     """Row i of step k stands for what the target decides in the state of token i + lead + k of the same document."""
+    config: Any
+    """transformers' configuration of the network, as its checkpoint has it."""
     num_fused: ClassVar[int] = 0
     """Inner states of the target per token that it reads; `Pack.states` must begin with them."""
 
@@ -202,7 +204,7 @@ class SmallModel(Network):
                 f"the small model attends through {model.config._attn_implementation!r}: load it with "
                 f"attn_implementation={ATTENTION_NAME!r}"
             )
-        self.model = model
+        self.model, self.config = model, model.config
 
     def unroll(self, pack: Pack, num_steps: int) -> Iterator[Tensor]:
         hidden = self.model.base_model(

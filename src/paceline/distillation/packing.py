@@ -8,8 +8,9 @@ a padded batch is the special case of documents of one length.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +21,9 @@ from paceline.errors import TrainingError
 
 ATTENTION_NAME = "paceline_documents"
 """Name under which transformers knows `attend_documents`; pass `document_lengths=pack.lengths` to the model."""
+
+
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +37,10 @@ class Sample:
     ids: Tensor  # [num_tokens] integers, prompt and response
     num_prompt_tokens: int
     states: Tensor  # [num_tokens, num_states * hidden]
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.ids)
 
     @property
     def num_bytes(self) -> int:
@@ -65,8 +73,8 @@ def pack_samples(samples: Sequence[Sample]) -> Pack:
     """Put samples behind each other, sorted by length. Raises TrainingError for none."""
     if not samples:
         raise TrainingError("there is nothing to pack: give at least one sample")
-    samples = sorted(samples, key=lambda sample: len(sample.ids))
-    lengths = tuple(len(sample.ids) for sample in samples)
+    samples = sorted(samples, key=lambda sample: sample.num_tokens)
+    lengths = tuple(sample.num_tokens for sample in samples)
     starts = itertools.accumulate(lengths, initial=0)
     deciding = [
         torch.arange(start + sample.num_prompt_tokens - 1, start + length - 1)
@@ -81,16 +89,16 @@ def pack_samples(samples: Sequence[Sample]) -> Pack:
     )
 
 
-def divide(samples: Iterable[Sample], max_tokens: int) -> Iterator[list[Sample]]:
-    """Cut a stream into packs of at most `max_tokens` tokens; a longer sample is one by itself."""
-    part: list[Sample] = []
+def divide(items: Iterable[Item], max_tokens: int, count: Callable[[Item], int]) -> Iterator[list[Item]]:
+    """Cut a stream into parts of at most `max_tokens` tokens, as `count` tells; a longer item is one by itself."""
+    part: list[Item] = []
     num_tokens = 0
-    for sample in samples:
-        if part and num_tokens + len(sample.ids) > max_tokens:
+    for item in items:
+        if part and num_tokens + count(item) > max_tokens:
             yield part
             part, num_tokens = [], 0
-        part.append(sample)
-        num_tokens += len(sample.ids)
+        part.append(item)
+        num_tokens += count(item)
     if part:
         yield part
 

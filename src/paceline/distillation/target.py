@@ -5,7 +5,7 @@ The states come from transformers, as in a trainer's process; an engine can hand
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,11 +68,10 @@ def read_states(model: Any, ids: Sequence[Tensor], layers: Sequence[int]) -> lis
 
 
 def read_samples(
-    model: Any, responses: Sequence[tuple[Tensor, int]], layers: Sequence[int], max_tokens: int
+    model: Any, responses: Iterable[tuple[Tensor, int]], layers: Sequence[int], max_tokens: int
 ) -> Iterator[Sample]:
     """(ids, number of prompt tokens) as samples, `max_tokens` tokens in a forward pass at most, in order."""
-    bare = (Sample(ids, num_prompt, torch.empty(0)) for ids, num_prompt in responses)
-    for part in divide(bare, max_tokens):
-        states = read_states(model, [sample.ids.long() for sample in part], layers)
-        for sample, state in zip(part, states, strict=True):
-            yield Sample(sample.ids, sample.num_prompt_tokens, state.clone())
+    for part in divide(responses, max_tokens, lambda response: len(response[0])):
+        states = read_states(model, [ids.long() for ids, _ in part], layers)
+        for (ids, num_prompt_tokens), state in zip(part, states, strict=True):
+            yield Sample(ids, num_prompt_tokens, state.clone())

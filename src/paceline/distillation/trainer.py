@@ -13,6 +13,8 @@ from paceline.distillation.packing import Pack
 from paceline.errors import CheckpointError
 
 MAX_GRADIENT_NORM = 1.0
+NETWORK = "network."
+"""Before the names of the network's weights, among what is saved."""
 
 
 class Trainer:
@@ -46,7 +48,7 @@ class Trainer:
 
     def tensors(self) -> dict[str, Tensor]:
         """All that training changes, by name: weights, and what the optimizers keep of each. Not copied."""
-        found = {f"network.{name}": p.detach() for name, p in self.network.named_parameters()}
+        found = {f"{NETWORK}{name}": p.detach() for name, p in self.network.named_parameters()}
         for name, parameter in self.network.named_parameters():
             for optimizer in self._optimizers:
                 kept = optimizer.state.get(parameter, {})
@@ -55,22 +57,28 @@ class Trainer:
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Go on from what `tensors` gave. Raises CheckpointError if it belongs to another network."""
+        load_network(self.network, tensors)
         own = dict(self.network.named_parameters())
-        shapes = {f"network.{name}": p.shape for name, p in own.items()}
-        given = {name: t.shape for name, t in tensors.items() if name.startswith("network.")}
-        if shapes != given:
-            different = sorted({name for name, _ in shapes.items() ^ given.items()})
-            raise CheckpointError(
-                f"the checkpoint is of another network, {different[0]!r} differs: train on with the method, target and "
-                "small model that it began with, or begin anew"
-            )
-        with torch.no_grad():
-            for name, parameter in own.items():
-                parameter.copy_(tensors[f"network.{name}"])
         for optimizer in self._optimizers:
             for name, parameter in own.items():
                 if any(parameter is one for group in optimizer.param_groups for one in group["params"]):
                     optimizer.state[parameter] = _state_of(name, tensors)
+
+
+def load_network(network: Network, tensors: Mapping[str, Tensor]) -> None:
+    """Take the weights out of what `Trainer.tensors` gave. Raises CheckpointError if they are another network's."""
+    own = {f"{NETWORK}{name}": parameter for name, parameter in network.named_parameters()}
+    shapes = {name: parameter.shape for name, parameter in own.items()}
+    given = {name: tensor.shape for name, tensor in tensors.items() if name.startswith(NETWORK)}
+    if shapes != given:
+        different = sorted({name for name, _ in shapes.items() ^ given.items()})
+        raise CheckpointError(
+            f"the checkpoint is of another network, {different[0]!r} differs: go on with the method, target and small "
+            "model that it began with, or begin anew"
+        )
+    with torch.no_grad():
+        for name, parameter in own.items():
+            parameter.copy_(tensors[name])
 
 
 def _state_of(name: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -1,0 +1,211 @@
+"""What `paceline drafter` does once its arguments are known to be sound: loads models, trains, measures, prints."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+import typer
+from rich.console import Console
+from torch import Tensor
+
+from paceline.commands.inputs.model_folder import read_checkpoint
+from paceline.distillation.checkpoints import CheckpointWriter
+from paceline.distillation.measuring import Dice, Worth
+from paceline.distillation.measuring import measure as measure_worth
+from paceline.distillation.methods import METHODS, MethodName, build_network
+from paceline.distillation.networks import Network, Shared, SmallModel
+from paceline.distillation.offline import Progress, Schedule, train_offline
+from paceline.distillation.packing import Sample
+from paceline.distillation.responses import Response, read_responses
+from paceline.distillation.target import choose_layers, load_model, read_samples, share
+from paceline.distillation.trainer import Trainer
+from paceline.distillation.training_folder import (
+    FILE_NAME,
+    Description,
+    describe,
+    is_training_folder,
+    read_folder,
+    rebuild_network,
+)
+from paceline.errors import ConfigError, RecordError
+from paceline.terminal.tables import make_table
+
+SAVE_EVERY_S = 5.0
+TELL_EVERY_S = 10.0
+READ_TOKENS = 4096
+"""Of one forward pass of the target."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingJob:
+    """What `drafter train` was asked for; fields as its options."""
+
+    target: Path
+    responses: Path
+    out: Path
+    method: MethodName
+    loss: str | None
+    core_s: float
+    rate: float
+    small_model: Path | None
+    max_memory_gib: float
+    seed: int
+    threads: int
+
+
+def run_training(job: TrainingJob, *, resume: bool, overwrite: bool) -> None:
+    """Train until the time is used up, saving as it goes."""
+    _set_threads(job.threads)
+    found = _begin(job.out, resume, overwrite)
+    method = METHODS[job.method] if job.loss is None else METHODS[job.method].with_loss(job.loss)
+    rows = read_responses(job.responses)
+    temperature = _temperature(rows)
+    method = method.at_temperature(temperature)
+    model = load_model(job.target)
+    shared = share(model)
+    torch.manual_seed(job.seed)
+    network = build_network(method, shared, job.small_model)
+    layers = choose_layers(shared.config.num_hidden_layers) if network.num_fused else ()
+    samples = _read(model, rows, layers, job.max_memory_gib)
+    trainer = Trainer(network, shared, method.objective)
+    made = describe(network, job.method, method.objective.loss, temperature, layers)
+    if found is not None:
+        made = _continue(found[1], made)
+        trainer.load(found[0])
+    with CheckpointWriter(job.out / FILE_NAME) as writer:
+        told = _Telling(trainer, made, writer, job.core_s)
+        begun = Progress(made.trained_s, made.trained_tokens, 0.0)
+        try:
+            train_offline(trainer, samples, Schedule(job.core_s, job.rate), begun, job.seed, told.after_step)
+        finally:
+            told.save()
+    typer.echo(f"trained: {job.out}")
+
+
+class _Telling:
+    """Saves and reports every few seconds."""
+
+    def __init__(self, trainer: Trainer, made: Description, writer: CheckpointWriter, core_s: float) -> None:
+        self._trainer, self._made, self._writer, self._core_s = trainer, made, writer, core_s
+        self._saved_s = self._told_s = time.monotonic()
+
+    def after_step(self, progress: Progress) -> None:
+        self._made = msgspec.structs.replace(
+            self._made, trained_s=progress.core_s, trained_tokens=progress.num_tokens
+        )
+        now = time.monotonic()
+        if now - self._saved_s >= SAVE_EVERY_S:
+            self._saved_s = now
+            self.save()
+        if now - self._told_s >= TELL_EVERY_S:
+            self._told_s = now
+            typer.echo(
+                f"{progress.core_s:.0f} of {self._core_s:.0f} s, loss {progress.loss:.4f}, "
+                f"{progress.num_tokens / progress.core_s:.0f} tokens/s",
+                err=True,
+            )
+
+    def save(self) -> None:
+        self._writer.save(self._trainer.tensors(), self._made.note())
+
+
+def run_measuring(
+    target: Path, responses: Path, drafter: Path, depth: int, sharpness: float, threads: int
+) -> None:
+    """Measure a drafter and print what its drafts are worth."""
+    _set_threads(threads)
+    rows = read_responses(responses)
+    thrown = [_dice_of(row, responses) for row in rows]
+    model = load_model(target)
+    shared = share(model)
+    network, layers = _load_drafter(drafter, shared)
+    samples = read_samples(model, map(_as_pair, rows), layers, READ_TOKENS)
+    _show(measure_worth(network, shared, zip(samples, thrown, strict=True), depth, sharpness))
+
+
+def _set_threads(threads: int) -> None:
+    if threads:
+        torch.set_num_threads(threads)
+
+
+def _begin(out: Path, resume: bool, overwrite: bool) -> tuple[dict[str, Tensor], Description] | None:
+    """What `--resume` goes on with; `--overwrite` removes it. Raises RecordError if neither is given."""
+    if not is_training_folder(out):
+        return None
+    if overwrite:
+        (out / FILE_NAME).unlink()
+        return None
+    if not resume:
+        raise RecordError(
+            f"{out} holds a drafter already: go on with --resume, or replace it with --overwrite"
+        )
+    return read_folder(out)
+
+
+def _continue(old: Description, new: Description) -> Description:
+    """The old description. Raises ConfigError if this run would train something else."""
+    for field in ("method", "loss", "temperature", "fused_layers"):
+        was, wanted = getattr(old, field), getattr(new, field)
+        if was != wanted:
+            raise ConfigError(f"--resume with another {field}: it began with {was}, and this is {wanted}")
+    return old
+
+
+def _temperature(rows: Sequence[Response]) -> float:
+    found = {float(row.options.get("temperature", 1.0)) for row in rows}
+    if len(found) > 1:
+        raise ConfigError(
+            f"the responses were sampled at {len(found)} temperatures: train on those of one rollout"
+        )
+    return found.pop()
+
+
+def _as_pair(row: Response) -> tuple[Tensor, int]:
+    return row.ids, row.num_prompt_tokens
+
+
+def _read(model: Any, rows: Sequence[Response], layers: Sequence[int], max_gib: float) -> list[Sample]:
+    """The responses with the target's states, as many as the memory takes, at least one."""
+    room = max_gib * (1 << 30)
+    samples: list[Sample] = []
+    for sample in read_samples(model, map(_as_pair, rows), layers, READ_TOKENS):
+        room -= sample.num_bytes
+        if samples and room < 0:
+            typer.echo(
+                f"states of {len(samples)} of {len(rows)} responses fill {max_gib:g} GiB (--max-memory-gib)",
+                err=True,
+            )
+            break
+        samples.append(sample)
+    return samples
+
+
+def _dice_of(row: Response, file: Path) -> Dice:
+    if row.key is None:
+        raise RecordError(
+            f"{file} has no dice keys: measure on responses of 'paceline rollout' without --plain"
+        )
+    return Dice(row.key, float(row.options.get("temperature", 1.0)))
+
+
+def _load_drafter(folder: Path, shared: Shared) -> tuple[Network, Sequence[int]]:
+    """A network from where it was trained, or a small language model; and the target's layers that it reads."""
+    found = read_folder(folder)
+    if found is None:
+        return SmallModel(load_model(read_checkpoint(folder).folder)), ()
+    tensors, made = found
+    return rebuild_network(made, tensors, shared), made.fused_layers
+
+
+def _show(worth: Worth) -> None:
+    caption = f"acceptance length {worth.acceptance_length:.3f} over {worth.num_tokens:,} tokens"
+    table = make_table((), ("draft token", "acceptance", "agreement"), caption=caption)
+    for place, (accepted, agreed) in enumerate(zip(worth.acceptance, worth.agreement, strict=True), start=1):
+        table.add_row(str(place), f"{accepted:.3f}", f"{agreed:.3f}")
+    Console().print(table)

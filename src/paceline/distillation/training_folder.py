@@ -1,0 +1,81 @@
+"""A folder in which a drafter is trained: one file with its weights, its optimizers' state and what it is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from paceline.distillation import checkpoints
+from paceline.distillation.methods import METHODS, MethodName
+from paceline.distillation.networks import Network, Shared, SmallModel
+from paceline.distillation.packing import ATTENTION_NAME
+from paceline.distillation.trainer import load_network
+from paceline.errors import CheckpointError
+
+FILE_NAME = "training.safetensors"
+NOTE = "paceline"
+
+
+class Description(msgspec.Struct, frozen=True):
+    """What a drafter in training is, and how far it has come."""
+
+    method: MethodName
+    loss: str
+    temperature: float
+    """At which the responses that it learns from were sampled."""
+    fused_layers: tuple[int, ...]
+    """Layers of the target whose inputs it reads besides the last state."""
+    config: dict[str, Any]
+    """transformers' configuration of the network."""
+    trained_s: float = 0.0
+    """Processor time spent on it."""
+    trained_tokens: int = 0
+
+    def note(self) -> dict[str, str]:
+        """As it stands in the file."""
+        return {NOTE: msgspec.json.encode(self).decode()}
+
+
+def describe(
+    network: Network, method: MethodName, loss: str, temperature: float, fused_layers: tuple[int, ...]
+) -> Description:
+    """Of a network that has not been trained yet."""
+    config = network.config.to_dict()
+    return Description(method, loss, temperature, fused_layers, msgspec.to_builtins(config, enc_hook=str))
+
+
+def read_folder(folder: Path) -> tuple[dict[str, Tensor], Description] | None:
+    """What the folder holds, None for nothing. Raises CheckpointError for a file of something else."""
+    found = checkpoints.read(folder / FILE_NAME)
+    if found is None:
+        return None
+    tensors, note = found
+    try:
+        return tensors, msgspec.json.decode(note[NOTE], type=Description)
+    except (KeyError, msgspec.DecodeError) as error:
+        raise CheckpointError(
+            f"{folder / FILE_NAME} was not written by 'paceline drafter train': choose another folder"
+        ) from error
+
+
+def is_training_folder(folder: Path) -> bool:
+    """Whether a drafter is trained there."""
+    return (folder / FILE_NAME).is_file()
+
+
+def rebuild_network(description: Description, tensors: Mapping[str, Tensor], shared: Shared) -> Network:
+    """The network with its weights. Raises CheckpointError if the target is not the one that it was made for."""
+    kind = METHODS[description.method].network
+    network: Network
+    if issubclass(kind, SmallModel):
+        config = AutoConfig.for_model(**description.config)
+        network = SmallModel(AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME))
+    else:
+        network = kind(shared)
+    load_network(network, tensors)
+    return network

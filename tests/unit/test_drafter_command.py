@@ -1,0 +1,121 @@
+"""`paceline drafter`: train, measure and export, from a file of responses to a checkpoint."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors.torch
+from command_line import Run, write
+from tiny_target import tiny_target
+
+TARGET = tiny_target()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    TARGET.save_pretrained(tmp_path / "target")
+    return tmp_path / "target"
+
+
+@pytest.fixture
+def responses(tmp_path: Path) -> Path:
+    """Responses of random tokens: what is trained does not matter here."""
+    random = np.random.default_rng(0)
+    lines = [
+        {
+            "prompt_ids": [1, 5, 9],
+            "tokens": random.integers(3, 29, int(random.integers(4, 25))).tolist(),
+            "key": key,
+            "options": {"temperature": 1.0},
+        }
+        for key in range(12)
+    ]
+    return write(tmp_path / "responses.jsonl", *lines)
+
+
+@pytest.mark.parametrize("method", ["eagle", "hass", "eagle3", "osd"])
+def test_a_drafter_is_trained_measured_and_exported(
+    run: Run, tmp_path: Path, folder: Path, responses: Path, method: str
+) -> None:
+    out = tmp_path / "head"
+    words: list[object] = ["drafter", "train", folder, responses, "--out", out, "--method", method]
+    words += ["--core-minutes", 0.01, "--threads", 1]
+    if method == "osd":
+        tiny_target(3).save_pretrained(tmp_path / "small")
+        words += ["--small-model", tmp_path / "small"]
+    done = run(*words)
+    assert done.code == 0, done.error
+    assert run(*words).code == 6  # there is one already
+    done = run(*words, "--resume", "--core-minutes", 0.02)
+    assert done.code == 0, done.error
+    done = run("drafter", "measure", folder, responses, out, "--depth", 2)
+    assert done.code == 0, done.error
+    assert "acceptance length 1." in done.out
+    done = run("drafter", "export", out, "--out", tmp_path / "exported")
+    assert done.code == 0, done.error
+    config = json.loads((tmp_path / "exported/config.json").read_text())
+    weights = safetensors.torch.load_file(tmp_path / "exported/model.safetensors")
+    assert config["architectures"] == ["LlamaForCausalLMEagle3" if method == "eagle3" else "LlamaForCausalLM"]
+    assert ("fc.weight" in weights) == (method != "osd")
+    assert run("drafter", "export", out, "--out", tmp_path / "exported").code == 6
+
+
+def test_an_exported_small_model_is_the_one_that_was_trained(
+    run: Run, tmp_path: Path, folder: Path, responses: Path
+) -> None:
+    tiny_target(3).save_pretrained(tmp_path / "small")
+    words = ("--method", "osd", "--small-model", tmp_path / "small", "--core-minutes", 0.01, "--threads", 1)
+    assert run("drafter", "train", folder, responses, "--out", tmp_path / "run", *words).code == 0
+    assert run("drafter", "export", tmp_path / "run", "--out", tmp_path / "exported").code == 0
+    said = [
+        run("drafter", "measure", folder, responses, tmp_path / name).out
+        for name in ("run", "exported", "small")
+    ]
+    assert said[0] == said[1] != said[2]
+
+
+def test_the_speculators_form_is_eagle3s_and_names_the_target(
+    run: Run, tmp_path: Path, folder: Path, responses: Path
+) -> None:
+    quick = ("--core-minutes", 0.001, "--threads", 1)
+    for method in ("eagle", "eagle3"):
+        done = run(
+            "drafter", "train", folder, responses, "--out", tmp_path / method, "--method", method, *quick
+        )
+        assert done.code == 0, done.error
+    form = ("--form", "speculators", "--target", "org/model")
+    assert run("drafter", "export", tmp_path / "eagle3", "--out", tmp_path / "out", *form[:2]).code == 2
+    assert run("drafter", "export", tmp_path / "eagle", "--out", tmp_path / "out", *form).code == 2
+    assert run("drafter", "export", tmp_path / "eagle3", "--out", tmp_path / "out", *form).code == 0
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    assert config["speculators_model_type"] == "eagle3"
+    assert config["speculators_config"]["verifier"] == {"name_or_path": "org/model"}
+    assert "layers.0.hidden_norm.weight" in safetensors.torch.load_file(tmp_path / "out/model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "remedy"),
+    [
+        (("--method", "osd"), 2, "give its folder"),
+        (("--small-model", "x"), 2, "choose osd"),
+        (("--core-minutes", 0), 2, "above 0"),
+    ],
+)
+def test_bad_input_is_refused(
+    run: Run, tmp_path: Path, folder: Path, responses: Path, words: tuple[object, ...], code: int, remedy: str
+) -> None:
+    done = run("drafter", "train", folder, responses, "--out", tmp_path / "out", *words)
+    assert done.code == code
+    assert remedy in done.error
+
+
+def test_other_files_are_refused(run: Run, tmp_path: Path, folder: Path, responses: Path) -> None:
+    empty = write(tmp_path / "empty.jsonl")
+    done = run("drafter", "train", folder, empty, "--out", tmp_path / "out")
+    assert done.code == 6
+    assert "no response" in done.error
+    assert run("drafter", "measure", folder, responses, tmp_path / "nowhere").code == 3
+    assert run("drafter", "export", tmp_path / "nowhere", "--out", tmp_path / "out").code == 6
