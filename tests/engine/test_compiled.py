@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import VOCAB, make_model
 from drafters import ScriptedDrafter, ScriptedPaths
 from recorded_logits import recorded
 from second_engine import SecondEngine
+from tiny_model import VOCAB, make_model
 
 from paceline.config import BudgetSettings, EngineSettings, KvPoolSettings
 from paceline.engine.rollout_engine import RolloutEngine

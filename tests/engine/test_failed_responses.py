@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import VOCAB, make_model
 from drafters import ScriptedDrafter, ScriptedPaths
+from tiny_model import VOCAB, make_model
 
 from paceline.config import BudgetSettings, EngineSettings
 from paceline.engine.rollout_engine import RolloutEngine, TokenEvent

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import VOCAB, make_model
 from drafters import ScriptedDrafter
 from recorded_logits import recorded
+from tiny_model import VOCAB, make_model
 
 from paceline.config import BudgetSettings, EngineSettings
 from paceline.engine import invariance

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import VOCAB, make_model
+from tiny_model import VOCAB, make_model
 
 from paceline.config import EngineSettings
 from paceline.engine.loop_replay import replay_engine

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import VOCAB
 from second_engine import Outcome, SecondEngine, generate
+from tiny_model import VOCAB
 
 from paceline.config import BudgetSettings, EngineSettings, KvPoolSettings
 from paceline.engine.rollout_engine import RolloutEngine

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import VOCAB, make_model
 from drafters import ScriptedDrafter, ScriptedPaths
+from tiny_model import VOCAB, make_model
 
 from paceline.config import BudgetSettings, EngineSettings
 from paceline.engine.arguments import parse_settings

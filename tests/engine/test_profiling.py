@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import make_model
+from tiny_model import make_model
 
 from paceline.engine.profiling import STEPS, Shape, measure_steps, profiling_settings
 from paceline.engine.rollout_engine import RolloutEngine

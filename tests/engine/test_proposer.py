@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from conftest import VOCAB, make_model
+from tiny_model import VOCAB, make_model
 
 from paceline.engine.v1.proposer import Proposer
 from paceline.types import DraftOrder

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from command_line import Run, run_here
-from conftest import make_model
+from tiny_model import make_model
 
 from paceline.commands.doctor.invariance_check import check_invariance
 from paceline.commands.rollout.responses import ResponseLine

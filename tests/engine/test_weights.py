@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from conftest import make_model
+from tiny_model import make_model
 
 from paceline.config import EngineSettings
 from paceline.engine.rollout_engine import RolloutEngine

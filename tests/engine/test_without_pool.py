@@ -11,8 +11,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import VOCAB
 from second_engine import SecondEngine
+from tiny_model import VOCAB
 
 from paceline.config import BudgetSettings, EngineSettings, KvPoolSettings
 from paceline.types import KvPoolCounters, RolloutRequest

@@ -6,11 +6,11 @@ Engines take 20 to 40 seconds to start, so nobody starts another one but the tes
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from fleet_parts import ENGINE, KV_BYTES, POLICY, Generate, make_score
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
@@ -20,25 +20,6 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 from paceline.config import BudgetSettings, EngineSettings, FleetSettings, RewardSettings
 from paceline.fleet.cluster import import_ray
 from paceline.fleet.fleet import Fleet
-from paceline.fleet.rewards import RewardFunction
-from paceline.types import Response, RolloutRequest
-
-POLICY = Path(__file__).resolve().parents[2] / "assets/countdown-policy"
-MAX_LEN = 1400
-ENGINE = {"dtype": "float32", "max_model_len": MAX_LEN, "max_num_seqs": 32}
-KV_BYTES = 1 << 26
-"""128 blocks of 128 tokens: too few for all responses of a test at their limits."""
-
-Generate = Callable[[Sequence[RolloutRequest], Any], list[Response]]
-
-
-def make_score() -> RewardFunction:
-    """The reward function of the fleet; a local one, because reward workers cannot import test modules."""
-
-    def score(index: int, response: Response) -> float:
-        return len(response.tokens) + index / 1000
-
-    return score
 
 
 @pytest.fixture(scope="session")
@@ -90,10 +71,3 @@ def prompts() -> list[tuple[int, ...]]:
     tokenizer = AutoTokenizer.from_pretrained(POLICY)
     rows = load_task("countdown").train_rows(12, 5)
     return [tuple(tokenizer(row["prompt"])["input_ids"]) for row in rows]
-
-
-def make_requests(prompts: Sequence[tuple[int, ...]], samples: int, max_tokens: int) -> list[RolloutRequest]:
-    """`samples` responses to each prompt; keys and groups are derived."""
-    return [
-        RolloutRequest(prompt, max_tokens, sample=sample) for prompt in prompts for sample in range(samples)
-    ]

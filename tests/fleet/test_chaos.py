@@ -9,7 +9,7 @@ import random
 from collections import Counter
 
 from chaos import Chaos, roll_out
-from conftest import Generate, make_requests, make_score
+from fleet_parts import Generate, make_requests, make_score
 from vllm import SamplingParams
 
 from paceline.fleet.fleet import Fleet

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import POLICY, Generate, make_requests
+from fleet_parts import POLICY, Generate, make_requests
 from vllm import SamplingParams
 
 SCRIPT = """

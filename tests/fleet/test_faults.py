@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 from chaos import Chaos, Saboteur, roll_out
-from conftest import KV_BYTES, MAX_LEN, POLICY, Generate, make_score
+from fleet_parts import KV_BYTES, MAX_LEN, POLICY, Generate, make_score
 from vllm import SamplingParams
 
 from paceline import cli

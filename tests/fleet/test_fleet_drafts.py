@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from conftest import POLICY, Generate, make_requests
+from fleet_parts import POLICY, Generate, make_requests
 from vllm import SamplingParams
 
 from paceline.drafting.client import DraftClient

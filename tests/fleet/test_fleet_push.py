@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import POLICY, make_requests
+from fleet_parts import POLICY, make_requests
 from vllm import SamplingParams
 
 from paceline.control.events import RunChunk

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Generate, make_requests, make_score
+from fleet_parts import Generate, make_requests, make_score
 from vllm import SamplingParams
 
 from paceline.config import Variant

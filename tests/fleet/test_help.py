@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ENGINE, KV_BYTES, POLICY, Generate
+from fleet_parts import ENGINE, KV_BYTES, POLICY, Generate
 from vllm import SamplingParams
 
 from paceline.config import BudgetSettings, EngineSettings, FleetSettings

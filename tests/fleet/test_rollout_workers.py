@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 import pytest
-from conftest import POLICY, Generate
+from fleet_parts import POLICY, Generate
 from vllm import SamplingParams
 
 from paceline.fleet.journal import _FRAME, _read_entries, _read_frames

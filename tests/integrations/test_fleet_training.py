@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import DigitTask, kill_run
+from digit_task import DigitTask, kill_run
 from rich.console import Console
 from trace_rules import check_trace
 

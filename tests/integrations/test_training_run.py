@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import DigitTask, kill_run
+from digit_task import DigitTask, kill_run
 from rich.console import Console
 
 import paceline.commands.train as train_command

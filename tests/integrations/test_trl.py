@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import DigitTask
+from digit_task import DigitTask
 
 from paceline.config import EngineSettings
 from paceline.dice import derive_key

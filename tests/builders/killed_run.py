@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from conftest import DigitTask
+from digit_task import DigitTask
 from rich.console import Console
 
 import paceline.control.controller as controller

@@ -1,0 +1,43 @@
+"""A tiny random model in a folder, for engines that load it as they load any."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+VOCAB = 64
+
+
+def make_model(folder: Path, *, layers: int = 2, hidden: int = 128, seed: int = 0, tie: bool = True) -> Path:
+    """Write a random Qwen2 model, sharp enough that responses repeat themselves, with a character tokenizer."""
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(seed)
+    config = Qwen2Config(
+        vocab_size=VOCAB,
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden // 64,
+        num_key_value_heads=1,
+        max_position_embeddings=2048,
+        tie_word_embeddings=tie,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+    )
+    model = Qwen2ForCausalLM(config).float()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.ndim == 2:
+                weight.mul_(4.0 if "embed" in name else 2.0)
+    model.save_pretrained(folder)
+    names = ["<pad>", "<bos>", "<eos>", *(chr(33 + i) for i in range(VOCAB - 3))]
+    raw = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="<pad>"))
+    raw.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    raw.decoder = decoders.Fuse()
+    PreTrainedTokenizerFast(
+        tokenizer_object=raw, bos_token="<bos>", eos_token="<eos>", pad_token="<pad>"
+    ).save_pretrained(folder)
+    return folder
