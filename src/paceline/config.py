@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -315,6 +316,9 @@ Variant: TypeAlias = Literal["even", "context", "no-context", "oracle", "sticky"
 """How responses are dispatched; `planning/dispatch.py` says what each means."""
 
 
+_ROLES = re.compile(r"(?P<verifiers>\d+) verifiers? \+ (?P<drafters>\d+) drafters?")
+
+
 class FleetSettings(Section):
     """Divided rollout over several engines (fleet/). Nothing here changes a token."""
 
@@ -337,6 +341,10 @@ class FleetSettings(Section):
     """GPUs that Ray sets aside for an engine; unset: the tensor parallel size, 0 where vLLM is built for the CPU."""
     resources_per_worker: dict[str, float] = Field(default_factory=dict)
     """Further Ray resources that a node must have to get an engine."""
+    roles: str = "auto"
+    """auto: every worker verifies, and may draft for another one when it falls free (`help`). "N verifiers + M
+    drafters": N of the workers verify, each of the last M drafts ahead for one of them from the first token on, and
+    takes chunks only when no verifier is left."""
     help: Literal["auto", "none"] = "auto"
     """auto: a worker that falls free while others still generate drafts ahead for the one that is predicted to end
     last, if that ends it sooner (docs/fleet.md). Needs `EngineSettings.model_drafter` without `draft_worker`, and all
@@ -372,6 +380,27 @@ class FleetSettings(Section):
     rewards: RewardSettings | None = None
     """The pool of reward workers. Unset, `Fleet` uses one with the defaults where it is given a reward function, and
     `train` computes rewards in the trainer's process after the rollout."""
+
+    @property
+    def num_drafters(self) -> int:
+        """Workers that draft and do not verify."""
+        parts = _ROLES.fullmatch(self.roles)
+        return int(parts["drafters"]) if parts else 0
+
+    @model_validator(mode="after")
+    def _check_roles(self) -> FleetSettings:
+        if self.roles == "auto":
+            return self
+        parts = _ROLES.fullmatch(self.roles)
+        if parts is None:
+            raise ValueError(f"roles {self.roles!r}: write 'auto', or for example '3 verifiers + 1 drafter'")
+        verifiers, drafters = int(parts["verifiers"]), int(parts["drafters"])
+        if verifiers + drafters != self.workers or drafters > verifiers:
+            raise ValueError(
+                f"roles {self.roles!r} of {self.workers} workers: the numbers must add up to workers, with no more "
+                "drafters than verifiers, as a verifier has one drafter"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_metrics(self) -> FleetSettings:

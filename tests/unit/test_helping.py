@@ -70,6 +70,10 @@ class Fleet:
         ending = make_ending(order.chunk, 0, range(num_tokens), "stop")
         return self.tell(Reported(order.worker, order.life, Report(2, endings=(ending,))))
 
+    def lose(self, worker: str, life: int) -> list[Action]:
+        self.chunks = {at: one for at, one in self.chunks.items() if one.worker != worker}
+        return self.tell(WorkerLost(worker, life, "killed"))
+
     def tick(self) -> list[Action]:
         self.now_s += HELP_S
         return self.tell(Tick(self.now_s))
@@ -190,8 +194,7 @@ def test_pairs_are_of_an_idle_and_a_busy_worker_whatever_happens(seed: int) -> N
             index = rng.choice(list(fleet.chunks))
             fleet.end(index, rng.randint(1, 40))
         elif kind < 0.8:
-            fleet.chunks = {at: one for at, one in fleet.chunks.items() if one.worker != name}
-            fleet.tell(WorkerLost(name, lives[name], "killed"))
+            fleet.lose(name, lives[name])
             lives[name] += 1
             fleet.up(name, lives[name])
         helping = fleet.controller._helping
@@ -203,3 +206,52 @@ def test_pairs_are_of_an_idle_and_a_busy_worker_whatever_happens(seed: int) -> N
         assert set(helped) <= busy
         assert len(helped) == len(set(helped)) == len(helping._helped)
         assert all(place.life == lives[place.worker] for pair in helping._pairs.values() for place in pair)
+
+
+def test_workers_whose_role_is_to_draft_do_so_from_the_start_and_verify_nothing() -> None:
+    fleet = Fleet(3, roles="2 verifiers + 1 drafter", help="none")
+    fleet.submit(5000, 4000, 100, 100)
+    assert {order.worker for order in fleet.chunks.values()} == {"w0", "w1"}
+    for name in ("w0", "w1"):
+        fleet.report(name)
+    [first] = fleet.tick()
+    assert isinstance(first, DraftFor)
+    assert first.worker == "w2"
+    for index in [at for at, order in fleet.chunks.items() if order.worker == first.helped]:
+        actions = fleet.end(index, 50)
+    assert Rest("w2", 0) in actions
+    [second] = fleet.tick()
+    assert isinstance(second, DraftFor)
+    assert {first.helped, second.helped} == {"w0", "w1"}, "and then for the other one"
+    assert fleet.tick() == [], "a free verifier rests: help is none"
+
+
+def test_drafters_verify_where_no_verifier_is_left() -> None:
+    fleet = Fleet(3, roles="2 verifiers + 1 drafter", max_failed_starts=1)
+    fleet.submit(500, 400)
+    for name in ("w0", "w1"):
+        assert "w2" not in {order.worker for order in fleet.chunks.values()}
+        fleet.lose(name, 0)
+    while fleet.chunks:
+        assert {order.worker for order in fleet.chunks.values()} == {"w2"}
+        fleet.end(min(fleet.chunks), 50)
+    assert fleet.controller.num_unfinished == 0
+
+
+@pytest.mark.parametrize("roles", ["3 + 1", "4 verifiers + 1 drafter", "1 verifiers + 3 drafters", ""])
+def test_roles_that_cannot_be_are_refused(roles: str) -> None:
+    with pytest.raises(ValueError, match="roles"):
+        FleetSettings(workers=4, roles=roles)
+    assert FleetSettings(workers=4, roles="3 verifiers + 1 drafter").num_drafters == 1
+    assert FleetSettings(workers=4).num_drafters == 0
+
+
+def test_a_lost_drafter_takes_nothing_along_and_drafts_again() -> None:
+    fleet = Fleet(2, roles="1 verifier + 1 drafter")
+    fleet.submit(5000, 400)
+    fleet.report("w0")
+    assert fleet.tick() == [DraftFor("w1", 0, "w0", "ipc://w0/0")]
+    assert LoseDrafter("w0", 0) in fleet.lose("w1", 0)
+    fleet.up("w1", 1)
+    assert fleet.tick() == [DraftFor("w1", 1, "w0", "ipc://w0/0")]
+    assert {order.worker for order in fleet.chunks.values()} == {"w0"}

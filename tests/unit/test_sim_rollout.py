@@ -16,7 +16,7 @@ from paceline.planning.latency_profile import AffineLatency, PiecewiseLatency, S
 from paceline.planning.racing import assign_best_of_n, assign_fastest_of_n
 from paceline.sim.acceptance_model import AcceptanceModel, AcceptanceProcess
 from paceline.sim.costs import Drafter, EngineCosts
-from paceline.sim.paceline_system import PacelineOptions, paceline
+from paceline.sim.paceline_system import PacelineOptions, PacelineStage, paceline
 from paceline.sim.rollout import FleetPlan, RolloutResult, simulate_rollout
 from paceline.sim.speculation import Plain
 from paceline.sim.step import Ageing, Phases, System, simulate_steps
@@ -68,6 +68,9 @@ def make_work(groups: int = 16, size: int = 16, seed: int = 1) -> Workload:
     return draw_workload(LogNormalLengths(800.0, 1.0), groups, size, 64, 8192, 0.7, seed)
 
 
+STAGES: tuple[PacelineStage, ...] = ("divided", "budget", "helped", "single-path", "coupled", "full")
+
+
 def all_systems(setup: Setup, chunk: int = 512) -> list[System]:
     spec, options, ours = (
         SpecActorOptions(0.65),
@@ -92,7 +95,7 @@ def all_systems(setup: Setup, chunk: int = 512) -> list[System]:
         ),
         tlt(setup, TltOptions(batch_sizes=(1, 2, 4, 8))),
         tlt(setup, TltOptions(batch_sizes=(1, 2, 4, 8)), is_adaptive=False),
-        *(paceline(setup, ours, stage) for stage in ("divided", "budget", "single-path", "coupled", "full")),
+        *(paceline(setup, ours, stage) for stage in STAGES),
         *([paceline(setup, ours, "decoupled")] if setup.num_workers > 1 else []),
     ]
 
@@ -266,6 +269,26 @@ def test_no_drafter_drafts_ahead_that_cannot() -> None:
     attached = replace(make_setup(), models=(replace(SMALL, is_attached=True),))
     with pytest.raises(ConfigError, match="no drafter of the scenario can draft on devices of its own"):
         paceline(attached, PacelineOptions(chunk_tokens=512), "decoupled")
+
+
+DEAR = replace(
+    SMALL,
+    token=AffineLatency(0.004, 0.00001),
+    acceptance=replace(SMALL.acceptance, level=0.9),
+    tree_level=None,
+)
+
+
+@pytest.mark.parametrize(("model", "tree", "helps"), [(SMALL, TREE, False), (DEAR, None, True)])
+def test_free_workers_help_where_live_ones_would(model: Drafter, tree: Drafter | None, helps: bool) -> None:
+    """Nobody drafts where suffix trees draft well enough; a model that costs the engine time drafts on free workers."""
+    setup, options = Setup(16, ENGINE, 256, (model,), tree), PacelineOptions(chunk_tokens=512)
+    budget, helped = (paceline(setup, options, stage) for stage in ("budget", "helped"))
+    for seed in range(3):
+        work = make_work(groups=4, seed=seed)
+        alone, together = (simulate_rollout(system.plan, work, seed) for system in (budget, helped))
+        assert bool(together.num_helps) == helps
+        assert together.rollout_s <= (0.97 if helps else 1.001) * alone.rollout_s
 
 
 def test_best_of_n_races_as_its_version_says() -> None:

@@ -25,6 +25,7 @@ from paceline.planning.composition import Candidate, Devices, Option, best_of, r
 from paceline.planning.latency_profile import LatencyModel, RequestLatency
 from paceline.planning.profile_fit import load_fits
 from paceline.planning.window import Mode, Rules
+from paceline.record.plan_file import PlanFile, write_plan
 from paceline.record.profile import Profile
 from paceline.terminal.tables import make_table
 
@@ -65,6 +66,10 @@ def plan(
     max_window: MaxWindow = 16,
     paper: PaperRules = False,
     alternatives: Annotated[int, typer.Option(help="How many losing placements of a drafter are shown.")] = 2,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="PLAN.json", help="Write the best plan, for 'paceline rollout --plan'."),
+    ] = None,
 ) -> None:
     """Rank plans: drafters on devices of their own (SpecActor, algorithm 1), inside the engine, and plain decoding.
 
@@ -90,6 +95,8 @@ def plan(
     for profile in job.profiles:
         warn_beyond(profile, context, _largest_batches(options, profile.num_gpus))
     _show_plans(options, job)
+    if out is not None:
+        write_plan(_to_file(options[0], job), out)
 
 
 def _read_job(
@@ -127,6 +134,23 @@ def _read_job(
     verify = {made.num_gpus: target.model.for_requests_of(context) for made, target, _ in loaded}
     rules = Rules.PAPER if paper else Rules.PROTOCOL
     return Job(devices, requests, max_window, rules, verify, draft, rates, [made for made, _, _ in loaded])
+
+
+def _to_file(option: Option, job: Job) -> PlanFile:
+    is_ahead = option.mode is Mode.DECOUPLED
+    return PlanFile(
+        target=job.profiles[0].target,
+        mode="plain" if option.mode is None else option.mode.value,
+        drafter=option.drafter,
+        window=option.window,
+        verifiers=option.num_groups,
+        drafters=option.num_groups if is_ahead else 0,
+        engine_devices=option.num_verify_gpus,
+        drafter_devices=option.num_draft_gpus,
+        devices=job.devices,
+        requests=job.requests,
+        tokens_per_s=option.tokens_per_s,
+    )
 
 
 def _show_plans(options: Sequence[Option], job: Job) -> None:

@@ -75,6 +75,8 @@ class _Worker:
 
     name: str
     life: int = 0
+    is_drafter: bool = False
+    """Whether it drafts for others, and verifies nothing."""
     state: WorkerState = "starting"
     facts: WorkerUp | None = None
     costs: StepCosts | None = None
@@ -123,11 +125,14 @@ class Controller:
         """open_response: makes the ledger entry of a response; the simulator's counts tokens and holds none."""
         self._settings = settings
         self._open_response = open_response
-        self._workers = {name: _Worker(name) for name in (f"w{i}" for i in range(settings.workers))}
+        first_drafter = settings.workers - settings.num_drafters
+        self._workers = {
+            f"w{i}": _Worker(f"w{i}", is_drafter=i >= first_drafter) for i in range(settings.workers)
+        }
         self._version = 0
         self._rollout: _Rollout | None = None
         self._dispatcher: Dispatcher | None = None
-        self._helping = Helping() if settings.help == "auto" else None
+        self._helping = Helping() if settings.help == "auto" or settings.num_drafters else None
         self._numbers = itertools.count()
         self._last_tick_s: float | None = None
         self._listened_s = 0.0
@@ -236,7 +241,7 @@ class Controller:
         rollout = self._rollout
         if self._dispatcher is not None or rollout is None or not self.num_unfinished:
             return
-        up = [worker for worker in self._workers.values() if worker.state == "up"]
+        up = [worker for worker in self._workers.values() if worker.state == "up" and not worker.is_drafter]
         if not up:
             return
         assert up[0].facts is not None
@@ -432,7 +437,7 @@ class Controller:
         worker.state = "up"
         if self._dispatcher is None:
             self._begin_dispatch()
-        else:
+        elif not worker.is_drafter:
             self._join(worker)
         return []
 
@@ -457,6 +462,7 @@ class Controller:
             worker.state = "starting"
             return [StartWorker(worker.name, worker.life), *actions]
         worker.state = "given up"
+        self._replace_verifiers()
         if all(other.state == "given up" for other in self._workers.values()):
             running = f" while it ran {_name(lost)}" if lost else ""
             message = (
@@ -465,6 +471,21 @@ class Controller:
             )
             actions.append(Fail(EngineError, message))
         return actions
+
+    def _replace_verifiers(self) -> None:
+        """Where no verifier is left, the drafters verify."""
+        workers = self._workers.values()
+        if any(worker.state != "given up" for worker in workers if not worker.is_drafter):
+            return
+        drafters = [worker for worker in workers if worker.is_drafter]
+        for worker in drafters:
+            worker.is_drafter = False
+        if self._dispatcher is None:
+            self._begin_dispatch()
+            return
+        for worker in drafters:
+            if worker.state == "up":
+                self._join(worker)
 
     def _blame(self, worker: _Worker, reason: str) -> list[Action]:
         """A worker is lost: is there a response that ends every worker which runs it?"""
@@ -484,7 +505,7 @@ class Controller:
 
     def _withdraw(self, worker: _Worker) -> dict[int, RunningChunk]:
         """Take the worker out of the rollout; its chunks wait again. Gives those that had begun, by number."""
-        if worker.state != "up" or self._dispatcher is None:
+        if worker.state != "up" or worker.is_drafter or self._dispatcher is None:
             return {}
         progress = {}
         for chunk in worker.chunks.values():
@@ -505,7 +526,7 @@ class Controller:
         busy = {Place(worker.name, worker.life): worker for worker in up if worker.chunks}
         idle = [Place(worker.name, worker.life) for worker in up if not worker.chunks]
         actions = helping.end(set(idle), set(busy))
-        if not is_time or not idle or self._dispatcher is None or self._dispatcher.num_waiting:
+        if not is_time or not idle or self._dispatcher is None:
             return actions
         assert isinstance(event, Tick)
         self._helped_s = event.now_s
@@ -516,7 +537,16 @@ class Controller:
             for place, worker in busy.items()
             if worker.facts is not None and worker.facts.draft_address is not None
         }
-        return [*actions, *helping.begin(idle, doors)]
+        drafters = [place for place in idle if self._workers[place.worker].is_drafter]
+        actions += helping.assign(drafters, doors)
+        if self._settings.help == "none" or self._dispatcher.num_waiting:
+            return actions
+        return [*actions, *helping.begin([place for place in idle if place not in drafters], doors)]
+
+    def expected_rest(self, worker: str, chunk: int, num_tokens: int) -> int:
+        """Tokens that the response of a running chunk will still get, now that it has `num_tokens`."""
+        assert self._dispatcher is not None
+        return self._dispatcher.expected_rest(self._workers[worker].chunks[chunk].assignment, num_tokens)
 
     def _remainders(self, worker: _Worker) -> list[Remainder]:
         """What is left of a worker's responses."""

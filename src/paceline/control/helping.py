@@ -7,6 +7,7 @@ worker is helped by one other at most; the end of a pair is told to both sides t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -79,11 +80,30 @@ class Helping:
                 actions.append(LoseDrafter(*helped))
         return actions
 
-    def begin(self, idle: Iterable[Place], doors: Mapping[str, tuple[Place, str]]) -> list[Action]:
-        """Let idle workers draft where that ends the rollout sooner.
+    def assign(self, drafters: Iterable[Place], doors: Mapping[str, tuple[Place, str]]) -> list[Action]:
+        """Workers that do nothing but draft: each for the busy worker without a drafter that ends last, ties by name.
 
         doors: the busy workers that can be drafted for, and at which address.
         """
+        actions: list[Action] = []
+        free = [one for one in drafters if one.worker not in self._pairs]
+        alone = sorted(name for name in doors if name not in self._helped) if free else []
+        alone.sort(key=lambda name: -self._busy[name][0].end_s if name in self._busy else -math.inf)
+        for helper, name in zip(free, alone, strict=False):
+            actions.append(self._pair(helper, name, doors))
+        return actions
+
+    def _pair(self, helper: Place, name: str, doors: Mapping[str, tuple[Place, str]]) -> DraftFor:
+        helped, address = doors[name]
+        self._pairs[helper.worker] = helper, helped
+        self._helped.add(name)
+        if name in self._busy:
+            load, costs = self._busy[name]
+            self._busy[name] = replace(load, can_be_drafted_for=False), costs
+        return DraftFor(*helper, helped=name, address=address)
+
+    def begin(self, idle: Iterable[Place], doors: Mapping[str, tuple[Place, str]]) -> list[Action]:
+        """Let idle workers draft where that ends the rollout sooner. doors: as of `assign`."""
         actions: list[Action] = []
         for helper in idle:
             if helper.worker in self._pairs:
@@ -96,12 +116,8 @@ class Helping:
             choice = decide_help(load, Helper(ahead=drafting, switch_s=SWITCH_S))
             if choice.kind is not Help.DRAFT:
                 break
-            helped, address = doors[latest]
-            self._pairs[helper.worker] = helper, helped
-            self._helped.add(latest)
             self._ends.put(latest, choice.end_s)
-            self._busy[latest] = replace(load, can_be_drafted_for=False), costs
-            actions.append(DraftFor(*helper, helped=latest, address=address))
+            actions.append(self._pair(helper, latest, doors))
         return actions
 
 

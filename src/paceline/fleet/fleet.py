@@ -46,7 +46,7 @@ from paceline.dice import derive_key
 from paceline.engine.installed import is_cpu_build
 from paceline.engine.keys import prompt_group
 from paceline.engine.rollout_engine import check_checkpoint, check_params
-from paceline.errors import EngineError, RequestError, UnsupportedError
+from paceline.errors import ConfigError, EngineError, RequestError, UnsupportedError
 from paceline.fleet import cluster
 from paceline.fleet.chunk_log import ChunkLog
 from paceline.fleet.controller_log import ControllerLog, open_log
@@ -174,10 +174,18 @@ class Fleet:
             made.callback(self._draft_server.close)
 
     def _can_help(self, is_one_machine: bool) -> bool:
-        """Whether free workers may draft for others: these are reached through sockets of one machine."""
+        """Whether workers may draft for others: these are reached through sockets of one machine.
+
+        Raises ConfigError where they have to, by their roles, and cannot.
+        """
         settings, engine = self.settings, self.engine_settings
-        is_wanted = settings.help == "auto" and settings.workers > 1 and is_one_machine
-        return is_wanted and engine.model_drafter is not None and not engine.draft_worker
+        is_possible = is_one_machine and engine.model_drafter is not None and not engine.draft_worker
+        if settings.num_drafters and not is_possible:
+            raise ConfigError(
+                f"roles {settings.roles!r}: drafters need a model_drafter, no draft_worker of each engine's own, and "
+                "all workers on one machine"
+            )
+        return is_possible and settings.workers > 1 and (settings.help == "auto" or settings.num_drafters > 0)
 
     def _serve_metrics(self) -> MetricsServer | None:
         port, host = self.settings.metrics_port, self.settings.metrics_host or LOCAL_HOST

@@ -23,6 +23,7 @@ from paceline.planning.window import Mode
 from paceline.sim.acceptance_model import moved_logit, sibling_level
 from paceline.sim.budgeted import Budgeted
 from paceline.sim.costs import Drafter
+from paceline.sim.help import Helpers
 from paceline.sim.race import Racing
 from paceline.sim.rollout import FleetPlan
 from paceline.sim.speculation import Decoupled, Plain, Speculation
@@ -48,17 +49,17 @@ class PacelineOptions:
     deploy_s: float = 1.0
 
 
-PacelineStage = Literal["divided", "budget", "single-path", "coupled", "decoupled", "full"]
+PacelineStage = Literal["divided", "budget", "helped", "single-path", "coupled", "decoupled", "full"]
 
 
 def paceline(setup: Setup, options: PacelineOptions, stage: PacelineStage = "full") -> System:
     """Paceline, or it without some of its techniques.
 
     divided: chunks, evenly. budget: grouped and model drafts in the engine with the shared dice, cut
-    by the draft budget. full: the drafter is trained on idle workers, workers that fall free race for the slowest
-    responses and take the leader's tokens, and drafters draft where the plan says. coupled, decoupled: in the engine or
-    ahead, whatever the plan says. single-path: drafts without alternatives. Raises ConfigError for `decoupled` without
-    a drafter that can draft ahead.
+    by the draft budget. helped: and free workers help as those of a live fleet do. full: the drafter is trained on idle
+    workers, workers that fall free race for the slowest responses and take the leader's tokens, and drafters draft
+    where the plan says. coupled, decoupled: in the engine or ahead, whatever the plan says. single-path: drafts without
+    alternatives. Raises ConfigError for `decoupled` without a drafter that can draft ahead.
     """
     models = tuple(_ours(one, options.dice_logit, stage != "single-path") for one in setup.models)
     setup = replace(setup, models=models)
@@ -76,7 +77,7 @@ def paceline(setup: Setup, options: PacelineOptions, stage: PacelineStage = "ful
             )
         plan = _decoupled(setup, options, dispatch, ahead)
     else:
-        plan = _coupled(setup, options, dispatch, ranked, is_racing=stage != "budget")
+        plan = _coupled(setup, options, dispatch, ranked, stage)
     note = describe(ranked) if stage == "full" else ""
     return System(name, plan, ageing=setup.ageing, note=note)
 
@@ -120,7 +121,7 @@ def _coupled(
     options: PacelineOptions,
     dispatch: DispatchSettings,
     ranked: Sequence[Option],
-    is_racing: bool,
+    stage: PacelineStage,
 ) -> FleetPlan:
     """All GPUs verify; the model that is best inside the engine and the suffix trees draft under the budget."""
     by_name = {one.name: one for one in setup.models}
@@ -132,7 +133,9 @@ def _coupled(
     model = inside(first) if first else None
     home = lambda: Budgeted(free, model, row, budget)  # noqa: E731
     plan = replace(divided(setup, dispatch, home), refresh_rounds=_REFRESH_ROUNDS)
-    if not is_racing:
+    if stage == "helped":
+        return replace(plan, helpers=_helpers(setup, options, home, first, free))
+    if stage == "budget":
         return plan
     can_be_hosted = any(not one.is_attached for one in setup.models)
     racing = _racing(setup, options, home, first, 0, _RACERS_PER_HOST if can_be_hosted else 0)
@@ -155,6 +158,19 @@ def _decoupled(
         harvest=HarvestSettings(),
         refresh_rounds=_REFRESH_ROUNDS,
     )
+
+
+def _helpers(
+    setup: Setup,
+    options: PacelineOptions,
+    home: Callable[[], Speculation],
+    drafter: Drafter | None,
+    free: tuple[int, ...],
+) -> Helpers | None:
+    """Free workers draft ahead with the engines' own model drafter; None: there is none that can."""
+    if drafter is None or drafter.is_attached:
+        return None
+    return Helpers(drafter, setup.row(drafter), _ahead(setup, drafter, 0, options, free), home)
 
 
 def _racing(

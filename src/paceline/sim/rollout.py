@@ -42,6 +42,7 @@ from paceline.sim.acceptance_model import AcceptanceModel
 from paceline.sim.costs import Drafter, EngineCosts
 from paceline.sim.counted_response import CountedResponse, make_requests
 from paceline.sim.drafter_training import Training
+from paceline.sim.help import Helpers, Helping
 from paceline.sim.race import Race, Racing
 from paceline.sim.simulated_worker import Counters, HomeChunk, Job, SimulatedWorker
 from paceline.sim.speculation import Speculation
@@ -64,6 +65,8 @@ class FleetPlan:
     speculate: Callable[[], Speculation]
     drafters: tuple[Drafter, ...] = ()
     racing: Racing | None = None
+    helpers: Helpers | None = None
+    """Free workers help as in a live fleet; not beside `racing`."""
     harvest: HarvestSettings | None = None
     refresh_rounds: float = 512.0
 
@@ -89,6 +92,8 @@ class RolloutResult:
     training_s: float
     """Worker seconds spent on training the drafter."""
     num_racers: int
+    num_helps: int = 0
+    """How often a free worker began to draft for another one."""
 
     @property
     def idle_share(self) -> float:
@@ -148,6 +153,7 @@ class _Fleet:
         self.end_s = np.zeros(workload.num_responses)
         self.num_left = workload.num_responses
         self.race = Race(plan.racing, self) if plan.racing else None
+        self.helping = Helping(plan.helpers, self) if plan.helpers else None
         self.training = Training(plan.harvest, plan.num_workers) if plan.harvest else None
 
     def run(self) -> RolloutResult:
@@ -173,6 +179,7 @@ class _Fleet:
             racing=self.race.close(now_s) if self.race else ((),) * len(self.workers),
             training_s=self.training.end(now_s) if self.training else 0.0,
             num_racers=self.race.num_racers if self.race else 0,
+            num_helps=self.helping.num_helps if self.helping else 0,
         )
 
     def advance(self, worker: SimulatedWorker, now_s: float) -> None:
@@ -296,6 +303,8 @@ class _Fleet:
             jobs.setdefault(worker.number, []).append(self._job(action, so_far, is_here))
         for number, found in jobs.items():
             worker = self.workers[number]
+            if self.helping:
+                self.helping.needed(number, now_s)
             if self.training and worker.is_free:
                 self.training.needed(number, now_s)
             self.free.discard(number)
@@ -315,6 +324,8 @@ class _Fleet:
         if self.training:
             for number in free:
                 self.training.idle(number, now_s)
+        if self.helping and self.num_left and not self.controller.num_waiting:
+            self.helping.run(now_s)
         if self.race and self.num_left and not self.controller.num_waiting:
             self.race.run(free, now_s)
         elif self.race:

@@ -501,6 +501,7 @@ SYSTEMS: dict[str, tuple[Callable[[Scenario], System], tuple[str, ...]]] = {
     "TLT": (_tlt(True), ("models",)),
     "Paceline, divided": (_paceline("divided"), ()),
     "Paceline, budget": (_paceline("budget"), ()),
+    "Paceline, helped": (_paceline("helped"), ("models",)),
     "Paceline, single-path": (_paceline("single-path"), ("models",)),
     "Paceline, coupled": (_paceline("coupled"), ()),
     "Paceline, decoupled": (_paceline("decoupled"), ("models",)),

@@ -215,6 +215,11 @@ class SimulatedWorker:
             self.counters.intervals.append((self._busy_since, now_s))
             self.counters.busy_s += now_s - self._busy_since
 
+    @property
+    def plan(self) -> RoundPlan:
+        """The rounds of what runs."""
+        return self._planned()
+
     def _planned(self) -> RoundPlan:
         if self._plan is None:
             batch = Batch(self.acceptance, self._context_tokens(), self._look)

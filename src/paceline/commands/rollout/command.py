@@ -37,6 +37,7 @@ from paceline.commands.inputs.options import (
     check_seed,
     check_writable,
 )
+from paceline.commands.inputs.planned import carry_out
 from paceline.commands.inputs.prompts import read_prompts
 from paceline.commands.inputs.sampling import Sampling
 from paceline.commands.rollout.fleet_job import check_fleet_job, run_fleet_job
@@ -45,6 +46,7 @@ from paceline.commands.rollout.responses import RESERVED, ResponseFile, refuse_e
 from paceline.commands.rollout.rollout_record import RolloutRecord, refuse_existing_record
 from paceline.config import FleetSettings, OnFailure, describe
 from paceline.errors import ConfigError
+from paceline.record.plan_file import PlanFile, read_plan
 
 
 def rollout(
@@ -105,6 +107,14 @@ def rollout(
         typer.Option(
             metavar="N",
             help="Roll out on N engines in Ray actors; unset: on one engine in this process.",
+            rich_help_panel="Fleet",
+        ),
+    ] = None,
+    plan: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="PLAN.json",
+            help="Carry out a plan of 'paceline plan --out': its number of workers, their roles and the draft window.",
             rich_help_panel="Fleet",
         ),
     ] = None,
@@ -187,9 +197,11 @@ def rollout(
 
     Example: paceline rollout models/policy prompts.jsonl --out responses.jsonl --samples 8 --workers 4
     """
+    planned = None if plan is None else _read_plan(plan, workers)
     fleet = _fleet_settings(
-        workers,
+        workers if planned is None else planned.workers,
         {
+            "roles": None if planned is None else planned.roles,
             "variant": variant,
             "chunk_tokens": chunk_tokens,
             "ray_address": ray_address,
@@ -202,7 +214,7 @@ def rollout(
     _check_switches(samples, resume, overwrite, plain, model_drafter)
     if retry_failed and not resume:
         raise ConfigError("--retry-failed goes on with an output that is there: give --resume too")
-    _check_record(record, workers)
+    _check_record(record, fleet)
     _check_sharing(plain, draft_server or (), draft_secret_file)
     check_seed(seed)
     _check_decisions(decisions, plain)
@@ -216,6 +228,8 @@ def rollout(
         compiled=compiled,
         draft_worker=draft_worker,
     )
+    if planned is not None:
+        settings = carry_out(planned, settings)
     if not (resume or overwrite):
         refuse_existing(out)
         if record is not None:
@@ -280,10 +294,16 @@ def _fleet_settings(
         raise ConfigError(f"fleet: {describe(error)}") from error
 
 
-def _check_record(record: Path | None, workers: int | None) -> None:
+def _read_plan(path: Path, workers: int | None) -> PlanFile:
+    if workers is not None:
+        raise ConfigError("--plan says how many workers there are: drop --workers")
+    return read_plan(path)
+
+
+def _check_record(record: Path | None, fleet: FleetSettings | None) -> None:
     if record is None:
         return
-    if workers is None:
+    if fleet is None:
         raise ConfigError("--record tells what ran on which worker of a fleet: give --workers too")
     if record.exists() and not record.is_dir():
         raise ConfigError(f"--record {record} is a file: give a folder")

@@ -1,0 +1,89 @@
+"""A plan as a file: how a rollout uses its devices, chosen by `paceline plan --out`, carried out by `rollout --plan`.
+
+Invariant: a file of another version is refused, never guessed at.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from paceline.errors import RecordError
+
+PLAN_VERSION = 1
+
+
+class PlanFile(msgspec.Struct, frozen=True, kw_only=True):
+    """One way to use the devices, and what it was planned for."""
+
+    version: int = PLAN_VERSION
+    target: str
+    """The model folder's name."""
+    mode: Literal["plain", "coupled", "decoupled"]
+    drafter: str
+    """Its name in the profile; empty: none."""
+    window: int
+    """Draft tokens; 0: none."""
+    verifiers: int
+    """Engines."""
+    drafters: int
+    """Workers that draft for them and verify nothing."""
+    engine_devices: int
+    """Of one engine."""
+    drafter_devices: int
+    """Of one drafter; 0: it has none of its own."""
+    devices: int
+    requests: int
+    tokens_per_s: float
+    """Predicted, of one response."""
+
+    @property
+    def workers(self) -> int:
+        """Of the fleet that carries it out."""
+        return self.verifiers + self.drafters
+
+    @property
+    def roles(self) -> str:
+        """`FleetSettings.roles`."""
+        return f"{self.verifiers} verifiers + {self.drafters} drafters" if self.drafters else "auto"
+
+
+class _Version(msgspec.Struct):
+    version: int
+
+
+def write_plan(plan: PlanFile, path: Path) -> None:
+    """Write the file, whole or not at all. Raises RecordError when it cannot be written."""
+    draft = path.with_name(path.name + ".part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft.write_bytes(msgspec.json.format(msgspec.json.encode(plan), indent=1) + b"\n")
+        os.replace(draft, path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            draft.unlink()
+        raise RecordError(
+            f"cannot write {path}: {error.strerror}; free some space or choose another file"
+        ) from error
+
+
+def read_plan(path: Path) -> PlanFile:
+    """Read the file. Raises RecordError when it is missing, damaged or of another version."""
+    try:
+        text = path.read_bytes()
+        version = msgspec.json.decode(text, type=_Version).version
+        if version != PLAN_VERSION:
+            raise RecordError(
+                f"{path} is a plan of version {version}, this is version {PLAN_VERSION}: plan again"
+            )
+        return msgspec.json.decode(text, type=PlanFile)
+    except OSError as error:
+        raise RecordError(
+            f"cannot read {path}: {error.strerror}; write one with 'paceline plan --out'"
+        ) from error
+    except msgspec.MsgspecError as error:
+        raise RecordError(f"{path} is not a plan ({error}): write one with 'paceline plan --out'") from error
