@@ -34,6 +34,9 @@ class Pair:
     drafter: Path
     draw_prompts: Callable[[Path, int, int], list[Prompt]]
     """(policy's folder, count, seed) -> token ids of so many different prompts."""
+    rollouts: Mapping[str, int]
+    """Rollouts in a repetition of `speed.py`, by case: few responses differ in length and in how well they are drafted
+    for, the Countdown pair's more than prose."""
     drafter_sizes: Mapping[str, int] | None = None
     """What the drafter is inflated to; None: it keeps its size."""
 
@@ -77,11 +80,17 @@ def draw_lines(file: Path, model: Path | str, count: int, seed: int) -> list[Pro
 
 
 PAIRS = {
-    "countdown": Pair(ROOT / "assets/countdown-policy", ROOT / "assets/countdown-drafter", draw_countdown),
+    "countdown": Pair(
+        ROOT / "assets/countdown-policy",
+        ROOT / "assets/countdown-drafter",
+        draw_countdown,
+        {"8x16": 1, "2x4": 4, "1x1": 16},
+    ),
     "prose": Pair(
         ROOT / "assets/prose-policy",
         ROOT / "assets/prose-drafter",
         partial(draw_lines, ROOT / "assets/prose-prompts.jsonl"),
+        {"8x16": 1, "2x4": 2, "1x1": 6},
         {"hidden": 512, "intermediate": 1408, "layers": 5, "heads": 8, "kv_heads": 4},
     ),
 }

@@ -33,7 +33,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -52,8 +52,6 @@ from paceline.config import EngineSettings
 CASES = {"8x16": (8, 16), "2x4": (2, 4), "1x1": (1, 1)}
 TUNED = {"8x16": [(4, 16)], "2x4": [(2, 4)] * 2, "1x1": [(1, 1)] * 4}
 """Rollouts (prompts, samples) in which a setting is tried for a case; they share four prompts."""
-RUNS = {"8x16": 1, "2x4": 4, "1x1": 16}
-"""Rollouts of a repetition: few responses differ much in length and in how well they are drafted for."""
 NUM_TUNING_PROMPTS = 4
 TUNING_SEED, SEED = 5, 11
 COLUMNS = (
@@ -118,8 +116,8 @@ def make_bench(options: argparse.Namespace) -> Bench:
     """Inflate the target and draw the prompts."""
     pair = PAIRS[options.pair]
     model = options.model or pair.make_target(TARGETS / options.pair)
-    drawn = pair.draw_prompts(pair.policy, num_prompts(options.repetitions), SEED)
-    tuning, prompts = split_prompts(drawn, options.repetitions)
+    drawn = pair.draw_prompts(pair.policy, num_prompts(pair.rollouts, options.repetitions), SEED)
+    tuning, prompts = split_prompts(drawn, pair.rollouts, options.repetitions)
     return Bench(
         options,
         model,
@@ -129,19 +127,19 @@ def make_bench(options: argparse.Namespace) -> Bench:
     )
 
 
-def num_prompts(repetitions: int) -> int:
-    """Prompts that a run needs."""
-    return NUM_TUNING_PROMPTS + repetitions * sum(RUNS[case] * CASES[case][0] for case in CASES)
+def num_prompts(rollouts: Mapping[str, int], repetitions: int) -> int:
+    """Prompts that a run needs; rollouts: of a repetition, by case."""
+    return NUM_TUNING_PROMPTS + repetitions * sum(rollouts[case] * CASES[case][0] for case in CASES)
 
 
 def split_prompts(
-    drawn: Sequence[Prompt], repetitions: int
+    drawn: Sequence[Prompt], rollouts: Mapping[str, int], repetitions: int
 ) -> tuple[list[Prompt], dict[tuple[str, int], list[list[Prompt]]]]:
     """Prompts to tune with, and those of each case and repetition; whatever cases are run, a case has the same."""
     rest = iter(drawn)
     tuning = [next(rest) for _ in range(NUM_TUNING_PROMPTS)]
     prompts = {
-        (case, r): [[next(rest) for _ in range(CASES[case][0])] for _ in range(RUNS[case])]
+        (case, r): [[next(rest) for _ in range(CASES[case][0])] for _ in range(rollouts[case])]
         for r in range(repetitions)
         for case in CASES
     }

@@ -11,7 +11,7 @@ import pytest
 from timed_rollouts import BENCHMARKS
 
 from pairs import PAIRS, draw_lines, make_prompts  # isort: skip
-from speed import CASES, RUNS, SEED, num_prompts, parse_options, split_prompts  # isort: skip
+from speed import CASES, SEED, num_prompts, parse_options, split_prompts  # isort: skip
 
 sys.path.insert(0, str(BENCHMARKS.parent / "scripts"))
 from pretrain_countdown import parse_arguments, stream_problems
@@ -45,7 +45,7 @@ def decode(policy: Path, prompts: list[tuple[int, ...]]) -> list[str]:
 
 def test_no_prompt_was_distilled_on(policy: Path) -> None:
     """docs/countdown.md: the drafter learned from the responses to 5120 prompts of seed 5, and from traces before."""
-    count = num_prompts(parse_options([]).repetitions)
+    count = num_prompts(PAIRS["countdown"].rollouts, parse_options([]).repetitions)
     puzzles = {puzzle_of(text) for text in decode(policy, make_prompts(policy, count, SEED))}
     assert len(puzzles) == count
     assert not puzzles & learned_puzzles(5, 5120)
@@ -63,11 +63,12 @@ def test_prompts_of_training_would_be_found(policy: Path) -> None:
 
 def test_no_prompt_is_used_twice() -> None:
     drawn = [(number,) for number in range(500)]
-    tuning, prompts = split_prompts(drawn, repetitions=3)
+    per_case = PAIRS["countdown"].rollouts
+    tuning, prompts = split_prompts(drawn, per_case, repetitions=3)
     used = tuning + [prompt for rollouts in prompts.values() for one in rollouts for prompt in one]
     assert len(used) == len(set(used))
     for (case, _), rollouts in prompts.items():
-        assert [len(one) for one in rollouts] == [CASES[case][0]] * RUNS[case]
+        assert [len(one) for one in rollouts] == [CASES[case][0]] * per_case[case]
 
 
 def test_lines_are_drawn_once_each(policy: Path, tmp_path: Path) -> None:

@@ -62,8 +62,10 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
     def make(*words: str) -> Any:
         options = speed.parse_options(words)
-        drawn = [(number,) for number in range(speed.num_prompts(options.repetitions))]
-        return speed.Bench(options, "target", "drafter", *speed.split_prompts(drawn, options.repetitions))
+        per_case = speed.PAIRS[options.pair].rollouts
+        drawn = [(number,) for number in range(speed.num_prompts(per_case, options.repetitions))]
+        prompts = speed.split_prompts(drawn, per_case, options.repetitions)
+        return speed.Bench(options, "target", "drafter", *prompts)
 
     yield make
     assert FakeEngine.alive == []
