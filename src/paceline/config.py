@@ -124,7 +124,7 @@ class EngineSettings(Section):
     compiled: bool | None = None
     """Run the target through torch.compile: more tokens per second, for a first start of a minute and later ones from
     vLLM's compile cache. Compiled and eager logits differ in the last bits: all workers of a run, and its resumptions,
-    need the same mode. Unset: eager on the CPU, vLLM's own default on a GPU; commands and recipes set it either way."""
+    need the same mode. Unset: eager on the CPU, vLLM's default on a GPU; commands and recipes compile by default."""
 
     budget: BudgetSettings = Field(default_factory=lambda: BudgetSettings())
     """How many drafted tokens are verified in each step."""

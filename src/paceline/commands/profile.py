@@ -62,7 +62,7 @@ def profile(
         int, typer.Option(help="GPUs that the engine runs on.", rich_help_panel="Engine")
     ] = 1,
     dtype: Dtype = "auto",
-    compiled: Compiled = False,
+    compiled: Compiled = True,
     kv_cache_gib: Annotated[
         float | None,
         typer.Option(

@@ -142,7 +142,7 @@ class OptimizerSection(Section):
 class EngineSection(EngineSettings):
     """Settings of each engine."""
 
-    compiled: bool = False
+    compiled: bool = True
     """Run the target through torch.compile. A run keeps to its mode: `--resume` with the other one is refused."""
 
 

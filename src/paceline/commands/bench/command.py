@@ -94,7 +94,7 @@ def bench(
     seed: Seed = 0,
     model_drafter: ModelDrafter = None,
     dtype: Dtype = "auto",
-    compiled: Compiled = False,
+    compiled: Compiled = True,
     max_num_seqs: MaxNumSeqs = 128,
     kv_cache_gib: KvCacheGib = 1.0,
 ) -> None:

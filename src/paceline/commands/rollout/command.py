@@ -91,7 +91,7 @@ def rollout(
         ),
     ] = None,
     dtype: Dtype = "auto",
-    compiled: Compiled = False,
+    compiled: Compiled = True,
     max_num_seqs: MaxNumSeqs = 128,
     kv_cache_gib: KvCacheGib = 1.0,
     plain: Annotated[
