@@ -212,6 +212,31 @@ class KvUse:
 
 
 @dataclass(frozen=True, slots=True)
+class DrafterScore:
+    """How often an engine's own model drafter was right, counted since the engine started."""
+
+    tried: int = 0
+    """Drafts of which the first token was decided by the target, verified or not."""
+    right: int = 0
+    """Of these, the first tokens that were the target's."""
+    alarms: int = 0
+    """Times that the drafter was found dead, and dropped (planning/zero_acceptance.py)."""
+
+    @property
+    def acceptance(self) -> float | None:
+        """Of the first draft token; None before any was tried."""
+        return self.right / self.tried if self.tried else None
+
+    def __add__(self, other: DrafterScore) -> DrafterScore:
+        """What both have."""
+        return DrafterScore(*map(add, astuple(self), astuple(other)))
+
+    def __sub__(self, before: DrafterScore) -> DrafterScore:
+        """What came since."""
+        return DrafterScore(*map(sub, astuple(self), astuple(before)))
+
+
+@dataclass(frozen=True, slots=True)
 class DraftSharingCounters:
     """What one worker has told the draft servers and heard from them; a token may be told more than once."""
 

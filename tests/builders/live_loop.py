@@ -65,6 +65,8 @@ def live(settings: EngineSettings, seed: int, num_steps: int) -> list[Proposal]:
         if rng.random() < 0.1:  # a step that only prefills
             loop.observe(StepObservation(0, 0, 0, 40, 0.05))
             continue
+        if settings.model_drafter is not None and rng.random() < 0.05:
+            loop.renew_model()
         query = _query(int(rng.integers(1, MOST_REQUESTS + 1)), position)
         others = int(rng.integers(0, 20)) if rng.random() < 0.2 else 0
         weight = rng.uniform(0.5, 2.0, len(query.groups)) if loop.is_fair else None

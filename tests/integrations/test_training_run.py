@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import signal
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,15 @@ from rich.console import Console
 
 import paceline.commands.train as train_command
 import paceline.training.run as training_run
+from paceline.distillation.spot_link import SpotLink
+from paceline.drafting.model import ModelDrafter
 from paceline.engine.loop_replay import replay_engine
 from paceline.engine.rollout_engine import RolloutEngine
 from paceline.errors import ConfigError, RecordError
 from paceline.record import (
     Comparison,
+    DrafterSession,
+    DrafterStep,
     EngineStepSample,
     Evaluation,
     RecordReader,
@@ -27,6 +32,7 @@ from paceline.record import (
     TrainStep,
 )
 from paceline.record.decisions import DecisionReader, find_decisions
+from paceline.tasks.alphabet import ALPHABET
 from paceline.training.recipe import Recipe
 from paceline.training.run import TrainingRun
 from paceline.training.step_runner import StepRunner, Summary
@@ -178,6 +184,59 @@ def interrupt_rewards(monkeypatch: pytest.MonkeyPatch, call: int) -> None:
         return original(self, completions, **columns)
 
     monkeypatch.setattr(StepRunner, "reward", reward)
+
+
+def test_a_run_whose_drafter_grows_is_the_same_run(
+    whole: tuple[Path, Summary, str], policy_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same tokens, log-probabilities and weights; interrupted and resumed, it goes on with its drafter."""
+    folder = tmp_path / "adaptive"
+    recipe = make_recipe(policy_dir, adaptive_drafter={"layers": 1, "learning_rate": 0.01})
+    monkeypatch.setattr(SpotLink, "pause", pause_after_a_save(folder, SpotLink.pause))
+    interrupt_rewards(monkeypatch, call=3)
+    assert run(recipe, folder)[0].reason == "interrupted"
+    summary, _ = run(recipe, folder, resume=True)
+    assert summary.reason == "finished"
+    assert summary.diverged_tokens == 0
+    expected = weights(whole[0])
+    for name, weight in weights(folder).items():
+        assert weight.equal(expected[name]), name
+    metrics = [[step.metrics[name] for name in METRICS] for step in latest_steps(folder)]
+    assert metrics == [[step.metrics[name] for name in METRICS] for step in latest_steps(whole[0])]
+
+    last = read(folder, DrafterStep)[-1]
+    assert last.version >= 1
+    assert last.tried > 0
+    assert last.trained_tokens > 0
+    assert len(read(folder, DrafterSession)) >= 2
+    assert "Adaptive drafter" in (folder / "report.html").read_text()
+    grown = ModelDrafter(folder / "drafter" / "model", max_model_len=64, max_requests=2)
+    assert grown.vocab_size == len(ALPHABET)
+
+
+METRICS = ("loss", "grad_norm", "sampling/sampling_logp_difference/max", "reward")
+
+
+def latest_steps(folder: Path) -> list[TrainStep]:
+    """A step that was done again counts once."""
+    found = {step.step: step for step in read(folder, TrainStep)}
+    return [found[number] for number in sorted(found)]
+
+
+def pause_after_a_save(folder: Path, pause: Any) -> Any:
+    """Sessions of a run this short would end before anything was learned: they last until something is saved."""
+    saved = folder / "drafter" / "training.safetensors"
+    lesson = folder / "drafter" / "lesson.safetensors"
+
+    def wait(link: SpotLink) -> None:
+        before = saved.stat().st_mtime_ns if saved.is_file() else 0
+        for _ in range(2400):
+            if not lesson.is_file() or (saved.is_file() and saved.stat().st_mtime_ns > before):
+                break
+            time.sleep(0.05)
+        pause(link)
+
+    return wait
 
 
 def test_resume_refuses_another_recipe(whole: tuple[Path, Summary, str], policy_dir: Path) -> None:

@@ -11,7 +11,7 @@ from paceline.config import BudgetSettings, EngineSettings
 from paceline.engine.draft_ahead import TargetSizes
 from paceline.engine.fast_loop import GRID, FastLoop, Proposal, leading_matches, table_of
 from paceline.planning.latency import StepTimeModel, update_measured_time
-from paceline.types import DraftBatch, DraftGrowth, DraftQuery, ModelDrafts, StepObservation
+from paceline.types import DraftBatch, DrafterScore, DraftGrowth, DraftQuery, ModelDrafts, StepObservation
 
 FIXED = BudgetSettings(policy="fixed", fixed_tokens=4)
 
@@ -255,3 +255,39 @@ def test_nothing_is_kept_of_responses_that_have_ended() -> None:
         loop.close(0, response)
     assert not loop._numbers
     assert not loop._running
+
+
+def test_a_dead_model_drafter_is_dropped_until_it_has_other_weights(caplog: pytest.LogCaptureFixture) -> None:
+    """Its drafts say that they are sure; what the target decides says that they are wrong."""
+    loop = FastLoop(EngineSettings(model_drafter="m", drafter="none", budget=FIXED))
+    for number in range(20):
+        is_dropped = not draft_wrongly(loop)
+        assert is_dropped == (number >= 14)
+    assert loop.watch.score == DrafterScore(tried=42, right=0, alarms=1)
+    assert (
+        sum("accepts nothing from the model drafter m" in line.getMessage() for line in caplog.records) == 1
+    )
+    assert not loop.may_draft
+    loop.renew_model()
+    assert loop.may_draft
+    assert draft_wrongly(loop)
+
+
+def test_other_weights_of_the_target_begin_another_trial() -> None:
+    loop = FastLoop(EngineSettings(model_drafter="m", drafter="none", budget=FIXED))
+    for _ in range(5):
+        for _ in range(6):
+            assert draft_wrongly(loop)
+        loop.forget_tokens()
+    assert loop.watch.score.alarms == 0
+
+
+def draft_wrongly(loop: FastLoop) -> bool:
+    """A step of three requests; returns whether the model drafter is asked for drafts."""
+    if loop.order() is None:
+        return False
+    asked = query()
+    loop.receive(ModelDrafts(asked.responses, asked.positions, batch([[4, 5]] * 3, 0.9), GROWTH, 0.003))
+    proposal = loop.propose(asked, 0)
+    loop.learn(proposal, proposal.lengths, table_of([[9], [9], [9]]))
+    return True

@@ -71,6 +71,12 @@ def test_overrides_win_and_are_yaml(tmp_path: Path) -> None:
         ("optimizer: {learning_rate: .inf}", "optimizer.learning_rate = inf"),
         ("sampling: {temperature: 0}", "sampling.temperature = 0"),
         ("engine: {budget: {policy: fastest}}", "engine.budget.policy = 'fastest'"),
+        ("adaptive_drafter: {hidden_size: 100}", "adaptive_drafter.hidden_size = 100"),
+        ("adaptive_drafter: {}\nfleet: {}", "adaptive_drafter trains beside one engine so far"),
+        (
+            "adaptive_drafter: {}\nengine: {model_drafter: d, draft_worker: true}",
+            "remove engine.draft_worker",
+        ),
         ("fleet: {variant: oracle}", "choose even, context, no-context, sticky or group"),
     ],
 )

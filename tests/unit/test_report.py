@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import subprocess
+from contextlib import closing
 from html import escape, unescape
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ from paceline.errors import RecordError
 from paceline.record import (
     FILE_NAME,
     Comparison,
+    DrafterSession,
+    DrafterStep,
     EngineStepSample,
     Evaluation,
     Failure,
@@ -39,6 +42,7 @@ from paceline.report.figures import (
     FIGURES,
     Choice,
     Figure,
+    drafter_figure,
     duration,
     length_figure,
     number,
@@ -117,6 +121,31 @@ def test_sections_stand_in_order(page: str) -> None:
     ]
     assert list(SECTIONS) == list(FIGURES)
     assert page.index('class="tiles"') < page.index(f"<h2>{SECTIONS['reward']}</h2>")
+
+
+def test_an_adaptive_drafter_has_a_figure_of_its_own(tmp_path: Path) -> None:
+    """Its acceptance over steps; and its sessions, where the requests of a rollout are drawn."""
+    writer = RecordWriter.create(tmp_path / "run", HEADER)
+    with closing(writer):
+        for step, right in ((1, 0), (2, 30), (3, 60)):
+            writer.write(response(step, 10.0 * step + 5))
+            writer.write(DrafterSession(t_start_s=10.0 * step + 4, t_end_s=10.0 * step + 5, step=step))
+            writer.write(
+                DrafterStep(
+                    t_s=10.0 * step + 5, step=step, version=step - 1, tried=100 * (step > 1), right=right,
+                    agreement=0.5, trained_s=2.5, trained_tokens=7000,
+                )
+            )  # fmt: skip
+            writer.write(train_step(step))
+    history = read_history(tmp_path / "run")
+    figure = drafter_figure(history)
+    assert figure.series[0].y == [None, 0.3, 0.6]
+    assert "60" in figure.summary
+    assert "in sessions of 3" in figure.summary
+    assert "<h2>Adaptive drafter</h2>" in render(history)
+    rollouts = running_figure(history)
+    assert isinstance(rollouts, Choice)
+    assert [(mark.x, mark.until) for mark in rollouts.figures[0].marks][-1] == (4.0, 5.0)
 
 
 def test_the_page_is_self_contained(page: str) -> None:

@@ -15,7 +15,7 @@ from paceline.control.events import Keep
 from paceline.engine.rollout_engine import TokenEvent
 from paceline.training.rollout_journals import RolloutJournals
 from paceline.training.rollouts import WatchedRollouts
-from paceline.types import Response, RolloutRequest
+from paceline.types import DrafterScore, Response, RolloutRequest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
@@ -111,6 +111,9 @@ class Engine:
 
     def take_observations(self) -> list[Any]:
         return []
+
+    def drafter_score(self) -> DrafterScore:
+        return DrafterScore()
 
 
 def test_one_engine_generates_what_is_missing(tmp_path: Path) -> None:

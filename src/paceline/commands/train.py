@@ -19,7 +19,7 @@ from paceline.fleet.cluster import check_fleet
 from paceline.record import FILE_NAME
 from paceline.terminal.interruption import INTERRUPTED
 from paceline.training.recipe import Recipe, load_recipe
-from paceline.training.run_folder import LOG, check_folder
+from paceline.training.run_folder import DRAFTER, GROWN, LOG, check_folder
 
 if TYPE_CHECKING:
     from paceline.training.step_runner import Summary
@@ -153,4 +153,6 @@ def _facts(summary: Summary, out: Path) -> list[tuple[str, str]]:
             f"{name.replace('_', ' ')} {seconds:.0f} s ({seconds / total_s:.0%})" for name, seconds in ordered
         )
         facts.append(("time", ", ".join(shares)))
+    if (grown := out / DRAFTER / GROWN).is_dir():
+        facts.append(("drafter", str(grown)))
     return [*facts, ("run folder", str(out)), ("report", str(summary.report))]

@@ -35,6 +35,8 @@ class Description(msgspec.Struct, frozen=True):
     trained_s: float = 0.0
     """Processor time spent on it."""
     trained_tokens: int = 0
+    agreement: float | None = None
+    """With the target under the shared dice, on tokens that it had not learned from; None: not measured."""
 
     def note(self) -> dict[str, str]:
         """As it stands in the file."""

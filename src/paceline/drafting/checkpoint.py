@@ -23,8 +23,8 @@ def check_settings(max_model_len: int, max_requests: int, dtype: str) -> None:
         raise ConfigError(f"drafter dtype is {dtype!r}: choose one of {', '.join(known)}")
 
 
-def check_names(own: dict[str, torch.Tensor], fresh: dict[str, torch.Tensor]) -> None:
-    """Raise CheckpointError unless `fresh` is all of `own` (tied copies optional), in the same shapes."""
+def check_weights(own: dict[str, torch.Tensor], fresh: dict[str, torch.Tensor]) -> None:
+    """Raise CheckpointError unless `fresh` is all of `own` (tied copies optional), in the same shapes, and finite."""
     for name, tensor in fresh.items():
         if name not in own:
             raise CheckpointError(f"the drafter has no weight {name!r}: send the names of its own checkpoint")
@@ -33,6 +33,8 @@ def check_names(own: dict[str, torch.Tensor], fresh: dict[str, torch.Tensor]) ->
                 f"weight {name!r} has shape {tuple(tensor.shape)}, the drafter's has "
                 f"{tuple(own[name].shape)}: send weights of the same architecture"
             )
+        if not tensor.isfinite().all():
+            raise CheckpointError(f"weight {name!r} is not finite: send those of an earlier checkpoint")
     covered = {id(own[name]) for name in fresh}
     missing = [name for name, tensor in own.items() if id(tensor) not in covered]
     if missing:

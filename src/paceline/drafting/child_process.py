@@ -79,6 +79,10 @@ class ChildProcess:
         if now_s - self._ended_s >= (2.0 ** (self._num_failed - 2) if self._num_failed else 0.0):
             self._process = self._start()
 
+    def send(self, number: signal.Signals) -> None:
+        """Send it a signal, if it has not ended."""
+        self._process.send_signal(number)
+
     def kill(self) -> None:
         """Kill it, stopped or not; `check` starts another."""
         self._process.kill()

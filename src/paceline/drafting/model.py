@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from paceline import dice
-from paceline.drafting.checkpoint import check_names, check_settings, check_vocabulary, load_model
+from paceline.drafting.checkpoint import check_settings, check_vocabulary, check_weights, load_model
 from paceline.drafting.lean_decoder import LeanDecoder, lean_decoder
 from paceline.drafting.model_cache import (
     PADDED_QUERY,
@@ -191,11 +191,11 @@ class ModelDrafter:
     def reload(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Take over new weights (Hugging Face names, all of them, tied copies optional); drops the cache.
 
-        Raises CheckpointError for a missing or unknown name or another shape, before any weight is changed.
+        Raises CheckpointError for a missing or unknown name, another shape or NaN, before any weight is changed.
         """
         own = dict(self._model.named_parameters(remove_duplicate=False))
         fresh = dict(named_tensors)
-        check_names(own, fresh)
+        check_weights(own, fresh)
         with torch.inference_mode():
             for name, tensor in fresh.items():
                 own[name].copy_(tensor)

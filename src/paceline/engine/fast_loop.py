@@ -29,6 +29,7 @@ from paceline.engine.draft_ahead import UNKNOWN_SIZES, TargetSizes, start_draft_
 from paceline.engine.draft_windows import DraftWindows
 from paceline.engine.loop_log import open_log
 from paceline.engine.model_steering import ModelSteering
+from paceline.engine.model_watch import ModelWatch
 from paceline.engine.multipath.alternatives import AlternativePaths, Alternatives, StepDrafts, outcomes_of
 from paceline.engine.sharing import SharedDrafts, drafter_number
 from paceline.errors import RequestError
@@ -151,6 +152,7 @@ class FastLoop:
         self._recent = _Recent()
         self._wasted_before = 0
         self._model_accepted = 0
+        self.watch = ModelWatch(settings.model_drafter)
         self._sharing = _connect(settings, sizes.vocab_size)
         self._numbers: dict[int, int] = {}  # the drafter's, of each open response
         self._running: set[tuple[int, int]] = set()  # group and drafter's number of each
@@ -252,7 +254,8 @@ class FastLoop:
         self._log.close()
 
     def forget_tokens(self) -> None:
-        """Drop all groups; what was learned about acceptance and time stays."""
+        """Drop all groups, as weights may change; what was learned about acceptance and time stays."""
+        self.watch.begin_trial()
         if self.drafter is not None:
             self.drafter.clear()
         if self._sharing is not None:
@@ -276,6 +279,14 @@ class FastLoop:
             self.forget_tokens()
             self.drafter, self._resting = self._resting, self.drafter
             self.drafting = wanted
+
+    def renew_model(self) -> None:
+        """The model drafter has other weights: nothing that was learned about the old ones counts."""
+        self._arrived = None
+        self.model = Learned(_model_prior(self._settings), self._settings.sharpness)
+        self.watch.renew()
+        self._steering.renew()
+        self._log.write_new_drafter()
 
     def sharing_counters(self) -> DraftSharingCounters:
         """What this engine has told the draft servers and heard from them; zeros without any."""
@@ -309,7 +320,7 @@ class FastLoop:
     @property
     def may_draft(self) -> bool:
         """Whether `propose` can draft anything; without it a step is plain decoding and needs no proposal."""
-        has_drafter = self.drafter is not None or self._settings.model_drafter is not None
+        has_drafter = self.drafter is not None or self.watch.is_used
         return self.drafting and has_drafter and self._settings.budget.policy != "off"
 
     def propose(
@@ -426,7 +437,7 @@ class FastLoop:
     def order(self) -> DraftOrder | None:
         """What the model drafter shall do after the coming step; None without one, and while it rests."""
         is_elsewhere = self._settings.draft_worker or (self.ahead is not None and self.ahead.link.is_there)
-        if self._settings.model_drafter is None or is_elsewhere or not self.may_draft:
+        if not self.watch.is_used or is_elsewhere or not self.may_draft:
             return None
         batch, step_time = max(self._batch_size, 1), self._now.decode_time
         if not self._steering.advance(batch, self._settings.budget.refresh_steps):
@@ -474,6 +485,7 @@ class FastLoop:
             cells, outcomes = candidate.cells[told], is_right[told]
             if learned is self.model:
                 self._recent.note_drafts(outcomes)
+                self.watch.observe(candidate, first)
             if learned is self.free and others is not None:
                 more = outcomes_of(others, others.lengths, matches)
                 cells, outcomes = np.concatenate([cells, more[0]]), np.concatenate([outcomes, more[1]])

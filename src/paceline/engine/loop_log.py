@@ -21,6 +21,7 @@ from paceline.record.decisions import (
     DecisionWriter,
     DrafterLine,
     GrowthLine,
+    NewDrafterLine,
     PathCandidates,
     PathsGainLine,
     PathsLine,
@@ -138,6 +139,11 @@ class EngineLog:
                     num_levels=growth.num_levels, num_rows=growth.num_rows, seconds=float(growth.seconds)
                 )
             )
+
+    def write_new_drafter(self) -> None:
+        """The model drafter has other weights."""
+        if self._writer is not None:
+            self._writer.write(NewDrafterLine())
 
     def write_step(self, step: StepObservation, expected_tokens: float) -> None:
         """A measured step, when the budget learns from it."""

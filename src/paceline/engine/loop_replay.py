@@ -20,6 +20,7 @@ from paceline.record.decisions import (
     DecisionReader,
     DrafterLine,
     GrowthLine,
+    NewDrafterLine,
     PathCandidates,
     PathsGainLine,
     PathsLine,
@@ -61,6 +62,8 @@ def replay_engine(reader: DecisionReader) -> list[Tally]:
             case GrowthLine():
                 growth = DraftGrowth(line.num_levels, line.num_rows, line.seconds)
                 replay.steering.receive(growth)
+            case NewDrafterLine():
+                replay.steering.renew()
             case PathsGainLine():
                 replay.trust = paths.update_trust(replay.trust, line.promised, line.gained)
             case _:

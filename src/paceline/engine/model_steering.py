@@ -22,6 +22,10 @@ class ModelSteering:
     def __init__(self) -> None:
         self._level_time = StepTimeModel.initial()
         self._drafting_s = 0.0
+        self.renew()
+
+    def renew(self) -> None:
+        """Another drafter of the same cost: whether it pays is not known yet."""
         self._worth, self._rest = drafter_worth.Worth(), drafter_worth.Rest()
 
     def receive(self, growth: DraftGrowth) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -24,6 +24,7 @@ from paceline.engine.keys import check_resumed
 from paceline.engine.token_outputs import Grown, TokenOutputs
 from paceline.errors import CheckpointError, ConfigError, EngineError, RequestError, UnsupportedError
 from paceline.types import (
+    DrafterScore,
     DraftSharingCounters,
     KvPoolCounters,
     Response,
@@ -176,6 +177,7 @@ class RolloutEngine:
         self.settings = settings
         self.max_model_len = max_model_len
         self.policy_version = 0
+        self.drafter_version = 0
         self._is_torn = False
         self._engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
         self.vocab_size: int = self._engine.model_config.get_vocab_size()
@@ -436,6 +438,36 @@ class RolloutEngine:
             self.scheduler.loop.use_epoch(version << 20)  # cache resets count on from there
         self.policy_version = version
         return version
+
+    def push_drafter(self, weights: Mapping[str, torch.Tensor]) -> int:
+        """Load new weights of the model drafter between two steps, also while responses run; the tokens are the same.
+
+        weights: by the checkpoint's names, all of them, tied copies optional. Returns the new drafter version. Raises
+        UnsupportedError where no model drafts inside this engine, CheckpointError for weights that do not fit or are
+        not finite; the old ones then go on.
+        """
+        self._check_model_drafter()
+        self._engine.collective_rpc("reload_drafter", args=(weights,))
+        self.scheduler.loop.renew_model()
+        self.drafter_version += 1
+        return self.drafter_version
+
+    def drop_drafter(self) -> None:
+        """Draft without the model drafter until weights are pushed to it: those that it has are no good."""
+        self._check_model_drafter()
+        self.scheduler.loop.watch.drop()
+
+    def drafter_score(self) -> DrafterScore:
+        """How often the engine's own model drafter was right; zeros without one."""
+        return DrafterScore() if self.settings is None else self.scheduler.loop.watch.score
+
+    def _check_model_drafter(self) -> None:
+        settings = self.settings
+        if settings is None or settings.model_drafter is None or settings.draft_worker or settings.draft_help:
+            raise UnsupportedError(
+                "no model drafts inside this engine, or others draft with its model too: start it with model_drafter, "
+                "and without draft_worker and draft_help"
+            )
 
     def _check_idle(self) -> None:
         if self._pending:

@@ -24,6 +24,9 @@ class Runner(Protocol):
     drafts are given out by vLLM's `take_draft_token_ids` as `FreshDrafts`.
     """
 
+    drafter: Any
+    """The Proposer."""
+
     def get_model(self) -> Any:
         """The target; vLLM's own method."""
 

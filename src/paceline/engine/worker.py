@@ -7,7 +7,7 @@ runners of other plug-ins, keep everything else of theirs.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -90,6 +90,10 @@ class PacelineWorker(platform_worker()):  # type: ignore[misc]
                 model.load_weights = stand_in
         repack_tied_head(model)
         self.model_runner.seal_model()
+
+    def reload_drafter(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Give the model drafter other weights. Called by `collective_rpc`."""
+        self.model_runner.drafter.reload(weights)
 
     # -- which weights these are, for the KV pool
 

@@ -1,8 +1,9 @@
 """Harvest: which idle workers train the drafter while the last responses of a rollout are generated?
 
-The decisions of TLT's worker coordinator, as `event(state, ...) -> (state, actions)`; called by the simulator alone
-(sim/drafter_training.py), for every change of a worker: the live fleet trains no drafter. The caller carries the
-actions out and delivers those for one worker in their order; no answer is waited for.
+The decisions of TLT's worker coordinator, as `event(state, ...) -> (state, actions)`; called for every change of a
+worker by the simulator (sim/drafter_training.py), and by a training run on one engine (training/adaptive_rollouts.py);
+the live fleet trains no drafter. The caller carries the actions out and delivers those for one worker in their order;
+no answer is waited for.
 
     BUSY      serves the rollout, or the policy's training between rollouts
     IDLE      nothing to generate, memory released

@@ -147,6 +147,10 @@ class GrowthLine(_Line, frozen=True, tag="growth"):
     seconds: float
 
 
+class NewDrafterLine(_Line, frozen=True, tag="new_drafter"):
+    """The model drafter has other weights: whether it pays is learned anew."""
+
+
 class WaitLine(_Line, frozen=True, tag="wait"):
     """Whether a step waits for drafts that a draft worker has under way; the fields of a WaitSnapshot."""
 
@@ -194,7 +198,15 @@ class ControllerLine(_Line, frozen=True, tag="controller"):
 
 
 EngineLine = (
-    BudgetLine | PathsLine | PathsGainLine | DrafterLine | GrowthLine | WaitLine | WindowsLine | StepLine
+    BudgetLine
+    | PathsLine
+    | PathsGainLine
+    | DrafterLine
+    | GrowthLine
+    | NewDrafterLine
+    | WaitLine
+    | WindowsLine
+    | StepLine
 )
 DecisionLine = EngineLine | ControllerLine
 

@@ -179,6 +179,37 @@ class Comparison(_Event, frozen=True, tag="comparison"):
     """Tokens that differ between the two; 0 = the same, token for token."""
 
 
+class DrafterStep(_Event, frozen=True, tag="drafter_step"):
+    """What an adaptive drafter was worth in the rollout of a train step, and how far its training has come."""
+
+    t_s: float
+    step: int
+    version: int
+    """Times that the engine has got new weights of it; 0: it is not used yet."""
+    tried: int = 0
+    """Drafts of which the first token was decided by the target."""
+    right: int = 0
+    """Of these, the first tokens that were the target's."""
+    agreement: float | None = None
+    """What its trainer measured before the engine got it: how often a token of it is the target's."""
+    trained_s: float = 0.0
+    """Processor time spent on it so far, loading included."""
+    trained_tokens: int = 0
+
+    @property
+    def acceptance(self) -> float | None:
+        """Of the first draft token; None where it was not used."""
+        return self.right / self.tried if self.tried else None
+
+
+class DrafterSession(_Event, frozen=True, tag="drafter_session"):
+    """An adaptive drafter was trained in the tail of a rollout."""
+
+    t_start_s: float
+    t_end_s: float
+    step: int
+
+
 class Note(_Event, frozen=True, tag="note"):
     """Something worth knowing, for the reader of the report."""
 
@@ -217,6 +248,8 @@ Event = (
     | TrainStep
     | Evaluation
     | Comparison
+    | DrafterStep
+    | DrafterSession
     | Note
     | Failure
     | Resumed
@@ -230,7 +263,7 @@ def end_of(event: Event) -> float:
     match event:
         case EngineStepSample():
             return event.t_s + event.step_s
-        case ResponseDone() | ChunkDone():
+        case ResponseDone() | ChunkDone() | DrafterSession():
             return event.t_end_s
         case TrainStep():
             return event.t_start_s + event.phases.total_s

@@ -270,6 +270,7 @@ def _one_rollout(rollout: Rollout) -> Figure:
         end_s, tail_s = max(ends), measure_tail(ends)
         if tail_s > 0:
             marks.append(Mark(end_s - tail_s, f"tail: {number(tail_s)} s", until=end_s))
+        marks += [Mark(begin_s, "drafter trained", until=stop_s) for begin_s, stop_s in rollout.sessions]
         share = percent(tail_s / end_s if end_s > 0 else 0.0)
         summary = (
             f"{len(ends)} responses in {duration(end_s)}; {percent(0.9)} had finished after "
@@ -354,6 +355,35 @@ def acceptance_figure(history: RunHistory) -> Drawing | str:
         y=ACCEPTANCE_AXIS,
         series=[_line("acceptance length", xs, ys, colour=3)],
         summary=f"On average {mean:.2f} tokens per request and engine step.{rate}",
+    )
+
+
+def drafter_figure(history: RunHistory) -> Figure:
+    """How often the first token of an adaptive drafter was right in each train step, and what its trainer expected.
+
+    Only for a run that has one.
+    """
+    steps = [history.drafter_steps[step] for step in sorted(history.drafter_steps)]
+    xs = [float(one.step) for one in steps]
+    used = [one.acceptance for one in steps]
+    last = steps[-1]
+    reached = next((one for one in reversed(used) if one is not None), None)
+    result = (
+        "The engine has not used it yet."
+        if reached is None
+        else f"In its last rollout {percent(reached)} of its first draft tokens were right."
+    )
+    return Figure(
+        x=Axis("train step", whole=True),
+        y=Axis("share of first draft tokens that are right", low=0.0, high=1.0),
+        series=[
+            _line("in the engine", xs, used, colour=3),
+            _line("expected by its trainer", xs, [one.agreement for one in steps], colour=6, style="thin"),
+        ],
+        summary=(
+            f"{result} Trained for {duration(last.trained_s)} of processor time on {number(last.trained_tokens)} "
+            f"tokens, in sessions of {duration(history.session_s)} together."
+        ),
     )
 
 

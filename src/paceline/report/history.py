@@ -11,6 +11,8 @@ from pathlib import Path
 from paceline.record import (
     ChunkDone,
     Comparison,
+    DrafterSession,
+    DrafterStep,
     EngineStepSample,
     Evaluation,
     Event,
@@ -101,6 +103,8 @@ class Rollout:
     num_chunks: int = 0
     losses: Counter[tuple[str, float]] = field(default_factory=Counter)
     """Chunks lost with their worker, by its name and when."""
+    sessions: list[tuple[float, float]] = field(default_factory=list)
+    """Begin and end of each session in which an adaptive drafter was trained."""
 
 
 class RunHistory:
@@ -119,6 +123,9 @@ class RunHistory:
         self.rollouts: dict[int, Rollout] = {}
         self.evaluations: dict[int, Evaluation] = {}
         self.comparisons: list[Comparison] = []
+        self.drafter_steps: dict[int, DrafterStep] = {}
+        self.session_s = 0.0
+        """Of all sessions of an adaptive drafter."""
         self.total = Speculation()
         self.by_batch: dict[int, Speculation] = {}
         """Key: floor(log2(decoding requests per step))."""
@@ -153,6 +160,10 @@ class RunHistory:
                 self.evaluations[event.step] = event
             case Comparison():
                 self.comparisons.append(event)
+            case DrafterStep():
+                self.drafter_steps[event.step] = event
+            case DrafterSession():
+                self._add_session(event)
             case Note() | Failure():
                 self._add_message(event)
             case Resumed():
@@ -221,6 +232,11 @@ class RunHistory:
         rollout.num_chunks += 1
         if piece.was_lost:
             rollout.losses[piece.worker, piece.end_s] += 1
+
+    def _add_session(self, session: DrafterSession) -> None:
+        self.session_s += session.t_end_s - session.t_start_s
+        rollout = self._rollout(session.step, session.t_start_s)
+        rollout.sessions.append((session.t_start_s - rollout.begin_s, session.t_end_s - rollout.begin_s))
 
     def _add_train_step(self, train: TrainStep) -> None:
         self.close()

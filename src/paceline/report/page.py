@@ -16,6 +16,7 @@ from paceline.report.figures import (
     PHASES,
     Choice,
     Drawing,
+    drafter_figure,
     duration,
     metric_figures,
     number,
@@ -47,7 +48,9 @@ SECTIONS = {
     "batch": "Acceptance length by batch size",
     "phases": "Where the time went",
 }
-HALF_WIDTH = ("reward", "lengths", "acceptance", "batch")
+DRAFTER = "drafter"
+TITLES = SECTIONS | {DRAFTER: "Adaptive drafter"}
+HALF_WIDTH = ("reward", "lengths", "acceptance", "batch", DRAFTER)
 NUM_COLUMNS = (
     "step",
     "reward",
@@ -78,6 +81,8 @@ def build_report(run_dir: Path) -> Path:
 def render(history: RunHistory, bench: SideBySide | None = None) -> str:
     """The page as text. bench: methods that were run side by side."""
     drawings = {name: draw(history) for name, draw in FIGURES.items()}
+    if history.drafter_steps:  # few runs have a drafter that grows, and it is nothing that the others lack
+        drawings[DRAFTER] = drafter_figure(history)
     metrics = metric_figures(history)
     data: dict[str, Drawing] = {name: d for name, d in drawings.items() if not isinstance(d, str)}
     data |= {f"metric-{i}": figure for i, figure in enumerate(metrics.values())}
@@ -140,7 +145,7 @@ def _gaps(history: RunHistory) -> str:
 
 
 def _section(history: RunHistory, name: str, drawing: Drawing | str) -> str:
-    title = SECTIONS[name]
+    title = TITLES[name]
     size = " half" if name in HALF_WIDTH else ""
     if isinstance(drawing, str):
         content = f'<p class="none">{escape(drawing)}</p>'

@@ -18,7 +18,9 @@ from paceline.errors import ConfigError
 
 Algorithm = Literal["grpo", "dapo", "dr_grpo", "gspo", "rloo"]
 
-FREE_ON_RESUME = frozenset({"steps", "evaluation", "compare", "output", "record", "fleet"})
+FREE_ON_RESUME = frozenset(
+    {"steps", "evaluation", "compare", "output", "record", "fleet", "adaptive_drafter"}
+)
 """Sections that a resumed run may change: none of them has a say in the tokens or the gradients."""
 
 
@@ -139,6 +141,21 @@ class OptimizerSection(Section):
     computes in it, float32 elsewhere."""
 
 
+class AdaptiveDrafterSection(Section):
+    """A small language model that learns to draft while the run goes on (docs/drafter-training.md). It begins with
+    `engine.model_drafter`, or anew where that is unset.
+    """
+
+    hidden_size: int | None = Field(default=None, ge=64, multiple_of=64)
+    """Width of a new drafter; unset: half the policy's."""
+    layers: int = Field(default=2, ge=1)
+    """Layers of a new drafter."""
+    learning_rate: float = Field(default=2e-3, gt=0.0, le=1.0)
+    """Of the drafter; constant, as the policy that it follows does not stand still."""
+    max_running: int = Field(default=8, ge=0)
+    """It is trained in the tail of each rollout, while at most so many responses run."""
+
+
 class EngineSection(EngineSettings):
     """Settings of each engine."""
 
@@ -206,6 +223,8 @@ class Recipe(Section):
     """Of each engine."""
     fleet: FleetSettings | None = None
     """Roll out on several engines; unset: on one, in the trainer's process."""
+    adaptive_drafter: AdaptiveDrafterSection | None = None
+    """Grow a drafter, or keep one up with the policy; unset: drafters stay as they are."""
     evaluation: EvaluationSection = EvaluationSection()
     compare: CompareSection = CompareSection()
     output: OutputSection = OutputSection()
@@ -219,6 +238,18 @@ class Recipe(Section):
             raise ValueError(
                 "fleet.variant='oracle' needs the lengths of responses that are not generated yet: choose even, "
                 "context, no-context, sticky or group"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _drafter_can_grow(self) -> Recipe:
+        if self.adaptive_drafter is None:
+            return self
+        if self.fleet is not None:
+            raise ValueError("adaptive_drafter trains beside one engine so far: remove it, or fleet")
+        if self.engine.draft_worker or self.engine.draft_help:
+            raise ValueError(
+                "adaptive_drafter swaps the drafter inside the engine: remove engine.draft_worker and draft_help"
             )
         return self
 

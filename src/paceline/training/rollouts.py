@@ -16,7 +16,7 @@ from paceline.control.events import Keep
 from paceline.control.live_response import LiveResponse
 from paceline.control.packed import Packed
 from paceline.engine.rollout_engine import RolloutEngine
-from paceline.record import Comparison, RecordWriter, measure_tail
+from paceline.record import Comparison, Note, RecordWriter, measure_tail
 from paceline.terminal.interruption import Interruption
 from paceline.terminal.meter import RolloutMeter
 from paceline.training.randomness import unchanged_randomness
@@ -27,6 +27,12 @@ if TYPE_CHECKING:
 
     from paceline.fleet.chunk_log import ChunkSpan
     from paceline.fleet.journal import Journal
+
+
+DEAD_DRAFTER = (
+    "the target accepts nothing from the model drafter: random, stale or lost weights, or another tokenizer; the run "
+    "goes on without it"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +108,10 @@ class Rollouts(ABC):
         self._watcher = watcher
         self._interruption = interruption
 
+    def push_weights(self, weights: Iterable[tuple[str, Any]], version: int | None) -> int:
+        """Give the engines new weights of the policy; returns its version."""
+        return self.engine.push_weights(weights, version=version)
+
     @abstractmethod
     def run(
         self,
@@ -169,6 +179,7 @@ class WatchedRollouts(Rollouts):
         journal: Journal | None = None,
     ) -> Rollout:
         self._engine.take_observations()
+        num_alarms = self._engine.drafter_score().alarms
         begin_s = self.record.now_s()
         responses = self._recall(requests, journal)
         missing = [index for index, response in enumerate(responses) if response is None]
@@ -194,6 +205,8 @@ class WatchedRollouts(Rollouts):
                     if journal is not None:
                         journal.write([_keep(index, event.response)])
         recording.flush()
+        if self._engine.drafter_score().alarms > num_alarms:
+            self.record.write(Note(t_s=self.record.now_s(), text=DEAD_DRAFTER))
         return Rollout(tuple(r for r in responses if r is not None), begin_s, tuple(ends_s))
 
     def _recall(self, requests: Sequence[RolloutRequest], journal: Journal | None) -> list[Response | None]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,6 +49,7 @@ from paceline.training.step_runner import StepRunner, Summary
 
 if TYPE_CHECKING:
     from paceline.fleet.fleet import Fleet
+    from paceline.training.adaptive_rollouts import AdaptiveDrafter
     from paceline.training.fleet_rollouts import TaskReward
 
 
@@ -132,12 +134,18 @@ class TrainingRun:
         record = self._open_record()
         try:
             with (
-                self._start_engine() as engine,
+                self._start_drafter() as drafter,
+                self._start_engine(drafter) as engine,
                 Progress(self._console, self.recipe.steps) as progress,
                 Interruption() as interruption,
             ):
                 rollouts: Rollouts
-                if isinstance(engine, RolloutEngine):
+                if drafter is not None:
+                    from paceline.training.adaptive_rollouts import AdaptiveRollouts
+
+                    assert isinstance(engine, RolloutEngine)
+                    rollouts = AdaptiveRollouts(engine, record, progress, interruption, drafter)
+                elif isinstance(engine, RolloutEngine):
                     rollouts = WatchedRollouts(engine, record, progress, interruption)
                 else:
                     from paceline.training.fleet_rollouts import FleetRollouts
@@ -179,7 +187,15 @@ class TrainingRun:
         )
         return RecordWriter.create(self.folder, header, self.recipe.record, overwrite=self._overwrite)
 
-    def _start_engine(self) -> RolloutEngine | Fleet:
+    def _start_drafter(self) -> AbstractContextManager[AdaptiveDrafter | None]:
+        section = self.recipe.adaptive_drafter
+        if section is None:
+            return nullcontext()
+        from paceline.training.adaptive_rollouts import AdaptiveDrafter
+
+        return AdaptiveDrafter(self.recipe, section, self.folder)
+
+    def _start_engine(self, drafter: AdaptiveDrafter | None) -> RolloutEngine | Fleet:
         recipe, capacity = self.recipe, self.recipe.capacity
         options: dict[str, Any] = {
             "dtype": capacity.dtype,
@@ -190,7 +206,10 @@ class TrainingRun:
         }
         if recipe.fleet is None:
             self._console.print("starting the engine")
-            return RolloutEngine(recipe.model, self._engine_settings(), **options)
+            settings = self._engine_settings()
+            if drafter is not None:
+                settings = settings.model_copy(update={"model_drafter": str(drafter.model.resolve())})
+            return RolloutEngine(recipe.model, settings, **options)
         from paceline.fleet.fleet import Fleet
         from paceline.training.fleet_rollouts import TaskReward
 

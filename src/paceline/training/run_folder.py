@@ -3,6 +3,7 @@
     record.jsonl          every measurement (paceline.record)
     checkpoints/          the trainer's checkpoints, from which --resume continues exactly
     rollouts/             what the rollouts since the last checkpoint have, for --resume (rollout_journals.py)
+    drafter/              the drafter that grew in the run, if asked for (adaptive_rollouts.py)
     decisions/            what was decided, if asked for (paceline.record.decisions)
     policy/               the trained policy in Hugging Face format, once the run has finished
     report.html           the page of the run
@@ -25,7 +26,9 @@ from paceline.record import FILE_NAME, Comparison, Evaluation, RecordReader
 from paceline.record.decisions import DECISIONS_FOLDER
 from paceline.report.side_by_side import FILE_NAME as SIDE_BY_SIDE
 
-CHECKPOINTS, ROLLOUTS, POLICY = "checkpoints", "rollouts", "policy"
+CHECKPOINTS, ROLLOUTS, POLICY, DRAFTER = "checkpoints", "rollouts", "policy", "drafter"
+GROWN = "model"
+"""In the drafter's folder: what the engine starts with, and in the end what has become of it."""
 REPORT, LOG = "report.html", "log.txt"
 
 
@@ -70,7 +73,7 @@ def check_folder(folder: Path, *, resume: bool, overwrite: bool) -> None:
 
 def clear_folder(folder: Path) -> None:
     """Delete what an earlier run left in its folder, and nothing else."""
-    for name in (CHECKPOINTS, ROLLOUTS, POLICY, DECISIONS_FOLDER):
+    for name in (CHECKPOINTS, ROLLOUTS, POLICY, DRAFTER, DECISIONS_FOLDER):
         shutil.rmtree(folder / name, ignore_errors=True)
     for name in (REPORT, SIDE_BY_SIDE):
         (folder / name).unlink(missing_ok=True)

@@ -187,7 +187,7 @@ class StepRunner:
     def push_weights(self, weights: Iterable[tuple[str, Any]], *, version: int | None = None) -> int:
         """Give the engine the trainer's weights; returns the policy version."""
         with self._phase("push_weights"), unchanged_randomness():
-            return self._rollouts.engine.push_weights(self._journals.watch(weights), version=version)
+            return self._rollouts.push_weights(self._journals.watch(weights), version)
 
     @property
     def vllm_engine(self) -> Any:

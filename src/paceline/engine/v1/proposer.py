@@ -7,8 +7,8 @@ need the device and are made here, right after sampling; they reach the schedule
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -18,6 +18,9 @@ from paceline.engine.runner import FreshDrafts
 from paceline.engine.v1.sampler import throw
 from paceline.planning.sharpness import SHARPNESS_GRID
 from paceline.types import DraftOrder, DraftQuery, ModelDrafts
+
+if TYPE_CHECKING:
+    import torch
 
 GRID = np.asarray(SHARPNESS_GRID, dtype=np.float32)
 
@@ -54,6 +57,11 @@ class Proposer:
             vocab_size=self._config.model_config.get_vocab_size(),
             noise_sampler=throw,
         )
+
+    def reload(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Give the model drafter other weights, between two steps (ModelDrafter.reload)."""
+        self._model.reload(weights.items())
+        self._fresh = None
 
     def propose(self, sampled_token_ids: list[list[int]], *args: Any, **kwargs: Any) -> list[list[int]]:
         """Called by the runner after sampling. Model drafts are kept for `take`.

@@ -1,0 +1,49 @@
+"""A fresh small language model of a target's tokenizer: what a drafter grows from where there is none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from paceline.errors import CheckpointError
+
+HEAD_DIM = 64
+SHARE = 0.5
+"""Width over the target's, where none is given."""
+
+
+def make_small_model(target: Path, out: Path, hidden_size: int | None, num_layers: int, seed: int) -> None:
+    """Write a Llama model with random weights into a folder, with the target's tokenizer.
+
+    hidden_size: a multiple of 64; None: half the target's. torch's generator is left as it is found. Raises
+    CheckpointError for another width.
+    """
+    wanted = AutoConfig.from_pretrained(target, local_files_only=True).get_text_config()
+    size = hidden_size or max(int(wanted.hidden_size * SHARE) // HEAD_DIM, 1) * HEAD_DIM
+    if size % HEAD_DIM:
+        raise CheckpointError(f"a drafter's hidden size is {size}: make it a multiple of {HEAD_DIM}")
+    config = LlamaConfig(
+        vocab_size=wanted.vocab_size,
+        hidden_size=size,
+        intermediate_size=size * 11 // 4 // 16 * 16,
+        num_hidden_layers=num_layers,
+        num_attention_heads=size // HEAD_DIM,
+        num_key_value_heads=1,
+        head_dim=HEAD_DIM,
+        max_position_embeddings=wanted.max_position_embeddings,
+        tie_word_embeddings=True,
+        bos_token_id=wanted.bos_token_id,
+        eos_token_id=wanted.eos_token_id,
+        pad_token_id=wanted.pad_token_id,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        LlamaForCausalLM(config).save_pretrained(out)
+    lend_tokenizer(target, out)
+
+
+def lend_tokenizer(target: Path, out: Path) -> None:
+    """Put the target's tokenizer beside a drafter."""
+    AutoTokenizer.from_pretrained(target, local_files_only=True).save_pretrained(out)

@@ -1,0 +1,67 @@
+"""A run's end of its spot trainer: starts and stops it, tells it lessons, takes the drafters that it saves.
+
+Nothing here waits for the trainer. It is stopped by the kernel, wherever it is: no pack has to be finished. One that
+was killed is started again when it may train next, and goes on from its newest checkpoint.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+from torch import Tensor
+
+from paceline.distillation.checkpoints import CheckpointWriter
+from paceline.distillation.spot import LESSON, SpotSettings, make_lesson, read_drafter
+from paceline.distillation.training_folder import FILE_NAME, Description
+from paceline.drafting.child_process import ChildProcess
+
+
+class SpotLink:
+    """Owns the process. It runs at first, to load what it needs. Close it."""
+
+    def __init__(self, settings: SpotSettings) -> None:
+        self._folder = Path(settings.folder)
+        text = msgspec.json.encode(settings).decode()
+        module = "paceline.distillation.spot_process"
+        self._child = ChildProcess("drafter's trainer", module, (text,), {"OMP_NUM_THREADS": "1"})
+        self._lessons = CheckpointWriter(self._folder / LESSON)
+        self._taken_ns = 0
+
+    @property
+    def pid(self) -> int:
+        """Process id of the present trainer."""
+        return self._child.pid
+
+    def resume(self) -> None:
+        """Let it train."""
+        self._child.check()
+        self._child.send(signal.SIGCONT)
+
+    def pause(self) -> None:
+        """Stop it now."""
+        self._child.send(signal.SIGSTOP)
+
+    def teach(
+        self, step: int, policy: Mapping[str, Tensor], responses: Sequence[tuple[Sequence[int], int]]
+    ) -> None:
+        """Tell it a lesson (`make_lesson`); copied here, written in the background. Raises RecordError."""
+        self._lessons.save(*make_lesson(step, policy, responses))
+
+    def take(self) -> tuple[dict[str, Tensor], Description] | None:
+        """Weights and description of the drafter that it saved last; None if that was taken before."""
+        try:
+            saved_ns = (self._folder / FILE_NAME).stat().st_mtime_ns
+        except FileNotFoundError:
+            return None
+        if saved_ns == self._taken_ns:
+            return None
+        self._taken_ns = saved_ns
+        return read_drafter(self._folder)
+
+    def close(self) -> None:
+        """End it. What it has saved stays."""
+        self._child.close()
+        self._lessons.close()

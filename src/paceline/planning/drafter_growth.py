@@ -1,0 +1,48 @@
+"""Does it pay to train the drafter? While its acceptance still rises, and again once it has fallen.
+
+The policy drifts slowly, and a drafter that was trained on it holds for many steps (published runs: 36), so training
+rests once several new drafters in a row have brought nothing, and goes on when acceptance has fallen by more than it
+varies. Called once a rollout, with the acceptance of the drafter that was used in it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+RISE = 0.01
+"""Acceptance that counts as risen."""
+FALL = 0.02
+"""Acceptance that counts as fallen."""
+PATIENCE = 4
+"""New drafters without a rise after which training rests."""
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """What is known of a drafter; Growth() begins."""
+
+    reached: float = 0.0
+    """Acceptance from which rises and falls are counted."""
+    num_flat: int = 0
+    """New drafters since the last rise."""
+
+    @property
+    def pays(self) -> bool:
+        """Whether to train."""
+        return self.num_flat < PATIENCE
+
+
+def observe(growth: Growth, acceptance: float | None, is_new: bool) -> Growth:
+    """The growth after a rollout.
+
+    acceptance: of the first draft token, None: the drafter was not used. is_new: whether its weights were used for the
+    first time.
+    """
+    if acceptance is None:
+        return growth
+    if not growth.pays:
+        return Growth(acceptance) if acceptance < growth.reached - FALL else growth
+    if acceptance > growth.reached + RISE:
+        return Growth(acceptance)
+    flat = replace(growth, num_flat=growth.num_flat + is_new)
+    return flat if flat.pays else replace(flat, reached=acceptance)

@@ -1,0 +1,51 @@
+"""Is the model drafter dead? Random, stale or lost weights draft as before, and nothing that they draft is accepted.
+
+Wald's sequential test of the first draft token of each request, begun anew with every change of weights. While at least
+`HEALTHY` of these tokens are right in the mean, the likelihood ratio of a dead drafter is a supermartingale, so it ever
+reaches 1 / `FALSE_ALARM` with probability `FALSE_ALARM` at most (Ville's inequality), however long the test goes on.
+
+Requests of one step may stand at the same place of like texts, where most are right or most are wrong. So n of them
+count as n / (1 + (n - 1) `CORRELATION`) outcomes (Kish's design effect); the bound holds for beta-binomial ones.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+HEALTHY = 0.3
+"""Acceptance at which an alarm would be false."""
+DEAD = 0.02
+"""Acceptance that an alarm looks for; it is found up to about 0.1."""
+FALSE_ALARM = 1e-4
+"""Probability of an alarm in all steps between two changes of weights, and of missing a dead drafter for as long."""
+CORRELATION = 0.25
+"""Most that is allowed for between two requests of a step; a step counts as 4 outcomes at most."""
+
+_RIGHT = math.log(DEAD / HEALTHY)
+_WRONG = math.log((1 - DEAD) / (1 - HEALTHY))
+_BOUND = -math.log(FALSE_ALARM)
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """What is known since the weights changed; Trial() begins."""
+
+    evidence: float = 0.0
+    """Logarithm of the likelihood ratio of `DEAD` over `HEALTHY`."""
+
+    @property
+    def verdict(self) -> Literal["alive", "dead"] | None:
+        """None: not decided yet."""
+        if abs(self.evidence) < _BOUND:
+            return None
+        return "dead" if self.evidence > 0 else "alive"
+
+
+def observe(trial: Trial, tried: int, right: int) -> Trial:
+    """The trial after a step in which `right` of `tried` first draft tokens were the target's. A verdict stands."""
+    if not tried or trial.verdict is not None:
+        return trial
+    weight = 1.0 / (1.0 + (tried - 1) * CORRELATION)
+    return Trial(trial.evidence + weight * (right * _RIGHT + (tried - right) * _WRONG))

@@ -1,0 +1,195 @@
+"""When a drafter is trained beside a run, what its trainer is told, and when the engine gets it; without engines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers", reason="transformers is not installed")
+
+from paceline.engine.rollout_engine import TokenEvent
+from paceline.planning.drafter_growth import PATIENCE, Growth
+from paceline.record import DrafterSession, DrafterStep, Note
+from paceline.training.adaptive_rollouts import AdaptiveRollouts
+from paceline.types import DrafterScore, Response, RolloutRequest
+
+REQUESTS = [RolloutRequest(prompt=(1, 2), max_tokens=5, key=key) for key in range(6)]
+
+
+@dataclass
+class Engine:
+    """Finishes one response a step; its drafter is right in half of what it tries, once it has one."""
+
+    policy_version: int = 0
+    drafter_version: int = 0
+    is_dropped: bool = False
+    score: DrafterScore = field(default_factory=DrafterScore)
+    alarms: int = 0
+
+    def stream(self, requests: Sequence[RolloutRequest], params: Any) -> Iterator[TokenEvent]:
+        for index, request in enumerate(requests):
+            if not self.is_dropped:
+                self.score += DrafterScore(10, 5, self.alarms)
+                self.alarms = 0
+            response = Response(request, (7, 8), (-0.5, -0.5), "stop", 0, 0, 0, 0, 0, 2)
+            yield TokenEvent(index, (7, 8), (-0.5, -0.5), response)
+
+    def take_observations(self) -> list[Any]:
+        return [SimpleNamespace(num_requests=1, num_accepted_tokens=0, step_s=0.0)]
+
+    def push_weights(self, weights: Any, *, version: int | None = None) -> int:
+        assert dict(weights) == {"w": 3}
+        self.policy_version += 1
+        return self.policy_version
+
+    def push_drafter(self, weights: Any) -> int:
+        self.is_dropped = False
+        self.drafter_version += 1
+        return self.drafter_version
+
+    def drop_drafter(self) -> None:
+        self.is_dropped = True
+
+    def drafter_score(self) -> DrafterScore:
+        return self.score
+
+
+@dataclass
+class Link:
+    """Notes what the trainer is told."""
+
+    calls: list[Any] = field(default_factory=list)
+    saved: list[float] = field(default_factory=list)
+    """Agreement of the drafters that it saves."""
+
+    def resume(self) -> None:
+        self.calls.append("resume")
+
+    def pause(self) -> None:
+        self.calls.append("pause")
+
+    def teach(self, step: int, policy: Any, responses: Any) -> None:
+        self.calls.append((step, policy, responses))
+
+    def take(self) -> Any:
+        if not self.saved:
+            return None
+        return {}, SimpleNamespace(agreement=self.saved.pop(0), trained_s=4.0, trained_tokens=900)
+
+
+class Run:
+    """Rollouts with everything around them made up."""
+
+    def __init__(self, max_running: int = 2, is_fresh: bool = True) -> None:
+        self.engine, self.link = Engine(), Link()
+        self.events: list[Any] = []
+        self.shown: list[int] = []
+        self.clock = iter(range(10**6))
+        record: Any = SimpleNamespace(now_s=lambda: next(self.clock), write=self.write, add_step=self.ignore)
+        watcher: Any = SimpleNamespace(show_rollout=lambda meter: self.shown.append(meter.num_finished))
+        drafter: Any = SimpleNamespace(
+            link=self.link, is_fresh=is_fresh, section=SimpleNamespace(max_running=max_running)
+        )
+        quiet: Any = SimpleNamespace(check=lambda: None)
+        engine: Any = self.engine
+        self.rollouts = AdaptiveRollouts(engine, record, watcher, quiet, drafter)
+
+    def write(self, event: Any) -> None:
+        self.events.append((event, len(self.shown)))
+
+    def ignore(self, *args: Any, **fields: Any) -> None:
+        pass
+
+    def step(self, number: int | None) -> None:
+        params: Any = None
+        self.rollouts.push_weights([("w", 3)], None)
+        self.rollouts.run(REQUESTS, params, number)
+
+    def of(self, kind: type) -> list[Any]:
+        return [event for event, _ in self.events if isinstance(event, kind)]
+
+
+def test_a_session_is_a_rollouts_tail() -> None:
+    run = Run(max_running=2)
+    assert run.link.calls == ["pause"], (
+        "what loads while the engine starts is stopped before the first rollout"
+    )
+    run.step(1)
+    assert run.link.calls == ["pause", "resume", "pause"]
+    [session] = run.of(DrafterSession)
+    assert session.step == 1
+    assert session.t_end_s > session.t_start_s
+    assert len(run.shown) == len(REQUESTS)
+
+
+def test_evaluations_have_no_sessions() -> None:
+    run = Run(max_running=99)
+    run.step(None)
+    assert run.link.calls == ["pause"]
+    assert not run.events
+
+
+def test_an_interrupted_rollout_ends_its_session() -> None:
+    run = Run(max_running=99)
+    calls = iter([None, None])
+    run.rollouts._interruption = SimpleNamespace(check=lambda: next(calls))  # type: ignore[assignment]
+    with pytest.raises(StopIteration):
+        run.step(1)
+    assert run.link.calls == ["pause", "resume", "pause"]
+    assert run.of(DrafterSession)
+
+
+def test_lessons_are_the_step_before_with_the_newest_policy() -> None:
+    run = Run()
+    run.step(1)
+    run.rollouts.push_weights([("w", 3)], None)
+    [lesson] = [call for call in run.link.calls if isinstance(call, tuple)]
+    assert lesson == (1, {"w": 3}, [((1, 2, 7, 8), 2)] * len(REQUESTS))
+    run.rollouts.push_weights([("w", 3)], None)
+    assert [call for call in run.link.calls if isinstance(call, tuple)] == [lesson], "and told once"
+
+
+def test_the_engine_gets_what_its_trainer_vouches_for() -> None:
+    run = Run()
+    assert run.engine.is_dropped, "nobody has trained it"
+    run.link.saved = [0.2, 0.4]
+    for step in (1, 2, 3):
+        run.step(step)
+    first, second, third = run.of(DrafterStep)
+    assert (first.version, first.acceptance, first.agreement) == (0, None, 0.2)
+    assert (second.version, second.acceptance, second.agreement) == (1, 0.5, 0.4)
+    assert (third.version, third.trained_tokens) == (1, 900)
+
+
+def test_a_drafter_that_was_given_is_used_from_the_start() -> None:
+    run = Run(is_fresh=False)
+    run.step(1)
+    assert run.of(DrafterStep)[0].acceptance == 0.5
+
+
+def test_training_rests_where_it_brings_nothing_and_goes_on_after_a_fall() -> None:
+    run = Run()
+    run.link.saved = [0.9] * (PATIENCE + 1)
+    for step in range(1, PATIENCE + 2):
+        run.step(step)
+    assert not run.rollouts._growth.pays
+    told = len(run.link.calls)
+    run.step(9)
+    assert len(run.link.calls) == told
+    run.rollouts._growth = Growth(0.8, PATIENCE)  # as if it had been better
+    run.step(10)
+    run.step(11)
+    assert run.link.calls[told:][0][0] == 10
+
+
+def test_an_alarm_is_noted() -> None:
+    run = Run(is_fresh=False)
+    run.engine.alarms = 1
+    run.step(1)
+    run.step(2)
+    [note] = run.of(Note)
+    assert "accepts nothing" in note.text

@@ -1,0 +1,44 @@
+"""When a drafter is trained: while it rises, and again when it has fallen."""
+
+from __future__ import annotations
+
+from paceline.planning.drafter_growth import PATIENCE, Growth, observe
+
+
+def follow(growth: Growth, *acceptances: float, is_new: bool = True) -> Growth:
+    for acceptance in acceptances:
+        growth = observe(growth, acceptance, is_new)
+    return growth
+
+
+def test_it_is_trained_while_it_rises_and_rests_on_the_plateau() -> None:
+    growth = follow(Growth(), 0.3, 0.4, 0.5, 0.55)
+    assert growth == Growth(0.55, 0)
+    growth = follow(growth, *[0.555] * (PATIENCE - 1))
+    assert growth.pays
+    growth = follow(growth, 0.555)
+    assert not growth.pays
+    assert growth.reached == 0.555
+
+
+def test_a_slow_rise_is_a_rise() -> None:
+    assert follow(Growth(0.5), 0.504, 0.508, 0.512) == Growth(0.512, 0)
+
+
+def test_a_fall_wakes_it_and_noise_does_not() -> None:
+    resting = Growth(0.6, PATIENCE)
+    assert follow(resting, 0.59, 0.585, is_new=False) == resting
+    assert follow(resting, 0.57, is_new=False) == Growth(0.57, 0)
+
+
+def test_rollouts_without_a_new_drafter_say_nothing_about_training() -> None:
+    assert follow(Growth(0.5), *[0.5] * 20, is_new=False) == Growth(0.5, 0)
+    assert observe(Growth(), None, is_new=False) == Growth()
+
+
+def test_a_policy_that_became_harder_is_no_reason_to_train_for_ever() -> None:
+    """Woken by a fall, it counts rises from there."""
+    growth = follow(Growth(0.6, PATIENCE), 0.4)
+    growth = follow(growth, *[0.4] * PATIENCE)
+    assert not growth.pays
+    assert growth.reached == 0.4

@@ -1,0 +1,214 @@
+"""A drafter in training beside a run: what it hears and saves, how it goes on, and the process that it lives in."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers", reason="transformers is not installed")
+
+import msgspec
+import torch
+from tiny_model import make_model
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from paceline.distillation import checkpoints
+from paceline.distillation.small_model import make_small_model
+from paceline.distillation.spot import LESSON, SpotSettings, SpotTrainer, make_lesson, read_drafter
+from paceline.distillation.spot_link import SpotLink
+from paceline.distillation.training_folder import FILE_NAME
+from paceline.drafting.model import ModelDrafter
+from paceline.errors import CheckpointError
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> SpotSettings:
+    target = make_model(tmp_path / "target", tie=False)
+    make_small_model(target, tmp_path / "small", 64, 1, seed=0)
+    (tmp_path / "drafter").mkdir()
+    return SpotSettings(
+        parent=os.getpid(),
+        folder=str(tmp_path / "drafter"),
+        target=str(target),
+        small_model=str(tmp_path / "small"),
+        temperature=0.5,
+        rate=5e-3,
+    )
+
+
+def policy_of(settings: SpotSettings) -> dict[str, torch.Tensor]:
+    return dict(AutoModelForCausalLM.from_pretrained(settings.target).named_parameters())
+
+
+def responses_of(settings: SpotSettings, count: int = 24) -> list[tuple[list[int], int]]:
+    """What the target writes."""
+    model = AutoModelForCausalLM.from_pretrained(settings.target)
+    torch.manual_seed(1)
+    prompts = torch.randint(3, 64, (count, 4))
+    made = model.generate(prompts, do_sample=True, temperature=0.5, max_new_tokens=40, min_new_tokens=40)
+    return [(row, 4) for row in made.tolist()]
+
+
+def tell(settings: SpotSettings, step: int) -> None:
+    tensors, note = make_lesson(step, policy_of(settings), responses_of(settings))
+    checkpoints.write(Path(settings.folder) / LESSON, tensors, note)
+
+
+def ticking(step_s: float) -> itertools.count[float]:
+    return itertools.count(0.0, step_s)
+
+
+def test_a_drafter_grows_from_nothing_and_goes_on(settings: SpotSettings) -> None:
+    trainer = SpotTrainer(settings, ticking(1.0).__next__)
+    assert not trainer.learn()
+    tell(settings, step=1)
+    agreements = []
+    for _ in range(60):
+        assert trainer.learn()
+    trainer.close()
+    found = read_drafter(Path(settings.folder))
+    assert found is not None
+    agreements.append(found[1].agreement)
+    tokens, seconds = found[1].trained_tokens, found[1].trained_s
+    assert tokens > 20_000
+    assert 0 < seconds < 200
+
+    again = SpotTrainer(settings, ticking(1.0).__next__)
+    for _ in range(60):
+        assert again.learn()
+    again.close()
+    weights, made = read_drafter(Path(settings.folder)) or ({}, found[1])
+    assert made.trained_tokens > tokens
+    assert made.trained_s > seconds
+    agreements.append(made.agreement)
+    first, last = agreements
+    assert first is not None
+    assert last is not None
+    assert 0.1 < first < last
+
+    drafter = ModelDrafter(settings.small_model, max_model_len=64, max_requests=2)
+    drafter.reload(weights.items())  # as an engine does
+
+
+def test_a_run_that_went_back_to_a_checkpoint_repeats_steps(settings: SpotSettings) -> None:
+    trainer = SpotTrainer(settings)
+    for step in (7, 3):
+        tell(settings, step)
+        assert trainer.learn()
+    trainer.close()
+
+
+def test_lessons_of_another_policy_are_refused(settings: SpotSettings) -> None:
+    tensors, note = make_lesson(1, {"model.other": torch.zeros(1)}, responses_of(settings, 1))
+    checkpoints.write(Path(settings.folder) / LESSON, tensors, note)
+    with pytest.raises(CheckpointError, match=r"no weight 'model\.other'"):
+        SpotTrainer(settings).learn()
+
+
+def test_new_weights_of_the_policy_are_used(settings: SpotSettings) -> None:
+    """The head that is shared follows too."""
+    trainer = SpotTrainer(settings)
+    other = {name: weight + 1.0 for name, weight in policy_of(settings).items()}
+    checkpoints.write(Path(settings.folder) / LESSON, *make_lesson(1, other, responses_of(settings, 2)))
+    assert trainer.learn()
+    for name, weight in trainer._target.named_parameters():
+        assert weight.equal(other[name]), name
+    assert trainer._shared.head.equal(other["lm_head.weight"])
+
+
+def test_a_new_drafter_has_the_targets_vocabulary(settings: SpotSettings, tmp_path: Path) -> None:
+    made, target = (AutoConfig.from_pretrained(folder) for folder in (tmp_path / "small", settings.target))
+    assert made.vocab_size == target.vocab_size
+    assert (tmp_path / "small" / "tokenizer.json").is_file()
+    with pytest.raises(CheckpointError, match="multiple of 64"):
+        make_small_model(Path(settings.target), tmp_path / "odd", 100, 1, seed=0)
+
+
+@pytest.mark.slow
+def test_the_process_stops_at_once_and_survives_being_killed(settings: SpotSettings) -> None:
+    link = SpotLink(settings)
+    try:
+        tell(settings, step=1)
+        saved = wait_for_save(settings, 0)
+        first = link.pid
+
+        began_s = time.monotonic()
+        link.pause()
+        while state_of(first) != "T":
+            time.sleep(0.001)
+        assert time.monotonic() - began_s < 0.2
+        used = cpu_ticks(first)
+        time.sleep(0.3)
+        assert cpu_ticks(first) == used
+        link.resume()
+        saved = wait_for_save(settings, saved)
+        assert link.take() is not None
+        before = (read_drafter(Path(settings.folder)) or ({}, None))[1]
+
+        os.kill(first, signal.SIGKILL)
+        while is_alive(first):
+            time.sleep(0.01)
+        link.pause()  # nothing is there to be paused
+        link.resume()
+        assert link.pid != first
+        wait_for_save(settings, (Path(settings.folder) / FILE_NAME).stat().st_mtime_ns)
+        after = (read_drafter(Path(settings.folder)) or ({}, None))[1]
+        assert before is not None
+        assert after is not None
+        assert after.trained_tokens > before.trained_tokens
+    finally:
+        link.close()
+    assert not is_alive(link.pid)
+
+
+@pytest.mark.slow
+def test_a_trainer_that_is_stopped_ends_with_the_run(settings: SpotSettings) -> None:
+    """The run is killed; nobody is left to tell its trainer."""
+    code = (
+        "import sys, msgspec, os, time\n"
+        "from paceline.distillation.spot import SpotSettings\n"
+        "from paceline.distillation.spot_link import SpotLink\n"
+        "s = msgspec.json.decode(sys.argv[1], type=SpotSettings)\n"
+        "link = SpotLink(msgspec.structs.replace(s, parent=os.getpid()))\n"
+        "time.sleep(1.0); link.pause(); print(link.pid, flush=True); time.sleep(600)\n"
+    )
+    command = [sys.executable, "-c", code, msgspec.json.encode(settings).decode()]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as run:
+        assert run.stdout is not None
+        pid = int(run.stdout.readline())
+        assert is_alive(pid)
+        run.kill()
+    for _ in range(500):
+        if not is_alive(pid):
+            return
+        time.sleep(0.01)
+    pytest.fail("it is still there")
+
+
+def wait_for_save(settings: SpotSettings, since_ns: int) -> int:
+    path = Path(settings.folder) / FILE_NAME
+    for _ in range(6000):
+        if path.is_file() and path.stat().st_mtime_ns > since_ns:
+            return path.stat().st_mtime_ns
+        time.sleep(0.05)
+    raise AssertionError("nothing was saved")
+
+
+def is_alive(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists() and state_of(pid) not in "ZX"
+
+
+def state_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def cpu_ticks(pid: int) -> int:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return int(fields[11]) + int(fields[12])
