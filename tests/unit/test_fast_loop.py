@@ -261,7 +261,7 @@ def test_a_dead_model_drafter_is_dropped_until_it_has_other_weights(caplog: pyte
     """Its drafts say that they are sure; what the target decides says that they are wrong."""
     loop = FastLoop(EngineSettings(model_drafter="m", drafter="none", budget=FIXED))
     for number in range(20):
-        is_dropped = not draft_wrongly(loop)
+        is_dropped = not draft(loop, first=9)
         assert is_dropped == (number >= 14)
     assert loop.watch.score == DrafterScore(tried=42, right=0, alarms=1)
     assert (
@@ -270,24 +270,34 @@ def test_a_dead_model_drafter_is_dropped_until_it_has_other_weights(caplog: pyte
     assert not loop.may_draft
     loop.renew_model()
     assert loop.may_draft
-    assert draft_wrongly(loop)
+    assert draft(loop, first=9)
 
 
-def test_other_weights_of_the_target_begin_another_trial() -> None:
+def test_a_drafter_that_was_alive_may_be_dead_to_other_weights_of_the_target() -> None:
     loop = FastLoop(EngineSettings(model_drafter="m", drafter="none", budget=FIXED))
-    for _ in range(5):
-        for _ in range(6):
-            assert draft_wrongly(loop)
+    assert all(draft(loop, first=4) for _ in range(10))
+    assert all(draft(loop, first=9) for _ in range(30)), "it is alive, by these weights"
+    loop.forget_tokens()
+    assert not all(draft(loop, first=9) for _ in range(30))
+    assert loop.watch.score.alarms == 1
+
+
+def test_a_dead_drafter_that_drafts_seldom_is_found_in_the_end() -> None:
+    """Rollouts and comparisons forget tokens; what is known of a drafter that is not decided on stays."""
+    loop = FastLoop(EngineSettings(model_drafter="m", drafter="none", budget=FIXED))
+    for _ in range(4):
+        for _ in range(4):
+            draft(loop, first=9)
         loop.forget_tokens()
-    assert loop.watch.score.alarms == 0
+    assert loop.watch.score.alarms == 1
 
 
-def draft_wrongly(loop: FastLoop) -> bool:
-    """A step of three requests; returns whether the model drafter is asked for drafts."""
+def draft(loop: FastLoop, first: int) -> bool:
+    """A step of three requests, drafts of which begin with 4; returns whether the model drafter is asked for any."""
     if loop.order() is None:
         return False
     asked = query()
     loop.receive(ModelDrafts(asked.responses, asked.positions, batch([[4, 5]] * 3, 0.9), GROWTH, 0.003))
     proposal = loop.propose(asked, 0)
-    loop.learn(proposal, proposal.lengths, table_of([[9], [9], [9]]))
+    loop.learn(proposal, proposal.lengths, table_of([[first]] * 3))
     return True

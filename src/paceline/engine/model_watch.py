@@ -28,8 +28,9 @@ class ModelWatch:
         self.is_used, self._trial = True, Trial()
 
     def begin_trial(self) -> None:
-        """The target may have other weights."""
-        self._trial = Trial()
+        """The target may have other weights: a drafter that was alive need not be any more."""
+        if self._trial.verdict is not None:
+            self._trial = Trial()
 
     def observe(self, drafts: DraftBatch, first: Int32Array) -> None:
         """Compare the first token of each draft, verified or not, with the target's. A dead drafter is dropped.

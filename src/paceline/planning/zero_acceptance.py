@@ -1,6 +1,6 @@
 """Is the model drafter dead? Random, stale or lost weights draft as before, and nothing that they draft is accepted.
 
-Wald's sequential test of the first draft token of each request, begun anew with every change of weights. While at least
+Wald's sequential test of the first draft token of each request; a verdict holds until weights change. While at least
 `HEALTHY` of these tokens are right in the mean, the likelihood ratio of a dead drafter is a supermartingale, so it ever
 reaches 1 / `FALSE_ALARM` with probability `FALSE_ALARM` at most (Ville's inequality), however long the test goes on.
 
@@ -19,7 +19,7 @@ HEALTHY = 0.3
 DEAD = 0.02
 """Acceptance that an alarm looks for; it is found up to about 0.1."""
 FALSE_ALARM = 1e-4
-"""Probability of an alarm in all steps between two changes of weights, and of missing a dead drafter for as long."""
+"""Probability that a trial of any length ends with a false alarm, and that it takes a dead drafter for alive."""
 CORRELATION = 0.25
 """Most that is allowed for between two requests of a step; a step counts as 4 outcomes at most."""
 
@@ -30,7 +30,7 @@ _BOUND = -math.log(FALSE_ALARM)
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What is known since the weights changed; Trial() begins."""
+    """What is known so far; Trial() begins."""
 
     evidence: float = 0.0
     """Logarithm of the likelihood ratio of `DEAD` over `HEALTHY`."""
