@@ -3,7 +3,9 @@
 Processor time, the fastest of five, one core: a busy machine does not make a decision slower, only later. Cases:
 placement on 512 GPUs, reconfiguration of 1000 requests, racers for 10^4 requests, 10^4 dispatch decisions, and what the
 fleet's controller takes to hear of 10^4 ended chunks and give out the next ones, of 10^4 and 10^5 responses, and of the
-time four times a second.
+time four times a second. And what an engine step spends on its draft worker, telling and hearing all and deciding
+whether to wait, at 1 and 128 responses: the engine thread's time, median of 200 steps. Before each measurement the
+processor's caches are filled with something else, as a target fills them.
 """
 
 from __future__ import annotations
@@ -14,21 +16,35 @@ from collections.abc import Callable
 from functools import partial
 
 import numpy as np
-from harness import parser, publish
+from harness import median, parser, publish
 
 from paceline.config import FleetSettings
 from paceline.control.controller import Controller
 from paceline.control.events import Ending, Opened, Report, Reported, RunChunk, Submitted, Tick, WorkerUp
 from paceline.control.packed import Digest, Packed
+from paceline.drafting.tree import DraftTrees
+from paceline.drafting.worker_link import WorkerLink
+from paceline.drafting.worker_wire import (
+    HELLO,
+    Drafts,
+    WorkerSettings,
+    decode_for_worker,
+    encode,
+    pack_draft,
+)
+from paceline.engine.draft_ahead import DraftAhead
+from paceline.engine.loop_log import EngineLog
 from paceline.planning.dispatch import Dispatcher, DispatchSettings
+from paceline.planning.latency import StepTimeModel, update_measured_time
 from paceline.planning.latency_profile import AffineLatency
 from paceline.planning.placement import Cluster, place
 from paceline.planning.racing import RacingSnapshot, assign_best_of_n, assign_fastest_of_n
 from paceline.planning.reconfigure import reconfigure
 from paceline.planning.window import Rules, profiled_times
-from paceline.types import RolloutRequest
+from paceline.types import DraftQuery, RolloutRequest
 
 COLUMNS = ("case", "ms", "limit_ms")
+CHAIN, SURE = np.arange(16, dtype=np.int32), np.full(16, 0.8, np.float32)
 DRAFT, VERIFY = AffineLatency(0.001, 0.00001), AffineLatency(0.012, 0.00002)
 
 
@@ -114,6 +130,57 @@ def control(num_workers: int) -> Callable[[], object]:
     return decide
 
 
+def step_of_draft_worker(num_responses: int) -> float:
+    """Milliseconds. The worker's end is played here: 16 tokens are always drafted ahead of every response."""
+    import zmq
+
+    trees = DraftTrees(most_ahead=16)
+    settings = WorkerSettings("", 0, "", "auto", 4096, num_responses, 512, 0.05, None)
+    link = WorkerLink(settings, 8, trees, has_child=False)
+    ahead = DraftAhead(link, trees, EngineLog(None, 1))
+    steps, drafts = zmq.Context.instance().socket(zmq.DEALER), zmq.Context.instance().socket(zmq.PUSH)
+    steps.connect(link.settings.address)
+    steps.send(HELLO)
+    while not link.is_there:
+        link.take()
+    begin = decode_for_worker(steps.recv())
+    drafts.setsockopt(zmq.CONFLATE, 1)
+    drafts.connect(begin.drafts_to)
+    responses, positions = np.arange(num_responses), np.full(num_responses, 200)
+    query = DraftQuery(
+        responses,
+        responses,
+        responses.astype(np.uint64),
+        positions,
+        np.ones(num_responses, np.float32),
+        np.full(num_responses, 16, np.int32),
+    )
+    for response in range(num_responses):
+        trees.open(response, np.zeros(200, np.int32))
+        link.open(response, response, 1.0, 4096)
+    tokens, offsets = np.tile(CHAIN[:4], num_responses), np.arange(num_responses + 1, dtype=np.int32) * 4
+    step_time = StepTimeModel.initial()
+    for count in (1, 2, 16, 128, 2048):
+        step_time = update_measured_time(step_time, count, 0.014 + 0.0001 * count)
+    caches, seconds = np.zeros(1 << 24, np.float32), []
+    for _ in range(200):
+        caches += 1.0
+        start_s = time.thread_time()
+        trees.advance(responses, offsets, tokens)
+        ahead.grow(responses, offsets, tokens)
+        told_s = time.thread_time()
+        positions += 4
+        packed = (pack_draft(r, p, CHAIN, CHAIN - 1, SURE) for r, p in enumerate(positions.tolist()))
+        drafts.send(encode(Drafts(begin.begun, link.number, b"".join(packed), 1.0, 1, 0.8, 0, 0)))
+        time.sleep(0.002)
+        caches += 1.0
+        began_s = time.thread_time()
+        ahead.best(query, step_time, 16 * num_responses, may_wait=True)
+        seconds.append(time.thread_time() - began_s + told_s - start_s)
+    link.shut_down()
+    return 1e3 * median(seconds)
+
+
 def main() -> None:
     options = parser(__doc__).parse_args()
     cases: list[tuple[str, Callable[[], Callable[[], object]], float]] = [
@@ -129,6 +196,9 @@ def main() -> None:
         (f"controller, {100 * count} responses", partial(control, count), 500.0) for count in (100, 1000)
     ]
     rows = [{"case": name, "ms": fastest_ms(prepare), "limit_ms": limit} for name, prepare, limit in cases]
+    for count, limit in ((1, 0.05), (128, 0.3)):
+        case = f"step of a draft worker, responses: {count}"
+        rows.append({"case": case, "ms": step_of_draft_worker(count), "limit_ms": limit})
     publish("decisions", rows, COLUMNS, options)
 
 

@@ -68,6 +68,10 @@ class MetDrafts(DraftChains):
     """The best chain of each request among those of all drafters (drafting/tree.py)."""
 
     sources: Int32Array  # [num_requests, max_draft_tokens] whose estimate stands for the token
+    num_open: int
+    """Requests for which more may be drafted ahead."""
+    open_probability: float
+    """Of these, the sum of the probabilities that the whole draft is accepted."""
 
 
 @dataclass(frozen=True, slots=True)

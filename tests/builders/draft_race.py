@@ -47,7 +47,7 @@ def run(
             open_rows = [acceptance**row.ahead for row in rows if row.ahead < 2 * window]
             arrival_s = max(tick_s, heard_s) - now_s
             snapshot = WaitSnapshot(
-                num_requests, np.array(open_rows), acceptance, 1, arrival_s, verify_s, verify_s
+                num_requests, sum(open_rows), acceptance, 1, arrival_s, verify_s, verify_s
             )
             if not decide(snapshot):
                 break

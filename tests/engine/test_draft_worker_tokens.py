@@ -149,7 +149,9 @@ def test_a_hung_worker_is_replaced(
 def test_nothing_is_kept_of_responses_that_have_ended(engine: RolloutEngine, wanted: list[Any]) -> None:
     generate_until_it_drafts(engine, wanted)
     assert engine.scheduler.loop._trees.num_responses == 0
-    assert not link_of(engine)._responses
+    link = link_of(engine)
+    assert not link._running
+    assert not link._waiting
 
 
 def test_nothing_is_left_of_it(model_dir: Path, drafter_dir: Path) -> None:

@@ -5,13 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.drafting.tree import DraftTrees, Source
+from paceline.drafting.worker_wire import pack_draft
 from paceline.types import DraftChains
 
-START, TOKENS = 7, 3
+START, TOKENS, MOST_AHEAD = 7, 3, 4
 LEAST = float(np.float32(1e-6))
 
 
@@ -68,10 +70,15 @@ def value_of(claims: dict[tuple[int, ...], dict[int, float]], chain: tuple[int, 
 
 
 chain = st.lists(st.tuples(st.integers(0, TOKENS), st.sampled_from([0.125, 0.5, 0.75, 1.0])), max_size=6)
+branches = st.lists(
+    st.tuples(st.integers(0, TOKENS), st.sampled_from([0.125, 0.5, 0.75, 1.0]), st.integers(0, 9)), max_size=8
+)
+"""Tokens, their acceptance, and behind which of those before: 0 the decided ones, 1 the first token, .."""
 event = st.one_of(
     st.tuples(st.just("grow"), st.lists(st.integers(0, TOKENS), min_size=1, max_size=4)),
     st.tuples(st.just("follow"), st.integers(1, 4)),
     st.tuples(st.just("add"), st.sampled_from(Source), st.integers(0, 5), chain, st.booleans()),
+    st.tuples(st.just("pack"), st.sampled_from(Source), st.integers(0, 5), branches),
 )
 
 
@@ -102,11 +109,13 @@ def surviving(model: Model) -> list[tuple[int, int, list[int], list[float]]]:
 @settings(max_examples=300, deadline=None)
 @given(st.lists(event, max_size=30), st.integers(1, 8))
 def test_the_best_chain_is_the_models(events: list[tuple], limit: int) -> None:
-    trees, model = DraftTrees(), Model()
-    trees.open(5, START)
+    trees, model = DraftTrees(most_ahead=MOST_AHEAD), Model()
+    trees.open(5, np.arange(START, dtype=np.int32))
     for name, *rest in events:
         if name == "grow":
             grow(trees, model, rest[0])
+        elif name == "pack":
+            pack(trees, model, *rest)
         elif name == "follow" and model.living():
             grow(trees, model, model.living()[0][1][: rest[0]])
         elif name == "add":
@@ -121,7 +130,27 @@ def test_the_best_chain_is_the_models(events: list[tuple], limit: int) -> None:
                 model.chains = [one for one in model.chains if one[0] != source]
             model.chains.append((source, start, tokens, acceptance))
         check_best(trees, model, limit)
+        assert trees.text(5) == np.array([*range(START), *model.text], np.int32).tobytes()
         assert trees.num_nodes == len(model.claims())
+
+
+def pack(trees: DraftTrees, model: Model, source: Source, back: int, branches: list[tuple]) -> None:
+    """The last decided tokens, and branches behind them."""
+    start = max(len(model.text) - back, 0)
+    behind = model.text[start:]
+    tokens = [*behind, *(token for token, _, _ in branches)]
+    acceptance = [0.5] * len(behind) + [sure for _, sure, _ in branches]
+    parents = list(range(-1, len(behind) - 1))
+    parents += [len(behind) - 1 + min(above, place) for place, (_, _, above) in enumerate(branches)]
+    arrays = np.array(tokens, np.int32), np.array(parents, np.int32), np.array(acceptance, np.float32)
+    trees.add_packed(source, pack_draft(9, 0, *arrays) + pack_draft(5, START + start, *arrays))
+    chains: list[tuple[int, ...]] = []  # from the first token to each
+    said: dict[tuple[int, ...], float] = {}  # the same token may come twice: the later estimate counts
+    for token, sure, above in zip(tokens, acceptance, parents, strict=True):
+        chains.append((*(chains[above] if above >= 0 else ()), token))
+        said[chains[-1]] = sure
+        sures = [said[chains[-1][: j + 1]] for j in range(len(chains[-1]))]
+        model.chains.append((source, start, list(chains[-1]), sures))
 
 
 def check_best(trees: DraftTrees, model: Model, limit: int) -> None:
@@ -132,13 +161,16 @@ def check_best(trees: DraftTrees, model: Model, limit: int) -> None:
     claims = model.claims()
     for j in range(length):
         assert (best.acceptance[0, j], best.sources[0, j]) == estimate(claims, found[: j + 1])
+    is_open = length < min(limit, MOST_AHEAD)
+    whole = np.prod(best.acceptance[0, :length], dtype=np.float64)
+    assert (best.num_open, best.open_probability) == (int(is_open), pytest.approx(whole * is_open))
     assert value_of(claims, found) == model.best_value(limit)
 
 
 @given(st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=20), max_size=12))
 def test_memory_is_bounded_and_a_chain_loses_its_end(chains: list[list[int]]) -> None:
     trees = DraftTrees(max_nodes=8)
-    trees.open(0, 0)
+    trees.open(0, np.empty(0, np.int32))
     for tokens in chains:
         trees.add(Source.FREE, np.array([0]), np.array([0]), chains_of(tokens, [0.5] * len(tokens)))
     assert trees.num_nodes <= 8
@@ -148,11 +180,11 @@ def test_memory_is_bounded_and_a_chain_loses_its_end(chains: list[list[int]]) ->
 
 
 def test_what_is_unknown_is_ignored() -> None:
-    trees = DraftTrees(max_trunk=4)
+    trees = DraftTrees()
     one, at = np.array([3]), np.array([10])
     draft = chains_of([1, 2], [0.5, 0.5])
     trees.add(Source.FREE, one, at, draft)
-    trees.open(3, 10)
+    trees.open(3, np.arange(10, dtype=np.int32))
     trees.add(Source.FREE, one, np.array([11]), draft)  # from a position that the response has not reached
     assert trees.num_nodes == 0
     trees.add(Source.MODEL, one, at, draft)
@@ -160,11 +192,7 @@ def test_what_is_unknown_is_ignored() -> None:
     assert trees.best(one, np.array([11]), limit).num_tokens.tolist() == [0]
     assert trees.best(one, at, np.array([0], np.int32)).num_tokens.tolist() == [0]
     assert trees.best(np.array([4]), at, limit).num_tokens.tolist() == [0]
-    trees.advance(one, np.array([0, 20], np.int32), np.arange(20, dtype=np.int32))
-    trees.add(
-        Source.MODEL, one, at, chains_of([*range(20), 3], [0.5] * 21)
-    )  # longer ago than the trunk reaches
-    assert trees.num_nodes == 0
+    assert trees.text(4) == b""
     trees.close(3)
     assert trees.num_responses == 0
 
@@ -180,7 +208,7 @@ def test_who_drafts_anew_says_where_the_response_is() -> None:
 def test_the_model_is_believed_where_both_draft() -> None:
     """What a suffix tree promises beside a small model's token is what the model leaves of it."""
     trees, one, limit = DraftTrees(), np.array([3]), np.array([4], np.int32)
-    trees.open(3, 10)
+    trees.open(3, np.arange(10, dtype=np.int32))
     trees.add(Source.FREE, one, np.array([10]), chains_of([1, 2], [0.75, 0.75]))
     trees.add(Source.MODEL, one, np.array([10]), chains_of([1, 3], [0.5, 0.625]))
     best = trees.best(one, np.array([10]), limit)
@@ -191,3 +219,21 @@ def test_the_model_is_believed_where_both_draft() -> None:
     assert best.tokens[0, :2].tolist() == [1, 2]
     np.testing.assert_array_equal(best.acceptance[0, :2], np.float32([0.5, 0.75]))
     assert best.sources[0, :2].tolist() == [Source.MODEL, Source.FREE]
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"123",
+        np.array([5, 7, -1], np.int64).tobytes(),
+        np.array([5, 7, 1 << 62], np.int64).tobytes(),
+        pack_draft(5, 7, *(np.zeros(2, kind) for kind in (np.int32, np.int32, np.float32)))[:-1],
+        pack_draft(5, 7, np.zeros(2, np.int32), np.array([1, 0], np.int32), np.ones(2, np.float32)),
+    ],
+)
+def test_what_is_no_draft_is_refused(data: bytes) -> None:
+    trees = DraftTrees()
+    trees.open(5, np.arange(START, dtype=np.int32))
+    with pytest.raises(ValueError, match=r"torn|parent"):
+        trees.add_packed(Source.MODEL, data)
+    assert trees.num_nodes == 0

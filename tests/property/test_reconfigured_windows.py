@@ -48,7 +48,9 @@ def met(count: int, width: int, from_model: np.ndarray[Any, Any]) -> MetDrafts:
     shape = count, width
     sources = np.where(from_model, Source.MODEL, Source.FREE).astype(np.int32)
     tokens = np.zeros(shape, np.int32)
-    return MetDrafts(tokens, np.full(count, width, np.int32), np.full(shape, 0.5, np.float32), sources)
+    return MetDrafts(
+        tokens, np.full(count, width, np.int32), np.full(shape, 0.5, np.float32), sources, 0, 0.0
+    )
 
 
 @given(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 from draft_race import run
 from hypothesis import given, settings
@@ -48,7 +47,7 @@ def test_it_gains_what_there_is_to_gain(acceptance: float, draft_s: float, gain:
 def a_snapshot(**changes: object) -> WaitSnapshot:
     fields = {
         "num_requests": 1,
-        "path_probability": np.ones(1),
+        "open_probability": 1.0,
         "acceptance": 0.7,
         "num_tokens": 2,
         "arrival_s": 0.002,
@@ -65,8 +64,8 @@ def test_a_wait_is_bounded_by_what_it_should_take() -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"path_probability": np.empty(0)},  # nothing is under way
-        {"path_probability": np.full(1, 0.1)},  # what is there hardly survives this step
+        {"open_probability": 0.0},  # nothing is under way
+        {"open_probability": 0.1},  # what is there hardly survives this step
         {"acceptance": 0.02},
         {"num_requests": 8},  # seven others would wait
         {"arrival_s": 0.02},

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from paceline.drafting.tree import DraftTrees
-from paceline.drafting.worker_wire import Drafts
+from paceline.drafting.worker_wire import Drafts, pack_draft
 from paceline.engine.draft_ahead import DraftAhead
 from paceline.planning.latency import StepTimeModel, update_measured_time
 from paceline.planning.wait import WaitSnapshot
@@ -22,36 +22,33 @@ WINDOW = 4
 
 @dataclass
 class Link:
-    """Gives what is written for it, a list for each time that it is asked."""
+    """Gives what is written for it, each time that it is asked the next."""
 
-    script: list[list[Drafts]] = field(default_factory=list)
+    script: list[Drafts | None] = field(default_factory=list)
     timeouts_s: list[float] = field(default_factory=list)
     number: int = 0
     num_wasted: int = 0
-    window: int = WINDOW
     is_there: bool = True
 
-    def take(self, timeout_s: float) -> list[Drafts]:
+    def take(self, timeout_s: float) -> Drafts | None:
         self.timeouts_s.append(timeout_s)
-        return self.script.pop(0) if self.script else []
+        return self.script.pop(0) if self.script else None
 
     def grow(self, *_: Any) -> None:
         self.number += 1
 
-    def most_ahead(self, responses: list[int]) -> list[int]:
-        return [self.window * 2] * len(responses)
-
 
 def drafts(tokens: list[int], *, number: int = 1, call_s: float = 0.001) -> Drafts:
-    row = np.array([tokens], np.int32)
+    count = len(tokens)
+    chain = (
+        np.array(tokens, np.int32),
+        np.arange(-1, count - 1, dtype=np.int32),
+        np.full(count, 0.8, np.float32),
+    )
     return Drafts(
+        begun=1,
         number=number,
-        width=len(tokens),
-        responses=np.zeros(1, np.int64).tobytes(),
-        starts=np.full(1, 10, np.int64).tobytes(),
-        counts=np.full(1, len(tokens), np.int32).tobytes(),
-        tokens=row.tobytes(),
-        acceptance=np.full(row.shape, 0.8, np.float32).tobytes(),
+        trees=pack_draft(0, 10, *chain),
         call_s=call_s,
         num_levels=1,
         mean_acceptance=0.8,
@@ -70,9 +67,9 @@ def query(room: int = 16) -> DraftQuery:
 class Ahead:
     """One response at position 10, and steps of 20 s."""
 
-    def __init__(self, *script: list[Drafts]) -> None:
-        self.link, self.trees, self.snapshots = Link(list(script)), DraftTrees(), []
-        self.trees.open(0, 10)
+    def __init__(self, *script: Drafts | None) -> None:
+        self.link, self.trees, self.snapshots = Link(list(script)), DraftTrees(most_ahead=2 * WINDOW), []
+        self.trees.open(0, np.arange(10, dtype=np.int32))
         log: Any = SimpleNamespace(write_wait=lambda snapshot, wait_s: self.snapshots.append(snapshot))
         self.ahead = DraftAhead(self.link, self.trees, log)  # type: ignore[arg-type]
         self.snapshots: list[WaitSnapshot]
@@ -89,26 +86,26 @@ class Ahead:
 
 
 def test_what_has_arrived_is_offered_and_more_is_waited_for_while_it_pays() -> None:
-    made = Ahead(*([drafts(list(range(1, length + 1)))] for length in range(1, 2 * WINDOW + 1)))
+    made = Ahead(*(drafts(list(range(1, length + 1))) for length in range(1, 2 * WINDOW + 1)))
     assert made.best() == list(range(1, 2 * WINDOW + 1))
     assert made.link.timeouts_s[0] == 0.0
     assert all(timeout_s > 0.0 for timeout_s in made.link.timeouts_s[1:])
-    probabilities = [float(snapshot.path_probability.sum()) for snapshot in made.snapshots]
+    probabilities = [snapshot.open_probability for snapshot in made.snapshots]
     assert probabilities[:2] == pytest.approx([0.8, 0.64], rel=1e-3)
     assert made.ahead.step_wait_s > 0.0
 
 
 def test_a_full_window_or_a_responses_end_is_not_waited_for() -> None:
-    full = Ahead([drafts(list(range(1, 2 * WINDOW + 1)))])
+    full = Ahead(drafts(list(range(1, 2 * WINDOW + 1))))
     assert len(full.best()) == 2 * WINDOW
-    ends = Ahead([drafts([1, 2])])
+    ends = Ahead(drafts([1, 2]))
     assert ends.best(room=2) == [1, 2]
     assert full.link.timeouts_s == ends.link.timeouts_s == [0.0]
 
 
 def test_a_response_that_may_be_drafted_less_far_ahead_is_waited_for_no_further() -> None:
-    made = Ahead(*([drafts(list(range(1, length + 1)))] for length in range(1, 2 * WINDOW + 1)))
-    made.link.window = 1
+    made = Ahead(*(drafts(list(range(1, length + 1))) for length in range(1, 2 * WINDOW + 1)))
+    made.trees.allow(np.zeros(1, np.int64), np.full(1, 2, np.int32))
     assert made.best() == [1, 2]
 
 
@@ -116,25 +113,25 @@ def test_before_the_worker_has_drafted_nothing_is_waited_for() -> None:
     made = Ahead()
     assert made.best() == []
     assert made.link.timeouts_s == [0.0]
-    made = Ahead([drafts([1])])
+    made = Ahead(drafts([1]))
     assert made.best(may_wait=False) == [1]
     assert made.link.timeouts_s == [0.0]
 
 
 def test_a_wait_in_vain_is_the_last_until_the_worker_is_heard() -> None:
-    made = Ahead([drafts([1])], [])
+    made = Ahead(drafts([1]), None)
     made.best()
     assert len(made.link.timeouts_s) == 2
     made.best()
     assert made.link.timeouts_s[2:] == [0.0]
-    made.link.script = [[drafts([1, 2])], []]
+    made.link.script = [drafts([1, 2]), None]
     made.best()
     assert made.link.timeouts_s[3] == 0.0
     assert made.link.timeouts_s[4] > 0.0
 
 
 def test_one_that_has_not_heard_of_the_step_needs_longer() -> None:
-    heard, unheard = Ahead([drafts([1], call_s=10.0)]), Ahead([drafts([1], number=0, call_s=10.0)])
+    heard, unheard = Ahead(drafts([1], call_s=10.0)), Ahead(drafts([1], number=0, call_s=10.0))
     for made in (heard, unheard):
         made.ahead._since_s = time.perf_counter()
         made.best()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from paceline.drafting.draft_worker import DraftWorker
 from paceline.drafting.proposal import NUM_CELLS, prior_calibration
-from paceline.drafting.worker_wire import Allow, Begin, Close, Drafts, Grow, Open
+from paceline.drafting.worker_wire import Begin, Drafts, Open, Step
 from paceline.types import DraftBatch, DraftGrowth, DraftQuery, Float32Array, Int32Array
 
 PROMPT, LIMIT = [1, 2, 3], 60
@@ -60,52 +61,73 @@ class Engine:
     """The other end: tells a worker what responses grow by."""
 
     def __init__(self, window: int, floor: float = 0.0) -> None:
-        self.model = FakeModel()
+        self.model, self.window = FakeModel(), window
         self.worker = DraftWorker(self.model, floor)  # type: ignore[arg-type]
-        self.worker.hear(Begin(window, 0))
+        self.worker.hear(Begin(1, "", 0, ()))
         self.texts: dict[int, list[int]] = {}
         self.numbers = itertools.count(1)
 
-    def open(self, response: int, limit: int = LIMIT) -> None:
-        self.texts[response] = list(PROMPT)
-        self.worker.hear(Open(response, 7, 1.0, limit, np.array(PROMPT, np.int32).tobytes()))
-
-    def grow(self, growth: dict[int, list[int]]) -> None:
-        names, lists = list(growth), list(growth.values())
-        starts = [len(self.texts[name]) for name in names]
+    def tell(
+        self,
+        growth: Mapping[int, list[int]] = MappingProxyType({}),
+        *,
+        ended: Sequence[int] = (),
+        opened: Sequence[Open] = (),
+        allowed: Mapping[int, int] = MappingProxyType({}),
+    ) -> None:
+        lists = list(growth.values())
         self.worker.hear(
-            Grow(
+            Step(
                 next(self.numbers),
-                np.array(names, np.int64).tobytes(),
-                np.array(starts, np.int64).tobytes(),
-                np.array([len(tokens) for tokens in lists], np.int32).tobytes(),
-                np.array(list(itertools.chain(*lists)), np.int32).tobytes(),
+                packed(ended, np.int64),
+                packed(growth, np.int64),
+                packed(np.cumsum([0, *map(len, lists)]), np.int32),
+                packed(list(itertools.chain(*lists)), np.int32),
+                tuple(opened),
+                packed(allowed, np.int64),
+                packed(list(allowed.values()), np.int32),
             )
         )
         for name, tokens in growth.items():
             self.texts[name] += tokens
 
+    def open(self, response: int, limit: int = LIMIT) -> None:
+        self.texts[response] = list(PROMPT)
+        self.tell(opened=[self.opening(response, limit)])
+
+    def opening(self, response: int, limit: int = LIMIT) -> Open:
+        return Open(response, 7, 1.0, limit, 2 * self.window, packed(self.texts[response], np.int32))
+
+    def grow(self, growth: dict[int, list[int]]) -> None:
+        self.tell(growth)
+
     def ahead(self) -> dict[int, list[int]]:
-        """Let the worker draft until it stops; what it has then sent of each response."""
-        sent: dict[int, list[int]] = {}
-        while (drafts := self.worker.draft()) is not None:
-            sent |= read(drafts)
-        return sent
+        """Let the worker draft until it stops; what it then has ahead of each response."""
+        while self.worker.draft():
+            pass
+        return read(self.worker.say())
+
+
+def packed(numbers: Iterable[int], kind: type) -> bytes:
+    return np.array(list(numbers), kind).tobytes()
 
 
 def read(drafts: Drafts) -> dict[int, list[int]]:
-    chains = drafts.chains()
-    return {
-        response: chains.tokens[row, : chains.num_tokens[row]].tolist()
-        for row, response in enumerate(drafts.responses_array().tolist())
-    }
+    """Tokens ahead of each response, which follow each other."""
+    found, data = {}, drafts.trees
+    while data:
+        response, _, count = np.frombuffer(data[:24], np.int64).tolist()
+        tokens, parents, _ = np.frombuffer(data[24 : 24 + 12 * count], np.int32).reshape(3, count).tolist()
+        assert parents == list(range(-1, count - 1))
+        found[response], data = tokens, data[24 + 12 * count :]
+    return found
 
 
 def test_it_drafts_two_windows_ahead_and_stops() -> None:
     engine = Engine(window=3)
     engine.open(5)
     assert engine.ahead() == {5: [103, 104, 105, 106, 107, 108]}
-    assert engine.worker.draft() is None
+    assert not engine.worker.draft()
     engine.grow({5: [103, 104]})
     assert engine.ahead() == {5: [105, 106, 107, 108, 109, 110]}
     assert engine.worker.num_wasted == 0
@@ -145,11 +167,11 @@ def test_a_rejection_wastes_less_than_two_windows(window: int, events: list[tupl
     worker = engine.worker
     for calls, num_right, follows in events:
         for _ in range(calls):
-            if (drafts := worker.draft()) is not None:
-                assert len(read(drafts)[5]) <= 2 * window
-                position = int(drafts.starts_array()[0])
-                assert position == len(engine.texts[5])
-                assert read(drafts)[5] == list(range(100 + position, 100 + position + len(read(drafts)[5])))
+            if worker.draft():
+                ahead = read(worker.say())[5]
+                assert len(ahead) <= 2 * window
+                position = len(engine.texts[5])
+                assert ahead == list(range(100 + position, 100 + position + len(ahead)))
         before, position = worker.num_wasted, len(engine.texts[5])
         right = list(range(100 + position, 100 + position + num_right + follows))
         engine.grow({5: right if follows else [*right, 9]})
@@ -167,7 +189,7 @@ def test_it_learns_how_sure_its_drafts_are_and_how_sharply_to_draw() -> None:
     told = engine.worker._learned
     assert told.calibration[NUM_CELLS - 1] == pytest.approx(0.5, abs=0.08)
     assert told.calibration[NUM_CELLS - 1] < before
-    assert engine.worker.pulse().mean_acceptance == pytest.approx(0.5, abs=0.05)
+    assert engine.worker.say().mean_acceptance == pytest.approx(0.5, abs=0.05)
     assert told._sharpness.wins.sum() == 0, "all sharpnesses have drawn the same"
 
 
@@ -178,25 +200,25 @@ def test_what_is_lost_is_asked_for() -> None:
     next(engine.numbers)  # a message that does not arrive
     engine.grow({5: [103]})
     assert engine.worker.is_lost
-    assert engine.worker.draft() is None
+    assert not engine.worker.draft()
     engine.grow({5: [104]})  # not heard
-    engine.worker.hear(Begin(2, 3))
-    engine.worker.hear(Open(5, 7, 1.0, LIMIT, np.array(engine.texts[5], np.int32).tobytes()))
+    engine.worker.hear(Begin(2, "", 3, (engine.opening(5),)))
     engine.numbers = itertools.count(4)
     assert engine.ahead() == {5: [105, 106, 107, 108]}
+    assert engine.worker.say().begun == 2
     engine.grow({5: [105, 106]})
     assert not engine.worker.is_lost
+    assert engine.worker.say().number == 4
 
 
 def test_it_drafts_as_far_ahead_as_each_response_is_allowed() -> None:
     engine = Engine(window=3)
     for response in (5, 6, 7):
         engine.open(response)
-    ids, most = np.array([5, 6, 99], np.int64), np.array([2, 0, 4], np.int32)
-    engine.worker.hear(Allow(ids.tobytes(), most.tobytes()))
+    engine.tell(allowed={5: 2, 6: 0, 99: 4})
     assert {name: len(tokens) for name, tokens in engine.ahead().items()} == {5: 2, 7: 6}
-    engine.worker.hear(Allow(ids[1:2].tobytes(), np.array([1], np.int32).tobytes()))
-    assert engine.ahead() == {6: [103]}
+    engine.tell(allowed={6: 1})
+    assert engine.ahead()[6] == [103]
 
 
 def test_what_has_ended_is_forgotten() -> None:
@@ -204,9 +226,7 @@ def test_what_has_ended_is_forgotten() -> None:
     engine.open(5)
     engine.open(6)
     assert set(engine.ahead()) == {5, 6}
-    engine.worker.hear(Close(5))
-    engine.worker.hear(Close(77))
-    engine.grow({6: [103]})
+    engine.tell({6: [103]}, ended=[5, 77])
     assert set(engine.ahead()) == {6}
     assert len(engine.model.kept) == 1
 
@@ -215,8 +235,8 @@ def test_what_the_model_does_not_draft_for_is_tried_again_when_it_has_grown() ->
     engine = Engine(window=2)
     engine.model.is_broken = True
     engine.open(5)
-    assert engine.ahead() == {5: []}
+    assert engine.ahead() == {}
     engine.model.is_broken = False
-    assert engine.worker.draft() is None
+    assert not engine.worker.draft()
     engine.grow({5: [103]})
     assert engine.ahead() == {5: [104, 105, 106, 107]}

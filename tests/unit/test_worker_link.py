@@ -11,15 +11,14 @@ import pytest
 import zmq
 
 from paceline.drafting import worker_link
+from paceline.drafting.tree import DraftTrees
 from paceline.drafting.worker_link import WorkerLink
 from paceline.drafting.worker_wire import (
-    Allow,
+    HELLO,
     Begin,
-    Close,
     Drafts,
-    Grow,
-    Hello,
     Open,
+    Step,
     WorkerSettings,
     decode_for_worker,
     encode,
@@ -46,43 +45,59 @@ class NoProcess:
 
 
 @pytest.fixture
-def link(monkeypatch: pytest.MonkeyPatch) -> Iterator[WorkerLink]:
+def trees() -> DraftTrees:
+    return DraftTrees()
+
+
+@pytest.fixture
+def link(monkeypatch: pytest.MonkeyPatch, trees: DraftTrees) -> Iterator[WorkerLink]:
     monkeypatch.setattr(worker_link, "ChildProcess", NoProcess)
-    made = WorkerLink(SETTINGS, window=3)
+    monkeypatch.setattr(worker_link, "LOOK_S", 0.0)
+    made = WorkerLink(SETTINGS, 3, trees)
     yield made
     made.shut_down()
 
 
 class Worker:
-    """A worker's socket."""
+    """A worker's sockets."""
 
     def __init__(self, link: WorkerLink) -> None:
-        self.socket = zmq.Context.instance().socket(zmq.DEALER)
-        self.socket.setsockopt(zmq.LINGER, 0)
-        self.socket.connect(f"ipc://{link._folder / 'worker'}")
+        self.steps = self.connect(zmq.DEALER, f"ipc://{link._folder / 'worker'}")
 
-    def say(self, message: Hello | Drafts) -> None:
-        self.socket.send(encode(message))
+    def connect(self, kind: int, address: str) -> zmq.Socket[bytes]:
+        made = zmq.Context.instance().socket(kind)
+        made.setsockopt(zmq.LINGER, 0)
+        made.setsockopt(zmq.CONFLATE, kind == zmq.PUSH)
+        made.connect(address)
+        return made
+
+    def greet(self, link: WorkerLink) -> Begin:
+        self.steps.send(HELLO)
+        deadline_s = time.monotonic() + 5.0
+        while not self.steps.poll(5) and time.monotonic() < deadline_s:
+            assert link.take() is None
+        begin = decode_for_worker(self.steps.recv())
+        assert isinstance(begin, Begin)
+        self.begun, self.drafts = begin.begun, self.connect(zmq.PUSH, begin.drafts_to)
+        return begin
+
+    def say(self, **changes: Any) -> None:
+        self.drafts.send(encode(drafts(self.begun, **changes)))
 
     def hear(self, count: int) -> list[Any]:
         heard = []
         for _ in range(count):
-            assert self.socket.poll(5000)
-            heard.append(decode_for_worker(self.socket.recv()))
-        assert not self.socket.poll(20)
+            assert self.steps.poll(5000)
+            heard.append(decode_for_worker(self.steps.recv()))
+        assert not self.steps.poll(20)
         return heard
 
 
-def drafts(tokens: list[int], num_drafted: int = 0, num_wasted: int = 0) -> Drafts:
-    row = np.array([tokens], np.int32)
+def drafts(begun: int, trees: bytes = b"", num_drafted: int = 0, num_wasted: int = 0) -> Drafts:
     return Drafts(
+        begun=begun,
         number=0,
-        width=len(tokens),
-        responses=np.array([7] if tokens else [], np.int64).tobytes(),
-        starts=np.array([5] if tokens else [], np.int64).tobytes(),
-        counts=np.array([len(tokens)] if tokens else [], np.int32).tobytes(),
-        tokens=row.tobytes(),
-        acceptance=np.full(row.shape, 0.5, np.float32).tobytes(),
+        trees=trees,
         call_s=0.001,
         num_levels=2,
         mean_acceptance=0.6,
@@ -91,106 +106,112 @@ def drafts(tokens: list[int], num_drafted: int = 0, num_wasted: int = 0) -> Draf
     )
 
 
-def greet(link: WorkerLink) -> Worker:
-    worker = Worker(link)
-    worker.say(Hello())
-    assert link.take(5.0) == []
-    return worker
+def open_response(link: WorkerLink, trees: DraftTrees, response: int, text: list[int]) -> None:
+    trees.open(response, np.array(text, np.int32))
+    link.open(response, 11, 0.5, 40)
 
 
-def grow(link: WorkerLink, growth: dict[int, list[int]]) -> None:
+def grow(link: WorkerLink, trees: DraftTrees, growth: dict[int, list[int]]) -> None:
     lists = list(growth.values())
     offsets = np.cumsum([0, *map(len, lists)]).astype(np.int32)
     flat = np.array([token for tokens in lists for token in tokens], np.int32)
-    link.grow(np.array(list(growth), np.int64), offsets, flat)
+    names = np.array(list(growth), np.int64)
+    trees.advance(names, offsets, flat)
+    link.grow(names, offsets, flat)
 
 
-def tokens_of(data: bytes) -> list[int]:
-    return np.frombuffer(data, np.int32).tolist()
+def numbers(data: bytes, kind: type = np.int32) -> list[int]:
+    return np.frombuffer(data, kind).tolist()
 
 
-def test_a_worker_is_told_what_runs_grows_and_ends(link: WorkerLink) -> None:
-    link.open(7, 11, 0.5, 40, [1, 2])
-    link.open(5, 11, 0.5, 40, [1, 2])  # waits
-    grow(link, {7: [3, 4], 8: [9]})  # before there is anyone; 8 was never opened
-    worker = greet(link)
-    begin, opened = worker.hear(2)
-    assert begin == Begin(3, 1)
-    assert (opened.response, opened.key, opened.temperature, opened.limit) == (7, 11, 0.5, 40)
-    assert tokens_of(opened.tokens) == [1, 2, 3, 4]
-    link.open(9, 12, 1.0, 40, [6])
-    grow(link, {7: [5], 9: [6]})
+def test_a_worker_is_told_what_runs_grows_and_ends(link: WorkerLink, trees: DraftTrees) -> None:
+    open_response(link, trees, 7, [1, 2])
+    open_response(link, trees, 5, [1, 2])  # waits
+    grow(link, trees, {7: [3, 4], 8: [9]})  # before there is anyone; 8 was never opened
+    worker = Worker(link)
+    begin = worker.greet(link)
+    assert begin.number == 0
+    assert begin.opened == (Open(7, 11, 0.5, 40, 6, np.array([1, 2, 3, 4], np.int32).tobytes()),)
+    open_response(link, trees, 9, [6])
+    grow(link, trees, {7: [5], 9: [6, 6]})
     for response in (7, 5, 8):
         link.close(response)
-    other, grown, closed = worker.hear(3)
-    assert isinstance(grown, Grow)
-    assert tokens_of(other.tokens) == [6, 6]
-    assert (grown.number, tokens_of(grown.tokens), tokens_of(grown.counts)) == (2, [5], [1])
-    assert np.frombuffer(grown.starts, np.int64).tolist() == [4]
-    assert isinstance(other, Open)
-    assert closed == Close(7)
+    grow(link, trees, {9: [7]})
     link.forget()
-    assert worker.hear(1) == [Close(9)]
+    first, second, last = worker.hear(3)
+    assert all(isinstance(step, Step) for step in (first, second, last))
+    assert [step.number for step in (first, second, last)] == [1, 2, 3]
+    assert numbers(first.responses, np.int64) == [7, 9]
+    assert (numbers(first.offsets), numbers(first.tokens)) == ([0, 1, 3], [5, 6, 6])
+    [opened] = first.opened
+    assert (opened.response, numbers(opened.tokens)) == (9, [6, 6, 6])
+    assert numbers(second.ended, np.int64) == [7]
+    assert numbers(last.ended, np.int64) == [9]
+    assert not last.responses
 
 
-def test_what_it_drafts_is_taken_without_waiting(link: WorkerLink) -> None:
-    worker = greet(link)
-    assert link.take() == []
-    worker.say(drafts([8, 9]))
-    worker.say(drafts([]))
+def test_the_last_of_what_it_drafts_is_taken_without_waiting(link: WorkerLink) -> None:
+    worker = Worker(link)
+    worker.greet(link)
+    assert link.take() is None
+    for text in (b"1", b"2", b"3"):
+        worker.say(trees=text)
     time.sleep(0.05)
-    [arrived] = link.take()
-    assert arrived.responses_array().tolist() == [7]
-    assert arrived.starts_array().tolist() == [5]
-    chains = arrived.chains()
-    assert chains.tokens.tolist() == [[8, 9]]
-    assert chains.num_tokens.tolist() == [2]
-    assert chains.acceptance.tolist() == [[0.5, 0.5]]
+    arrived = link.take()
+    assert arrived is not None
+    assert arrived.trees == b"3"
+    assert link.take() is None
+    worker.say(trees=b"4")
+    arrived = link.take(5.0)
+    assert arrived is not None
+    assert arrived.trees == b"4"
 
 
-def test_a_new_worker_is_told_everything_and_its_counts_go_on(link: WorkerLink) -> None:
-    link.open(7, 11, 0.5, 40, [1, 2])
-    grow(link, {7: [3]})
-    first = greet(link)
-    first.say(drafts([8], num_drafted=10, num_wasted=4))
-    assert len(link.take(5.0)) == 1
-    second = greet(link)
-    assert [type(message) for message in second.hear(2)] == [Begin, Open]
-    first.say(drafts([8], num_drafted=99))  # of one that is gone
-    second.say(drafts([8], num_drafted=3, num_wasted=1))
+def test_a_new_worker_is_told_everything_and_its_counts_go_on(link: WorkerLink, trees: DraftTrees) -> None:
+    open_response(link, trees, 7, [1, 2])
+    grow(link, trees, {7: [3]})
+    first, second = Worker(link), Worker(link)
+    first.greet(link)
+    first.say(num_drafted=10, num_wasted=4)
+    assert link.take(5.0) is not None
+    assert len(second.greet(link).opened) == 1
+    first.say(num_drafted=99)  # of one that is gone
     time.sleep(0.05)
-    assert len(link.take()) == 1
+    assert link.take() is None
+    second.say(num_drafted=3, num_wasted=1)
+    assert link.take(5.0) is not None
     assert (link.num_drafted, link.num_wasted) == (13, 5)
 
 
-def test_a_new_worker_hears_how_far_it_may_draft_ahead(link: WorkerLink) -> None:
-    link.open(7, 11, 0.5, 40, [1, 2])
-    link.open(8, 11, 0.5, 40, [1, 2])
-    grow(link, {7: [3], 8: [3]})
+def test_a_new_worker_hears_how_far_it_may_draft_ahead(link: WorkerLink, trees: DraftTrees) -> None:
+    for response in (7, 8):
+        open_response(link, trees, response, [1, 2])
+    grow(link, trees, {7: [3], 8: [3]})
     link.allow([8, 9], [2, 5])
-    assert link.most_ahead([7, 8, 9]) == [6, 2, 6]
-    worker = greet(link)
-    allowed = worker.hear(4)[3]
-    assert isinstance(allowed, Allow)
-    assert np.frombuffer(allowed.responses, np.int64).tolist() == [8]
-    assert tokens_of(allowed.most_ahead) == [2]
+    worker = Worker(link)
+    assert {one.response: one.most_ahead for one in worker.greet(link).opened} == {7: 6, 8: 2}
     link.allow([7], [1])
-    assert tokens_of(worker.hear(1)[0].most_ahead) == [1]
+    grow(link, trees, {7: [3]})
+    [step] = worker.hear(1)
+    assert (numbers(step.allowed, np.int64), numbers(step.most_ahead)) == ([7], [1])
+    grow(link, trees, {7: [3]})
+    assert not worker.hear(1)[0].allowed
 
 
 def test_a_silent_worker_is_replaced_while_responses_run(
-    link: WorkerLink, monkeypatch: pytest.MonkeyPatch
+    link: WorkerLink, trees: DraftTrees, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    worker = greet(link)
+    worker = Worker(link)
+    worker.greet(link)
     monkeypatch.setattr(worker_link, "SILENCE_S", 0.05)
     time.sleep(0.1)
     link.take()
     assert link.child.pid == 1, "nothing runs, so it has nothing to say"
-    link.open(7, 11, 0.5, 40, [1, 2])
+    open_response(link, trees, 7, [1, 2])
     link.take()
     assert link.child.pid == 1
     time.sleep(0.1)
-    worker.say(drafts([]))
+    worker.say()
     time.sleep(0.05)
     link.take()
     assert link.child.pid == 1, "it has said something, if late"
@@ -204,4 +225,4 @@ def test_a_silent_worker_is_replaced_while_responses_run(
 def test_without_a_place_for_a_socket_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_link, "make_socket_folder", lambda _: None)
     with pytest.raises(ConfigError, match="TMPDIR"):
-        WorkerLink(SETTINGS, 3)
+        WorkerLink(SETTINGS, 3, DraftTrees())

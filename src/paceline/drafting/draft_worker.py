@@ -17,7 +17,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -26,16 +26,15 @@ import numpy as np
 from paceline.drafting.learned import Learned
 from paceline.drafting.model import ModelDrafter
 from paceline.drafting.worker_wire import (
-    Allow,
+    HELLO,
     Begin,
-    Close,
     Drafts,
-    Grow,
-    Hello,
     Open,
+    Step,
     ToWorker,
     WorkerSettings,
     encode,
+    pack_draft,
 )
 from paceline.drafting.worker_wire import decode_for_worker as decode
 from paceline.planning.draft_ahead import choose_depth, choose_responses, window_room
@@ -47,7 +46,10 @@ GRID = np.asarray(SHARPNESS_GRID, dtype=np.float32)
 NO_GRID = GRID[:0]
 
 PULSE_S = 0.5
-"""A worker that has nothing to send says so often that it is alive, and so often that it is lost."""
+"""A worker that has nothing new to say repeats itself so often, and says so often that it is lost."""
+
+_CALL_SMOOTHING = 0.2
+"""What a new measurement of a call's time counts."""
 
 _ACCEPTANCE_TOKENS = 200.0
 """Decided draft tokens after which one counts 1/e in the mean acceptance."""
@@ -70,6 +72,8 @@ class _Ahead:
     """Tokens beyond `known` that may be drafted."""
     path_probability: float = 1.0
     """That everything drafted ahead is accepted."""
+    packed: bytes = b""
+    """What is drafted ahead, for the engine; empty until it is asked for."""
     is_stuck: bool = False
     """The model has drafted nothing behind these tokens: it gives NaN, or lacks a row."""
     probes: Int32Array | None = None
@@ -86,8 +90,8 @@ class DraftWorker:
         self._accepted, self._decided = 1.0, 2.0  # decayed draft tokens; a coin's before any is known
         self._responses: dict[int, _Ahead] = {}
         self._rows = itertools.count()
-        self.window = 1
-        self._number = 0
+        self._begun = self._number = 0
+        self._call_s, self._num_levels = 0.0, 0
         self.is_lost = True
         """Whether it has to be told everything: at the start, or because a message did not arrive."""
         self.num_drafted = 0
@@ -98,65 +102,60 @@ class DraftWorker:
     def hear(self, message: ToWorker) -> None:
         """Take a message of the engine. Until it is told everything a lost worker hears nothing else."""
         if isinstance(message, Begin):
-            for response in list(self._responses):
-                self._close(response)
-            self.window, self._number, self.is_lost = message.window, message.number, False
-        elif self.is_lost:
-            return
-        elif isinstance(message, Open):
-            self._open(message)
-        elif isinstance(message, Close):
-            self._close(message.response)
-        elif isinstance(message, Allow):
-            self._allow(message)
-        else:
-            self._grow(message)
+            self._begin(message)
+        elif not self.is_lost:
+            self.is_lost = message.number != self._number + 1
+            if not self.is_lost:
+                self._step(message)
 
-    def _open(self, message: Open) -> None:
-        told = np.frombuffer(message.tokens, np.int32)
-        limit = max(min(message.limit, self._drafter.max_model_len), len(told))
+    def _begin(self, begin: Begin) -> None:
+        for response in list(self._responses):
+            self._close(response)
+        self._begun, self._number, self.is_lost = begin.begun, begin.number, False
+        self.num_drafted = self.num_wasted = 0
+        for opened in begin.opened:
+            self._open(opened)
+
+    def _step(self, step: Step) -> None:
+        self._number = step.number
+        for response in np.frombuffer(step.ended, np.int64).tolist():
+            self._close(response)
+        self._grow(step)
+        for opened in step.opened:
+            self._open(opened)
+        allowed, most_ahead = np.frombuffer(step.allowed, np.int64), np.frombuffer(step.most_ahead, np.int32)
+        for response, most in zip(allowed.tolist(), most_ahead.tolist(), strict=True):
+            if (one := self._responses.get(response)) is not None:
+                one.most_ahead = most
+
+    def _open(self, opened: Open) -> None:
+        told = np.frombuffer(opened.tokens, np.int32)
+        limit = max(min(opened.limit, self._drafter.max_model_len), len(told))
         tokens = np.empty(limit, np.int32)
         tokens[: len(told)] = told
-        self._responses[message.response] = _Ahead(
+        self._responses[opened.response] = _Ahead(
             next(self._rows),
-            message.key,
-            message.temperature,
+            opened.key,
+            opened.temperature,
             tokens,
             np.empty(limit, np.float32),
             np.empty(limit, np.int32),
             len(told),
             len(told),
-            2 * self.window,
+            opened.most_ahead,
         )
-
-    def _allow(self, message: Allow) -> None:
-        responses = np.frombuffer(message.responses, np.int64).tolist()
-        for response, most in zip(
-            responses, np.frombuffer(message.most_ahead, np.int32).tolist(), strict=True
-        ):
-            if (one := self._responses.get(response)) is not None:
-                one.most_ahead = most
 
     def _close(self, response: int) -> None:
         if (one := self._responses.pop(response, None)) is not None:
             self._drafter.forget([one.row])
 
-    def _grow(self, message: Grow) -> None:
-        self.is_lost = message.number != self._number + 1
-        if self.is_lost:
-            return
-        self._number = message.number
-        tokens = np.frombuffer(message.tokens, np.int32)
-        counts = np.frombuffer(message.counts, np.int32)
-        ends = np.cumsum(counts)
+    def _grow(self, step: Step) -> None:
+        tokens = np.frombuffer(step.tokens, np.int32)
+        ends = np.frombuffer(step.offsets, np.int32).tolist()
         cells, outcomes = [], []
-        columns = (np.frombuffer(message.responses, np.int64), np.frombuffer(message.starts, np.int64))
-        for response, start, first, last in zip(
-            *(column.tolist() for column in columns), (ends - counts).tolist(), ends.tolist(), strict=True
-        ):
-            one = self._responses.get(response)
-            if one is not None and start == one.known:
-                told = self._decide(one, tokens[first:last])
+        for row, response in enumerate(np.frombuffer(step.responses, np.int64).tolist()):
+            if (one := self._responses.get(response)) is not None:
+                told = self._decide(one, tokens[ends[row] : ends[row + 1]])
                 cells.append(told[0])
                 outcomes.append(told[1])
         if cells:
@@ -173,7 +172,7 @@ class DraftWorker:
         told = one.cells[start : start + num_told].copy(), right[:num_told]
         if one.probes is not None and len(tokens):
             self._learned.learn_sharpness(one.probes[None], tokens[:1])
-        one.probes, one.is_stuck = None, False
+        one.probes, one.is_stuck, one.packed = None, False, b""
         one.known = start + len(tokens)
         one.tokens[start : one.known] = tokens
         if num_right < room:
@@ -193,20 +192,19 @@ class DraftWorker:
 
     # -- what it drafts
 
-    def draft(self) -> Drafts | None:
-        """Draft a few tokens more where they are of most use; None where the windows are full, or nothing runs."""
-        open_ones = [(name, one) for name, one in self._responses.items() if self._room(one) > 0]
+    def draft(self) -> bool:
+        """Draft a few tokens more where they are of most use; False where the windows are full, or nothing runs."""
+        open_ones = [one for one in self._responses.values() if self._room(one) > 0]
         if self.is_lost or not open_ones:
-            return None
+            return False
         order = choose_responses(
-            np.array([one.path_probability for _, one in open_ones]),
-            np.array([len(one.tokens) - one.end for _, one in open_ones]),
+            np.array([one.path_probability for one in open_ones]),
+            np.array([len(one.tokens) - one.end for one in open_ones]),
             self._level_time,
         )
         chosen = [open_ones[at] for at in order.tolist()]
-        depth = choose_depth(self.window, len(chosen), self._level_time)
-        call_s, num_levels = self._extend([one for _, one in chosen], depth)
-        return self._pack(chosen, call_s, num_levels)
+        self._extend(chosen, choose_depth(len(chosen), self._level_time))
+        return True
 
     def _room(self, one: _Ahead) -> int:
         """Tokens that may be drafted for a response now."""
@@ -214,22 +212,23 @@ class DraftWorker:
             return 0
         return min(window_room(one.most_ahead, one.end - one.known), len(one.tokens) - one.end)
 
-    def _extend(self, chosen: Sequence[_Ahead], depth: int) -> tuple[float, int]:
-        """Draft up to `depth` tokens for each; returns the seconds and the levels that it took."""
-        count = len(chosen)
+    def _extend(self, chosen: Sequence[_Ahead], depth: int) -> None:
+        """Draft up to `depth` tokens for each."""
+        started_s, count = time.perf_counter(), len(chosen)
+        rooms = np.fromiter(map(self._room, chosen), np.int32, count)
         query = DraftQuery(
             groups=np.zeros(count, np.int64),
             responses=np.fromiter((one.row for one in chosen), np.int64, count),
             keys=np.fromiter((one.key for one in chosen), np.uint64, count),
             positions=np.fromiter((one.end for one in chosen), np.int64, count),
             temperatures=np.fromiter((one.temperature for one in chosen), np.float32, count),
-            max_tokens=np.fromiter((self._room(one) for one in chosen), np.int32, count),
+            max_tokens=rooms,
         )
         probes = any(one.end == one.known for one in chosen)
         batch, growth = self._drafter.draft(
             [one.tokens[: one.end] for one in chosen],
             query,
-            depth,
+            min(depth, int(rooms.max())),
             sharpness=self._learned.beta,
             sharpness_grid=GRID if probes else NO_GRID,
             calibration=self._learned.calibration,
@@ -242,7 +241,8 @@ class DraftWorker:
             self._level_time = update_measured_time(
                 self._level_time, rows, growth.seconds / growth.num_levels
             )
-        return growth.seconds, growth.num_levels
+            self._num_levels, call_s = growth.num_levels, time.perf_counter() - started_s
+            self._call_s += _CALL_SMOOTHING * (call_s - self._call_s) if self._call_s else call_s
 
     def _put(self, one: _Ahead, batch: DraftBatch, row: int) -> None:
         length = int(batch.num_tokens[row])
@@ -252,37 +252,32 @@ class DraftWorker:
         one.cells[new] = batch.cells[row, :length]
         if one.end == one.known and length and batch.probes.shape[1]:
             one.probes = batch.probes[row]
-        one.is_stuck = not length
+        one.is_stuck, one.packed = not length, b""
         one.end += length
         one.path_probability *= float(np.prod(one.acceptance[new]))
         self.num_drafted += length
 
-    def _pack(self, chosen: Sequence[tuple[int, _Ahead]], call_s: float, num_levels: int) -> Drafts:
-        counts = np.fromiter((one.end - one.known for _, one in chosen), np.int32, len(chosen))
-        width = int(counts.max(initial=0))
-        tokens = np.zeros((len(chosen), width), np.int32)
-        acceptance = np.zeros((len(chosen), width), np.float32)
-        for row, (_, one) in enumerate(chosen):
-            tokens[row, : counts[row]] = one.tokens[one.known : one.end]
-            acceptance[row, : counts[row]] = one.acceptance[one.known : one.end]
+    def say(self) -> Drafts:
+        """Everything that is drafted ahead."""
         return Drafts(
+            begun=self._begun,
             number=self._number,
-            width=width,
-            responses=np.fromiter((name for name, _ in chosen), np.int64, len(chosen)).tobytes(),
-            starts=np.fromiter((one.known for _, one in chosen), np.int64, len(chosen)).tobytes(),
-            counts=counts.tobytes(),
-            tokens=tokens.tobytes(),
-            acceptance=acceptance.tobytes(),
-            call_s=call_s,
-            num_levels=num_levels,
+            trees=b"".join(_pack(name, one) for name, one in self._responses.items()),
+            call_s=self._call_s,
+            num_levels=self._num_levels,
             mean_acceptance=self._accepted / self._decided,
             num_drafted=self.num_drafted,
             num_wasted=self.num_wasted,
         )
 
-    def pulse(self) -> Drafts:
-        """A message without drafts: the worker is alive."""
-        return self._pack([], 0.0, 0)
+
+def _pack(response: int, one: _Ahead) -> bytes:
+    """What is drafted ahead of a response; packed anew only where it has changed."""
+    if not one.packed and one.end > one.known:
+        ahead = slice(one.known, one.end)
+        parents = np.arange(-1, one.end - one.known - 1, dtype=np.int32)
+        one.packed = pack_draft(response, one.known, one.tokens[ahead], parents, one.acceptance[ahead])
+    return one.packed
 
 
 def load_worker(settings: WorkerSettings) -> DraftWorker:
@@ -297,30 +292,62 @@ def load_worker(settings: WorkerSettings) -> DraftWorker:
     return DraftWorker(drafter, settings.floor, settings.sharpness)
 
 
+class _Connection:
+    """A worker's end of the sockets of an engine."""
+
+    def __init__(self, address: str) -> None:
+        import zmq
+
+        self._context, self._zmq = zmq.Context(), zmq
+        self._steps = self._context.socket(zmq.DEALER)
+        self._steps.setsockopt(zmq.LINGER, 0)
+        self._steps.connect(address)
+        self._drafts = self._context.socket(zmq.PUSH)
+
+    def hear(self, timeout_s: float) -> Iterator[ToWorker]:
+        """What the engine has told, waiting so long for the first of it."""
+        timeout_ms = int(1e3 * timeout_s)
+        while self._steps.poll(timeout_ms):
+            message = decode(self._steps.recv())
+            if isinstance(message, Begin):
+                self._drafts.close()
+                self._drafts = self._context.socket(self._zmq.PUSH)
+                self._drafts.setsockopt(self._zmq.LINGER, 0)
+                self._drafts.setsockopt(self._zmq.CONFLATE, 1)
+                self._drafts.connect(message.drafts_to)
+            yield message
+            timeout_ms = 0
+
+    def say(self, drafts: Drafts | None) -> None:
+        """Send what is drafted, or that the worker is lost. What the engine does not take now the next message has."""
+        with contextlib.suppress(self._zmq.Again):
+            if drafts is None:
+                self._steps.send(HELLO, self._zmq.NOBLOCK)
+            else:
+                self._drafts.send(encode(drafts), self._zmq.NOBLOCK)
+
+    def close(self) -> None:
+        self._steps.close()
+        self._drafts.close()
+        self._context.term()
+
+
 def serve(worker: DraftWorker, address: str, goes_on: Callable[[], bool], idle_s: float = PULSE_S) -> None:
     """Hear and draft by turns for the engine at an address.
 
     goes_on: asked after each turn, and every `idle_s` at least.
     """
-    import zmq
-
-    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.connect(address)
+    worker.is_lost = True
+    with contextlib.closing(_Connection(address)) as engine:
         said_s = -PULSE_S
-        worker.is_lost = True
         while goes_on():
-            drafts = worker.draft()
+            has_drafted = worker.draft()
             now_s = time.monotonic()
-            if drafts is not None or now_s - said_s >= PULSE_S:
+            if has_drafted or now_s - said_s >= PULSE_S:
+                engine.say(None if worker.is_lost else worker.say())
                 said_s = now_s
-                message = Hello() if worker.is_lost else drafts or worker.pulse()
-                with contextlib.suppress(zmq.Again):  # the engine takes nothing now: the next message has all
-                    socket.send(encode(message), zmq.NOBLOCK)
-            idle_ms = 0 if drafts is not None else int(1e3 * idle_s)
-            while socket.poll(idle_ms):
-                worker.hear(decode(socket.recv()))
-                idle_ms = 0
+            for message in engine.hear(0.0 if has_drafted else idle_s):
+                worker.hear(message)
 
 
 def main(text: str) -> None:

@@ -1,9 +1,9 @@
 """The draft tree: where the drafts of all sources for a running response meet.
 
-Owns the front door to the native trees (`csrc/tree_module.cpp`), one per running response: the tokens that sources
-propose behind its last decided token. A source gives chains whenever it has some, made for the present position or for
-an earlier one; the tree walks down along newly decided tokens, keeps what goes on from them and drops the rest. So a
-late draft is no special case: what of it still fits is used. Bounded memory; a step costs the tokens that it brings and
+Owns the front door to the native trees (`csrc/tree_module.cpp`), one per running response: its text, and the tokens
+that sources propose behind it. A source gives chains whenever it has some, made for the present position or for an
+earlier one; the tree walks down along newly decided tokens, keeps what goes on from them and drops the rest. So a late
+draft is no special case: what of it still fits is used. A tree is bounded; a step costs the tokens that it brings and
 the nodes that are there, never the response's length. Used by the engine's fast loop, one thread.
 
 A source's estimates are its own (calibrated by it). Where sources propose the same token, the last one in `Source` is
@@ -24,9 +24,6 @@ from paceline.types import DraftChains, Int32Array, Int64Array, MetDrafts
 MAX_NODES = 512
 """Tokens that the tree of one response holds; of a chain that does not fit the end is dropped."""
 
-MAX_TRUNK = 512
-"""Decided tokens to which late chains are fitted; a chain made for an earlier position is dropped."""
-
 
 class Source(IntEnum):
     """Who drafts, the better informed later: its estimate stands where several propose a token."""
@@ -40,12 +37,17 @@ class Source(IntEnum):
 class DraftTrees:
     """The trees of one engine's running responses."""
 
-    def __init__(self, max_nodes: int = MAX_NODES, max_trunk: int = MAX_TRUNK) -> None:
-        self._native = _tree.DraftTrees(len(Source), max_nodes, max_trunk)
+    def __init__(self, max_nodes: int = MAX_NODES, most_ahead: int = 0) -> None:
+        """most_ahead: undecided tokens of a response that may be drafted ahead, until `allow` says otherwise."""
+        self._native = _tree.DraftTrees(len(Source), max_nodes, most_ahead)
 
-    def open(self, response: int, position: int) -> None:
-        """A response runs; `position` is that of its next token. An open one begins anew."""
-        self._native.open(response, position)
+    def open(self, response: int, text: Int32Array) -> None:
+        """A response runs; `text` are its tokens so far, prompt included. An open one begins anew."""
+        self._native.open(response, text)
+
+    def text(self, response: int) -> bytes:
+        """Tokens of a response that was opened, int32; nothing of unknown ones."""
+        return self._native.text(response)
 
     def close(self, response: int) -> None:
         """A response has ended; unknown ones are ignored, here and below."""
@@ -77,29 +79,27 @@ class DraftTrees:
         """
         self._native.add(source, responses, starts, chains.tokens, chains.num_tokens, chains.acceptance, anew)
 
+    def add_packed(self, source: Source, drafts: bytes) -> None:
+        """A source proposes trees of tokens, behind decided ones too (`worker_wire.pack_draft`).
+
+        Raises ValueError for what was not packed so; what stands before the damage has been added.
+        """
+        self._native.add_packed(source, drafts)
+
     def best(self, responses: Int64Array, positions: Int64Array, limits: Int32Array) -> MetDrafts:
         """The chain with the most expected accepted tokens of each response, at most `limits` long.
 
         positions: of the next token; a response that is not there has no draft. Ties go to what was added first.
         """
         width = max(1, int(limits.max())) if len(limits) else 1
-        shape = len(responses), width
-        drafts = MetDrafts(
-            np.empty(shape, np.int32),
-            np.empty(len(responses), np.int32),
-            np.empty(shape, np.float32),
-            np.empty(shape, np.int32),
-        )
-        self._native.best(
-            responses,
-            positions,
-            limits,
-            drafts.tokens,
-            drafts.num_tokens,
-            drafts.acceptance,
-            drafts.sources,
-        )
-        return drafts
+        table = np.empty((3, len(responses), width), np.int32)
+        num_tokens = np.empty(len(responses), np.int32)
+        open_ones = self._native.best(responses, positions, limits, table, num_tokens)
+        return MetDrafts(table[0], num_tokens, table[1].view(np.float32), table[2], *open_ones)
+
+    def allow(self, responses: Int64Array, most_ahead: Int32Array) -> None:
+        """So many undecided tokens of each response may be drafted ahead. [num_responses]"""
+        self._native.allow(responses, most_ahead)
 
     @property
     def num_nodes(self) -> int:

@@ -1,8 +1,8 @@
-"""The engine's end of a draft worker: tells it what responses grow by, takes what it has drafted, keeps it alive.
+"""The engine's end of a draft worker: tells it what each step has changed, takes what it has drafted, keeps it alive.
 
-Nothing here waits for the worker unless it is asked to (`take` with a timeout). A worker that dies is started again;
-one that says nothing for `SILENCE_S` while responses run is killed first. A new worker is told everything, so the
-tokens of the running responses are kept here. One thread, the scheduler's.
+Nothing here waits for the worker unless it is asked to (`take` with a timeout), and a step costs one message each way,
+however much the worker has said. A worker that dies is started again; one that says nothing for `SILENCE_S` while
+responses run is killed first. A new worker is told everything. One thread, the scheduler's.
 """
 
 from __future__ import annotations
@@ -17,20 +17,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import msgspec
+import numpy as np
 
 from paceline.drafting.child_process import ChildProcess, make_socket_folder
-from paceline.drafting.worker_wire import (
-    Allow,
-    Begin,
-    Close,
-    Drafts,
-    Grow,
-    Hello,
-    Open,
-    ToWorker,
-    WorkerSettings,
-    encode,
-)
+from paceline.drafting.tree import DraftTrees
+from paceline.drafting.worker_wire import Begin, Drafts, Open, Step, ToWorker, WorkerSettings, encode
 from paceline.drafting.worker_wire import decode_for_engine as decode
 from paceline.errors import ConfigError
 from paceline.types import Int32Array, Int64Array
@@ -49,27 +40,30 @@ START_S = 120.0
 LEAST_LIFE_S = 60.0
 """A worker that ended sooner by itself cannot be: its model does not load, say."""
 
+LOOK_S = 0.1
+"""So often is looked whether a worker is lost, silent or dead."""
+
 
 @dataclass(slots=True)
-class _Told:
-    """What a worker has to know of a running response."""
+class _Response:
+    """What a worker has to know of a response, beside its text."""
 
     key: int
     temperature: float
     limit: int
-    tokens: array[int]
     most_ahead: int
     """Undecided tokens that may be drafted."""
-    is_running: bool = False
-    """Whether it has grown: nothing is drafted for what still waits."""
 
 
 class WorkerLink:
     """One engine's draft worker. Shut it down."""
 
-    def __init__(self, settings: WorkerSettings, window: int, *, has_child: bool = True) -> None:
+    def __init__(
+        self, settings: WorkerSettings, window: int, trees: DraftTrees, *, has_child: bool = True
+    ) -> None:
         """settings: the worker's; its address and parent are filled in here. window: w, draft tokens.
 
+        trees: have the text of every running response, and are told how far may be drafted ahead.
         has_child: start a worker and keep it alive; False: whoever comes drafts.
 
         Raises ConfigError where there is no place for a socket.
@@ -79,84 +73,94 @@ class WorkerLink:
         folder = make_socket_folder("worker")
         if folder is None:
             raise ConfigError("a draft worker needs a folder for its socket: set TMPDIR to a short path")
-        self._folder, self._window = folder, window
+        self._folder, self._window, self._trees = folder, window, trees
         address = f"ipc://{folder / 'worker'}"
+        self._drafts_to = f"ipc://{folder / 'drafts'}"
         self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.ROUTER)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.bind(address)
+        self._lost = self._context.socket(zmq.ROUTER)
+        self._lost.setsockopt(zmq.LINGER, 0)
+        self._lost.bind(address)
+        self._drafts = self._context.socket(zmq.PULL)
+        self._drafts.setsockopt(zmq.CONFLATE, 1)
+        self._drafts.bind(self._drafts_to)
         self._no_message = zmq.Again
-        self._nonblocking = zmq.NOBLOCK
+        self._nonblocking, self._more = zmq.NOBLOCK, zmq.SNDMORE
         self.settings = msgspec.structs.replace(settings, address=address, parent=os.getpid())
         self.child = _start_child(self.settings) if has_child else None
-        self._responses: dict[int, _Told] = {}
+        self._waiting: dict[int, _Response] = {}  # not begun: nothing is drafted for them
+        self._running: dict[int, _Response] = {}
+        self._ended: list[int] = []  # the worker has not heard of it yet
+        self._allowed: dict[int, int] = {}  # likewise
         self._worker: bytes | None = None
+        self._begun = 0
         self.number = 0
-        """Of the last `Grow` that was sent."""
-        self._silent_since_s = time.monotonic()
-        self._past_drafted = self._past_wasted = 0  # of workers that are gone
+        """Of the last `Step` that was sent."""
+        self._looked_s = self._silent_since_s = time.monotonic()
+        self._past_drafted = self._past_wasted = 0  # of what was begun before
         self._latest: Drafts | None = None
 
     # -- what the worker is told
 
-    def open(self, response: int, key: int, temperature: float, limit: int, tokens: Sequence[int]) -> None:
-        """A response is to run: its tokens, and the position `limit` at which nothing can be drafted any more.
+    def open(self, response: int, key: int, temperature: float, limit: int) -> None:
+        """A response is to run; nothing can be drafted for it any more at position `limit`.
 
         The worker is told when it grows for the first time.
         """
-        self._responses[response] = _Told(key, temperature, limit, array("i", tokens), 2 * self._window)
-        if len(self._responses) == 1:
+        self._waiting[response] = _Response(key, temperature, limit, 2 * self._window)
+        if len(self._waiting) + len(self._running) == 1:
             self._silent_since_s = time.monotonic()
 
     def grow(self, responses: Int64Array, offsets: Int32Array, tokens: Int32Array) -> None:
-        """Responses have grown: response i by tokens[offsets[i]:offsets[i + 1]]. Unknown ones are ignored."""
-        known, starts, counts, parts = [], [], [], []
-        text, ends = tokens.tobytes(), offsets.tolist()
-        for at, response in enumerate(responses.tolist()):
-            if (told := self._responses.get(response)) is None:
-                continue
-            part = text[4 * ends[at] : 4 * ends[at + 1]]
-            if told.is_running:
-                known.append(response)
-                starts.append(len(told.tokens))
-                counts.append(ends[at + 1] - ends[at])
-                parts.append(part)
-            told.tokens.frombytes(part)
-            if not told.is_running:
-                told.is_running = True
-                self._send(_open(response, told))
+        """Responses have grown, response i by tokens[offsets[i]:offsets[i + 1]], which their texts have already."""
+        begun = self._waiting.keys() & responses.tolist() if self._waiting else ()
+        self._running |= {response: self._waiting.pop(response) for response in begun}
+        if self._worker is not None:
+            self._tell_step(responses, offsets, tokens, begun)
+
+    def _tell_step(
+        self, responses: Int64Array, offsets: Int32Array, tokens: Int32Array, begun: Iterable[int] = ()
+    ) -> None:
         self.number += 1
-        self._send(
-            Grow(
-                self.number,
-                array("q", known).tobytes(),
-                array("q", starts).tobytes(),
-                array("i", counts).tobytes(),
-                b"".join(parts),
-            )
+        step = Step(
+            self.number,
+            array("q", self._ended).tobytes(),
+            responses.tobytes(),
+            offsets.tobytes(),
+            tokens.tobytes(),
+            tuple(map(self._tell, begun)),
+            array("q", self._allowed).tobytes(),
+            array("i", self._allowed.values()).tobytes(),
         )
+        self._ended.clear()
+        self._allowed.clear()
+        self._send(step)
+
+    def _tell(self, response: int) -> Open:
+        one = self._running[response]
+        text = self._trees.text(response)
+        return Open(response, one.key, one.temperature, one.limit, one.most_ahead, text)
 
     def allow(self, responses: Sequence[int], most_ahead: Sequence[int]) -> None:
         """So many undecided tokens of these running responses may be drafted from now on; 2w until it is said."""
         for response, most in zip(responses, most_ahead, strict=True):
-            if (told := self._responses.get(response)) is not None:
-                told.most_ahead = most
-        self._send(Allow(array("q", responses).tobytes(), array("i", most_ahead).tobytes()))
-
-    def most_ahead(self, responses: Iterable[int]) -> list[int]:
-        """What is allowed of each of these responses; 2w of unknown ones."""
-        told = map(self._responses.get, responses)
-        return [2 * self._window if one is None else one.most_ahead for one in told]
+            if (one := self._running.get(response)) is not None:
+                one.most_ahead = self._allowed[response] = most
+        self._trees.allow(np.array(responses, np.int64), np.array(most_ahead, np.int32))
 
     def close(self, response: int) -> None:
-        """A response has ended."""
-        told = self._responses.pop(response, None)
-        if told is not None and told.is_running:
-            self._send(Close(response))
+        """A response has ended. The worker hears of it with the next step, or now if nothing runs any more."""
+        self._waiting.pop(response, None)
+        was_running = self._running.pop(response, None) is not None
+        if was_running and self._worker is not None:
+            self._allowed.pop(response, None)
+            self._ended.append(response)
+            if not self._running:
+                nothing = np.zeros(1, np.int32)
+                self._tell_step(np.empty(0, np.int64), nothing, nothing[1:])
 
     def forget(self) -> None:
         """Forget all responses: the policy has changed."""
-        for response in list(self._responses):
+        for response in [*self._waiting, *self._running]:
             self.close(response)
 
     @property
@@ -165,71 +169,74 @@ class WorkerLink:
         return self._worker is not None
 
     def let_go(self) -> None:
-        """The worker drafts for this engine no more."""
+        """The worker drafts for this engine no more; what it may still say is not heard."""
         self._worker = None
+        self._begun += 1
 
     def _send(self, message: ToWorker) -> None:
-        """Send unless nobody is there; what a full or dead worker does not take is lost, and it asks for everything."""
-        if self._worker is not None:
-            self._socket.send_multipart((self._worker, encode(message)), self._nonblocking)
+        """What a full or dead worker does not take is lost, and it asks for everything."""
+        assert self._worker is not None
+        self._lost.send(self._worker, self._more | self._nonblocking)
+        self._lost.send(encode(message), self._nonblocking)
 
     # -- what the worker has drafted
 
-    def take(self, timeout_s: float = 0.0) -> list[Drafts]:
-        """What has arrived, without waiting; with a timeout, waiting so long for the first message."""
-        arrived: list[Drafts] = []
-        if timeout_s and not self._socket.poll(math.ceil(1e3 * timeout_s)):
-            return arrived
-        while True:
-            try:
-                worker, frame = self._socket.recv_multipart(self._nonblocking)
-            except self._no_message:
-                break
-            self._hear(worker, decode(frame), arrived)
-        if not arrived and self._responses:
-            self._watch()
-        return arrived
+    def take(self, timeout_s: float = 0.0) -> Drafts | None:
+        """What the worker has said since it was asked last, if anything; with a timeout, waiting so long for it."""
+        drafts = self._receive(timeout_s)
+        now_s = time.monotonic()
+        if drafts is not None:
+            self._latest, self._silent_since_s = drafts, now_s
+        if now_s - self._looked_s >= LOOK_S:
+            self._look(now_s)
+        return drafts
 
-    def _hear(self, worker: bytes, message: Hello | Drafts, arrived: list[Drafts]) -> None:
-        self._silent_since_s = time.monotonic()
-        if isinstance(message, Hello):
-            self._greet(worker)
-        elif worker == self._worker:
-            self._latest = message
-            if message.responses:
-                arrived.append(message)
+    def _receive(self, timeout_s: float) -> Drafts | None:
+        if timeout_s and not self._drafts.poll(math.ceil(1e3 * timeout_s)):
+            return None
+        try:
+            drafts = decode(self._drafts.recv(self._nonblocking))
+        except self._no_message:
+            return None
+        return drafts if drafts.begun == self._begun else None
 
-    def _greet(self, worker: bytes) -> None:
-        """Tell a worker everything."""
-        if self._worker != worker and self._latest is not None:
-            self._past_drafted += self._latest.num_drafted
-            self._past_wasted += self._latest.num_wasted
-            self._latest = None
-        self._worker = worker
-        self._send(Begin(self._window, self.number))
-        running = {response: told for response, told in self._responses.items() if told.is_running}
-        for response, told in running.items():
-            self._send(_open(response, told))
-        own = {name: told.most_ahead for name, told in running.items() if told.most_ahead != 2 * self._window}
-        if own:
-            self.allow([*own], [*own.values()])
+    def _look(self, now_s: float) -> None:
+        """Answer a lost worker; while responses run start the worker again if it has died, or hangs.
 
-    def _watch(self) -> None:
-        """Start the worker again if it has died, or hangs; one that is nobody's child is counted on no more."""
-        silent_s = time.monotonic() - self._silent_since_s
+        One that is nobody's child, and silent, is counted on no more.
+        """
+        self._looked_s = now_s
+        while self._lost.poll(0):
+            self._greet(self._lost.recv_multipart()[0])
+            self._silent_since_s = now_s
+        if not self._waiting and not self._running:
+            return
+        silent_s = now_s - self._silent_since_s
         if self.child is None:
             if silent_s > HELPER_SILENCE_S:
                 self.let_go()
             return
         pid = self.child.pid
-        limit_s = START_S if self._worker is None else SILENCE_S
-        if silent_s > limit_s:
+        if silent_s > (START_S if self._worker is None else SILENCE_S):
             LOGGER.warning("the draft worker (process %d) is silent: it is started again", pid)
             self.child.kill()
-            self._silent_since_s = time.monotonic()
+            self._silent_since_s = now_s
         self.child.check()
         if self.child.pid != pid:
-            self._worker, self._silent_since_s = None, time.monotonic()
+            self._silent_since_s = now_s
+            self.let_go()
+
+    def _greet(self, worker: bytes) -> None:
+        """Tell a worker everything."""
+        if self._latest is not None:
+            self._past_drafted += self._latest.num_drafted
+            self._past_wasted += self._latest.num_wasted
+            self._latest = None
+        self._worker = worker
+        self._begun += 1
+        self._ended.clear()
+        self._allowed.clear()
+        self._send(Begin(self._begun, self._drafts_to, self.number, tuple(map(self._tell, self._running))))
 
     @property
     def num_drafted(self) -> int:
@@ -245,7 +252,8 @@ class WorkerLink:
         """End the worker."""
         if self.child is not None:
             self.child.close()
-        self._socket.close()
+        self._lost.close()
+        self._drafts.close()
         self._context.term()
         shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -253,7 +261,3 @@ class WorkerLink:
 def _start_child(settings: WorkerSettings) -> ChildProcess:
     module, text = "paceline.drafting.draft_worker", msgspec.json.encode(settings).decode()
     return ChildProcess("draft worker", module, (text,), {"OMP_NUM_THREADS": "1"}, LEAST_LIFE_S)
-
-
-def _open(response: int, told: _Told) -> Open:
-    return Open(response, told.key, told.temperature, told.limit, told.tokens.tobytes())

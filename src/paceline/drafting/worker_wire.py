@@ -1,18 +1,20 @@
 """What an engine and its draft workers say to each other: MessagePack messages over ZeroMQ, one frame each.
 
-The engine binds a ROUTER socket, a worker connects a DEALER. A worker says `Hello`; the engine answers with `Begin` and
-an `Open` for every running response, and tells from then on what comes, grows and ends. A worker that is lost (it was
-started anew, or a message did not reach it) says `Hello` again. Arrays travel as their bytes, little-endian.
+The engine binds two sockets. On the first, a DEALER to the engine's ROUTER, a worker that is lost (it was started anew,
+or a message did not reach it) says hello; the engine answers with `Begin`, everything that runs, and tells from then on
+what has changed, one numbered `Step` a step. On the second, whose address stands in `Begin`, the worker pushes
+`Drafts`: each has all that is drafted ahead, so the last one is all that counts, and the sockets keep no other
+(ZMQ_CONFLATE). However many have come, a step takes one. Arrays travel as their bytes, little-endian.
 """
 
 from __future__ import annotations
 
+import struct
 from typing import TypeAlias
 
 import msgspec
-import numpy as np
 
-from paceline.types import DraftChains, Float32Array, Int32Array, Int64Array
+from paceline.types import Float32Array, Int32Array
 
 
 class WorkerSettings(msgspec.Struct, frozen=True):
@@ -31,16 +33,7 @@ class WorkerSettings(msgspec.Struct, frozen=True):
     sharpness: float | None
 
 
-class Begin(msgspec.Struct, frozen=True, array_like=True, tag="begin"):
-    """Forget everything: what follows is all there is."""
-
-    window: int
-    """w: up to 2w tokens of a response may be drafted ahead, unless `Allow` says otherwise."""
-    number: int
-    """The count in `Grow` starts behind it."""
-
-
-class Open(msgspec.Struct, frozen=True, array_like=True, tag="open"):
+class Open(msgspec.Struct, frozen=True, array_like=True):
     """A response runs."""
 
     response: int
@@ -48,76 +41,75 @@ class Open(msgspec.Struct, frozen=True, array_like=True, tag="open"):
     temperature: float
     limit: int
     """Position at which nothing can be drafted any more."""
+    most_ahead: int
+    """Undecided tokens that may be drafted."""
     tokens: bytes  # int32, prompt and response
 
 
-class Grow(msgspec.Struct, frozen=True, array_like=True, tag="grow"):
-    """What a step has decided."""
+class Begin(msgspec.Struct, frozen=True, array_like=True, tag="begin"):
+    """Forget everything: this is all there is."""
+
+    begun: int
+    """Comes back in `Drafts`: what does not is from another life."""
+    drafts_to: str
+    """Where to push them."""
+    number: int
+    """The count in `Step` starts behind it."""
+    opened: tuple[Open, ...]
+
+
+class Step(msgspec.Struct, frozen=True, array_like=True, tag="step"):
+    """What a step has changed, in this order."""
 
     number: int
-    responses: bytes  # [num_responses] int64
-    starts: bytes  # [num_responses] int64, position of the first token
-    counts: bytes  # [num_responses] int32
-    tokens: bytes  # [sum of counts] int32
+    ended: bytes  # int64, responses
+    responses: bytes  # [num_responses] int64, those that have grown; of unknown ones nothing is to be known
+    offsets: bytes  # [num_responses + 1] int32
+    tokens: bytes  # int32, of response i: offsets[i] .. offsets[i + 1]
+    opened: tuple[Open, ...]
+    allowed: bytes  # [num_allowed] int64, responses of which another number of undecided tokens may be drafted from now
+    most_ahead: bytes  # [num_allowed] int32
 
 
-class Allow(msgspec.Struct, frozen=True, array_like=True, tag="allow"):
-    """How far may be drafted ahead of responses from now on, where not up to 2w tokens."""
+class Drafts(msgspec.Struct, frozen=True, array_like=True):
+    """Everything that a worker has drafted ahead for an engine."""
 
-    responses: bytes  # [num_responses] int64
-    most_ahead: bytes  # [num_responses] int32, undecided tokens
-
-
-class Close(msgspec.Struct, frozen=True, array_like=True, tag="close"):
-    """A response has ended."""
-
-    response: int
-
-
-class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
-    """A worker asks for everything."""
-
-
-class Drafts(msgspec.Struct, frozen=True, array_like=True, tag="drafts"):
-    """Everything that is drafted ahead for some responses, or none: the worker is alive."""
-
+    begun: int
     number: int
-    """Of the last `Grow` that was heard before."""
-    width: int
-    responses: bytes  # [num_responses] int64
-    starts: bytes  # [num_responses] int64, position of the first token: the response's next one, as far as was heard
-    counts: bytes  # [num_responses] int32
-    tokens: bytes  # [num_responses, width] int32
-    acceptance: bytes  # [num_responses, width] float32
+    """Of the last `Step` that was heard before."""
+    trees: bytes
+    """One `pack_draft` after another."""
     call_s: float
-    """What drafting the last `num_levels` of them took."""
+    """What a drafting call takes, smoothed; 0: none was made yet."""
     num_levels: int
+    """Tokens that the last one drafted for each of its responses."""
     mean_acceptance: float
     """Of this worker's tokens, decayed."""
     num_drafted: int
-    """Tokens since the worker started."""
+    """Tokens since `Begin`."""
     num_wasted: int
     """Of these, drafted behind a rejected one."""
 
-    def responses_array(self) -> Int64Array:
-        """[num_responses]"""
-        return np.frombuffer(self.responses, np.int64)
 
-    def starts_array(self) -> Int64Array:
-        """[num_responses]"""
-        return np.frombuffer(self.starts, np.int64)
+ToWorker: TypeAlias = Begin | Step
 
-    def chains(self) -> DraftChains:
-        """The drafts, a row for each response."""
-        shape = len(self.responses) // 8, self.width
-        tokens: Int32Array = np.frombuffer(self.tokens, np.int32).reshape(shape)
-        acceptance: Float32Array = np.frombuffer(self.acceptance, np.float32).reshape(shape)
-        return DraftChains(tokens, np.frombuffer(self.counts, np.int32), acceptance)
-
-
-ToWorker: TypeAlias = Begin | Open | Grow | Allow | Close
-ToEngine: TypeAlias = Hello | Drafts
+HELLO = b""
+"""What a lost worker says."""
 
 encode = msgspec.msgpack.Encoder().encode
 decode_for_worker = msgspec.msgpack.Decoder(ToWorker).decode
-decode_for_engine = msgspec.msgpack.Decoder(ToEngine).decode
+decode_for_engine = msgspec.msgpack.Decoder(Drafts).decode
+
+_HEAD = struct.Struct("<qqq")
+
+
+def pack_draft(
+    response: int, start: int, tokens: Int32Array, parents: Int32Array, acceptance: Float32Array
+) -> bytes:
+    """A tree of tokens behind a response's decided ones; read by csrc/tree_module.cpp.
+
+    start: position of the first token. parents: of each token, its place among them, before its own; -1: it is a first
+    one. All three have one length.
+    """
+    head = _HEAD.pack(response, start, len(tokens))
+    return b"".join((head, tokens.tobytes(), parents.tobytes(), acceptance.tobytes()))

@@ -6,8 +6,6 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
 from paceline.config import EngineSettings
 from paceline.drafting.tree import DraftTrees, Source
 from paceline.drafting.worker_link import WorkerLink
@@ -23,9 +21,6 @@ and its next. One that has heard of it needs one."""
 
 _SOONEST = 0.1
 """Of a call: drafts that are overdue are expected so soon."""
-
-_SMOOTHING = 0.2
-"""What a new measurement of a call's time counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +47,7 @@ class DraftAhead:
         """Of all steps."""
         self.step_wait_s = 0.0
         """Of the present step."""
-        self._call_s, self._num_levels, self._acceptance = 0.0, 0, 0.0
-        self._heard = 0
-        """Number of the last growth that the worker had heard of when it drafted what came last."""
+        self._latest: Drafts | None = None
         self._since_s = 0.0
         """When the worker was told of the last step, or said something about it."""
         self._is_late = False
@@ -63,15 +56,15 @@ class DraftAhead:
     @property
     def acceptance(self) -> float:
         """Of the worker's tokens, as it has told; 0 before it has drafted."""
-        return self._acceptance
+        return self._latest.mean_acceptance if self._latest is not None else 0.0
 
     @property
     def level_s(self) -> float:
         """What the worker takes for one more token of all responses that it drafts for; 0 before it has drafted."""
-        return self._call_s / max(self._num_levels, 1)
+        return self._latest.call_s / max(self._latest.num_levels, 1) if self._latest is not None else 0.0
 
     def grow(self, responses: Int64Array, offsets: Int32Array, tokens: Int32Array) -> None:
-        """Responses have grown, as `DraftTrees.advance`."""
+        """Responses have grown, as `DraftTrees.advance`, which has heard of it."""
         self.link.grow(responses, offsets, tokens)
         self._since_s = time.perf_counter()
 
@@ -85,14 +78,12 @@ class DraftAhead:
         started_s = time.perf_counter()
         self._take(0.0)
         drafts = self._trees.best(query.responses, query.positions, query.max_tokens)
-        most_s = float(predict_s(step_time, len(query.responses) + num_drafted))
         began_s = time.perf_counter()
-        while may_wait and self._call_s and self.link.is_there and not self._is_late:
-            snapshot = self._snapshot(query, drafts, step_time, num_drafted)
+        while may_wait and not self._is_late and self.link.is_there and self._latest and self._latest.call_s:
+            snapshot = self._snapshot(query, drafts, step_time, num_drafted, self._latest)
             wait_s = decide_wait(snapshot)
             self._log.write_wait(snapshot, wait_s)
-            waited_s = time.perf_counter() - began_s
-            if not wait_s or waited_s > most_s:
+            if not wait_s or time.perf_counter() - began_s > snapshot.step_s:
                 break
             self._is_late = not self._take(wait_s)
             drafts = self._trees.best(query.responses, query.positions, query.max_tokens)
@@ -102,45 +93,35 @@ class DraftAhead:
 
     def _take(self, timeout_s: float) -> bool:
         """Put what arrives into the trees; returns whether something has."""
-        arrived = self.link.take(timeout_s)
-        latest = {
-            drafts.responses: drafts for drafts in arrived
-        }  # each has all that is ahead of its responses
-        for drafts in latest.values():
-            self._trees.add(Source.MODEL, drafts.responses_array(), drafts.starts_array(), drafts.chains())
-        if arrived:
-            self._learn(arrived[-1])
-        return bool(arrived)
-
-    def _learn(self, drafts: Drafts) -> None:
-        change = drafts.call_s - self._call_s
-        self._call_s = self._call_s + _SMOOTHING * change if self._call_s else drafts.call_s
-        self._num_levels, self._acceptance = drafts.num_levels, drafts.mean_acceptance
-        self._heard, self._is_late = drafts.number, False
-        if self._heard == self.link.number:
+        drafts = self.link.take(timeout_s)
+        if drafts is None:
+            return False
+        self._trees.add_packed(Source.MODEL, drafts.trees)
+        self._latest, self._is_late = drafts, False
+        if drafts.number == self.link.number:
             self._since_s = time.perf_counter()
+        return True
 
     def _snapshot(
-        self, query: DraftQuery, drafts: MetDrafts, step_time: StepTimeModel, num_drafted: int
+        self,
+        query: DraftQuery,
+        drafts: MetDrafts,
+        step_time: StepTimeModel,
+        num_drafted: int,
+        latest: Drafts,
     ) -> WaitSnapshot:
         count = len(query.responses)
-        rows = np.arange(count)
-        last = np.maximum(drafts.num_tokens - 1, 0)
-        whole = np.where(drafts.num_tokens > 0, drafts.path_probability[rows, last], 1.0)
-        is_open = drafts.num_tokens < np.minimum(
-            query.max_tokens, self.link.most_ahead(query.responses.tolist())
-        )
-        calls = 1.0 if self._heard == self.link.number else UNHEARD_CALLS
-        arrival_s = self._call_s * calls - (time.perf_counter() - self._since_s)
+        calls = 1.0 if latest.number == self.link.number else UNHEARD_CALLS
+        arrival_s = latest.call_s * calls - (time.perf_counter() - self._since_s)
         num_tokens = count + num_drafted
-        more = self._num_levels * int(is_open.sum())
+        more = latest.num_levels * drafts.num_open
         step_s, longer_step_s = predict_s(step_time, [num_tokens, num_tokens + more]).tolist()
         return WaitSnapshot(
             count,
-            whole[is_open].astype(np.float64),
-            self._acceptance,
-            self._num_levels,
-            max(arrival_s, _SOONEST * self._call_s),
+            drafts.open_probability,
+            latest.mean_acceptance,
+            latest.num_levels,
+            max(arrival_s, _SOONEST * latest.call_s),
             step_s,
             longer_step_s,
         )
@@ -169,5 +150,5 @@ def start_draft_ahead(
         floor=settings.draft_floor,
         sharpness=settings.sharpness,
     )
-    link = WorkerLink(wanted, settings.draft_window, has_child=settings.draft_worker)
+    link = WorkerLink(wanted, settings.draft_window, trees, has_child=settings.draft_worker)
     return DraftAhead(link, trees, log)

@@ -144,7 +144,8 @@ class FastLoop:
         self._expected = 0.0
         self._log = open_log(settings)
         self._paths = AlternativePaths(settings, self._log)
-        self._trees = DraftTrees() if _has_several_drafts(settings) else None
+        most_ahead = 2 * settings.draft_window
+        self._trees = DraftTrees(most_ahead=most_ahead) if _has_several_drafts(settings) else None
         self.ahead = (
             None if self._trees is None else start_draft_ahead(settings, sizes, self._trees, self._log)
         )
@@ -189,9 +190,9 @@ class FastLoop:
         group's tokens all the same: drafts are proposals, and no mistake of the user's to end the engine for.
         """
         if self._trees is not None and self.drafting:
-            self._trees.open(response, len(prompt) + len(generated))
+            self._trees.open(response, np.asarray([*prompt, *generated], np.int32))
         if self.ahead is not None and self.may_draft and limit:
-            self.ahead.link.open(response, key, temperature, limit, [*prompt, *generated])
+            self.ahead.link.open(response, key, temperature, limit)
         if self.drafter is None:
             return
         with contextlib.suppress(RequestError):
@@ -214,10 +215,11 @@ class FastLoop:
         offsets = np.zeros(len(lists) + 1, dtype=np.int32)
         np.cumsum(list(map(len, lists)), out=offsets[1:])
         flat = np.fromiter(itertools.chain.from_iterable(lists), np.int32, int(offsets[-1]))
-        if self.ahead is not None:
-            self.ahead.grow(np.asarray(responses, np.int64), offsets, flat)
         if self._trees is not None:
-            self._trees.advance(np.asarray(responses, np.int64), offsets, flat)
+            names = np.asarray(responses, np.int64)
+            self._trees.advance(names, offsets, flat)
+            if self.ahead is not None:
+                self.ahead.grow(names, offsets, flat)
         if self._sharing is not None:
             for group, response, new in zip(groups, responses, lists, strict=True):
                 self._sharing.grow(group, response, new)

@@ -99,7 +99,7 @@ class EngineLog:
             return
         line = WaitLine(
             num_requests=snapshot.num_requests,
-            path_probability=snapshot.path_probability.tobytes(),
+            open_probability=snapshot.open_probability,
             acceptance=snapshot.acceptance,
             num_tokens=snapshot.num_tokens,
             arrival_s=snapshot.arrival_s,

@@ -159,7 +159,7 @@ class _Replay:
         """Whether a step waits for drafts under way."""
         snapshot = WaitSnapshot(
             line.num_requests,
-            np.frombuffer(line.path_probability, np.float64),
+            line.open_probability,
             line.acceptance,
             line.num_tokens,
             line.arrival_s,

@@ -50,7 +50,6 @@ def choose_responses(
     return np.asarray(order[: int(rate.argmax()) + 1], dtype=np.int64)
 
 
-def choose_depth(window: int, num_responses: int, level_time: StepTimeModel) -> int:
-    """Tokens per response and drafting call: as many as `CALL_S` has time for, at most a window."""
-    levels = math.ceil(CALL_S / float(predict_s(level_time, num_responses)))
-    return min(max(levels, 1), window)
+def choose_depth(num_responses: int, level_time: StepTimeModel) -> int:
+    """Tokens per response and drafting call: as many as `CALL_S` has time for."""
+    return max(math.ceil(CALL_S / float(predict_s(level_time, num_responses))), 1)

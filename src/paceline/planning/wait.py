@@ -19,8 +19,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from paceline.types import Float64Array
-
 PATIENCE = 2.0
 """A wait is given up after so many times what it should take: the worker may have been stopped."""
 
@@ -31,8 +29,8 @@ class WaitSnapshot:
 
     num_requests: int
     """B."""
-    path_probability: Float64Array
-    """That the whole draft of a request is accepted, of each for which more tokens are under way. [num_expected]"""
+    open_probability: float
+    """sum P_i: that the whole draft is accepted, over the requests for which more tokens are under way."""
     acceptance: float
     """p, of the tokens under way."""
     num_tokens: int
@@ -52,7 +50,7 @@ def decide_wait(snapshot: WaitSnapshot) -> float:
         / snapshot.num_requests
         * snapshot.acceptance
         * (1.0 - snapshot.acceptance**snapshot.num_tokens)
-        * float(snapshot.path_probability.sum())
+        * snapshot.open_probability
     )
     cost_s = snapshot.arrival_s + max(snapshot.longer_step_s - snapshot.step_s, 0.0)
     return PATIENCE * snapshot.arrival_s if cost_s < saved_s else 0.0

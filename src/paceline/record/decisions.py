@@ -155,7 +155,7 @@ class WaitLine(_Line, frozen=True, tag="wait"):
     """Whether a step waits for drafts that a draft worker has under way; the fields of a WaitSnapshot."""
 
     num_requests: int
-    path_probability: bytes  # [num_expected] float64
+    open_probability: float
     acceptance: float
     num_tokens: int
     arrival_s: float
