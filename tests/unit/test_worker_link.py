@@ -222,6 +222,31 @@ def test_a_silent_worker_is_replaced_while_responses_run(
     assert link.child.pid == 2, "the new one has time to start"
 
 
+def test_a_silent_helper_is_counted_on_again_when_it_speaks(
+    monkeypatch: pytest.MonkeyPatch, trees: DraftTrees
+) -> None:
+    monkeypatch.setattr(worker_link, "LOOK_S", 0.0)
+    monkeypatch.setattr(worker_link, "HELPER_SILENCE_S", 0.05)
+    link = WorkerLink(SETTINGS, 3, trees, has_child=False)
+    try:
+        worker = Worker(link)
+        worker.greet(link)
+        assert link.is_there
+        open_response(link, trees, 7, [1, 2])
+        time.sleep(0.1)
+        assert link.take() is None
+        assert not link.is_there
+        worker.say(trees=b"1")
+        assert link.take(5.0) is not None
+        assert link.is_there
+        link.let_go()
+        worker.say(trees=b"2")
+        assert link.take(0.1) is None
+        assert not link.is_there
+    finally:
+        link.shut_down()
+
+
 def test_without_a_place_for_a_socket_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_link, "make_socket_folder", lambda _: None)
     with pytest.raises(ConfigError, match="TMPDIR"):

@@ -29,7 +29,7 @@ from paceline.types import Int32Array, Int64Array
 LOGGER = logging.getLogger(__name__)
 
 HELPER_SILENCE_S = 5.0
-"""A drafter that is nobody's child, and says nothing for so long, is counted on no more."""
+"""A drafter that is nobody's child, and says nothing for so long, is not counted on until it does."""
 
 SILENCE_S = 20.0
 """A worker that has drafted before and says nothing for so long is killed; it says something twice a second."""
@@ -96,6 +96,7 @@ class WorkerLink:
         self.number = 0
         """Of the last `Step` that was sent."""
         self._looked_s = self._silent_since_s = time.monotonic()
+        self._is_silent = False
         self._past_drafted = self._past_wasted = 0  # of what was begun before
         self._latest: Drafts | None = None
 
@@ -165,8 +166,8 @@ class WorkerLink:
 
     @property
     def is_there(self) -> bool:
-        """Whether a worker has come."""
-        return self._worker is not None
+        """Whether a worker has come, and may be counted on."""
+        return self._worker is not None and not self._is_silent
 
     def let_go(self) -> None:
         """The worker drafts for this engine no more; what it may still say is not heard."""
@@ -186,7 +187,7 @@ class WorkerLink:
         drafts = self._receive(timeout_s)
         now_s = time.monotonic()
         if drafts is not None:
-            self._latest, self._silent_since_s = drafts, now_s
+            self._latest, self._silent_since_s, self._is_silent = drafts, now_s, False
         if now_s - self._looked_s >= LOOK_S:
             self._look(now_s)
         return drafts
@@ -203,18 +204,17 @@ class WorkerLink:
     def _look(self, now_s: float) -> None:
         """Answer a lost worker; while responses run start the worker again if it has died, or hangs.
 
-        One that is nobody's child, and silent, is counted on no more.
+        One that is nobody's child, and silent, is not counted on until it says something.
         """
         self._looked_s = now_s
         while self._lost.poll(0):
             self._greet(self._lost.recv_multipart()[0])
-            self._silent_since_s = now_s
+            self._silent_since_s, self._is_silent = now_s, False
         if not self._waiting and not self._running:
             return
         silent_s = now_s - self._silent_since_s
         if self.child is None:
-            if silent_s > HELPER_SILENCE_S:
-                self.let_go()
+            self._is_silent = silent_s > HELPER_SILENCE_S
             return
         pid = self.child.pid
         if silent_s > (START_S if self._worker is None else SILENCE_S):
