@@ -77,7 +77,7 @@ def test_rests_grow_while_the_drafter_loses_and_a_trial_ends_each() -> None:
     rest, rests, drafted = Rest(), [], 0
     for _ in range(400):
         before = rest
-        rest = next_rest(rest, False, 64)
+        rest = next_rest(rest, 8, False, 64)
         if rest.left and not before.left:
             rests.append(rest.left)
         drafted += rest.left == 0
@@ -89,10 +89,20 @@ def test_after_a_rest_the_trial_decides() -> None:
     worth = learn(Worth(), 4, 100, BAD)
     worth = learn(fade(worth, 4), 4, TRIAL_STEPS, GOOD)
     assert worth.is_positive(4)
-    assert next_rest(Rest(trial_left=1, length=64), worth.is_positive(4), 256) == Rest()
+    assert next_rest(Rest(trial_left=1, length=64), 4, worth.is_positive(4), 256) == Rest()
 
 
 def test_a_trial_is_not_cut_short() -> None:
-    rest = next_rest(Rest(left=1, length=16), False, 256)
+    rest = next_rest(Rest(left=1, length=16), 8, False, 256)
     assert rest == Rest(left=0, trial_left=TRIAL_STEPS, length=16)
-    assert next_rest(rest, False, 256).left == 0
+    assert next_rest(rest, 8, False, 256).left == 0
+
+
+def test_a_shrunken_batch_ends_a_rest_where_the_drafter_is_not_known_to_lose() -> None:
+    worth = learn(Worth(), 8, 3 * TRIAL_STEPS, BAD)
+    rest = next_rest(Rest(length=64), 8, worth.is_positive(8), 256)
+    assert rest.left == 64
+    assert next_rest(rest, 12, True, 256).left == 63, "not smaller, but as large"
+    assert next_rest(rest, 2, worth.is_positive(2), 256) == Rest()
+    worth = learn(worth, 2, TRIAL_STEPS, BAD)
+    assert next_rest(rest, 2, worth.is_positive(2), 256).left == 63

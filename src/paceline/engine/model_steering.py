@@ -77,7 +77,8 @@ class ModelSteering:
     def advance(self, batch: int, longest_rest: int) -> bool:
         """Go on to the next step; returns whether the drafter works after it."""
         was_drafting = self._rest.left == 0
-        self._rest = drafter_worth.next_rest(self._rest, self._worth.is_positive(batch), longest_rest)
+        is_positive = self._worth.is_positive(batch)
+        self._rest = drafter_worth.next_rest(self._rest, batch, is_positive, longest_rest)
         if was_drafting and self._rest.left:
             self._worth = drafter_worth.fade(self._worth, batch)
         return self._rest.left == 0

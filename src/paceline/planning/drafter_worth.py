@@ -5,7 +5,8 @@ requests that verifies n draft tokens yields B + E tokens in T(B + n) seconds, a
 
 * It goes on while (B + E1) / (T(B + n1) + D) is above (B + E0) / T(B + n0), index 0 standing for what the budget would
   have done with the model-free drafts of the same steps. A drafter that loses rests, twice as long each time
-  (`next_rest`), because its own time, the target's and the acceptance change with batch, context and policy.
+  (`next_rest`), because its own time, the target's and the acceptance change with batch, context and policy. A batch
+  that has shrunk to a size at which it is not known to lose ends the rest: in a rollout's tail it pays most.
 * One more level over m requests pays if the accepted tokens that it promises, beyond those that places in the step
   cost, are worth D(m) at the present rate.
 
@@ -105,6 +106,8 @@ class Rest:
     """Steps of a trial still to come before it is judged again."""
     length: int = FIRST_REST
     """Steps of the next rest."""
+    size: int = 0
+    """Batch size, in powers of two, at which it went to rest."""
 
 
 def update_worth(
@@ -133,8 +136,13 @@ def fade(worth: Worth, batch: int) -> Worth:
     return _put(worth, at, worth.rates[at].faded(AFTER_REST))
 
 
-def next_rest(rest: Rest, is_positive: bool, longest: int) -> Rest:
-    """Where the drafter stands in the next step: resting, on trial after a rest, or drafting while it pays."""
+def next_rest(rest: Rest, batch: int, is_positive: bool, longest: int) -> Rest:
+    """Where the drafter stands in the next step: resting, on trial after a rest, or drafting while it pays.
+
+    is_positive: whether it pays at this batch size, as far as is known.
+    """
+    if rest.left and _size(batch) < rest.size and is_positive:
+        return Rest()
     if rest.left > 1:
         return replace(rest, left=rest.left - 1)
     if rest.left == 1:
@@ -143,7 +151,7 @@ def next_rest(rest: Rest, is_positive: bool, longest: int) -> Rest:
         return replace(rest, trial_left=rest.trial_left - 1)
     if is_positive:
         return Rest()
-    return Rest(left=rest.length, length=min(2 * rest.length, longest))
+    return Rest(left=rest.length, length=min(2 * rest.length, longest), size=_size(batch))
 
 
 def choose_floor(
