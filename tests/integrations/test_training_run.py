@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import signal
 import time
 from collections.abc import Sequence
@@ -189,10 +190,13 @@ def interrupt_rewards(monkeypatch: pytest.MonkeyPatch, call: int) -> None:
 def test_a_run_whose_drafter_grows_is_the_same_run(
     whole: tuple[Path, Summary, str], policy_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same tokens, log-probabilities and weights; interrupted and resumed, it goes on with its drafter."""
+    """The same tokens, log-probabilities and weights. The trainer of its drafter is killed, the run interrupted and
+    resumed: both go on.
+    """
     folder = tmp_path / "adaptive"
     recipe = make_recipe(policy_dir, adaptive_drafter={"layers": 1, "learning_rate": 0.01})
-    monkeypatch.setattr(SpotLink, "pause", pause_after_a_save(folder, SpotLink.pause))
+    killed: list[int] = []
+    monkeypatch.setattr(SpotLink, "pause", pause_after_a_save(folder, SpotLink.pause, killed))
     interrupt_rewards(monkeypatch, call=3)
     assert run(recipe, folder)[0].reason == "interrupted"
     summary, _ = run(recipe, folder, resume=True)
@@ -203,6 +207,7 @@ def test_a_run_whose_drafter_grows_is_the_same_run(
         assert weight.equal(expected[name]), name
     assert list(map(trained_on, latest_steps(folder))) == list(map(trained_on, latest_steps(whole[0])))
 
+    assert len(killed) == 1
     last = read(folder, DrafterStep)[-1]
     assert last.version >= 1
     assert last.tried > 0
@@ -229,8 +234,11 @@ def latest_steps(folder: Path) -> list[TrainStep]:
     return [found[number] for number in sorted(found)]
 
 
-def pause_after_a_save(folder: Path, pause: Any) -> Any:
-    """Sessions of a run this short would end before anything was learned: they last until something is saved."""
+def pause_after_a_save(folder: Path, pause: Any, killed: list[int]) -> Any:
+    """Sessions of a run this short would end before anything was learned: they last until something is saved.
+
+    The first trainer that saved something is killed.
+    """
     saved = folder / "drafter" / "training.safetensors"
     lesson = folder / "drafter" / "lesson.safetensors"
 
@@ -240,6 +248,9 @@ def pause_after_a_save(folder: Path, pause: Any) -> Any:
             if not lesson.is_file() or (saved.is_file() and saved.stat().st_mtime_ns > before):
                 break
             time.sleep(0.05)
+        if saved.is_file() and not killed:
+            killed.append(link.pid)
+            os.kill(link.pid, signal.SIGKILL)
         pause(link)
 
     return wait

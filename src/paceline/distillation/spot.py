@@ -147,11 +147,11 @@ class SpotTrainer:
             self._buffer.add(number, Sample(ids.clone(), num_prompt_tokens, torch.empty(len(ids), 0)))
         self._buffer.begin_step(self._buffer.step + 1)
 
-    def _save(self, unseen: Pack) -> None:
-        """Save the drafter, and how often it agrees with the target on tokens that it has not learned from."""
+    def _save(self, coming: Pack) -> None:
+        """Save the drafter, and how often it agrees with the target on the pack that it learns from next."""
         with torch.no_grad():
             network = self._trainer.network
-            disagreement = float(compute_loss(network, self._shared, unseen, self._disagreement))
+            disagreement = float(compute_loss(network, self._shared, coming, self._disagreement))
         self._made = msgspec.structs.replace(
             self._made, trained_s=self._begun_s + self._clock(), agreement=1.0 - disagreement
         )

@@ -18,6 +18,9 @@ from paceline.distillation.spot import LESSON, SpotSettings, make_lesson, read_d
 from paceline.distillation.training_folder import FILE_NAME, Description
 from paceline.drafting.child_process import ChildProcess
 
+LEAST_LIFE_S = 60.0
+"""A trainer that ended sooner, and was not killed, could not load what it needs."""
+
 
 class SpotLink:
     """Owns the process. It runs at first, to load what it needs. Close it."""
@@ -26,7 +29,9 @@ class SpotLink:
         self._folder = Path(settings.folder)
         text = msgspec.json.encode(settings).decode()
         module = "paceline.distillation.spot_process"
-        self._child = ChildProcess("drafter's trainer", module, (text,), {"OMP_NUM_THREADS": "1"})
+        self._child = ChildProcess(
+            "drafter's trainer", module, (text,), {"OMP_NUM_THREADS": "1"}, LEAST_LIFE_S
+        )
         self._lessons = CheckpointWriter(self._folder / LESSON)
         self._taken_ns = 0
 

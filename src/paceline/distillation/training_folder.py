@@ -36,7 +36,7 @@ class Description(msgspec.Struct, frozen=True):
     """Processor time spent on it."""
     trained_tokens: int = 0
     agreement: float | None = None
-    """With the target under the shared dice, on tokens that it had not learned from; None: not measured."""
+    """With the target under the shared dice, on the pack that it was about to learn from; None: not measured."""
 
     def note(self) -> dict[str, str]:
         """As it stands in the file."""
