@@ -342,13 +342,14 @@ class FleetSettings(Section):
     resources_per_worker: dict[str, float] = Field(default_factory=dict)
     """Further Ray resources that a node must have to get an engine."""
     roles: str = "auto"
-    """auto: every worker verifies, and may draft for another one when it falls free (`help`). "N verifiers + M
+    """auto: every worker verifies, and may help another one when it falls free (`help`). "N verifiers + M
     drafters": N of the workers verify, each of the last M drafts ahead for one of them from the first token on, and
     takes chunks only when no verifier is left."""
-    help: Literal["auto", "none"] = "auto"
-    """auto: a worker that falls free while others still generate drafts ahead for the one that is predicted to end
-    last, if that ends it sooner (docs/fleet.md). Needs `EngineSettings.model_drafter` without `draft_worker`, and all
-    workers on one machine. none: it rests."""
+    help: Literal["none", "auto", "draft", "copy", "take"] = "none"
+    """What a worker does that falls free while others still generate: nothing, or whatever of the following makes the
+    one that is predicted to end last end soonest, if anything does (docs/fleet.md). draft: draft ahead for it; needs
+    `EngineSettings.model_drafter` without `draft_worker`, and all workers on one machine. copy: generate its longest
+    response too, the first to end wins. take: go on with some of its responses. auto: any of the three."""
     draft_server: bool = True
     """Start a draft server for the fleet unless `EngineSettings.draft_servers` names some. Needs the suffix drafter;
     on a cluster, joined by address or connected with several nodes, none is started."""

@@ -38,7 +38,7 @@ def helped_fleet(ray: Any, logs: Path) -> Iterator[Fleet]:
     patch.setattr(
         helping, "decide_help", lambda load, helper: choice
     )  # this drafter is too dear for this policy
-    settings = FleetSettings(workers=2, chunk_tokens=128, progress_ms=20.0)
+    settings = FleetSettings(workers=2, help="draft", chunk_tokens=128, progress_ms=20.0)
     engine = EngineSettings(
         run_seed=3,
         drafter="none",

@@ -1,9 +1,12 @@
-"""The controller under random orders of events: losses, late and doubled reports, silence, new and missed weights."""
+"""The controller under random orders of events: losses, late and doubled reports, silence, new and missed weights, and
+free workers that copy and take over what others generate.
+"""
 
 from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
@@ -16,6 +19,7 @@ from hypothesis import strategies as st
 from reports import make_ending, make_growths, pack
 
 from paceline.config import FleetSettings
+from paceline.control import helping
 from paceline.control.controller import Controller
 from paceline.control.events import (
     Abandoned,
@@ -47,8 +51,9 @@ from paceline.errors import EngineError
 from paceline.fleet.chunk_log import ChunkLog
 from paceline.fleet.controller_log import open_log
 from paceline.fleet.controller_replay import replay_controller
+from paceline.planning.help import Help, HelpChoice, Helper, Load
 from paceline.record.decisions import DecisionReader
-from paceline.types import Response, RolloutRequest
+from paceline.types import Response, RolloutRequest, StepCosts
 
 BLOCK, LIMIT, CHUNK = 4, 40, 8
 SILENCE_S = 2.0  # ticks come less than a second apart, so all of the time counts
@@ -113,6 +118,7 @@ class World:
     )  # workers in a row that it alone had just begun on
     suspects: set[int] = field(default_factory=set)  # responses
     failure: Fail | None = None
+    num_helps: Counter[Help | None] = field(default_factory=Counter)
     log: ChunkLog = field(default_factory=ChunkLog)
     clock_s: float = 0.0
 
@@ -224,7 +230,7 @@ class World:
 
     def new_on(self, worker: Worker) -> set[int]:
         """The responses whose chunks there have brought no token yet."""
-        orders = [running.order for running in worker.chunks.values()]
+        orders = [running.order for running in worker.chunks.values() if running.order.help is not Help.COPY]
         found = {self.index_of(order): len(order.request.generated) for order in orders}
         return {index for index, begin in found.items() if self.num_held[index] == begin}
 
@@ -251,17 +257,21 @@ class World:
         assert not others & self.suspects, "nothing begins beside a suspect"
         assert not others or index not in self.suspects, "a suspect begins alone"
         assert index not in self.delivered
-        assert all(
-            running.order.request.key != order.request.key
-            for other in self.workers.values()
-            for running in other.chunks.values()
-        ), "a response runs twice"
+        running = [
+            name
+            for name, other in self.workers.items()
+            for one in other.chunks.values()
+            if self.index_of(one.order) == index
+        ]
+        assert running == ([order.helped] if order.help is Help.COPY else [])
+        assert order.help is not Help.COPY or not worker.chunks, "only who has nothing else runs copies"
         done = len(order.request.generated)
         assert order.request.generated == self.truth(index)[:done]
         assert self.num_given[index] <= done == self.num_held[index]
         assert done < order.request.max_tokens <= LIMIT
         self.num_given[index] = done
-        worker.has_run = True
+        worker.has_run |= order.help is not Help.COPY
+        self.num_helps[order.help] += 1
         worker.chunks[order.chunk] = Running(order)
         self.owners[order.chunk], self.indices[order.chunk] = order.worker, index
 
@@ -278,8 +288,12 @@ class World:
         )
 
     def check_log(self) -> None:
-        """The chunks of each response follow one another, and their tokens are all that it has."""
+        """The chunks of each response follow one another unless they race, and their tokens are all that it has."""
         spans = self.log.take()
+        if self.settings.help != "none":
+            for index, response in self.delivered.items():
+                assert sum(span.num_tokens for span in spans if span.index == index) == len(response.tokens)
+            return
         for index, response in self.delivered.items():
             own = [span for span in spans if span.index == index]
             assert all(before.end_s <= after.start_s for before, after in pairwise(own))
@@ -351,7 +365,8 @@ class World:
                     running.num_told += len(fresh)
                     if self.rng.random() < 0.2:
                         growths.pop()  # lost on the way
-        report = Report(worker.num_steps, Growths.pack(growths), tuple(endings))
+        costs = StepCosts(0.02, 0.0001, 0.0, 1.0, 1.0, 0.0, 0.0)
+        report = Report(worker.num_steps, Growths.pack(growths), tuple(endings), costs=costs)
         self.say(Reported(name, worker.life, report))
 
     def lose(self, name: str) -> None:
@@ -419,6 +434,25 @@ class World:
         self.check_log()
 
 
+def help_whoever_can_be(load: Load, helper: Helper) -> HelpChoice:
+    """Copy and take over, by turns as it were, whatever it brings."""
+    seed, kind = int(load.steps.sum()), Help.NOTHING
+    if helper.can_take and len(load.steps) > 1 and seed % 3:
+        kind = Help.TAKE
+    elif helper.can_copy and not load.is_helped:
+        kind = Help.COPY
+    return HelpChoice(
+        kind, load.end_s, num_taken=1 + seed % (len(load.steps) - 1) if kind is Help.TAKE else 0
+    )
+
+
+@pytest.fixture(autouse=True, scope="module")
+def eager_help() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(helping, "decide_help", help_whoever_can_be)
+        yield
+
+
 @st.composite
 def worlds(draw: st.DrawFn) -> World:
     variant = draw(st.sampled_from(["even", "context", "no-context", "oracle", "sticky", "group"]))
@@ -426,6 +460,7 @@ def worlds(draw: st.DrawFn) -> World:
     configured = FleetSettings(
         workers=num_workers,
         variant=variant,
+        help=draw(st.sampled_from(["none", "auto"])),
         chunk_tokens=CHUNK,
         guard_interval=draw(st.integers(0, 3)),
         silence_s=SILENCE_S,
@@ -534,6 +569,22 @@ def test_a_logged_run_is_replayed_without_a_difference(world: World) -> None:
             [tally] = replay_controller(reader)
     assert tally.num_planned == len(decided) > 1
     assert (tally.num_different, tally.num_left) == (0, 0)
+
+
+def test_worlds_race_and_take_over() -> None:
+    """What the tests above claim of help is not claimed of none."""
+    num_helps: Counter[Help | None] = Counter()
+    for seed in range(10):
+        rooms = {f"w{i}": (40, 4) for i in range(2)}
+        fleet = FleetSettings(
+            workers=2, help="auto", chunk_tokens=LIMIT, silence_s=SILENCE_S, max_failed_starts=10_000
+        )
+        world = World(Controller(fleet), [LIMIT, 2] * 3, random.Random(seed), rooms)
+        world.tell(Opened())
+        world.roll_out(make_requests(world, 100))
+        num_helps += world.num_helps
+    assert num_helps[Help.COPY] >= 5
+    assert num_helps[Help.TAKE] >= 3
 
 
 def test_a_token_that_differs_is_an_error_that_names_it() -> None:

@@ -24,11 +24,13 @@ draftings = st.builds(Drafting, st.floats(1e-5, 0.05), st.floats(0.0, 0.99))
 helpers = st.builds(
     Helper,
     ahead=st.none() | draftings,
-    copy=st.none() | draftings,
+    inside=st.none() | draftings,
+    can_copy=st.booleans(),
     can_take=st.booleans(),
     can_train=st.booleans(),
     switch_s=st.floats(0.0, 5.0),
     load_token_s=st.floats(0.0, 0.01),
+    slowness=st.floats(0.3, 3.0),
 )
 
 
@@ -60,7 +62,7 @@ def run_to_end(steps: list[float], response_s: float, base_s: float) -> float:
 def every_option(load: Load, helper: Helper) -> list[tuple[float, Help]]:
     steps, each_s, base_s = load.steps.tolist(), load.token_s * load.step_tokens, load.base_s + load.inside_s
     found: list[tuple[float, Help]] = []
-    if helper.ahead is not None and load.can_be_drafted_for:
+    if helper.ahead is not None and not load.is_helped:
         mean_batch = sum(steps) / steps[0]
         for w in range(1, MAX_WINDOW + 1):
             verify_s = np.array(load.base_s + load.token_s * mean_batch * (w + 1))
@@ -70,16 +72,17 @@ def every_option(load: Load, helper: Helper) -> list[tuple[float, Help]]:
     if helper.can_take:
         for k in range(1, len(steps)):
             moved_s = helper.switch_s + helper.load_token_s * float(load.context_tokens[:k].sum())
-            there_s = moved_s + run_to_end(steps[:k], each_s, base_s)
+            there_s = moved_s + helper.slowness * run_to_end(steps[:k], each_s, base_s)
             found.append((max(there_s, run_to_end(steps[k:], each_s, base_s)), Help.TAKE))
-    if helper.copy is not None:
+    if helper.can_copy and not load.is_helped:
         moved_s = helper.switch_s + helper.load_token_s * float(load.context_tokens[0])
-        for w in range(MAX_WINDOW + 1):
-            times = StepTimes(1, helper.copy.draft_s, np.array(load.base_s + load.token_s * (w + 1)))
-            rate = float(tokens_per_s(helper.copy.acceptance, w, times, Mode.COUPLED))
-            copied_s = moved_s + steps[0] * load.tokens_per_step / rate
-            rest_s = run_to_end([*steps[1:2], *steps[1:]], each_s, base_s)
-            found.append((max(copied_s, rest_s), Help.COPY))
+        rest_s = run_to_end([*steps[1:2], *steps[1:]], each_s, base_s)
+        alone_s = [run_to_end(steps[:1], each_s, base_s)]
+        for w in range(MAX_WINDOW + 1) if helper.inside is not None else ():
+            times = StepTimes(1, helper.inside.draft_s, np.array(load.base_s + load.token_s * (w + 1)))
+            rate = float(tokens_per_s(helper.inside.acceptance, w, times, Mode.COUPLED))
+            alone_s.append(steps[0] * load.tokens_per_step / rate)
+        found.append((max(moved_s + helper.slowness * min(alone_s), rest_s), Help.COPY))
     return found
 
 
@@ -147,13 +150,15 @@ def test_the_latest_is_always_at_hand(events: list[tuple[int, int | None]]) -> N
 
 
 def test_what_helps_depends_on_what_is_left() -> None:
-    ahead, copy = Drafting(0.001, 0.8), Drafting(0.0001, 0.8)
+    ahead, inside = Drafting(0.001, 0.8), Drafting(0.0001, 0.8)
     alone = Load(np.array([1000.0]), np.array([500.0]), 1.0, 1.0, 0.01, 0.0001)
     many = Load(np.full(32, 1000.0), np.full(32, 500.0), 1.0, 1.0, 0.01, 0.001)
-    everything = Helper(ahead, None, can_take=True, can_train=True, switch_s=0.1, load_token_s=1e-4)
+    everything = Helper(ahead, can_copy=True, can_take=True, can_train=True, switch_s=0.1, load_token_s=1e-4)
     assert decide_help(alone, everything).kind is Help.DRAFT
     assert decide_help(many, everything).kind is Help.TAKE
-    assert decide_help(alone, Helper(None, copy, switch_s=0.1)).kind is Help.COPY
+    assert decide_help(alone, Helper(inside=inside, can_copy=True, switch_s=0.1)).kind is Help.COPY
+    assert decide_help(alone, Helper(can_copy=True)).kind is Help.NOTHING, "it would be as slow there"
+    assert decide_help(alone, Helper(can_copy=True, slowness=0.5)).kind is Help.COPY
     assert decide_help(alone, Helper(ahead, switch_s=20.0, can_train=True)).kind is Help.TRAIN
     assert decide_help(alone, Helper()).kind is Help.NOTHING
     almost = Load(np.array([3.0]), np.array([500.0]), 1.0, 1.0, 0.01, 0.0001)

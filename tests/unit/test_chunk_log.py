@@ -53,6 +53,19 @@ def test_a_chunk_that_stops_says_so(log: ChunkLog) -> None:
     assert (span.num_tokens, span.finish_reason) == (5, "stop")
 
 
+def test_a_token_counts_for_whoever_told_it_first(log: ChunkLog) -> None:
+    log.note([order(0)], 1.0)
+    log.hear(Reported("w0", 0, grown(0, 0, 2)), 1.5)
+    log.note([order(1, have=2, worker="w1")], 2.0)
+    log.hear(Reported("w1", 0, grown(1, 2, 3)), 2.5)
+    log.hear(Reported("w0", 0, grown(0, 2, 1)), 2.6)
+    log.hear(Reported("w1", 0, ended(1, 2, 4, "stop", num_told=3)), 3.0)
+    log.note([CancelChunk("w0", 0, 0)], 3.0)
+    spans = {span.worker: span for span in log.take()}
+    assert {name: span.num_tokens for name, span in spans.items()} == {"w0": 2, "w1": 4}
+    assert spans["w0"].finish_reason == "abort"
+
+
 def test_what_a_lost_worker_had_told_is_counted(log: ChunkLog) -> None:
     log.note([order(0, have=4), order(1, index=1), order(2, index=2, worker="w1")], 1.0)
     log.hear(Reported("w0", 0, grown(0, 4, 3)), 1.5)

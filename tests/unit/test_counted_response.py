@@ -16,7 +16,7 @@ from paceline.types import RolloutRequest
 
 REQUEST = RolloutRequest((1, 2), max_tokens=10)
 CHUNK = RunningChunk(
-    Assignment(0, 0, 0, "w", chunk_tokens=4), CountedResponse(0, REQUEST), "w", start=2, num_steps=0
+    Assignment(0, 0, 0, "w", chunk_tokens=4), CountedResponse(0, REQUEST), "w", start=2, end=6, num_steps=0
 )
 
 

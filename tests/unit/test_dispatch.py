@@ -674,6 +674,25 @@ def test_a_racer_may_finish_beyond_the_chunk() -> None:
     assert dispatcher.num_unfinished == 0
 
 
+def test_a_running_chunk_moves_and_takes_its_room_along() -> None:
+    dispatcher = started("sticky", {0: [9], 1: [9]}, max_tokens=20)
+    dispatcher.worker_up("full", 10, 4)
+    first, second = all_assignments(dispatcher)
+    dispatcher.worker_up("free", 5, 1)
+    assert dispatcher.has_room(first, "free")
+    moved = dispatcher.move(first, "free")
+    assert moved == first._replace(worker="free")
+    assert not dispatcher.has_room(second, "free"), "its concurrency is 1"
+    assert dispatcher.chunk_finished(moved, 8, False)
+    [again] = all_assignments(dispatcher)
+    assert (again.group, again.worker) == (0, "free"), "it stays where it was moved to"
+    dispatcher.worker_lost("free", {(0, 0): 9})
+    [back] = all_assignments(dispatcher)
+    assert back.worker == "full"
+    assert dispatcher.can_move
+    assert not started("group", {0: [9]}, max_tokens=20).can_move
+
+
 def test_responses_that_exist_in_part_go_on_from_there() -> None:
     dispatcher = Dispatcher(DispatchSettings(variant="no-context", chunk_tokens=8, block_tokens=4))
     dispatcher.submit(0, 2, PROMPT, 20, held=(15, 0))

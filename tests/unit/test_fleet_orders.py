@@ -33,6 +33,7 @@ from paceline.control.events import (
 from paceline.errors import EngineError
 from paceline.fleet.chunk_log import ChunkLog
 from paceline.fleet.fleet import TICK_S, Fleet
+from paceline.fleet.help_log import HelpLog
 from paceline.fleet.status import StatusBoard, WorkerStatus
 from paceline.types import KvPoolCounters, KvUse, RolloutRequest
 
@@ -65,7 +66,7 @@ def fleet() -> Fleet:
     made._controller = Controller(made.settings)
     made._actors = Calls()  # type: ignore[assignment]
     made._journal = made._params = made._weights = made._decision_log = None
-    made.chunks = ChunkLog()
+    made.chunks, made.helps = ChunkLog(), HelpLog()
     made._next_tick_s = 0.0
     return made
 

@@ -19,6 +19,7 @@ from paceline.fleet import cluster, fleet
 from paceline.fleet.chunk_log import ChunkLog
 from paceline.fleet.draft_process import DraftProcess, start_draft_process
 from paceline.fleet.fleet import Fleet
+from paceline.fleet.help_log import HelpLog
 from paceline.types import RolloutRequest
 
 PLAIN: dict[str, Any] = {
@@ -40,7 +41,7 @@ def idle_fleet(variant: str = "context") -> Fleet:
     fleet._controller = Controller(fleet.settings)
     fleet._actors = SimpleNamespace(vocab_size=50)  # type: ignore[assignment]
     fleet._rewards = fleet._kv_pool = fleet._journal = fleet._decision_log = None
-    fleet._variant, fleet.chunks = fleet.settings.variant, ChunkLog()
+    fleet._variant, fleet.chunks, fleet.helps = fleet.settings.variant, ChunkLog(), HelpLog()
     fleet._finished = []
     return fleet
 

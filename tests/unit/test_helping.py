@@ -39,7 +39,7 @@ class Fleet:
 
     def __init__(self, workers: int, **fields: object) -> None:
         self.controller = Controller(
-            FleetSettings.model_validate({"workers": workers, "variant": "sticky", **fields})
+            FleetSettings.model_validate({"workers": workers, "variant": "sticky", "help": "draft", **fields})
         )
         self.controller.decide(Opened())
         self.now_s = 0.0
@@ -200,12 +200,15 @@ def test_pairs_are_of_an_idle_and_a_busy_worker_whatever_happens(seed: int) -> N
         helping = fleet.controller._helping
         assert helping is not None
         busy = {order.worker for order in fleet.chunks.values()}
-        helpers = {helper.worker for helper, _ in helping._pairs.values()}
-        helped = [one.worker for _, one in helping._pairs.values()]
+        pairs = helping._pairs.values()
+        helpers = {pair.helper.worker for pair in pairs}
+        helped = [pair.helped.worker for pair in pairs]
         assert helpers.isdisjoint(busy)
         assert set(helped) <= busy
         assert len(helped) == len(set(helped)) == len(helping._helped)
-        assert all(place.life == lives[place.worker] for pair in helping._pairs.values() for place in pair)
+        assert all(
+            place.life == lives[place.worker] for pair in pairs for place in (pair.helper, pair.helped)
+        )
 
 
 def test_workers_whose_role_is_to_draft_do_so_from_the_start_and_verify_nothing() -> None:

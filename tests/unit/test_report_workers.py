@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 from fleet_record import FleetRun, total_tokens
 
-from paceline.record import ChunkDone, Header, Machine, RecordReader, ResponseDone
+from paceline.record import ChunkDone, Header, HelpDone, Machine, RecordReader, ResponseDone
 from paceline.report import build_report
 from paceline.report.chunks import Piece
 from paceline.report.history import MAX_PIECES, RunHistory, collect, read_history
 from paceline.report.timeline import Lane, Stretch, draw_timeline
-from paceline.report.workers import MAX_BARS, build_lanes, draw_workers
+from paceline.report.workers import MAX_BARS, build_lanes, describe_helps, draw_workers
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 HEADER = Header(machine=Machine(cpu="x", cores=1, memory_bytes=1), versions={}, started_unix_s=0.0)
@@ -71,6 +71,25 @@ def test_a_killed_worker_is_marked_and_named(history: RunHistory) -> None:
     drawn = draw_workers(history)
     assert [text.count('class="lost"') for text in drawn] == [0, 0, 0, 1, 0, 0]
     assert re.search(r"w0 lost after 3.00 s with [456] chunks, which went on elsewhere", unspaced(drawn[3]))
+
+
+def test_it_says_who_helped_whom() -> None:
+    def helped(kind: str, outcome: str = "", worker: str = "w1") -> HelpDone:
+        return HelpDone(
+            t_start_s=1.0, t_end_s=2.0, step=1, worker=worker, helped="w0", kind=kind, outcome=outcome
+        )
+
+    helps = [helped("copy", "won"), helped("draft"), helped("draft"), helped("copy", "lost"), helped("take")]
+    assert unspaced(describe_helps([*helps, helped("take", worker="w2")])) == (
+        "w1 won 1 of 2 races with copies of responses of w0; w1 drafted for w0 (2 s); "
+        "w1 took over 1 response of w0; w2 took over 1 response of w0"
+    )
+    assert describe_helps([]) == ""
+    history = RunHistory(HEADER)
+    for event in (chunk(1, 0.0, 3.0), response(1, 0.0, 3.0), helped("draft")):
+        history.add(event)
+    [drawn] = draw_workers(history)
+    assert "w1 drafted for w0" in drawn
 
 
 def test_a_response_is_one_shape_wherever_it_ran() -> None:

@@ -19,6 +19,7 @@ from paceline.control.events import Report, Reported, RunChunk, Telemetry, Worke
 from paceline.errors import EngineError, RecordError
 from paceline.fleet.chunk_log import ChunkLog
 from paceline.fleet.fleet import Finished
+from paceline.fleet.help_log import HelpLog
 from paceline.fleet.status import StatusBoard, WorkerStatus
 from paceline.record import (
     ChunkDone,
@@ -40,6 +41,7 @@ class Told:
 
     board: StatusBoard = field(default_factory=lambda: StatusBoard({"w0": WorkerStatus("w0")}))
     chunks: ChunkLog = field(default_factory=ChunkLog)
+    helps: HelpLog = field(default_factory=HelpLog)
 
     def run(self, index: int, tokens: int) -> Finished:
         """A response runs in one chunk and is finished."""

@@ -106,6 +106,7 @@ class Spec:
     engine: CountingEngine
     start: Callable[[], CountingEngine]
     max_num_seqs: int = 8
+    tells_costs: bool = False
 
 
 @pytest.fixture

@@ -136,6 +136,9 @@ def test_workers_of_a_fleet() -> None:
         acceptance_length=12.34,
         num_losses=123,
         num_tokens=10**9,
+        helps=None,
+        num_model=0,
+        num_wasted=0,
     )
     board = SimpleNamespace(workers={"worker-123": status}, draft_sharing=DraftSharingCounters())
     view = FleetView(SimpleNamespace(board=board))  # type: ignore[arg-type]

@@ -11,6 +11,10 @@ A worker is *starting* (no engine yet), *loading* (weights), *up*, or *given up*
 those that are up are known to the dispatcher. A worker is given one set of weights at a time; if they have become old
 when it has them, it is given the present ones next.
 
+A response may run twice (`helping.py`): its chunk, and a copy of that on a worker that has none of its own. Both are
+told alike and compared, whichever tells a token first is believed, and the first to end wins. Dispatch knows the first
+of the two, the owner; where that one stops for another reason, the copy is the owner from then on.
+
 Silence is measured while the driver listens: of a long time between two ticks only `LONGEST_TICK_S` count.
 
 A worker that is lost makes suspects of the responses that had begun there and had no token yet. Until it gets one, a
@@ -22,7 +26,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from paceline.config import FleetSettings, Variant
@@ -31,6 +35,7 @@ from paceline.control.events import (
     Action,
     CancelChunk,
     Deliver,
+    Disagree,
     Ending,
     Event,
     Fail,
@@ -51,13 +56,22 @@ from paceline.control.events import (
     WorkerLost,
     WorkerUp,
 )
-from paceline.control.helping import Helping, Place, Remainder
+from paceline.control.helping import Helping, Pair, Place, Remainder
 from paceline.control.live_response import LiveResponse, RunningChunk
 from paceline.errors import EngineError, PacelineError, RequestError
 from paceline.planning.dispatch import Assignment, Dispatcher, DispatchSettings
+from paceline.planning.help import Help
 from paceline.types import RolloutRequest, StepCosts
 
-WorkerState = Literal["starting", "loading", "up", "drafting", "given up"]
+WorkerState = Literal["starting", "loading", "up", "drafting", "racing", "given up"]
+
+HELP_KINDS: dict[str, frozenset[Help]] = {
+    "auto": frozenset({Help.DRAFT, Help.COPY, Help.TAKE}),
+    "draft": frozenset({Help.DRAFT}),
+    "copy": frozenset({Help.COPY}),
+    "take": frozenset({Help.TAKE}),
+    "none": frozenset(),
+}
 
 LONGEST_TICK_S = 1.0
 """Of a longer time between two ticks so much counts as silence: the driver was busy elsewhere and has heard nobody."""
@@ -97,6 +111,16 @@ class _Worker:
     """When a tick first found that something is expected of it, in seconds that the driver has listened; None: nothing
     is, or it has just done something."""
 
+    @property
+    def copies(self) -> list[int]:
+        """The chunks that others own and that run here too."""
+        return [number for number, chunk in self.chunks.items() if chunk.response.owner != number]
+
+    @property
+    def place(self) -> Place:
+        """Its present life."""
+        return Place(self.name, self.life)
+
 
 @dataclass(slots=True)
 class _Rollout:
@@ -132,7 +156,8 @@ class Controller:
         self._version = 0
         self._rollout: _Rollout | None = None
         self._dispatcher: Dispatcher | None = None
-        self._helping = Helping() if settings.help == "auto" or settings.num_drafters else None
+        kinds = HELP_KINDS[settings.help]
+        self._helping = Helping(kinds) if kinds or settings.num_drafters else None
         self._numbers = itertools.count()
         self._last_tick_s: float | None = None
         self._listened_s = 0.0
@@ -184,9 +209,14 @@ class Controller:
 
     def state_of(self, worker: str) -> WorkerState:
         """What a worker is about."""
-        if self._helping is not None and self._helping.is_helping(worker):
-            return "drafting"
+        pair = self.pair_of(worker)
+        if pair is not None:
+            return "racing" if pair.kind is Help.COPY else "drafting"
         return self._workers[worker].state
+
+    def pair_of(self, worker: str) -> Pair | None:
+        """Whom a worker helps, by drafting or by a copy."""
+        return None if self._helping is None else self._helping.find(worker)
 
     @property
     def workers(self) -> tuple[str, ...]:
@@ -279,7 +309,9 @@ class Controller:
             if assignment is None:
                 break
             given[assignment.worker] = self._give(assignment)
-        return [*itertools.chain(*map(self._begin, given.values())), *actions]
+        for worker in given.values():
+            actions += [*self._end_copies(worker), *self._begin(worker)]
+        return actions
 
     def _give(self, assignment: Assignment) -> _Worker:
         """A worker gets a chunk, which begins there when it may."""
@@ -287,13 +319,21 @@ class Controller:
         response = self._rollout.places[assignment.group, assignment.sample]
         worker = self._workers[assignment.worker]
         worker.has_run = True
-        number = response.chunk = next(self._numbers)
-        worker.chunks[number] = RunningChunk(
-            assignment, response, worker.name, response.num_tokens, response.num_steps
-        )
-        request = response.next_request(assignment.chunk_tokens)
-        worker.held.append(RunChunk(worker.name, worker.life, number, request, self._version, response.index))
+        start, response.is_raced = response.num_tokens, False
+        end = start + assignment.chunk_tokens
+        chunk = RunningChunk(assignment, response, worker.name, start, end, response.num_steps)
+        worker.held.append(self._place(worker, chunk))
         return worker
+
+    def _place(self, worker: _Worker, chunk: RunningChunk, pair: Pair | None = None) -> RunChunk:
+        """A chunk runs on a worker from now on."""
+        number, response = next(self._numbers), chunk.response
+        worker.chunks[number], response.runs[number] = chunk, worker.name
+        kind, helped = (None, None) if pair is None else (pair.kind, pair.helped.worker)
+        request = response.next_request(chunk.end)
+        return RunChunk(
+            worker.name, worker.life, number, request, self._version, response.index, kind, helped
+        )
 
     def _begin(self, worker: _Worker) -> list[RunChunk]:
         """Begin what may begin on a worker: suspects first, each alone, on one that has worked if there is a choice."""
@@ -337,39 +377,54 @@ class Controller:
         worker.costs = report.costs or worker.costs
         actions: list[Action] = []
         for growth in report.growths:
-            self._grow(worker, growth)
+            actions += self._grow(worker, growth)
         for ending in report.endings:
             actions += self._end(worker, ending)
         if any(number in worker.chunks for number in report.refused):
             actions += self._renew(worker)
         for number, reason in report.rejected:
-            if number in worker.chunks:
+            if (chunk := worker.chunks.get(number)) is None:
+                continue
+            if len(chunk.response.runs) > 1:
+                self._leave_race(worker, number, for_good=True)
+            else:
                 actions += self._give_up(worker, number, f"cannot run on worker {worker.name}: {reason}")
         return [*actions, *self._begin(worker)]
 
-    def _grow(self, worker: _Worker, growth: Growth) -> None:
+    def _grow(self, worker: _Worker, growth: Growth) -> list[Action]:
         chunk = worker.chunks.get(growth.chunk)
         if chunk is None:  # it was taken away or has ended
-            return
+            return []
         response = chunk.response
-        response.check_extent(chunk, growth.start, growth.start + len(growth.piece) + 1)
-        if response.absorb(growth.start, growth.piece):
+        try:
+            response.check_extent(chunk, growth.start, growth.start + len(growth.piece) + 1)
+            is_new = response.absorb(growth.start, growth.piece) > 0
+        except EngineError as error:
+            return self._disagree(worker, growth.chunk, error)
+        if is_new:
             worker.has_generated = True
             worker.new.pop(growth.chunk, None)
             response.num_steps = chunk.num_steps + growth.num_steps
             assert self._rollout is not None
             self._rollout.unkept[response.index] = response
+        return []
 
     def _end(self, worker: _Worker, ending: Ending) -> list[Action]:
         chunk = worker.chunks.get(ending.chunk)
         if chunk is None:
             return []
         response = chunk.response
-        response.check_extent(chunk, ending.start, ending.start + ending.num_tokens)
-        response.check_end(chunk, ending)
-        is_whole = response.absorb_end(ending)
+        try:
+            response.check_extent(chunk, ending.start, ending.start + ending.num_tokens)
+            response.check_end(chunk, ending)
+            is_whole = response.absorb_end(ending)
+        except EngineError as error:
+            return self._disagree(worker, ending.chunk, error)
         num_tokens = response.num_tokens
         worker.has_generated = True
+        if len(response.runs) > 1 and (ending.failure is not None or not is_whole):
+            self._leave_race(worker, ending.chunk, for_good=ending.failure is not None)
+            return []
         response.num_steps = chunk.num_steps + ending.num_steps
         response.num_draft_tokens += ending.num_draft_tokens
         if ending.failure is not None:
@@ -379,11 +434,12 @@ class Controller:
         assert self._rollout is not None
         self._dispatcher.chunk_finished(chunk.assignment, num_tokens, is_final)
         self._remove(worker, ending.chunk)
+        actions: list[Action] = [*self._cancel_runs(response, keep_kv=not is_final)]
         if not is_final:
             self._rollout.unkept[response.index] = response
-            return []
+            return actions
         self._rollout.unkept.pop(response.index, None)
-        return [response.keep(ending.finish_reason), self._deliver(chunk, ending.finish_reason)]
+        return [*actions, response.keep(ending.finish_reason), self._deliver(chunk, ending.finish_reason)]
 
     def _give_up(
         self, worker: _Worker, number: int, failure: str, error: type[PacelineError] = RequestError
@@ -398,12 +454,87 @@ class Controller:
         self._dispatcher.give_up(chunk.assignment)
         self._remove(worker, number)
         self._rollout.unkept.pop(response.index, None)
-        return [self._deliver(chunk, "error", failure)]
+        return [*self._cancel_runs(response), self._deliver(chunk, "error", failure)]
 
     def _remove(self, worker: _Worker, number: int) -> None:
         """A chunk has left its worker."""
-        worker.chunks.pop(number).response.chunk = None
+        del worker.chunks.pop(number).response.runs[number]
         worker.new.pop(number, None)
+
+    def _cancel_runs(self, response: LiveResponse, *, keep_kv: bool = False) -> list[CancelChunk]:
+        """What still generates the response stops."""
+        actions = []
+        for number, name in list(response.runs.items()):
+            worker = self._workers[name]
+            self._remove(worker, number)
+            actions.append(CancelChunk(name, worker.life, number, keep_kv))
+        return actions
+
+    # -- a response that runs twice
+
+    def _copy(self, helping: Helping, helper: _Worker, helped: _Worker, pair: Pair) -> list[Action]:
+        """A free worker generates a response of another one too, if it has room for it."""
+        assert self._dispatcher is not None
+        [number] = pair.chunks
+        chunk = helped.chunks[number]
+        if not self._dispatcher.has_room(chunk.assignment, helper.name):
+            return []
+        helping.add(pair)
+        response = chunk.response
+        response.is_raced = True
+        copy = replace(chunk, worker=helper.name, start=response.num_tokens, num_steps=response.num_steps)
+        return [self._place(helper, copy, pair)]
+
+    def _take_over(self, helper: _Worker, helped: _Worker, pair: Pair) -> list[Action]:
+        """A free worker goes on with responses of another one, as far as it has room for them."""
+        assert self._dispatcher is not None
+        actions: list[Action] = []
+        for number in pair.chunks:
+            chunk = helped.chunks[number]
+            if not self._dispatcher.has_room(chunk.assignment, helper.name):
+                break
+            response = chunk.response
+            moved = self._dispatcher.move(chunk.assignment, helper.name)
+            self._remove(helped, number)
+            actions.append(CancelChunk(helped.name, helped.life, number, keep_kv=True))
+            start, response.is_raced = response.num_tokens, False
+            there = RunningChunk(moved, response, helper.name, start, chunk.end, response.num_steps)
+            actions.append(order := self._place(helper, there, pair))
+            helper.has_run, helper.new[order.chunk] = True, response
+        return actions
+
+    def _leave_race(self, worker: _Worker, number: int, *, for_good: bool = False) -> None:
+        """One of the two that generate a response stops; the other one owns it from now on.
+
+        for_good: the response gets no further copy.
+        """
+        assert self._dispatcher is not None
+        chunk = worker.chunks[number]
+        chunk.response.may_race &= not for_good
+        was_owner = chunk.response.owner == number
+        self._remove(worker, number)
+        [(copy, name)] = chunk.response.runs.items()
+        if was_owner:
+            other, moved = self._workers[name], self._dispatcher.move(chunk.assignment, name)
+            other.chunks[copy] = replace(other.chunks[copy], assignment=moved)
+
+    def _end_copies(self, worker: _Worker) -> list[CancelChunk]:
+        """A worker gets a chunk of its own: it runs copies no more."""
+        copies = worker.copies
+        for number in copies:
+            self._leave_race(worker, number)
+        return [CancelChunk(worker.name, worker.life, number) for number in copies]
+
+    def _disagree(self, worker: _Worker, number: int, error: EngineError) -> list[Action]:
+        """A worker tells other tokens than are known. In a race it stops, and the other one goes on; else it is an
+        error.
+        """
+        response = worker.chunks[number].response
+        if len(response.runs) < 2:
+            raise error
+        self._leave_race(worker, number, for_good=True)
+        cancel = CancelChunk(worker.name, worker.life, number)
+        return [Disagree(worker.name, response.index, str(error)), cancel]
 
     def _deliver(self, chunk: RunningChunk, reason: str, failure: str | None = None) -> Deliver:
         assert self._rollout is not None
@@ -507,13 +638,19 @@ class Controller:
         """Take the worker out of the rollout; its chunks wait again. Gives those that had begun, by number."""
         if worker.state != "up" or worker.is_drafter or self._dispatcher is None:
             return {}
+        lost = dict(worker.chunks)
+        for number, chunk in lost.items():
+            if len(chunk.response.runs) > 1:
+                self._leave_race(worker, number)
         progress = {}
-        for chunk in worker.chunks.values():
-            chunk.response.chunk = None
+        for number, chunk in worker.chunks.items():
+            del chunk.response.runs[number]
             place = chunk.assignment.group, chunk.assignment.sample
             progress[place] = chunk.response.num_tokens
         self._dispatcher.worker_lost(worker.name, progress)
-        return self._end_all(worker)
+        held = {order.chunk for order in worker.held}
+        self._end_all(worker)
+        return {number: chunk for number, chunk in lost.items() if number not in held}
 
     # -- help for stragglers
 
@@ -523,25 +660,40 @@ class Controller:
         if not helping.has_pairs and not is_time:
             return []
         up = [worker for worker in self._workers.values() if worker.state == "up"]
-        busy = {Place(worker.name, worker.life): worker for worker in up if worker.chunks}
-        idle = [Place(worker.name, worker.life) for worker in up if not worker.chunks]
-        actions = helping.end(set(idle), set(busy))
+        racing = {worker.place for worker in up if worker.copies}
+        busy = {worker.place for worker in up if worker.chunks and worker.place not in racing}
+        idle = [worker.place for worker in up if not worker.chunks]
+        actions = helping.end(set(idle), busy, racing)
         if not is_time or not idle or self._dispatcher is None:
             return actions
         assert isinstance(event, Tick)
         self._helped_s = event.now_s
+        can_move = self._dispatcher.can_move
         for worker in self._workers.values():
-            helping.predict(worker.name, self._remainders(worker), worker.costs)
-        doors = {
-            place.worker: (place, worker.facts.draft_address)
-            for place, worker in busy.items()
-            if worker.facts is not None and worker.facts.draft_address is not None
-        }
+            settled = can_move and not worker.held and not worker.new
+            helping.predict(worker.name, self._remainders(worker), worker.costs, can_move=settled)
+        doors = {place.worker: door for place in busy if (door := self._door(place)) is not None}
         drafters = [place for place in idle if self._workers[place.worker].is_drafter]
         actions += helping.assign(drafters, doors)
-        if self._settings.help == "none" or self._dispatcher.num_waiting:
+        if not helping.kinds or self._dispatcher.num_waiting:
             return actions
-        return [*actions, *helping.begin([place for place in idle if place not in drafters], doors)]
+        free = [self._workers[place.worker] for place in idle if place not in drafters]
+        for pair in helping.choose({worker.place: worker.costs for worker in free}, busy, doors):
+            helper, helped = self._workers[pair.helper.worker], self._workers[pair.helped.worker]
+            match pair.kind:
+                case Help.COPY:
+                    actions += self._copy(helping, helper, helped, pair)
+                case Help.TAKE:
+                    actions += self._take_over(helper, helped, pair)
+                case _:
+                    actions.append(helping.draft(pair, doors))
+        return actions
+
+    def _door(self, place: Place) -> tuple[Place, str] | None:
+        """Where others may draft for a worker."""
+        facts = self._workers[place.worker].facts
+        address = None if facts is None else facts.draft_address
+        return None if address is None else (place, address)
 
     def expected_rest(self, worker: str, chunk: int, num_tokens: int) -> int:
         """Tokens that the response of a running chunk will still get, now that it has `num_tokens`."""
@@ -555,10 +707,13 @@ class Controller:
             return []
         return [
             Remainder(
+                number,
                 dispatcher.expected_rest(chunk.assignment, chunk.response.num_tokens),
                 len(chunk.response.request.prompt) + chunk.response.num_tokens,
+                chunk.response.may_race,
             )
-            for chunk in worker.chunks.values()
+            for number, chunk in worker.chunks.items()
+            if chunk.response.owner == number
         ]
 
     def _renew(self, worker: _Worker) -> list[Action]:

@@ -17,6 +17,7 @@ import msgspec
 from paceline.config import Variant
 from paceline.control.packed import TOKEN_BYTES, Digest, Packed
 from paceline.errors import PacelineError
+from paceline.planning.help import Help
 from paceline.types import (
     DraftSharingCounters,
     KvPoolCounters,
@@ -276,6 +277,10 @@ class RunChunk:
     """Policy version that the engine must have."""
     index: int
     """Place of the response's request in the rollout."""
+    help: Help | None = None
+    """copy: another worker generates it too; take: another one has done so until now. None: neither."""
+    helped: str | None = None
+    """That worker."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,6 +290,8 @@ class CancelChunk:
     worker: str
     life: int
     chunk: int
+    keep_kv: bool = False
+    """Leave keys and values in the KV pool: the response goes on elsewhere."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,6 +318,16 @@ class LoseDrafter:
 
     worker: str
     life: int
+
+
+@dataclass(frozen=True, slots=True)
+class Disagree:
+    """Two workers that generate a response do not agree about a token: this one stops, the other goes on."""
+
+    worker: str
+    index: int
+    """Of the response's request."""
+    message: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -344,4 +361,4 @@ class Fail:
 
 
 Order: TypeAlias = RunChunk | CancelChunk | DraftFor | Rest | LoseDrafter
-Action: TypeAlias = StartWorker | StopWorker | LoadWeights | Order | Keep | Deliver | Fail
+Action: TypeAlias = StartWorker | StopWorker | LoadWeights | Order | Disagree | Keep | Deliver | Fail

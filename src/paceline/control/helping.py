@@ -1,8 +1,9 @@
-"""Who drafts for whom: the free workers of a rollout's tail, and the stragglers that they help.
+"""Who helps whom: the free workers of a rollout's tail, and the stragglers that they help.
 
 Owns the pairs of helper and helped worker, and the predicted ends by which they are chosen (planning/help.py). Used by
-the controller, which says who is idle and who is busy. Invariants: a helper has no chunks, a helped worker has some; a
-worker is helped by one other at most; the end of a pair is told to both sides that are still there.
+the controller, which says who is idle, busy and racing, and carries out what is chosen here. Invariants: a helper has
+no chunks of its own, a helped worker has some; a worker is helped by one other at most; the end of drafting is told to
+both sides that are still there.
 """
 
 from __future__ import annotations
@@ -15,11 +16,14 @@ from typing import NamedTuple
 import numpy as np
 
 from paceline.control.events import Action, DraftFor, LoseDrafter, Rest
-from paceline.planning.help import Drafting, Ends, Help, Helper, Load, decide_help
+from paceline.planning.help import Drafting, Ends, Help, HelpChoice, Helper, Load, decide_help
 from paceline.types import StepCosts
 
 SWITCH_S = 0.1
-"""Until a free worker drafts for another one: its drafter is in memory, and has to read the running responses."""
+"""Until a free worker helps another one: its models are in memory, and have to read the running responses."""
+
+LEAST_LEAD = 0.2
+"""Workers are taken for equally fast unless one's steps are so much shorter: they were measured at other batches."""
 
 
 class Place(NamedTuple):
@@ -32,48 +36,88 @@ class Place(NamedTuple):
 class Remainder(NamedTuple):
     """What is left of a running response."""
 
+    chunk: int
+    """Its number."""
     rest_tokens: int
     """Predicted, at least 1."""
     context_tokens: int
     """Prompt and response so far."""
+    may_race: bool
+    """It may be copied."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Who helps whom, and how."""
+
+    helper: Place
+    helped: Place
+    kind: Help
+    chunks: tuple[int, ...] = ()
+    """copy, take: of which responses, those with the longest rests."""
+
+
+class _Busy(NamedTuple):
+    """A worker that may be helped."""
+
+    load: Load
+    costs: StepCosts
+    chunks: tuple[int, ...]  # longest rest first
+    can_copy: bool
+    can_take: bool
 
 
 @dataclass(slots=True)
 class Helping:
     """One per controller."""
 
+    kinds: frozenset[Help]
+    """How workers that fall free may help."""
     _ends: Ends = field(default_factory=Ends)
-    _busy: dict[str, tuple[Load, StepCosts]] = field(default_factory=dict)
-    _pairs: dict[str, tuple[Place, Place]] = field(default_factory=dict)  # by helper: it, and whom it helps
-    _helped: set[str] = field(default_factory=set)
+    _busy: dict[str, _Busy] = field(default_factory=dict)
+    _pairs: dict[str, Pair] = field(default_factory=dict)  # by helper; those that draft or run a copy
+    _helped: dict[str, Help] = field(default_factory=dict)
 
-    def predict(self, worker: str, left: Sequence[Remainder], costs: StepCosts | None) -> None:
-        """What a worker has left to do. Without responses or costs it cannot be helped."""
-        if costs is None or not left:
+    def predict(
+        self, worker: str, left: Sequence[Remainder], costs: StepCosts | None, *, can_move: bool
+    ) -> None:
+        """What a worker has left to do. Without responses or costs it cannot be helped, nor while it races.
+
+        can_move: whether its responses may be copied and taken over now.
+        """
+        if costs is None or not left or self._helped.get(worker) is Help.COPY:
             self._ends.remove(worker)
             self._busy.pop(worker, None)
             return
-        load = _make_load(left, costs, worker not in self._helped and costs.draft_s > 0.0)
+        ordered = sorted(left, key=lambda one: -one.rest_tokens)
+        load = _make_load(ordered, costs, worker in self._helped)
         self._ends.put(worker, load.end_s)
-        self._busy[worker] = load, costs
+        chunks = tuple(one.chunk for one in ordered)
+        self._busy[worker] = _Busy(load, costs, chunks, can_move and ordered[0].may_race, can_move)
 
-    def is_helping(self, worker: str) -> bool:
-        """Whether a worker drafts for another one."""
-        return worker in self._pairs
+    def find(self, worker: str) -> Pair | None:
+        """Whom a worker helps by drafting or by a copy."""
+        return self._pairs.get(worker)
 
     @property
     def has_pairs(self) -> bool:
-        """Whether anyone helps."""
+        """Whether anyone helps so."""
         return bool(self._pairs)
 
-    def end(self, idle: set[Place], busy: set[Place]) -> list[Action]:
-        """End the pairs whose helper is no longer idle, or whose helped worker is no longer busy."""
+    def end(self, idle: set[Place], busy: set[Place], racing: set[Place]) -> list[Action]:
+        """End the pairs whose copy is over, whose drafter is no longer idle, or whose helped worker no longer busy.
+
+        racing: the workers that run a copy.
+        """
         actions: list[Action] = []
-        for helper, helped in list(self._pairs.values()):
-            if helper in idle and helped in busy:
+        for pair in list(self._pairs.values()):
+            helper, helped = pair.helper, pair.helped
+            if (helper in racing) if pair.kind is Help.COPY else (helper in idle and helped in busy):
                 continue
             del self._pairs[helper.worker]
-            self._helped.remove(helped.worker)
+            del self._helped[helped.worker]
+            if pair.kind is Help.COPY:
+                continue
             if helper in idle:
                 actions.append(Rest(*helper))
             if helped in busy:
@@ -81,57 +125,97 @@ class Helping:
         return actions
 
     def assign(self, drafters: Iterable[Place], doors: Mapping[str, tuple[Place, str]]) -> list[Action]:
-        """Workers that do nothing but draft: each for the busy worker without a drafter that ends last, ties by name.
+        """Workers that do nothing but draft: each for the busy worker without help that ends last, ties by name.
 
         doors: the busy workers that can be drafted for, and at which address.
         """
-        actions: list[Action] = []
         free = [one for one in drafters if one.worker not in self._pairs]
         alone = sorted(name for name in doors if name not in self._helped) if free else []
-        alone.sort(key=lambda name: -self._busy[name][0].end_s if name in self._busy else -math.inf)
-        for helper, name in zip(free, alone, strict=False):
-            actions.append(self._pair(helper, name, doors))
-        return actions
+        alone.sort(key=lambda name: -self._busy[name].load.end_s if name in self._busy else -math.inf)
+        return [
+            self.draft(Pair(helper, doors[name][0], Help.DRAFT), doors)
+            for helper, name in zip(free, alone, strict=False)
+        ]
 
-    def _pair(self, helper: Place, name: str, doors: Mapping[str, tuple[Place, str]]) -> DraftFor:
-        helped, address = doors[name]
-        self._pairs[helper.worker] = helper, helped
-        self._helped.add(name)
-        if name in self._busy:
-            load, costs = self._busy[name]
-            self._busy[name] = replace(load, can_be_drafted_for=False), costs
-        return DraftFor(*helper, helped=name, address=address)
+    def draft(self, pair: Pair, doors: Mapping[str, tuple[Place, str]]) -> DraftFor:
+        """A worker drafts for another one from now on."""
+        self.add(pair)
+        return DraftFor(*pair.helper, helped=pair.helped.worker, address=doors[pair.helped.worker][1])
 
-    def begin(self, idle: Iterable[Place], doors: Mapping[str, tuple[Place, str]]) -> list[Action]:
-        """Let idle workers draft where that ends the rollout sooner. doors: as of `assign`."""
-        actions: list[Action] = []
-        for helper in idle:
+    def add(self, pair: Pair) -> None:
+        """A worker drafts for another one, or runs a copy, from now on."""
+        self._pairs[pair.helper.worker], self._helped[pair.helped.worker] = pair, pair.kind
+        self._mark(pair.helped.worker)
+
+    def _mark(self, worker: str) -> None:
+        """A worker is helped: until the next prediction nobody else drafts for it or runs a copy."""
+        if (busy := self._busy.get(worker)) is not None:
+            self._busy[worker] = busy._replace(load=replace(busy.load, is_helped=True))
+
+    def choose(
+        self,
+        free: Mapping[Place, StepCosts | None],
+        busy: Iterable[Place],
+        doors: Mapping[str, tuple[Place, str]],
+    ) -> list[Pair]:
+        """Whom free workers help so that the rollout ends sooner.
+
+        free: with what their own steps cost when they had some. doors: as of `assign`.
+        """
+        places = {place.worker: place for place in busy}
+        pairs: list[Pair] = []
+        for helper, costs in free.items():
             if helper.worker in self._pairs:
                 continue
-            latest = self._ends.latest()
-            if latest is None or latest not in doors:
+            if (latest := self._ends.latest()) is None:
                 break
-            load, costs = self._busy[latest]
-            drafting = Drafting(costs.draft_s, costs.acceptance)
-            choice = decide_help(load, Helper(ahead=drafting, switch_s=SWITCH_S))
-            if choice.kind is not Help.DRAFT:
+            helped = self._busy[latest]
+            able = self._describe(helped, costs, can_draft=latest in doors)
+            choice = decide_help(helped.load, able)
+            if choice.kind is Help.NOTHING:
                 break
-            self._ends.put(latest, choice.end_s)
-            actions.append(self._pair(helper, latest, doors))
-        return actions
+            pairs.append(Pair(helper, places[latest], choice.kind, _chosen(helped.chunks, choice)))
+            if choice.kind is Help.DRAFT:
+                self._ends.put(latest, choice.end_s)
+                self._mark(latest)
+            else:  # until the next prediction
+                self._ends.remove(latest)
+        return pairs
+
+    def _describe(self, helped: _Busy, own: StepCosts | None, *, can_draft: bool) -> Helper:
+        """What a free worker can do for that one. own: what its steps cost."""
+        costs = helped.costs
+        drafting = Drafting(costs.draft_s, costs.acceptance) if costs.draft_s > 0.0 else None
+        slowness = 1.0
+        if own is not None:
+            step_s, own_s = (one.base_s + one.token_s * costs.step_tokens for one in (costs, own))
+            slowness = own_s / step_s
+            slowness = 1.0 if 1.0 - LEAST_LEAD < slowness < 1.0 / (1.0 - LEAST_LEAD) else slowness
+        return Helper(
+            ahead=drafting if can_draft and Help.DRAFT in self.kinds else None,
+            inside=drafting if can_draft and not costs.inside_s else None,  # else the helped one has the same
+            can_copy=helped.can_copy and Help.COPY in self.kinds,
+            can_take=helped.can_take and Help.TAKE in self.kinds,
+            switch_s=SWITCH_S,
+            load_token_s=slowness * costs.token_s,
+            slowness=slowness,
+        )
 
 
-def _make_load(left: Sequence[Remainder], costs: StepCosts, can_be_drafted_for: bool) -> Load:
-    rests = np.array([one.rest_tokens for one in left], dtype=np.float64)
-    contexts = np.array([one.context_tokens for one in left], dtype=np.float64)
-    order = np.argsort(-rests, kind="stable")
+def _chosen(chunks: tuple[int, ...], choice: HelpChoice) -> tuple[int, ...]:
+    """The responses that are copied or taken over."""
+    return chunks[: {Help.COPY: 1, Help.TAKE: choice.num_taken}.get(choice.kind, 0)]
+
+
+def _make_load(ordered: Sequence[Remainder], costs: StepCosts, is_helped: bool) -> Load:
+    """ordered: the longest rest first."""
     return Load(
-        rests[order] / costs.tokens_per_step,
-        contexts[order],
+        np.array([one.rest_tokens for one in ordered], dtype=np.float64) / costs.tokens_per_step,
+        np.array([one.context_tokens for one in ordered], dtype=np.float64),
         costs.tokens_per_step,
         costs.step_tokens,
         costs.base_s,
         costs.token_s,
         costs.inside_s,
-        can_be_drafted_for,
+        is_helped,
     )

@@ -20,15 +20,17 @@ class LiveResponse:
     """A response that is not delivered yet."""
 
     __slots__ = (
-        "chunk",
         "index",
+        "is_raced",
         "is_suspect",
         "logprobs",
+        "may_race",
         "num_draft_tokens",
         "num_kept",
         "num_losses",
         "num_steps",
         "request",
+        "runs",
         "tokens",
     )
 
@@ -43,8 +45,12 @@ class LiveResponse:
         """Workers in a row that had worked, and were lost when it alone had begun there and got no token."""
         self.is_suspect = False
         """A worker was lost before it got a token there, and it has got none since."""
-        self.chunk: int | None = None
-        """The chunk that runs."""
+        self.runs: dict[int, str] = {}
+        """Workers of the chunk that runs and of its copy, by number; the owner's, whom dispatch knows, comes first."""
+        self.is_raced = False
+        """Its chunk has had a copy, so that log-probabilities of two engines are among its own."""
+        self.may_race = True
+        """No copy of it has failed or got other tokens."""
         if kept is not None:
             self.tokens.frombytes(kept.packed.tokens)
             self.logprobs.frombytes(kept.packed.logprobs)
@@ -92,11 +98,13 @@ class LiveResponse:
 
         Raises EngineError if what is known of the chunk is not what its worker generated.
         """
-        end = ending.start + ending.num_tokens
+        end, known = ending.start + ending.num_tokens, self.num_tokens
         self.absorb(end - len(ending.rest), ending.rest)
         if self.num_tokens < end:
             return False
-        if self._digest(ending.start) != ending.digest:
+        found = self._digest(ending.start)
+        if found.tokens != ending.digest.tokens or (not self.is_raced and found != ending.digest):
+            del self.tokens[known:], self.logprobs[known - len(self.request.generated) :]
             raise EngineError(
                 f"response {self.index} (key {self.request.key}): tokens {ending.start} to {end} are not those that "
                 "their worker generated, by their checksum: they were damaged on the way; start the rollout again "
@@ -137,9 +145,13 @@ class LiveResponse:
                 "generated tokens"
             )
 
-    def next_request(self, chunk_tokens: int) -> RolloutRequest:
-        """The request of the next chunk; a KV pool keeps nothing of the last one."""
-        end = self.num_tokens + chunk_tokens
+    @property
+    def owner(self) -> int:
+        """The number of the chunk that runs."""
+        return next(iter(self.runs))
+
+    def next_request(self, end: int) -> RolloutRequest:
+        """The request of a chunk up to `end` tokens; a KV pool keeps nothing of the last one."""
         return replace(
             self.request,
             generated=tuple(self.tokens),
@@ -192,10 +204,7 @@ class RunningChunk:
     worker: str
     start: int
     """Tokens of the response when it began."""
+    end: int
+    """Tokens of the response at the chunk's limit."""
     num_steps: int
     """Of the response when it began."""
-
-    @property
-    def end(self) -> int:
-        """Tokens of the response at the chunk's limit."""
-        return self.start + self.assignment.chunk_tokens

@@ -1,8 +1,8 @@
 """When each chunk ran on which worker, for who watches. Kept by Fleet from what it hears and orders; decides nothing.
 
 Invariants: an ordered chunk is told of exactly once, when it has ended, whatever ended it; late and foreign reports
-change nothing; as long as a response runs in one place at a time, its chunks follow one another without a gap, so that
-their tokens add up to those that it gained.
+change nothing; a token counts for the chunk that told it first, so that the chunks' tokens add up to those that the
+response gained. As long as it runs in one place at a time, they follow one another without a gap.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class _Open:
     life: int
     start_s: float
     start: int
-    end: int
-    """Tokens of the response, as far as told."""
+    gained: int = 0
+    """Tokens of the response that were told here first."""
 
 
 class ChunkLog:
@@ -65,6 +65,7 @@ class ChunkLog:
     def __init__(self) -> None:
         self._open: dict[int, _Open] = {}
         self._done: deque[ChunkSpan] = deque(maxlen=MOST_CHUNKS)
+        self._known: dict[int, int] = {}  # tokens of each response, as far as told
 
     def hear(self, event: Event, now_s: float) -> None:
         """Something happened."""
@@ -81,7 +82,8 @@ class ChunkLog:
         for action in actions:
             match action:
                 case RunChunk():
-                    self._open[action.chunk] = _begin(action, now_s)
+                    self._open[action.chunk] = chunk = _begin(action, now_s)
+                    self._known[action.index] = chunk.start
                 case CancelChunk(_, _, chunk):
                     self._close(chunk, "abort", now_s)
                 case StopWorker(worker, life):
@@ -102,21 +104,25 @@ class ChunkLog:
     def _grow(self, worker: str, life: int, growths: Growths) -> None:
         for number, start, count, _ in growths.extents():
             chunk = self._open.get(number)
-            if chunk is None or not start <= chunk.end < start + count:  # what lies beyond a gap is left out
-                continue
-            if chunk.worker == worker and chunk.life == life:
-                chunk.end = start + count
+            if chunk is not None and chunk.worker == worker and chunk.life == life:
+                self._extend(chunk, start, start + count)
+
+    def _extend(self, chunk: _Open, start: int, end: int) -> None:
+        """Tokens `start` to `end` were told; what is known counts elsewhere, what lies beyond a gap is left out."""
+        known = self._known[chunk.index]
+        if start <= known < end:
+            chunk.gained += end - known
+            self._known[chunk.index] = end
 
     def _end(self, worker: str, life: int, ending: Ending, now_s: float) -> None:
         chunk = self._find(worker, life, ending.chunk)
         if chunk is None:
             return
         end = ending.start + ending.num_tokens
-        if end - len(ending.rest) > chunk.end:
-            self._close(ending.chunk, "lost", now_s)
-            return
-        chunk.end = end
-        self._close(ending.chunk, ending.finish_reason, now_s)
+        rest = end - len(ending.rest)
+        is_whole = rest <= self._known[chunk.index]
+        self._extend(chunk, rest, end)
+        self._close(ending.chunk, ending.finish_reason if is_whole else "lost", now_s)
 
     def _lose(self, worker: str, life: int, now_s: float) -> None:
         lost = [number for number in self._open if self._find(worker, life, number) is not None]
@@ -127,13 +133,12 @@ class ChunkLog:
         chunk = self._open.pop(number, None)
         if chunk is None:
             return
-        num_tokens = chunk.end - chunk.start
         span = ChunkSpan(
-            chunk.index, chunk.worker, chunk.start_s, now_s, chunk.start, num_tokens, finish_reason
+            chunk.index, chunk.worker, chunk.start_s, now_s, chunk.start, chunk.gained, finish_reason
         )
         self._done.append(span)
 
 
 def _begin(order: RunChunk, now_s: float) -> _Open:
     start = len(order.request.generated)
-    return _Open(order.index, order.worker, order.life, now_s, start, start)
+    return _Open(order.index, order.worker, order.life, now_s, start)

@@ -22,6 +22,7 @@ from paceline.control.events import (
     Action,
     CancelChunk,
     Deliver,
+    Disagree,
     DraftFor,
     Event,
     Fail,
@@ -35,6 +36,7 @@ from paceline.control.events import (
     StopWorker,
 )
 from paceline.errors import PacelineError
+from paceline.planning.help import Help
 from paceline.record.decisions import ControllerLine, DecisionHeader, DecisionWriter
 
 EVENTS: dict[str, type[Event]] = {kind.__name__: kind for kind in get_args(Event)}
@@ -94,18 +96,27 @@ def describe(action: Action) -> str:
         case RunChunk(worker, life, chunk, request, version):
             digest = _digest((*request.prompt, *request.generated))
             keeps = "" if request.keep_kv else ", the last"
+            if action.help is not None:
+                keeps += (
+                    f", a copy of {action.helped}'s"
+                    if action.help is Help.COPY
+                    else f", taken from {action.helped}"
+                )
             return (
                 f"run chunk {chunk} on {worker} (life {life}): response of key {request.key}, tokens "
                 f"{len(request.generated)} to {request.max_tokens}{keeps}, weights {version}, digest {digest}"
             )
         case CancelChunk(worker, life, chunk):
-            return f"cancel chunk {chunk} on {worker} (life {life})"
+            keeps = ", keys and values stay" if action.keep_kv else ""
+            return f"cancel chunk {chunk} on {worker} (life {life}){keeps}"
         case DraftFor(worker, life, helped):
             return f"{worker} (life {life}) drafts for {helped}"
         case Rest(worker, life):
             return f"{worker} (life {life}) rests"
         case LoseDrafter(worker, life):
             return f"nobody drafts for {worker} (life {life}) any more"
+        case Disagree(worker, index, message):
+            return f"{worker} disagrees about response {index}: {message}"
         case Keep(index, start, packed):
             digest = _digest(*packed.unpack())
             return (

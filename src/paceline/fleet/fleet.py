@@ -10,6 +10,7 @@ control/controller.py for what is promised. Callers: the command line, the train
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import ExitStack
@@ -24,6 +25,7 @@ from paceline.control.events import (
     Action,
     CancelChunk,
     Deliver,
+    Disagree,
     DraftFor,
     Event,
     Fail,
@@ -51,6 +53,7 @@ from paceline.fleet import cluster
 from paceline.fleet.chunk_log import ChunkLog
 from paceline.fleet.controller_log import ControllerLog, open_log
 from paceline.fleet.draft_process import DraftProcess, start_draft_process
+from paceline.fleet.help_log import HelpLog
 from paceline.fleet.journal import Journal
 from paceline.fleet.kv_pool import open_pool
 from paceline.fleet.metrics import LOCAL_HOST, MetricsServer
@@ -65,6 +68,8 @@ if TYPE_CHECKING:
     from vllm import SamplingParams
 
     from paceline.fleet.reward_pool import RewardPool, Scored
+
+LOGGER = logging.getLogger(__name__)
 
 TICK_S = 0.25
 _PATIENCE = 0.5
@@ -119,6 +124,7 @@ class Fleet:
         folder = check_checkpoint(model).resolve()
         self._controller = Controller(self.settings)
         self.chunks = ChunkLog()
+        self.helps = HelpLog()
         self._decision_log = self._open_decision_log()
         self.board = StatusBoard({name: WorkerStatus(name) for name in self._controller.workers})
         self._weights: Any = None
@@ -143,6 +149,7 @@ class Fleet:
                 max_num_seqs,
                 kv_cache_bytes,
                 vllm_arguments,
+                tells_costs=self.settings.help != "none" or self.settings.num_drafters > 0,
             )
             self._actors = Actors(spec, self.settings)
             made.callback(self._actors.close)
@@ -180,12 +187,14 @@ class Fleet:
         """
         settings, engine = self.settings, self.engine_settings
         is_possible = is_one_machine and engine.model_drafter is not None and not engine.draft_worker
-        if settings.num_drafters and not is_possible:
+        if (settings.num_drafters or settings.help == "draft") and not is_possible:
+            asked = f"roles {settings.roles!r}" if settings.num_drafters else "help 'draft'"
             raise ConfigError(
-                f"roles {settings.roles!r}: drafters need a model_drafter, no draft_worker of each engine's own, and "
-                "all workers on one machine"
+                f"{asked}: drafters need a model_drafter, no draft_worker of each engine's own, and all workers on one "
+                "machine"
             )
-        return is_possible and settings.workers > 1 and (settings.help == "auto" or settings.num_drafters > 0)
+        is_wanted = settings.help in {"auto", "draft"} or settings.num_drafters > 0
+        return is_possible and settings.workers > 1 and is_wanted
 
     def _serve_metrics(self) -> MetricsServer | None:
         port, host = self.settings.metrics_port, self.settings.metrics_host or LOCAL_HOST
@@ -300,6 +309,8 @@ class Fleet:
         self._tick(time.monotonic())  # last: who has said something by now is not silent
         for name, status in self.board.workers.items():
             status.state = self._controller.state_of(name)
+            pair = self._controller.pair_of(name)
+            status.helps = None if pair is None else pair.helped.worker
         finished, self._finished = self._finished, []
         return finished
 
@@ -405,6 +416,7 @@ class Fleet:
         self.chunks.hear(event, now_s)
         actions = self._controller.decide(event) if log is None else log.decide(self._controller, event)
         self.chunks.note(actions, now_s)
+        self.helps.note(event, actions, now_s)
         self._act(actions)
 
     def _tick(self, now_s: float) -> None:
@@ -439,6 +451,9 @@ class Fleet:
                     self._actors.load(worker, life, self._weights, version)
                 case Deliver(index, response):
                     self._deliver(index, response)
+                case Disagree(worker, _, message):
+                    LOGGER.error("a copy or its original on %s was stopped: %s", worker, message)
+                    self.board.workers[worker].num_disagreed += 1
                 case (
                     RunChunk(worker)
                     | CancelChunk(worker)

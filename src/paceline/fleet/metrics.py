@@ -17,8 +17,10 @@ from paceline.fleet.status import StatusBoard, WorkerStatus
 LOCAL_HOST = "127.0.0.1"
 """Where the metrics are served unless another address is given."""
 
+UP = frozenset({"up", "drafting", "racing"})
+
 GAUGES: dict[str, tuple[str, Callable[[WorkerStatus], float]]] = {
-    "up": ("1 while the worker takes chunks", lambda status: float(status.state in {"up", "drafting"})),
+    "up": ("1 while the worker takes chunks", lambda status: float(status.state in UP)),
     "running_chunks": ("Chunks that the worker has", lambda status: status.num_running),
     "waiting_chunks": ("Of these, how many wait in its engine", lambda status: status.num_waiting),
     "kv_use": ("Share of the KV blocks in use", lambda status: status.kv_share),
@@ -27,6 +29,9 @@ GAUGES: dict[str, tuple[str, Callable[[WorkerStatus], float]]] = {
 COUNTERS: dict[str, tuple[str, Callable[[WorkerStatus], float]]] = {
     "generated_tokens": ("Tokens generated", lambda status: status.num_tokens),
     "accepted_tokens": ("Draft tokens accepted", lambda status: status.num_accepted),
+    "model_tokens": ("Of these, drafted by the model drafter", lambda status: status.num_model),
+    "wasted_tokens": ("Tokens drafted ahead for it in vain", lambda status: status.num_wasted),
+    "disagreements": ("Races that it left with another token", lambda status: status.num_disagreed),
     "preemptions": ("Requests that lost their KV while they ran", lambda status: status.num_preemptions),
     "kv_loads": ("Chunks that found their KV in the pool", lambda status: status.kv_pool.hits),
     "kv_disk_loads": ("Of these, those that found it on disk", lambda status: status.kv_pool.disk_hits),

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from paceline.fleet.status import describe_sharing_trouble
-from paceline.record import ChunkDone, Note, RecordWriter
+from paceline.record import ChunkDone, HelpDone, Note, RecordWriter
 
 if TYPE_CHECKING:
     from paceline.control.events import WorkerStep
@@ -27,6 +27,7 @@ class FleetRecording:
         self._fleet, self._record, self._step = fleet, record, step
         fleet.board.take_steps()
         fleet.chunks.take()
+        fleet.helps.take()
         self._shared = fleet.board.draft_sharing
         self.begin_s = record.now_s()
         self._ahead_s = (
@@ -49,7 +50,20 @@ class FleetRecording:
         return [one for _, one in steps]
 
     def end(self) -> None:
-        """The rollout has ended: note what was wrong with the draft server meanwhile."""
+        """The rollout has ended: record who helped whom, and note what was wrong with the draft server meanwhile."""
+        step = self._step
+        for one in self._fleet.helps.take() if step is not None else ():
+            self._record.write(
+                HelpDone(
+                    t_start_s=round(one.start_s + self._ahead_s, 6),
+                    t_end_s=round(one.end_s + self._ahead_s, 6),
+                    step=step or 0,
+                    worker=one.worker,
+                    helped=one.helped,
+                    kind=one.kind.value,
+                    outcome=one.outcome,
+                )
+            )
         trouble = describe_sharing_trouble(self._fleet.board.draft_sharing - self._shared)
         if trouble is not None:
             self._record.write(Note(t_s=self._record.now_s(), text=trouble))

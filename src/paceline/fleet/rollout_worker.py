@@ -62,6 +62,8 @@ class EngineSpec:
     kv_cache_bytes: int = 1 << 30
     vllm: Mapping[str, Any] = field(default_factory=dict)
     """Further arguments of vLLM's EngineArgs."""
+    tells_costs: bool = False
+    """Whether the controller wants to know what steps cost (`Report.costs`)."""
 
     def start(self) -> RolloutEngine:
         """Start the engine in this process."""
@@ -300,7 +302,7 @@ class RolloutWorker:
             self._changed.notify_all()
 
     def _cancel(self, order: CancelChunk) -> None:
-        self._engine.abort([order.chunk], keep_kv=False)
+        self._engine.abort([order.chunk], keep_kv=order.keep_kv)
         with self._changed:
             self._chunks.pop(order.chunk, None)
 
@@ -377,7 +379,7 @@ class RolloutWorker:
                 self._engine.kv_pool_counters(),
                 self._engine.draft_sharing_counters(),
             ),
-            costs=self._engine.step_costs() if self._drafter is not None else None,
+            costs=self._engine.step_costs() if self._spec.tells_costs else None,
         )
         for news in (self._endings, self._refused, self._rejected, self._steps):
             news.clear()

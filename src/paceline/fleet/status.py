@@ -18,6 +18,8 @@ class WorkerStatus:
 
     name: str
     state: str = "starting"
+    helps: str | None = None
+    """The worker for which it drafts, or of which it runs a copy."""
     num_losses: int = 0
     num_running: int = 0
     """Chunks that it has, and of these how many wait in its engine."""
@@ -34,11 +36,22 @@ class WorkerStatus:
     num_decoded: int = 0
     """(request, step) pairs in which a request decoded."""
     num_accepted: int = 0
+    num_model: int = 0
+    """Of these, drafted by the model drafter, in the engine or ahead of it."""
+    num_wasted: int = 0
+    """Tokens drafted ahead for it behind a rejected one."""
+    num_disagreed: int = 0
+    """Times that it told other tokens than the worker that generated the same response."""
 
     @property
     def kv_share(self) -> float:
         """Share of the KV blocks that is in use."""
         return self.num_kv_used / self.num_kv_blocks if self.num_kv_blocks else 0.0
+
+    @property
+    def model_share(self) -> float:
+        """Of the accepted draft tokens, those of the model drafter."""
+        return self.num_model / self.num_accepted if self.num_accepted else 0.0
 
     @property
     def acceptance_length(self) -> float:
@@ -75,6 +88,8 @@ class StatusBoard:
             status.num_waiting = step.seen.num_waiting
             status.num_decoded += step.seen.num_requests
             status.num_accepted += step.seen.num_accepted_tokens
+            status.num_model += step.seen.num_model_tokens
+            status.num_wasted += step.seen.num_wasted_tokens
             status.num_tokens += step.num_tokens
             self._steps.append((status.name, step))
 

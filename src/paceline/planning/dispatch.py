@@ -204,6 +204,30 @@ class Dispatcher:
             self._wait(response)
         return True
 
+    @property
+    def can_move(self) -> bool:
+        """Whether running chunks may be moved: `group` binds them."""
+        return self._settings.variant != "group"
+
+    def has_room(self, assignment: Assignment, worker: str) -> bool:
+        """Whether a running chunk would fit on another worker beside what runs there."""
+        response = self._running[assignment.number][1]
+        return self._rooms.by_worker[worker].has_room(response.num_blocks)
+
+    def move(self, assignment: Assignment, worker: str) -> Assignment:
+        """A running chunk goes on on another worker, which has room for it; not with `group`, which binds.
+
+        Gives its assignment from now on, of the same number.
+        """
+        _, response = self._running[assignment.number]
+        before, room = (self._rooms.by_worker[name] for name in (assignment.worker, worker))
+        self._rooms.give_back(before, assignment.number, response.num_blocks)
+        self._rooms.take(room, assignment.number, response.num_blocks)
+        self._buffer.returned(response.group, before, finished=False)
+        moved = assignment._replace(worker=worker)
+        self._running[assignment.number] = moved, response
+        return moved
+
     def give_up(self, assignment: Assignment) -> None:
         """A running response will not go on: it counts as finished, and its length tells nothing about others."""
         self._leave(assignment, finished=True)

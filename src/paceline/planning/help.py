@@ -6,13 +6,13 @@ and ladder rank and ask no time, are in `racing.py`.
 
     draft    the free worker drafts ahead for all responses of the other (planning/window.py, decoupled)
     take     it takes over the k longest responses, so that both batches are smaller
-    copy     it verifies a copy of the longest response too, with a drafter of its own; the first to end wins
+    copy     it generates the longest response too, from its tokens so far; the first to end wins (SpecActor 4.3)
     train    it trains a drafter, only where nothing above would shorten the rollout
     nothing  it rests
 
 Predicted times: a step over n tokens takes `base_s + token_s n`. A response that needs s more steps, of q tokens each,
 and others that need fewer end after base_s s + token_s q sum_i s_i seconds, as the batch shrinks by itself. Where a
-step brings tau tokens in place of r, all s_i become s_i r / tau.
+step brings tau tokens in place of r, all s_i become s_i r / tau. On the helper a step takes `slowness` times as long.
 
 Invariant: whoever helps shortens the predicted end of the worker that ends last by at least `MIN_GAIN`. Equal ends: in
 the order above, fewer responses taken, the shorter window. A decision is O(log workers + responses of one worker).
@@ -66,8 +66,8 @@ class Load:
     """A step over n tokens takes base_s + token_s n."""
     inside_s: float = 0.0
     """What drafting inside the engine adds to a step; nothing while another worker drafts."""
-    can_be_drafted_for: bool = True
-    """Nobody outside drafts for it yet."""
+    is_helped: bool = False
+    """Another worker drafts for it already, or runs a copy."""
 
     @property
     def end_s(self) -> float:
@@ -96,14 +96,17 @@ class Helper:
 
     ahead: Drafting | None = None
     """Draft for another worker."""
-    copy: Drafting | None = None
-    """Verify a copy with this drafter, which takes turns with the target."""
+    inside: Drafting | None = None
+    """What a copy may draft with, by turns with the target, beside what the helped worker drafts with."""
+    can_copy: bool = False
     can_take: bool = False
     can_train: bool = False
     switch_s: float = 0.0
     """Until it begins."""
     load_token_s: float = 0.0
     """Seconds per token of context to load or recompute keys and values, for `take` and `copy`."""
+    slowness: float = 1.0
+    """Time of an engine step there, as a share of the helped worker's for the same tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,12 +132,12 @@ def decide_help(load: Load, helper: Helper) -> HelpChoice:
 
 def _options(load: Load, helper: Helper) -> Iterator[HelpChoice]:
     """The best choice of each kind, in the order in which ties are broken."""
-    if helper.ahead is not None and load.can_be_drafted_for:
+    if helper.ahead is not None and not load.is_helped:
         yield _draft(load, helper.ahead, helper.switch_s)
     if helper.can_take and len(load.steps) > 1:
         yield _take(load, helper)
-    if helper.copy is not None:
-        yield _copy(load, helper.copy, helper)
+    if helper.can_copy and not load.is_helped:
+        yield _copy(load, helper)
 
 
 def _draft(load: Load, drafting: Drafting, switch_s: float) -> HelpChoice:
@@ -154,25 +157,26 @@ def _take(load: Load, helper: Helper) -> HelpChoice:
     """The number of longest responses after whose moving the later of both workers ends first."""
     taken_steps = np.cumsum(load.steps)[:-1]  # of the k longest, k = 1 .. num_responses - 1
     moved_s = helper.switch_s + helper.load_token_s * np.cumsum(load.context_tokens)[:-1]
-    there_s = moved_s + load.seconds(load.steps[0], taken_steps)
+    there_s = moved_s + helper.slowness * load.seconds(load.steps[0], taken_steps)
     here_s = load.seconds(load.steps[1:], load.steps.sum() - taken_steps)
     ends_s = np.maximum(there_s, here_s)
     best = int(ends_s.argmin())
     return HelpChoice(Help.TAKE, float(ends_s[best]), num_taken=best + 1)
 
 
-def _copy(load: Load, drafting: Drafting, helper: Helper) -> HelpChoice:
+def _copy(load: Load, helper: Helper) -> HelpChoice:
     """The longest response ends where it ends first; its worker cancels it then, and the others go on."""
-    verify_s = np.asarray(load.base_s + load.token_s * np.arange(1, MAX_WINDOW + 2), np.float64)
-    times = StepTimes(1, drafting.draft_s, verify_s)
-    rate = float(best_window(drafting.acceptance, times, Mode.COUPLED).tokens_per_s)
+    longest = float(load.steps[0])
+    alone_s = float(load.seconds(longest, longest))
+    if helper.inside is not None:
+        verify_s = np.asarray(load.base_s + load.token_s * np.arange(1, MAX_WINDOW + 2), np.float64)
+        times = StepTimes(1, helper.inside.draft_s, verify_s)
+        rate = float(best_window(helper.inside.acceptance, times, Mode.COUPLED).tokens_per_s)
+        alone_s = min(alone_s, longest * load.tokens_per_step / rate)
     moved_s = helper.switch_s + helper.load_token_s * float(load.context_tokens[0])
-    copied_s = moved_s + float(load.steps[0]) * load.tokens_per_step / rate
     others = load.steps[1:]
-    rest_s = 0.0
-    if len(others):
-        rest_s = float(load.seconds(others[0], others[0] + others.sum()))
-    return HelpChoice(Help.COPY, max(copied_s, rest_s))
+    rest_s = float(load.seconds(others[0], others[0] + others.sum())) if len(others) else 0.0
+    return HelpChoice(Help.COPY, max(moved_s + helper.slowness * alone_s, rest_s))
 
 
 class Ends:

@@ -82,6 +82,10 @@ class EngineStepSample(_Event, frozen=True, tag="engine"):
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     """Accepted draft tokens, bonus tokens not counted."""
+    num_model_tokens: int = 0
+    """Of these, drafted by a model drafter, in the engine or ahead of it."""
+    num_wasted_tokens: int = 0
+    """Drafted ahead of the engine behind a rejected one."""
     num_generated_tokens: int = 0
     num_prefill_tokens: int = 0
     step: int = 0
@@ -134,6 +138,22 @@ class ChunkDone(_Event, frozen=True, tag="chunk"):
     """Tokens that it gained."""
     finish_reason: str = "length"
     """`length` (the chunk's limit), `stop`, `abort` (cancelled) or `lost` (with its worker)."""
+
+
+class HelpDone(_Event, frozen=True, tag="help"):
+    """A free worker of a fleet has helped another one with its stragglers."""
+
+    t_start_s: float
+    t_end_s: float
+    """The same for `take`."""
+    step: int
+    """Train step, from 1."""
+    worker: str
+    helped: str
+    kind: str
+    """`draft` (drafted ahead for it), `copy` (generated a response of its too) or `take` (took one over)."""
+    outcome: str = ""
+    """copy: `won` (ended first), `lost`, or `stopped` before either had ended."""
 
 
 class TrainStep(_Event, frozen=True, tag="train_step"):
@@ -245,6 +265,7 @@ Event = (
     EngineStepSample
     | ResponseDone
     | ChunkDone
+    | HelpDone
     | TrainStep
     | Evaluation
     | Comparison
@@ -263,7 +284,7 @@ def end_of(event: Event) -> float:
     match event:
         case EngineStepSample():
             return event.t_s + event.step_s
-        case ResponseDone() | ChunkDone() | DrafterSession():
+        case ResponseDone() | ChunkDone() | HelpDone() | DrafterSession():
             return event.t_end_s
         case TrainStep():
             return event.t_start_s + event.phases.total_s

@@ -21,7 +21,7 @@ class StepMerger:
         self._step_s = 0.0
         self._running = 0
         self._waiting = 0
-        self._tokens = [0, 0, 0, 0]  # drafted, accepted, generated, prefilled
+        self._tokens = [0] * 6  # drafted, accepted, generated, prefilled, the model's accepted, wasted
 
     def add(self, t_s: float, seen: StepObservation, num_generated_tokens: int) -> bool:
         """Add the step that began at `t_s`; True when the bucket is full and should be taken."""
@@ -36,13 +36,15 @@ class StepMerger:
         tokens[1] += seen.num_accepted_tokens
         tokens[2] += num_generated_tokens
         tokens[3] += seen.num_prefill_tokens
+        tokens[4] += seen.num_model_tokens
+        tokens[5] += seen.num_wasted_tokens
         return t_s + seen.step_s - self._t_s >= self.bucket_s
 
     def take(self) -> EngineStepSample | None:
         """The merged sample, None when no step was added since the last one."""
         if self._num_steps == 0:
             return None
-        drafted, accepted, generated, prefilled = self._tokens
+        drafted, accepted, generated, prefilled, model, wasted = self._tokens
         sample = EngineStepSample(
             t_s=round(self._t_s, 6),
             num_steps=self._num_steps,
@@ -51,6 +53,8 @@ class StepMerger:
             num_waiting=self._waiting / self._num_steps,
             num_draft_tokens=drafted,
             num_accepted_tokens=accepted,
+            num_model_tokens=model,
+            num_wasted_tokens=wasted,
             num_generated_tokens=generated,
             num_prefill_tokens=prefilled,
             step=self.step,

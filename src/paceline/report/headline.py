@@ -83,6 +83,10 @@ def _acceptance(history: RunHistory) -> Tile:
         return Tile("Acceptance length", "–", "no engine step recorded")
     drafted, accepted = history.total.drafted, history.total.accepted
     rate = f"; {percent(accepted / drafted)} of drafts accepted" if drafted else ""
+    if model := history.total.model:
+        rate += f", {percent(model / accepted)} of these from the model drafter"
+    if wasted := history.total.wasted:
+        rate += f"; {number(wasted)} drafted ahead in vain"
     return Tile("Acceptance length", f"{mean:.2f}", f"tokens per request and engine step{rate}")
 
 

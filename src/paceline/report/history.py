@@ -18,6 +18,7 @@ from paceline.record import (
     Event,
     Failure,
     Header,
+    HelpDone,
     Machine,
     Note,
     RecordReader,
@@ -48,6 +49,9 @@ class Speculation:
     """Decoding requests, summed over engine steps."""
     drafted: int = 0
     accepted: int = 0
+    model: int = 0
+    """Of the accepted tokens those of a model drafter."""
+    wasted: int = 0
     generated: int = 0
     busy_s: float = 0.0
 
@@ -56,6 +60,8 @@ class Speculation:
         self.request_steps += sample.num_running * sample.num_steps
         self.drafted += sample.num_draft_tokens
         self.accepted += sample.num_accepted_tokens
+        self.model += sample.num_model_tokens
+        self.wasted += sample.num_wasted_tokens
         self.generated += sample.num_generated_tokens
         self.busy_s += sample.step_s
 
@@ -105,6 +111,7 @@ class Rollout:
     """Chunks lost with their worker, by its name and when."""
     sessions: list[tuple[float, float]] = field(default_factory=list)
     """Begin and end of each session in which an adaptive drafter was trained."""
+    helps: list[HelpDone] = field(default_factory=list)
 
 
 class RunHistory:
@@ -154,6 +161,8 @@ class RunHistory:
                 self._add_response(event)
             case ChunkDone():
                 self._add_chunk(event)
+            case HelpDone():
+                self._add_help(event)
             case TrainStep():
                 self._add_train_step(event)
             case Evaluation():
@@ -237,6 +246,10 @@ class RunHistory:
         self.session_s += session.t_end_s - session.t_start_s
         rollout = self._rollout(session.step, session.t_start_s)
         rollout.sessions.append((session.t_start_s - rollout.begin_s, session.t_end_s - rollout.begin_s))
+
+    def _add_help(self, one: HelpDone) -> None:
+        self._row(one.step)
+        self._rollout(one.step, one.t_start_s).helps.append(one)
 
     def _add_train_step(self, train: TrainStep) -> None:
         self.close()

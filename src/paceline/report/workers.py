@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from html import escape
 
-from paceline.record import measure_tail
+from paceline.record import HelpDone, measure_tail
 from paceline.report.chunks import Piece, pack_rows, thin_pieces
 from paceline.report.figures import duration, number
 from paceline.report.history import MAX_PIECES, Rollout, RunHistory
@@ -34,7 +34,8 @@ def _draw(rollout: Rollout, pieces: Sequence[Piece]) -> str:
     lanes = build_lanes(pieces, rollout.losses, is_whole=not _count_left_out(rollout, pieces))
     label = f"Chunks on {_count(len(lanes), 'worker')} over {duration(end_s)}"
     timeline = draw_timeline(lanes, end_s, label, end_s - measure_tail(rollout.ends_s))
-    return f'{timeline}<p class="summary">{escape(_summary(rollout, pieces, len(lanes)))}</p>'
+    texts = [_summary(rollout, pieces, len(lanes)), *filter(None, [describe_helps(rollout.helps)])]
+    return timeline + "".join(f'<p class="summary">{escape(text)}</p>' for text in texts)
 
 
 def build_lanes(
@@ -61,6 +62,26 @@ def build_lanes(
         ]
         lanes.append(Lane(rows, worker, lost))
     return lanes
+
+
+def describe_helps(helps: Sequence[HelpDone]) -> str:
+    """Which worker helped which, and how; empty if none did."""
+    by_pair: defaultdict[tuple[str, str, str], list[HelpDone]] = defaultdict(list)
+    for one in helps:
+        by_pair[one.worker, one.helped, one.kind].append(one)
+    return "; ".join(_describe_help(*pair, own) for pair, own in sorted(by_pair.items()))
+
+
+def _describe_help(worker: str, helped: str, kind: str, helps: Sequence[HelpDone]) -> str:
+    if kind == "draft":
+        return (
+            f"{worker} drafted for {helped} ({duration(sum(one.t_end_s - one.t_start_s for one in helps))})"
+        )
+    if kind == "take":
+        return f"{worker} took over {_count(len(helps), 'response')} of {helped}"
+    won = sum(one.outcome == "won" for one in helps)
+    races = f"{number(won)} of {_count(len(helps), 'race')}"
+    return f"{worker} won {races} with copies of responses of {helped}"
 
 
 def _titles(pieces: Sequence[Piece], is_whole: bool) -> dict[tuple[int, int], str]:

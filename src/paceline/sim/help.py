@@ -159,5 +159,5 @@ class Helping:
             base_s,
             token_s,
             max(round_s - base_s - token_s * step_tokens * count, 0.0),
-            worker.number not in self._pairs.values(),
+            worker.number in self._pairs.values(),
         )

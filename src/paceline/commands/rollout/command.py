@@ -127,6 +127,15 @@ def rollout(
             rich_help_panel="Fleet",
         ),
     ] = None,
+    help_stragglers: Annotated[
+        Literal["none", "auto", "draft", "copy", "take"] | None,
+        typer.Option(
+            help="What a worker does that falls free: nothing, draft ahead for another one, generate a copy of its "
+            "longest response, take over some, or whichever ends the rollout first (auto).",
+            show_default="none",
+            rich_help_panel="Fleet",
+        ),
+    ] = None,
     chunk_tokens: Annotated[
         int | None,
         typer.Option(
@@ -203,6 +212,7 @@ def rollout(
         {
             "roles": None if planned is None else planned.roles,
             "variant": variant,
+            "help_stragglers": help_stragglers,
             "chunk_tokens": chunk_tokens,
             "ray_address": ray_address,
             "metrics_port": metrics_port,
@@ -286,8 +296,9 @@ def _fleet_settings(
             raise ConfigError(f"{names}: for a fleet; add --workers N, or leave it away")
         return None
     fields = {"workers": workers, "on_failure": on_failure, **given}
-    if "ray_address" in fields:
-        fields["address"] = fields.pop("ray_address")
+    for name, field in (("ray_address", "address"), ("help_stragglers", "help")):
+        if name in fields:
+            fields[field] = fields.pop(name)
     try:
         return FleetSettings.model_validate(fields)
     except ValidationError as error:

@@ -216,19 +216,32 @@ class FleetView:
         """The workers now, and below them what is wrong with the draft server."""
         from paceline.fleet.status import describe_sharing_trouble
 
-        numbers = ("running", "queued", "KV", "tokens/s", "acceptance", "lost")
+        workers = self._fleet.board.workers.values()
+        has_model = any(status.num_model or status.num_wasted for status in workers)
+        numbers = [
+            "running",
+            "queued",
+            "KV",
+            "tokens/s",
+            "acceptance",
+            "lost",
+            *["model", "wasted"] * has_model,
+        ]
         table = make_table(("worker", "state"), numbers)
-        for status in self._fleet.board.workers.values():
-            table.add_row(
+        for status in workers:
+            cells = [
                 status.name,
-                status.state,
+                status.state if status.helps is None else f"{status.state} for {status.helps}",
                 str(status.num_running),
                 str(status.num_waiting),
                 f"{status.kv_share:.0%}",
                 f"{self._rate(status.name):.0f}",
                 f"{status.acceptance_length:.2f}",
                 str(status.num_losses or ""),
-            )
+            ]
+            if has_model:
+                cells += [f"{status.model_share:.0%}", str(status.num_wasted or "")]
+            table.add_row(*cells)
         trouble = describe_sharing_trouble(self._fleet.board.draft_sharing)
         return table if trouble is None else Group(table, Text(trouble))
 

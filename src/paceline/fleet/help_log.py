@@ -1,0 +1,97 @@
+"""Who helped whom and how, for who watches. Kept by Fleet from what it hears and orders; decides nothing."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from paceline.control.events import (
+    Action,
+    CancelChunk,
+    DraftFor,
+    Event,
+    LoseDrafter,
+    Reported,
+    Rest,
+    RunChunk,
+    StartWorker,
+    StopWorker,
+)
+from paceline.planning.help import Help
+
+MOST_HELPS = 1 << 14
+"""Those that are over and kept for a reader; older ones are dropped."""
+
+Outcome = Literal["", "won", "lost", "stopped"]
+
+
+@dataclass(frozen=True, slots=True)
+class HelpSpan:
+    """A worker has helped another one."""
+
+    kind: Help
+    """draft, copy or take."""
+    worker: str
+    helped: str
+    start_s: float
+    """When it was ordered, by the clock that was given."""
+    end_s: float
+    """The same for `take`, which is but a moment."""
+    outcome: Outcome = ""
+    """copy: it ended before the other one (won), after it (lost), or one of the two had to stop before (stopped)."""
+
+
+class HelpLog:
+    """Give it every event with the actions that came of it."""
+
+    def __init__(self) -> None:
+        self._drafting: dict[str, HelpSpan] = {}  # by helper
+        self._copying: dict[int, HelpSpan] = {}  # by chunk
+        self._done: deque[HelpSpan] = deque(maxlen=MOST_HELPS)
+
+    def take(self) -> list[HelpSpan]:
+        """Helps that ended since the last call, in that order (at most the latest `MOST_HELPS`)."""
+        done = list(self._done)
+        self._done.clear()
+        return done
+
+    def note(self, event: Event, actions: Sequence[Action], now_s: float) -> None:
+        """Something happened, and this was ordered."""
+        ended = {one.chunk for one in event.report.endings} if isinstance(event, Reported) else set()
+        for chunk in ended & self._copying.keys():
+            self._end_copy(chunk, now_s, "won")
+        for action in actions:
+            match action:
+                case DraftFor(worker, _, helped):
+                    self._drafting[worker] = HelpSpan(Help.DRAFT, worker, helped, now_s, now_s)
+                case RunChunk(worker):
+                    self._end_drafting(worker, now_s)
+                    self._begin(action, now_s)
+                case Rest(worker) | LoseDrafter(worker):
+                    self._end_drafting(worker, now_s)
+                case CancelChunk(_, _, chunk):
+                    self._end_copy(chunk, now_s, "lost" if ended else "stopped")
+                case StartWorker(worker) | StopWorker(worker):
+                    self._end_drafting(worker, now_s)
+                    for chunk in [at for at, one in self._copying.items() if worker == one.worker]:
+                        self._end_copy(chunk, now_s, "stopped")
+
+    def _begin(self, order: RunChunk, now_s: float) -> None:
+        if order.help is None or order.helped is None:
+            return
+        span = HelpSpan(order.help, order.worker, order.helped, now_s, now_s)
+        if order.help is Help.COPY:
+            self._copying[order.chunk] = span
+        else:
+            self._done.append(span)
+
+    def _end_drafting(self, worker: str, now_s: float) -> None:
+        """Of a worker that helps, or is helped."""
+        for helper in [name for name, one in self._drafting.items() if worker in {name, one.helped}]:
+            self._done.append(replace(self._drafting.pop(helper), end_s=now_s))
+
+    def _end_copy(self, chunk: int, now_s: float, outcome: Outcome) -> None:
+        if (span := self._copying.pop(chunk, None)) is not None:
+            self._done.append(replace(span, end_s=now_s, outcome=outcome))
