@@ -11,7 +11,8 @@ once, which are what is left in a tail.
     decoupled             core 0 verifies, core 1 drafts
     suffix only, plain    both cores; plain is the target alone, with the same dice
 
-`equal`: the tokens are those of plain. `model_share`: of the accepted tokens, those that the model drafted.
+`equal`: the tokens are those of plain. `model_share`: of the accepted tokens, those that the model drafted. The result
+file is written after every repetition, with the rows so far.
 """
 
 from __future__ import annotations
@@ -19,14 +20,15 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from harness import Child, median, parser, publish
+from harness import Child, median, parser, publish, save
 from pairs import PAIRS, TARGETS
 
 SIZES = {
+    0.02: {"hidden": 256, "intermediate": 704, "layers": 5, "heads": 4, "kv_heads": 2},
     0.1: {"hidden": 512, "intermediate": 1408, "layers": 6, "heads": 8, "kv_heads": 4},
     0.2: {"hidden": 512, "intermediate": 1408, "layers": 12, "heads": 8, "kv_heads": 4},
 }
@@ -110,15 +112,22 @@ def main() -> None:
     made.add_argument("--model", metavar="DIR", help="another target; default: the inflated Countdown policy")
     made.add_argument("--eager", action="store_true", help="no compiled steps")
     made.add_argument("--running", type=int, nargs="+", default=[1, 4])
-    made.add_argument("--costs", type=float, nargs="+", default=list(SIZES), choices=list(SIZES))
+    made.add_argument("--costs", type=float, nargs="+", default=[0.1, 0.2], choices=list(SIZES))
     made.add_argument("--systems", nargs="+", default=list(SYSTEMS), choices=list(SYSTEMS))
-    made.add_argument("--repetitions", type=int, default=5)
-    made.add_argument("--responses", type=int, default=8, help="responses of a repetition")
+    made.add_argument("--repetitions", type=int, default=3)
+    made.add_argument(
+        "--responses", type=int, default=4, help="of a repetition; as many as run at once, if that is more"
+    )
     made.add_argument("--max-tokens", type=int, default=256)
     made.add_argument("--window", type=int, default=8)
     options = made.parse_args()
     target = options.model or PAIRS["countdown"].make_target(TARGETS / "countdown")
-    rows = [row for cost in options.costs for row in measure(cost, target, options)]
+    rows: list[dict[str, Any]] = []
+    for cost in options.costs:
+        for running, found in measure(cost, target, options):
+            rows = [row for row in rows if (row["cost"], row["running"]) != (cost, running)]
+            rows += [summarise(system, running, cost, found) for system in found]
+            save("decoupled", rows, options, bars=check_rows(rows))
     bars = check_rows(rows)
     for bar in bars:
         print(
@@ -127,29 +136,36 @@ def main() -> None:
     publish("decoupled", rows, COLUMNS, options, bars=bars)
 
 
-def measure(cost: float, target: str, options: Any) -> list[dict[str, Any]]:
-    """One row for each system and number of running responses, at one drafter's cost."""
+def measure(cost: float, target: str, options: Any) -> Iterator[tuple[int, dict[str, list[dict[str, Any]]]]]:
+    """After every repetition its number of running responses and, by system, what was found with it so far."""
     drafter = inflate_drafter(cost, TARGETS / f"countdown-drafter-{cost:g}")
     children = {
         system: Child(system, make_engine, system, target, drafter, options) for system in options.systems
     }
     for child in children.values():
         child.ready()
-    rows = []
     for running in options.running:
         found: dict[str, list[dict[str, Any]]] = {system: [] for system in children}
         for repetition in range(-1, options.repetitions):
-            requests = make_requests(options, 1000 * running + repetition + 1)
+            requests = make_requests(
+                options, max(options.responses, running), 1000 * running + repetition + 1
+            )
             for system in list(children)[:: 1 if repetition % 2 else -1]:
                 result = children[system].call(requests, running)
                 if repetition >= 0:
                     found[system].append(result)
-        rows += [summarise(system, running, cost, found) for system in children]
-        for row in rows[-len(children) :]:
-            print(row, file=sys.stderr, flush=True)
+                    print(
+                        system,
+                        running,
+                        cost,
+                        f"{result['tokens_per_s']:.1f} tokens/s",
+                        file=sys.stderr,
+                        flush=True,
+                    )
+            if repetition >= 0:
+                yield running, found
     for child in children.values():
         child.close()
-    return rows
 
 
 def inflate_drafter(cost: float, folder: Path) -> str:
@@ -160,13 +176,13 @@ def inflate_drafter(cost: float, folder: Path) -> str:
     return str(folder)
 
 
-def make_requests(options: Any, seed: int) -> list[Any]:
+def make_requests(options: Any, count: int, seed: int) -> list[Any]:
     """One response to each of some held-out prompts."""
     from paceline.dice import derive_key
     from paceline.types import RolloutRequest
 
     pair = PAIRS["countdown"]
-    prompts = pair.draw_prompts(pair.policy, options.responses, seed)
+    prompts = pair.draw_prompts(pair.policy, count, seed)
     return [RolloutRequest(p, options.max_tokens, key=derive_key(seed, p, 0)) for p in prompts]
 
 

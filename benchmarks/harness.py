@@ -86,6 +86,11 @@ def publish(
     for row in rows:
         table.add_row(*(_show(row.get(column)) for column in columns))
     Console(width=int(os.environ.get("COLUMNS", "120"))).print(table)
+    save(name, rows, options, **extra)
+
+
+def save(name: str, rows: list[dict[str, Any]], options: argparse.Namespace, **extra: Any) -> None:
+    """With `--json`, write the result file; a benchmark that takes long does it whenever there is another row."""
     if options.json is not None:
         given = {key: value for key, value in vars(options).items() if key not in {"tree", "date", "json"}}
         result = {
@@ -99,7 +104,9 @@ def publish(
             **extra,
         }
         options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(result, indent=1, default=str) + "\n")
+        part = options.json.with_name(f"{options.json.name}.part")
+        part.write_text(json.dumps(result, indent=1, default=str) + "\n")
+        part.replace(options.json)
 
 
 def _portable(value: Any) -> Any:

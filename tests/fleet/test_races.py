@@ -15,7 +15,7 @@ from vllm import SamplingParams
 
 from paceline.config import EngineSettings, FleetSettings
 from paceline.control import helping
-from paceline.fleet.controller_replay import replay_controller
+from paceline.fleet import controller_replay
 from paceline.fleet.fleet import Fleet
 from paceline.planning.help import Help, HelpChoice, Helper, Load
 from paceline.record.decisions import ControllerLine, DecisionReader
@@ -145,32 +145,18 @@ def test_who_raced_is_decided_again_from_the_log(
     log = logs / "controller-1.decisions"
     with DecisionReader(log) as reader:
         lines = [line for line in reader if isinstance(line, ControllerLine)]
-    text = [action for line in lines for action in line.actions]
-    assert any("a copy of w" in action for action in text)
-    assert any("taken from w" in action for action in text)
-    choices = {"a copy of": choose_copy, "taken from": choose_take}
-    made = [next((how for how in choices if how in str(line.actions)), "") for line in lines]
-    first_take = made.index("taken from")
-    numbers = iter(range(len(lines)))
+    texts = ["; ".join(line.actions) for line in lines]
+    assert any("a copy of w" in text for text in texts)
+    first_take = next(place for place, text in enumerate(texts) if "taken from w" in text)
+    begin = max(place for place, line in enumerate(lines[:first_take]) if line.event == "Submitted")
+    places, decide = iter(range(len(lines))), controller_replay._decide
 
-    def choose(load: Load, helper: Helper) -> HelpChoice:
-        return choose_copy(load, helper) if at[0] < first_take else choose_take(load, helper)
-
-    at = [0]
-    decide = replay_decide()
-
-    def count(*arguments: Any) -> Any:
-        at[0] = next(numbers)
+    def decide_as_then(*arguments: Any) -> Any:
+        choose = choose_copy if next(places) < begin else choose_take
+        monkeypatch.setattr(helping, "decide_help", choose)
         return decide(*arguments)
 
-    monkeypatch.setattr(helping, "decide_help", choose)
-    monkeypatch.setattr("paceline.fleet.controller_replay._decide", count)
+    monkeypatch.setattr(controller_replay, "_decide", decide_as_then)
     with DecisionReader(log) as reader:
-        [tally] = replay_controller(reader)
+        [tally] = controller_replay.replay_controller(reader)
     assert tally.num_different == 0
-
-
-def replay_decide() -> Callable[..., Any]:
-    from paceline.fleet import controller_replay
-
-    return controller_replay._decide

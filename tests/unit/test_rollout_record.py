@@ -15,7 +15,18 @@ from paceline.commands.inputs.prompts import Prompt
 from paceline.commands.rollout.job import Job
 from paceline.commands.rollout.rollout_record import RolloutRecord
 from paceline.config import EngineSettings, FleetSettings
-from paceline.control.events import Report, Reported, RunChunk, Telemetry, WorkerStep
+from paceline.control.events import (
+    DraftFor,
+    LoseDrafter,
+    Report,
+    Reported,
+    Rest,
+    RunChunk,
+    StartWorker,
+    Telemetry,
+    Tick,
+    WorkerStep,
+)
 from paceline.errors import EngineError, RecordError
 from paceline.fleet.chunk_log import ChunkLog
 from paceline.fleet.fleet import Finished
@@ -25,6 +36,7 @@ from paceline.record import (
     ChunkDone,
     EngineStepSample,
     Event,
+    HelpDone,
     Note,
     RecordReader,
     ResponseDone,
@@ -98,6 +110,22 @@ def test_a_rollout_is_one_step_of_a_run(job: Job, tmp_path: Path) -> None:
     page = build_report(tmp_path / "r").read_text()
     assert page.count('class="timeline"') == 1
     assert "No train step ended" not in page
+
+
+def test_who_helped_whom_is_recorded(job: Job, tmp_path: Path) -> None:
+    record, fleet = record_of(job, tmp_path), Told()
+    with record:
+        fleet.helps.note(Tick(0.5), [DraftFor("w1", 0, "w0", "ipc://w0")], 0.5)
+        fleet.helps.note(Tick(0.6), [Rest("w1", 0)], 0.6)
+        record.begin(fleet)  # type: ignore[arg-type]
+        fleet.helps.note(Tick(1.0), [DraftFor("w1", 0, "w0", "ipc://w0")], 1.0)
+        fleet.helps.note(Tick(3.0), [LoseDrafter("w0", 0)], 3.0)
+        fleet.helps.note(Tick(4.0), [StartWorker("w1", 1)], 4.0)
+        record.look([fleet.run(0, 4)])
+    [one] = read(tmp_path, HelpDone)
+    assert (one.worker, one.helped, one.kind, one.outcome, one.step) == ("w1", "w0", "draft", "", 1)
+    assert one.t_end_s - one.t_start_s == pytest.approx(2.0)
+    assert "w1 drafted for w0" in build_report(tmp_path).read_text()
 
 
 def test_a_draft_server_that_did_not_keep_up_is_noted_and_reported(job: Job, tmp_path: Path) -> None:

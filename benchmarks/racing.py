@@ -1,0 +1,171 @@
+"""Help for stragglers: how much sooner does a rollout end if the worker that has fallen free helps the other one?
+
+One fleet of two workers for each drafter cost. A few long responses run on one worker, and as many short ones as take
+the same room on the other, which falls free soon. The variants take turns on the very same requests and differ in
+`FleetSettings.help` alone, so that "no help" has the same engines, dispatcher, pool and drafters:
+
+    none                no help
+    draft, copy, take   that kind, where it shortens the predicted end
+    auto                whichever shortens it most
+
+Workers have a core each and are equally fast, so a copy with the same drafters gains nothing here and is not made
+(docs/fleet.md). The target is the inflated Countdown policy, the drafter that of decoupled.py. `tail_s`: from the last
+short response to the end; `tail_ratio`: that of "none" over it, in the same repetition. `equal`: the tokens are those
+of "none". The result file is written after every repetition.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from argparse import Namespace
+from collections import Counter
+from typing import Any
+
+from decoupled import SIZES, inflate_drafter
+from harness import median, parser, publish, save
+from pairs import PAIRS, TARGETS
+
+VARIANTS = ("none", "draft", "copy", "take", "auto")
+SHORT_TOKENS = 24
+COLUMNS = (
+    "case", "stragglers", "cost", "wall_s", "tail_s", "tail_ratio", "ratio_range", "helps", "races_won", "model_share",
+    "wasted_tokens", "equal",
+)  # fmt: skip
+BAR = 1.15
+"""Tail of auto, against no help, at 1 straggler and a cost of 0.1; in no row may it be below `LEAST`."""
+LEAST = 0.98
+
+
+def start(options: Namespace, target: str, drafter: str) -> Any:
+    """A fleet, with both workers up."""
+    from paceline.config import EngineSettings, FleetSettings
+    from paceline.fleet.fleet import Fleet
+
+    fleet = Fleet(
+        target,
+        FleetSettings(workers=2, help="auto", variant="even"),
+        EngineSettings(model_drafter=drafter, compiled=not options.eager),
+        dtype="bfloat16",
+        max_model_len=options.max_tokens + 64,
+        kv_cache_bytes=1 << 30,
+    )
+    while any(status.state != "up" for status in fleet.board.workers.values()):
+        fleet.advance()
+    return fleet
+
+
+def make_requests(options: Namespace, stragglers: int, block_tokens: int, seed: int) -> list[Any]:
+    """Behind each long response short ones that need as many KV blocks, so that dispatch parts them."""
+    from paceline.dice import derive_key
+    from paceline.types import RolloutRequest
+
+    pair, fillers = PAIRS["countdown"], -(-(options.max_tokens + 64) // block_tokens)
+    prompts = iter(pair.draw_prompts(pair.policy, stragglers * (1 + fillers), seed))
+    lengths = [options.max_tokens, *[SHORT_TOKENS] * fillers] * stragglers
+    return [
+        RolloutRequest(prompt, length, key=derive_key(seed, prompt, 0), group=number)
+        for number, (prompt, length) in enumerate(zip(prompts, lengths, strict=True))
+    ]
+
+
+def roll_out(fleet: Any, requests: list[Any], variant: str) -> dict[str, Any]:
+    """One rollout, timed."""
+    from vllm import SamplingParams
+
+    from paceline.control.controller import HELP_KINDS
+
+    fleet._controller._helping.kinds = HELP_KINDS[variant]
+    fleet.reset_prefix_cache()
+    fleet.take_observations()
+    fleet.helps.take()
+    tokens: dict[int, tuple[int, ...]] = {}
+    begin_s, short_s = time.monotonic(), 0.0
+    fleet.submit(requests, SamplingParams(temperature=1.0, ignore_eos=True))
+    while fleet.num_unfinished:
+        for one in fleet.advance():
+            tokens[one.index] = one.response.tokens
+            if requests[one.index].max_tokens == SHORT_TOKENS:
+                short_s = time.monotonic() - begin_s
+    wall_s = time.monotonic() - begin_s
+    fleet.advance(0.0)  # who still helped rests
+    steps, helps = fleet.take_observations(), fleet.helps.take()
+    accepted = sum(step.num_accepted_tokens for step in steps)
+    return {
+        "wall_s": wall_s,
+        "tail_s": wall_s - short_s,
+        "helps": dict(Counter(one.kind.value for one in helps)),
+        "races_won": sum(one.outcome == "won" for one in helps),
+        "model_share": sum(step.num_model_tokens for step in steps) / accepted if accepted else 0.0,
+        "wasted_tokens": sum(step.num_wasted_tokens for step in steps),
+        "ids": [tokens[index] for index in range(len(requests))],
+    }
+
+
+def summarise(
+    variant: str, stragglers: int, cost: float, found: dict[str, list[dict[str, Any]]]
+) -> dict[str, Any]:
+    """The row of one variant: medians over the repetitions, and the range of the tail's ratio."""
+    own, base = found[variant], found.get("none", found[variant])
+    ratios = [other["tail_s"] / one["tail_s"] for one, other in zip(own, base, strict=True)]
+    helps = sum((Counter(one["helps"]) for one in own), Counter())
+    row: dict[str, Any] = {"case": variant, "stragglers": stragglers, "cost": cost}
+    for key in ("wall_s", "tail_s", "races_won", "model_share", "wasted_tokens"):
+        row[key] = median([one[key] for one in own])
+    row |= {"tail_ratio": median(ratios), "ratio_range": [min(ratios), max(ratios)]}
+    row["helps"] = ", ".join(f"{count} {kind}" for kind, count in sorted(helps.items()))
+    row["equal"] = [one["ids"] for one in own] == [one["ids"] for one in base]
+    return row
+
+
+def check_rows(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The bars."""
+    bars = []
+    for row in rows:
+        if row["case"] == "auto":
+            needed = BAR if (row["stragglers"], row["cost"]) == (1, 0.1) else LEAST
+            case = f"{row['stragglers']} stragglers, D/V {row['cost']}"
+            met = row["tail_ratio"] >= needed and row["equal"]
+            bars.append({"case": case, "needed": needed, "reached": row["tail_ratio"], "met": met})
+    return bars
+
+
+def main() -> None:
+    made = parser(__doc__)
+    made.add_argument("--eager", action="store_true", help="no compiled steps")
+    made.add_argument("--stragglers", type=int, nargs="+", default=[1, 2, 4])
+    made.add_argument("--costs", type=float, nargs="+", default=[0.02, 0.1], choices=list(SIZES))
+    made.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=VARIANTS)
+    made.add_argument("--repetitions", type=int, default=3)
+    made.add_argument("--max-tokens", type=int, default=512)
+    options = made.parse_args()
+    target = PAIRS["countdown"].make_target(TARGETS / "countdown")
+    rows: list[dict[str, Any]] = []
+    for cost in options.costs:
+        with start(options, target, inflate_drafter(cost, TARGETS / f"countdown-drafter-{cost:g}")) as fleet:
+            for stragglers in options.stragglers:
+                done = len(rows)
+                for found in measure(fleet, stragglers, options):
+                    rows[done:] = [summarise(variant, stragglers, cost, found) for variant in found]
+                    save("racing", rows, options, bars=check_rows(rows))
+    publish("racing", rows, COLUMNS, options, bars=check_rows(rows))
+
+
+def measure(fleet: Any, stragglers: int, options: Namespace) -> Any:
+    """After every repetition, by variant, what was found so far; a repetition before the first warms up."""
+    facts = next(iter(fleet._controller._workers.values())).facts
+    found: dict[str, list[dict[str, Any]]] = {variant: [] for variant in options.variants}
+    for repetition in range(-1, options.repetitions):
+        requests = make_requests(options, stragglers, facts.block_tokens, 100 * stragglers + repetition + 1)
+        for variant in options.variants[:: 1 if repetition % 2 else -1]:
+            result = roll_out(fleet, requests, variant)
+            if repetition >= 0:
+                found[variant].append(result)
+                text = f"tail {result['tail_s']:.1f} s of {result['wall_s']:.1f}, {result['helps']}"
+                print(stragglers, variant, text, file=sys.stderr, flush=True)
+        if repetition >= 0:
+            yield found
+
+
+if __name__ == "__main__":
+    main()
