@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -97,6 +98,8 @@ def make_args(**changes: object) -> SimpleNamespace:
         "worker_cls": "auto",
         "speculative_config": None,
         "additional_config": {"theirs": 1},
+        "async_scheduling": None,
+        "enforce_eager": True,
     }
     return SimpleNamespace(**{**base, **changes})
 
@@ -109,6 +112,18 @@ def test_switching_on_keeps_what_the_user_set(monkeypatch: pytest.MonkeyPatch) -
     assert args.additional_config["theirs"] == 1
     assert read_settings(args).run_seed == 9
     plugin.switch_on(args)  # a Paceline engine already: left alone
+
+
+def test_what_is_changed_is_said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    args = make_args(async_scheduling=True, enforce_eager=False)
+    plugin.switch_on(args)
+    said = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert [line.split(":")[0] for line in said] == [
+        "PACELINE=1 sets async_scheduling=False instead of True",
+        "PACELINE=1 sets enforce_eager=True instead of False",
+    ]
+    assert all(line.split(": ")[1] for line in said)
 
 
 @pytest.mark.parametrize(

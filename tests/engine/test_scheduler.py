@@ -241,19 +241,53 @@ def test_a_thinking_budget_is_refused(engine: RolloutEngine) -> None:
         ("scheduler_config", "async_scheduling", True, "async_scheduling=False"),
         ("parallel_config", "pipeline_parallel_size", 2, "pipeline_parallel_size=1"),
         ("model_config", "enable_prompt_embeds", True, "enable_prompt_embeds=False"),
-        (None, "use_v2_model_runner", True, "VLLM_USE_V2_MODEL_RUNNER=0"),
+        ("speculative_config", "method", "ngram_gpu", "VLLM_USE_V2_MODEL_RUNNER=0"),
     ],
 )
-def test_modes_that_cannot_work_are_refused(
+def test_modes_that_cannot_work_are_refused(section: str, name: str, value: object, remedy: str) -> None:
+    config = make_config()
+    check_engine(config)
+    setattr(getattr(config, section), name, value)
+    with pytest.raises(UnsupportedError, match=remedy):
+        check_engine(config)
+
+
+@pytest.mark.parametrize(
+    ("section", "name", "value", "remedy"),
+    [
+        ("model_config", "use_fp64_gumbel", True, "use_fp64_gumbel=False"),
+        ("model_config", "enable_trace_replay", True, "enable_trace_replay=False"),
+        ("parallel_config", "enable_batch_sharded_sampling", True, "enable_batch_sharded_sampling=False"),
+        (None, "watermark_config", object(), "no watermark_config"),
+        (None, "additional_config", {"num_paths": 2}, "num_paths=1"),
+        (None, "additional_config", {"compiled": True}, "compiled unset"),
+        (None, "additional_config", {"model_drafter_dtype": "bfloat16"}, "model_drafter_dtype='auto'"),
+    ],
+)
+def test_what_v2_cannot_do_exactly_is_refused(
     section: str | None, name: str, value: object, remedy: str
 ) -> None:
-    config = SimpleNamespace(
-        scheduler_config=SimpleNamespace(async_scheduling=False),
-        parallel_config=SimpleNamespace(pipeline_parallel_size=1),
-        model_config=SimpleNamespace(enable_prompt_embeds=False),
-        use_v2_model_runner=False,
-    )
+    config = make_config(use_v2_model_runner=True)
+    config.speculative_config.method = "draft_model"
     check_engine(config)
+    if name == "additional_config":
+        value = {"paceline": value}
     setattr(config if section is None else getattr(config, section), name, value)
     with pytest.raises(UnsupportedError, match=remedy):
         check_engine(config)
+
+
+def make_config(**changes: object) -> SimpleNamespace:
+    """As much of vLLM's configuration as `check_engine` looks at."""
+    base = {
+        "scheduler_config": SimpleNamespace(async_scheduling=False),
+        "parallel_config": SimpleNamespace(pipeline_parallel_size=1, enable_batch_sharded_sampling=False),
+        "model_config": SimpleNamespace(
+            enable_prompt_embeds=False, use_fp64_gumbel=False, enable_trace_replay=False
+        ),
+        "speculative_config": SimpleNamespace(method="custom_class"),
+        "watermark_config": None,
+        "additional_config": {"paceline": {}},
+        "use_v2_model_runner": False,
+    }
+    return SimpleNamespace(**{**base, **changes})

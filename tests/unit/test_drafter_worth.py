@@ -11,6 +11,7 @@ from paceline.planning.drafter_worth import (
     TRIAL_STEPS,
     Rest,
     Worth,
+    choose_depth,
     choose_floor,
     fade,
     level_costs,
@@ -106,3 +107,14 @@ def test_a_shrunken_batch_ends_a_rest_where_the_drafter_is_not_known_to_lose() -
     assert next_rest(rest, 2, worth.is_positive(2), 256) == Rest()
     worth = learn(worth, 2, TRIAL_STEPS, BAD)
     assert next_rest(rest, 2, worth.is_positive(2), 256).left == 63
+
+
+def test_the_next_drafts_are_as_deep_as_the_last_ones_paid() -> None:
+    costs = np.array([0.0, 0.3, 0.5], np.float32)
+    sure = np.array([[0.9, 0.8, 0.7, 0.6], [0.9, 0.2, 0.1, 0.05]], np.float32)
+    assert choose_depth(sure, 0.05, costs, 16) == 8, "every level paid"
+    assert choose_depth(sure, 0.05, costs, 6) == 6
+    assert choose_depth(sure, 0.35, costs, 16) == 5, "after the fourth level 0.25 of a token was left"
+    assert choose_depth(sure, 0.95, costs, 16) == 2
+    assert choose_depth(sure[:, :1], 0.05, 4 * costs, 16) == 2, "one level always, and one on trial"
+    assert choose_depth(sure[:0], 0.05, costs, 16) == 2

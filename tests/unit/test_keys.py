@@ -44,6 +44,13 @@ def test_what_is_assigned_is_what_the_worker_reads() -> None:
     assert wanted.seed is None
 
 
+@pytest.mark.parametrize("seed", [0, 5, (1 << 63) - 1, -(1 << 63), -1])
+def test_a_runner_that_throws_the_dice_gets_the_key_for_a_seed(seed: int) -> None:
+    wanted = params(seed=seed)
+    assert KeyBook(0, is_seed=True).assign(wanted, [1, 2], 0)[0] == seed % (1 << 64)
+    assert wanted.seed == seed
+
+
 def test_a_resumed_response_keeps_key_and_group() -> None:
     book = KeyBook(0)
     whole = book.assign(params(paceline_sample=1), [1, 2], 0)

@@ -35,7 +35,7 @@ def engine_arguments(settings: EngineSettings | None = None, **fields: Any) -> d
         settings = parse_settings(fields)
     elif fields:
         raise ConfigError(f"give either settings or single fields, not both: {', '.join(fields)}")
-    from paceline.engine.compat import is_cpu
+    from paceline.engine.compat import is_cpu, uses_v2
 
     invariant = settings.batch_invariant if settings.batch_invariant is not None else is_cpu()
     if invariant and not is_cpu():
@@ -46,11 +46,7 @@ def engine_arguments(settings: EngineSettings | None = None, **fields: Any) -> d
     arguments: dict[str, Any] = {
         "scheduler_cls": SCHEDULER,
         "worker_cls": WORKER,
-        "speculative_config": {
-            "method": "custom_class",
-            "model": PROPOSER,
-            "num_speculative_tokens": settings.max_draft_tokens,
-        },
+        "speculative_config": _speculation_v2(settings) if uses_v2() else _speculation(PROPOSER, settings),
         "additional_config": {
             "paceline": settings.model_dump(),
             "paceline_invariant": invariant,
@@ -112,8 +108,44 @@ def check_engine(vllm_config: Any) -> None:
         "async_scheduling=False": vllm_config.scheduler_config.async_scheduling,
         "pipeline_parallel_size=1": vllm_config.parallel_config.pipeline_parallel_size > 1,
         "enable_prompt_embeds=False": vllm_config.model_config.enable_prompt_embeds,
-        "VLLM_USE_V2_MODEL_RUNNER=0": vllm_config.use_v2_model_runner,
     }
+    if vllm_config.use_v2_model_runner:
+        remedies |= _v2_remedies(vllm_config, read_settings(vllm_config))
     for remedy, is_needed in remedies.items():
         if is_needed:
             raise UnsupportedError(f"Paceline does not run on this engine: start it with {remedy}")
+    if not vllm_config.use_v2_model_runner and vllm_config.speculative_config.method != "custom_class":
+        raise UnsupportedError(
+            "vLLM has fallen back to its model runner V1, its warning says why: remove that option, or choose V1 "
+            "yourself with VLLM_USE_V2_MODEL_RUNNER=0"
+        )
+
+
+def _v2_remedies(vllm_config: Any, settings: EngineSettings) -> dict[str, bool]:
+    """What would change the dice, or was never tried, on model runner V2."""
+    from paceline.engine.compat import is_cpu
+
+    model = vllm_config.model_config
+    return {
+        "use_fp64_gumbel=False": model.use_fp64_gumbel,
+        "no watermark_config": vllm_config.watermark_config is not None,
+        "enable_trace_replay=False": model.enable_trace_replay,
+        "enable_batch_sharded_sampling=False": vllm_config.parallel_config.enable_batch_sharded_sampling,
+        "EngineSettings.num_paths=1 (more are for model runner V1)": settings.num_paths > 1,
+        "EngineSettings.compiled unset (on the CPU it is for model runner V1)": is_cpu()
+        and bool(settings.compiled),
+        "EngineSettings.model_drafter_dtype='auto' (on model runner V2 it is the target's)": (
+            settings.model_drafter_dtype != "auto" and vllm_config.speculative_config.method == "draft_model"
+        ),
+    }
+
+
+def _speculation(model: str, settings: EngineSettings) -> dict[str, Any]:
+    return {"method": "custom_class", "model": model, "num_speculative_tokens": settings.max_draft_tokens}
+
+
+def _speculation_v2(settings: EngineSettings) -> dict[str, Any]:
+    """V2 has vLLM's own draft model, or else a method that it can run; v2/runner.py takes its speculator away."""
+    model = None if settings.draft_worker else settings.model_drafter
+    method = {"method": "ngram_gpu"} if model is None else {"method": "draft_model", "model": model}
+    return {**method, "num_speculative_tokens": settings.max_draft_tokens}

@@ -75,6 +75,7 @@ __all__ = [
     "engine_args_class",
     "is_cpu",
     "platform_worker",
+    "uses_v2",
     "worker_connector",
 ]
 
@@ -122,31 +123,51 @@ def repack_tied_head(model: Any) -> bool:
     return True
 
 
+def uses_v2() -> bool:
+    """Whether vLLM takes its model runner V2 for the next engine: on GPUs, unless the environment says otherwise."""
+    import vllm.envs
+    from vllm.triton_utils import HAS_TRITON
+
+    wanted = vllm.envs.VLLM_USE_V2_MODEL_RUNNER
+    return bool(HAS_TRITON if wanted is None else wanted)
+
+
 def allow_exact_options() -> None:
-    """Let requests to an engine with our proposer use min-p and logit bias, which vLLM refuses under speculation.
+    """Let requests to Paceline's engines use min-p and logit bias, which vLLM refuses under speculation.
 
     vLLM refuses them because its rejection sampler would need them in the drafter's distribution too; ours needs no
     such distribution. What ours does not know is refused. Requests to any other engine are checked as before.
     Idempotent.
     """
-    check = SamplingParams._validate_spec_decode
+    from vllm.v1.engine.input_processor import InputProcessor
+
+    check = InputProcessor._validate_params
     if getattr(check, "_paceline", False):
         return
 
-    def validate(self: Any, speculative_config: Any) -> None:
-        model = getattr(speculative_config, "model", None)
-        if isinstance(model, str) and model.startswith("paceline."):
-            check_options(self)
-            if self.thinking_token_budget is not None:
-                raise UnsupportedError(
-                    f"thinking_token_budget={self.thinking_token_budget} is not supported under exact drafting: "
-                    "leave it unset, or bound the response by max_tokens"
-                )
-            return
-        check(self, speculative_config)
+    def validate(self: Any, params: Any, *args: Any) -> Any:
+        if isinstance(params, SamplingParams) and "paceline" in (self.vllm_config.additional_config or {}):
+            _check_exact(params, self.vllm_config)
+            self.speculative_config = None  # what vLLM's check goes by, and nothing else here
+        return check(self, params, *args)
 
     validate._paceline = True  # type: ignore[attr-defined]
-    SamplingParams._validate_spec_decode = validate
+    InputProcessor._validate_params = validate
+
+
+def _check_exact(params: SamplingParams, vllm_config: Any) -> None:
+    """Raise RequestError or UnsupportedError for what exact drafting cannot do."""
+    check_options(params)
+    unsupported = {"thinking_token_budget": "leave it unset, or bound the response by max_tokens"}
+    if vllm_config.use_v2_model_runner:
+        unsupported["logprob_token_ids"] = (
+            "model runner V2 does not return them under speculation; ask for logprobs"
+        )
+        if (params.extra_args or {}).get("paceline_generated"):
+            unsupported["prompt_logprobs"] = "score the prompt in a request that is not resumed"
+    for name, remedy in unsupported.items():
+        if (value := getattr(params, name)) is not None:
+            raise UnsupportedError(f"{name}={value} is not supported under exact drafting: {remedy}")
 
 
 def all_logits_processors(vllm_config: Any, device: Any) -> LogitsProcessors:

@@ -34,6 +34,14 @@ ATTENTION_GROUP = "vllm.v1.worker.utils:AttentionGroup"
 ATTENTION_METADATA = "vllm.v1.attention.backend:CommonAttentionMetadata"
 CPU_WORKER = "vllm.v1.worker.cpu_worker:CPUWorker"
 GPU_WORKER = "vllm.v1.worker.gpu_worker:Worker"
+RUNNER_V2 = "vllm.v1.worker.gpu.model_runner:GPUModelRunner"
+STATES_V2 = "vllm.v1.worker.gpu.states:RequestState"
+BATCH_V2 = "vllm.v1.worker.gpu.input_batch:InputBatch"
+SAMPLER_V2 = "vllm.v1.worker.gpu.sample.sampler:Sampler"
+SAMPLING_V2 = "vllm.v1.worker.gpu.sample.states:SamplingStates"
+VERIFIER_V2 = "vllm.v1.worker.gpu.spec_decode.rejection_sampler:RejectionSampler"
+SPECULATOR_V2 = "vllm.v1.worker.gpu.spec_decode.speculator:DraftModelSpeculator"
+BASE_SPECULATOR_V2 = "vllm.v1.worker.gpu.spec_decode.speculator:BaseSpeculator"
 RUNNER_OUTPUT = "vllm.v1.outputs:ModelRunnerOutput"
 SAMPLING_METADATA = "vllm.v1.sample.metadata:SamplingMetadata"
 DRAFT_METADATA = "vllm.v1.spec_decode.metadata:SpecDecodeMetadata"
@@ -111,8 +119,8 @@ DOORS: tuple[Door, ...] = (
     ),
     Door(
         "vllm.v1.core.sched.output:NewRequestData",
-        "blocks that a new request is given (kv/nan_blocks.py)",
-        members="block_ids num_computed_tokens",
+        "blocks that a new request is given (kv/nan_blocks.py); where its output begins (v2/runner.py)",
+        members="req_id sampling_params prompt_token_ids prompt_len block_ids num_computed_tokens",
     ),
     Door(
         "vllm.v1.core.sched.output:CachedRequestData",
@@ -277,10 +285,86 @@ DOORS: tuple[Door, ...] = (
     ),
     Door(
         "vllm.config.speculative:SpeculativeConfig",
-        "loads v1/proposer.py by its name in `model`",
-        members="model",
-        mentions=("custom_class",),
+        "V1 loads v1/proposer.py by its name in `model`; V2 has its own draft model, or one of its methods",
+        members="model method",
+        mentions=("custom_class", "ngram_gpu", "draft_model"),
     ),
+    # -- model runner V2
+    Door(
+        RUNNER_V2,
+        "KeyedRunnerV2 (v2/): verification, and drafts where V2 reads them",
+        overrides="load_model add_requests execute_model prepare_inputs take_draft_token_ids speculator "
+        "rejection_sampler",
+        members="get_model model req_states sampler speculative_config vllm_config device max_num_reqs",
+    ),
+    Door(
+        f"{RUNNER_V2}.prepare_inputs",
+        "reads draft tokens from the device, when all requests of the step have their rows",
+        parameters="scheduler_output",
+        mentions=("combine_sampled_and_draft_tokens", "self.req_states.draft_tokens"),
+    ),
+    Door(
+        f"{RUNNER_V2}.add_requests",
+        "counts what lies behind `prompt_len` as output",
+        parameters="scheduler_output",
+        mentions=("new_req_data.prompt_len", "all_token_ids=new_req_data.prefill_token_ids"),
+    ),
+    Door(
+        f"{RUNNER_V2}.sample",
+        "takes its sampler without drafts and its verification with drafts",
+        mentions=("input_batch.num_draft_tokens == 0", "self.rejection_sampler("),
+    ),
+    Door(f"{RUNNER_V2}.sample_tokens", "has the speculator draft", mentions=("self.speculator.propose(",)),
+    Door(STATES_V2, "what V2 keeps of each request", members="draft_tokens req_id_to_index total_len"),
+    Door(BATCH_V2, "the requests of a step", members="req_ids num_reqs idx_mapping idx_mapping_np"),
+    Door(SAMPLER_V2, "all sampling options", members="apply_sampling_params sampling_states"),
+    Door(
+        f"{SAMPLER_V2}.sample",
+        "draws with the seed, and with no other sampler, where a request has one",
+        mentions=("self.sampling_states.any_explicit_seed(idx_mapping_np)",),
+    ),
+    Door(f"{SAMPLER_V2}._sample_random", "draws with it", mentions=("is_drafting=False",)),
+    Door(SAMPLING_V2, "key and temperature of each request", members="seeds temperature"),
+    Door(
+        "vllm.v1.worker.gpu.sample.gumbel:gumbel_sample",
+        "throws the dice",
+        parameters="logits expanded_idx_mapping temperature seed pos apply_temperature is_drafting",
+    ),
+    Door(
+        VERIFIER_V2,
+        "ExactVerifier (v2/sampler.py)",
+        overrides="_verify",
+        members="sampler num_speculative_steps",
+    ),
+    Door(
+        f"{VERIFIER_V2}._verify",
+        "replaced with them",
+        parameters="logits draft_logits draft_sampled pos cu_num_logits idx_mapping idx_mapping_np "
+        "expanded_idx_mapping expanded_local_pos seq_lens_upper_bound_np verify_draft_sampled",
+    ),
+    Door(BASE_SPECULATOR_V2, "NoSpeculator", overrides="init_cudagraph_manager capture propose"),
+    Door(
+        SPECULATOR_V2,
+        "CoupledSpeculator (v2/speculator.py)",
+        overrides="propose sample_draft num_speculative_steps",
+        members="compute_draft_logits max_num_reqs device",
+    ),
+    Door(
+        f"{SPECULATOR_V2}.sample_draft",
+        "replaced with them",
+        parameters="hidden_states sample_src_positions idx_mapping temperature seeds draft_step draft_logits "
+        "spec_step_idx",
+    ),
+    Door(
+        "vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator:StandaloneARSpeculator._multi_step_decode",
+        "drafts as deep as it is told",
+        mentions=("range(1, self.num_speculative_steps)",),
+    ),
+    Door("vllm.v1.worker.gpu.async_utils:async_copy_to_np", "starts a copy to the host"),
+    Door("vllm.utils.torch_utils:async_tensor_h2d", "starts a copy to the device", parameters="device"),
+    Door("vllm.triton_utils:tl", "the language of a kernel"),
+    Door("vllm.triton_utils:triton", "compiles it"),
+    Door("vllm.triton_utils:HAS_TRITON", "what V2 needs"),
     # -- the keyed sampler
     Door(
         SAMPLING_METADATA,
@@ -312,14 +396,20 @@ DOORS: tuple[Door, ...] = (
     Door("vllm.utils.torch_utils:PIN_MEMORY", "what logits processors are made with"),
     Door(
         "vllm.sampling_params:SamplingParams",
-        "what speculation forbids and exact drafting does not (compat.py); keys travel in extra_args",
-        overrides="_validate_spec_decode",
-        members="extra_args clone thinking_token_budget",
+        "what exact drafting does not do is refused (compat.py); keys travel in extra_args, on V2 as the seed",
+        members="extra_args clone seed min_tokens thinking_token_budget logprob_token_ids prompt_logprobs",
     ),
     Door(
-        "vllm.sampling_params:SamplingParams._validate_spec_decode",
+        "vllm.v1.engine.input_processor:InputProcessor",
+        "what speculation forbids and exact drafting does not (compat.py)",
+        overrides="_validate_params speculative_config",
+        members="vllm_config",
+    ),
+    Door(
+        "vllm.v1.engine.input_processor:InputProcessor._validate_params",
         "replaced with it",
-        parameters="speculative_config",
+        parameters="params",
+        mentions=("self.speculative_config,",),
     ),
     Door("vllm.sampling_params:RequestOutputKind", "new tokens alone, step by step", members="DELTA"),
     # -- the worker, weights and batch invariance
@@ -339,8 +429,8 @@ DOORS: tuple[Door, ...] = (
     ),
     Door(
         "vllm.envs",
-        "keeps the kernel from splitting contexts over threads",
-        mentions=("VLLM_CPU_ATTN_SPLIT_KV",),
+        "keeps the kernel from splitting contexts over threads; which model runner is wanted",
+        mentions=("VLLM_CPU_ATTN_SPLIT_KV", "VLLM_USE_V2_MODEL_RUNNER"),
     ),
     Door(
         "vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm",
@@ -431,18 +521,19 @@ DOORS: tuple[Door, ...] = (
         "carries Paceline's settings to every process; says what the engine is",
         overrides="compute_hash",
         members="additional_config model_config scheduler_config parallel_config cache_config device_config "
-        "lora_config compilation_config speculative_config kv_transfer_config use_v2_model_runner",
+        "lora_config compilation_config speculative_config kv_transfer_config watermark_config use_v2_model_runner",
     ),
     Door(
         "vllm.config.parallel:ParallelConfig",
         "engines of several workers; the seed of a data-parallel engine",
-        members="data_parallel_index pipeline_parallel_size world_size decode_context_parallel_size",
+        members="data_parallel_index pipeline_parallel_size world_size decode_context_parallel_size "
+        "enable_batch_sharded_sampling",
     ),
     Door(
         MODEL_CONFIG,
         "the target: what it is, and what it may not be",
         members="model dtype seed revision quantization hf_config max_model_len logprobs_mode get_vocab_size use_mla "
-        "enable_prompt_embeds is_multimodal_model is_encoder_decoder uses_mrope",
+        "enable_prompt_embeds is_multimodal_model is_encoder_decoder uses_mrope use_fp64_gumbel enable_trace_replay",
     ),
     Door(
         "vllm.config.cache:CacheConfig",

@@ -90,6 +90,11 @@ def key_of(params: Any) -> int:
     return int(extra["paceline_key"]) & MASK if extra else 0
 
 
+def seed_of(key: int) -> int:
+    """The `SamplingParams.seed` with a key's 64 bits, which vLLM keeps as a signed number."""
+    return key - (1 << 64) if key >> 63 else key
+
+
 def policy_version_of(params: Any) -> int | None:
     """The policy version that a request names; None if it does not take part in the KV pool."""
     version = (params.extra_args or {}).get("paceline_policy_version")
@@ -114,15 +119,15 @@ def _integer(extra: dict[str, Any], name: str) -> int | None:
 class KeyBook:
     """Gives each request of an engine its key and group; counts samples of equal prompts."""
 
-    def __init__(self, run_seed: int) -> None:
-        self._run_seed = run_seed
+    def __init__(self, run_seed: int, *, is_seed: bool = False) -> None:
+        """is_seed: whether vLLM's model runner throws the dice, with the key for a seed (V2)."""
+        self._run_seed, self._is_seed = run_seed, is_seed
         self._seen: OrderedDict[int, int] = OrderedDict()
 
     def assign(self, params: Any, tokens: Sequence[int], response: int) -> tuple[int, int, int]:
-        """Write `paceline_key` and `paceline_response` into the request's extra_args and clear its seed.
+        """Write `paceline_key` and `paceline_response` into the request's extra_args, and what its seed is to be.
 
-        The seed is cleared because vLLM would build a random generator for it that nothing reads. What was generated
-        earlier counts towards `min_tokens`, of which vLLM is left to see the rest.
+        What was generated earlier counts towards `min_tokens`, of which vLLM is left to see the rest.
 
         Returns:
             (key, group, number of prompt tokens that were generated earlier)
@@ -147,9 +152,13 @@ class KeyBook:
         extra["paceline_key"] = key & MASK
         extra["paceline_response"] = response
         params.extra_args = extra
-        params.seed = None
+        params.seed = self.seed(key & MASK)
         params.min_tokens = max(params.min_tokens - carried, 0)
         return key & MASK, group & (MASK >> 1), carried
+
+    def seed(self, key: int) -> int | None:
+        """What vLLM gets for a request's seed: without use for it none, or it would build a generator on V1."""
+        return seed_of(key) if self._is_seed else None
 
     def _derive(self, params: Any, prompt: Sequence[int], sample: int | None) -> int:
         if params.seed is not None:

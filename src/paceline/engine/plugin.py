@@ -22,6 +22,11 @@ from paceline.errors import ConfigError, InstallError, UnsupportedError
 
 SWITCH = "PACELINE"
 SETTINGS = "PACELINE_SETTINGS"
+_WHY = {
+    "async_scheduling": "drafts are made from the tokens of the step before, which overlapping steps do not have yet",
+    "enforce_eager": "on the CPU EngineSettings.compiled decides",
+}
+"""Engine arguments that are changed, and why."""
 _LOGGER = logging.getLogger("vllm.paceline")  # below vLLM's own, so that its settings hold
 
 
@@ -114,6 +119,9 @@ def switch_on(engine_args: Any) -> None:
         **arguments["additional_config"],
     }
     for name, value in arguments.items():
+        before = getattr(engine_args, name)
+        if name in _WHY and value != before:
+            _LOGGER.warning("%s=1 sets %s=%r instead of %r: %s", SWITCH, name, value, before, _WHY[name])
         setattr(engine_args, name, value)
     _LOGGER.info(
         "Paceline %s is on: drafter %s, budget %s, run seed %d (%s=1)",

@@ -1,7 +1,7 @@
 """What a model runner of vLLM's has to do for Paceline, and what passes between it and the scheduler.
 
 vLLM has two model runners. The fast loop, the scheduler, the worker and the KV connector know neither; each runner's
-own part stands behind this interface (V1: v1/runner.py).
+own part stands behind this interface (v1/runner.py, v2/runner.py).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Runner(Protocol):
     In every step it verifies the draft tokens of `SchedulerOutput.scheduled_spec_decode_tokens` and the alternatives of
     `order_of`: each row is decided by the dice, and a request takes what is decided as far as its drafts equal it.
     Requests that get no token are told by `report_undrawable`; those whose drafts gave NaN, for which the step shall
-    not count, by `report_withdrawn`. Where `order_of` asks for it, the model drafter drafts after the step, and its
+    not count, by `report_withdrawn` (V1 alone; on V2 they get what vLLM gives them). V2 is never sent alternatives. Where `order_of` asks for it, the model drafter drafts after the step, and its
     drafts are given out by vLLM's `take_draft_token_ids` as `FreshDrafts`.
     """
 

@@ -73,7 +73,8 @@ class PacelineScheduler(Scheduler):  # type: ignore[misc]
             max_requests=self.scheduler_config.max_num_seqs,
         )
         self.loop = FastLoop(self.settings, sizes)
-        self.keys = KeyBook(engine_seed(self.settings.run_seed, vllm_config))
+        seed = engine_seed(self.settings.run_seed, vllm_config)
+        self.keys = KeyBook(seed, is_seed=vllm_config.use_v2_model_runner)
         self.live: dict[str, LiveResponse] = {}
         self.finished: dict[str, LiveResponse] = {}
         self.observations: deque[StepObservation] = deque(maxlen=MAX_KEPT_STEPS)
@@ -116,7 +117,7 @@ class PacelineScheduler(Scheduler):  # type: ignore[misc]
         params = request.sampling_params = copy.copy(request.sampling_params)
         own = {name: value for name, value in (params.extra_args or {}).items() if name not in OPTIONS}
         params.extra_args = {**own, "paceline_key": live.key, "paceline_response": live.response}
-        params.seed = None
+        params.seed = self.keys.seed(live.key)
 
     def _open(self, request: Request) -> None:
         tokens = request.prompt_token_ids

@@ -17,7 +17,17 @@ from paceline.engine.arguments import check_engine
 from paceline.engine.compat import is_cpu, platform_worker, repack_tied_head
 from paceline.engine.kv.connector import PoolConnector, worker_end
 from paceline.engine.runner import Runner
-from paceline.engine.v1.runner import adopt
+
+
+def _adopt(runner: Any, vllm_config: Any) -> Runner:
+    """Put Paceline's part into vLLM's model runner, whichever of the two it is."""
+    if vllm_config.use_v2_model_runner:
+        from paceline.engine.v2 import runner as v2
+
+        return v2.adopt(runner)
+    from paceline.engine.v1 import runner as v1
+
+    return v1.adopt(runner, vllm_config)
 
 
 class PacelineWorker(platform_worker()):  # type: ignore[misc]
@@ -29,7 +39,7 @@ class PacelineWorker(platform_worker()):  # type: ignore[misc]
             invariance.prepare_environment()
             invariance.patch_attention()
         super().init_device()
-        self.model_runner: Runner = adopt(self.model_runner, self.vllm_config)
+        self.model_runner: Runner = _adopt(self.model_runner, self.vllm_config)
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)

@@ -175,6 +175,21 @@ def level_costs(batch: int, token_s: float, level_time: StepTimeModel) -> Float3
     return costs
 
 
+def choose_depth(path: Float32Array, floor: float, costs: Float32Array, longest: int) -> int:
+    """Levels of the next drafts, where all requests draft equally deep and that is decided before they begin.
+
+    As many as the last drafts would have had by the rule for single levels, and one more; where every level paid, twice
+    as many. path: path probabilities of the last drafts. [num_requests, num_levels] costs: `level_costs`.
+    """
+    num_levels = path.shape[1]
+    for level in range(num_levels):
+        grows = path[:, level] >= floor
+        promised = float((path[grows, level] - floor).sum())
+        if not grows.any() or promised < costs[min(int(grows.sum()), len(costs) - 1)]:
+            return min(level + 2, longest)
+    return min(2 * num_levels, longest)
+
+
 def _put(worth: Worth, at: int, rates: Rates) -> Worth:
     return Worth((*worth.rates[:at], rates, *worth.rates[at + 1 :]))
 

@@ -1,0 +1,102 @@
+"""The runner: vLLM's model runner V2, verifying the scheduler's drafts by the shared dice.
+
+A mixin: the worker exchanges the runner's class for a subclass of itself. V2 reads draft tokens from the device and
+takes of the scheduler's message only how many there are; here their values are put where V2 reads them. A step waits
+for nothing that is on the device.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
+from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
+
+from paceline.engine import compiled, invariance
+from paceline.engine.runner import FreshDrafts, Runner, order_of
+from paceline.engine.v2.sampler import ExactVerifier
+from paceline.engine.v2.speculator import NoSpeculator, couple
+from paceline.errors import UnsupportedError
+from paceline.types import Int64Array
+
+
+def adopt(runner: Any) -> Runner:
+    """Make vLLM's runner, which has no model yet, a subclass of its own class with Paceline's part in it."""
+    runner.__class__ = type("PacelineRunner", (KeyedRunnerV2, runner.__class__), {})
+    runner.adopt()
+    return runner  # type: ignore[no-any-return]
+
+
+class KeyedRunnerV2:
+    """Mixin over vLLM's model runner V2; the interface is `engine.runner.Runner`."""
+
+    responses: Int64Array  # [max_num_reqs] the scheduler's number of the response in each of V2's rows
+
+    def adopt(self: Any) -> None:
+        """Finish the change of class: say where drafts come from."""
+        self.responses = np.zeros(self.max_num_reqs, np.int64)
+        if isinstance(self.speculator, DraftModelSpeculator):
+            self.speculator = couple(self.speculator, self.req_states)
+        else:
+            self.speculator = NoSpeculator(self.req_states.draft_tokens)
+
+    def load_model(self: Any, *args: Any, **kwargs: Any) -> None:
+        super().load_model(*args, **kwargs)  # type: ignore[misc]
+        if type(self.rejection_sampler) is not RejectionSampler:
+            raise UnsupportedError(
+                f"{type(self.model).__name__} brings a sampler of its own: run it without Paceline"
+            )
+        self.rejection_sampler = ExactVerifier(self.sampler, self.speculative_config, self.device)
+        self.seal_model()
+
+    def seal_model(self: Any) -> None:
+        """Put batch invariance onto the loaded model; run again after a reload."""
+        if compiled.is_invariant(self.vllm_config):
+            invariance.pad_single_rows(self.get_model())
+
+    def add_requests(self: Any, scheduler_output: Any) -> None:
+        """vLLM's own, for which tokens that a resumed response carries in its prompt are output."""
+        begun = scheduler_output.scheduled_new_reqs
+        for request in begun:
+            extra = _extra_args(request)
+            if carried := extra.get("paceline_generated", 0):
+                request.prompt_token_ids = request.prompt_token_ids[:-carried]
+                request.sampling_params = params = copy.copy(request.sampling_params)
+                if params.min_tokens:  # the scheduler counts from behind them
+                    params.min_tokens += carried
+        super().add_requests(scheduler_output)  # type: ignore[misc]
+        for request in begun:
+            row = self.req_states.req_id_to_index[request.req_id]
+            self.responses[row] = _extra_args(request).get("paceline_response", -1)
+
+    def execute_model(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        self.speculator.order = order_of(scheduler_output).drafts
+        return super().execute_model(scheduler_output, *args, **kwargs)  # type: ignore[misc]
+
+    def prepare_inputs(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        self.put_drafts(scheduler_output.scheduled_spec_decode_tokens)
+        return super().prepare_inputs(scheduler_output, *args, **kwargs)  # type: ignore[misc]
+
+    def put_drafts(self: Any, drafts: dict[str, list[int]]) -> None:
+        """Scatter the step's draft tokens, by request, to where V2 reads them."""
+        if not drafts:
+            return
+        table = np.zeros((len(drafts), max(map(len, drafts.values()))), np.int64)
+        for row, tokens in enumerate(drafts.values()):
+            table[row, : len(tokens)] = tokens
+        rows = np.fromiter(map(self.req_states.req_id_to_index.__getitem__, drafts), np.int64, len(drafts))
+        target = self.req_states.draft_tokens[:, : table.shape[1]]
+        target.index_copy_(
+            0, async_tensor_h2d(rows, device=self.device), async_tensor_h2d(table, device=self.device)
+        )
+
+    def take_draft_token_ids(self: Any) -> FreshDrafts | None:
+        return self.speculator.take(self)  # type: ignore[no-any-return]
+
+
+def _extra_args(request: Any) -> dict[str, Any]:
+    """Those of a new request; vLLM's warm-up has requests without."""
+    return getattr(request.sampling_params, "extra_args", None) or {}

@@ -1,0 +1,110 @@
+"""Exact verification on model runner V2, on the device alone.
+
+V2 draws a token by Gumbel noise that is a function of (seed, position, token id): our dice, with the key for a seed. So
+vLLM's own sampler serves every step without drafts, and of its verification the test of probability ratios alone is
+replaced: each row is drawn as it would be without drafts, and a draft is accepted while it equals its row's token.
+Invariant: the token of a row depends on that row's logits, the request's sampling options, its seed and the position
+alone, which makes plain vLLM on V2 with `seed=key` generate the same tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.triton_utils import tl, triton
+from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
+from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
+
+
+class ExactVerifier(RejectionSampler):  # type: ignore[misc]
+    """vLLM's verification of drafts, its chunks and log-probabilities included, with exact matching for its test."""
+
+    def _verify(
+        self,
+        logits: torch.Tensor,
+        draft_logits: torch.Tensor | None,
+        draft_sampled: torch.Tensor,
+        pos: torch.Tensor,
+        cu_num_logits: torch.Tensor,
+        idx_mapping: torch.Tensor,
+        idx_mapping_np: Any,
+        expanded_idx_mapping: torch.Tensor,
+        expanded_local_pos: torch.Tensor,
+        seq_lens_upper_bound_np: Any,
+        verify_draft_sampled: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        processed = self.sampler.apply_sampling_params(
+            logits,
+            expanded_idx_mapping,
+            idx_mapping,
+            idx_mapping_np,
+            pos,
+            draft_sampled,
+            expanded_local_pos,
+            seq_lens_upper_bound_np,
+        )
+        states = self.sampler.sampling_states
+        drawn = gumbel_sample(
+            processed,
+            expanded_idx_mapping,
+            states.temperature.gpu,
+            states.seeds.gpu,
+            pos,
+            apply_temperature=False,
+            is_drafting=False,
+        )
+        tokens, num_tokens = accept(drawn, verify_draft_sampled, cu_num_logits, self.num_speculative_steps)
+        return processed, tokens, num_tokens
+
+
+def accept(
+    drawn: torch.Tensor, inputs: torch.Tensor, first_rows: torch.Tensor, most_drafts: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Accept each request's draft tokens up to the first that differs from the token drawn before it.
+
+    Args:
+        drawn: token that each row decides. [num_rows] int64
+        inputs: token that each row was computed from: a request's last token, then its drafts, -1 for one that may not
+            be accepted. [num_rows] int
+        first_rows: [num_requests + 1] int32
+        most_drafts: draft tokens that a request can have.
+
+    Returns:
+        (tokens [num_requests, 1 + most_drafts] int64, undefined behind the first rejection; their numbers
+        [num_requests] int32)
+    """
+    num_requests = len(first_rows) - 1
+    tokens = drawn.new_empty(num_requests, 1 + most_drafts)
+    num_tokens = first_rows.new_empty(num_requests)
+    _accept_kernel[(num_requests,)](
+        tokens,
+        tokens.stride(0),
+        num_tokens,
+        drawn,
+        inputs,
+        first_rows,
+        BLOCK_SIZE=triton.next_power_of_2(1 + most_drafts),
+    )
+    return tokens, num_tokens
+
+
+@triton.jit
+def _accept_kernel(
+    tokens_ptr,
+    tokens_stride,
+    num_tokens_ptr,
+    drawn_ptr,
+    inputs_ptr,
+    first_rows_ptr,
+    BLOCK_SIZE: tl.constexpr,
+):
+    request = tl.program_id(0)
+    start = tl.load(first_rows_ptr + request)
+    num_rows = tl.load(first_rows_ptr + request + 1) - start
+    offset = tl.arange(0, BLOCK_SIZE)
+    drawn = tl.load(drawn_ptr + start + offset, mask=offset < num_rows, other=0)
+    draft = tl.load(inputs_ptr + start + offset + 1, mask=offset + 1 < num_rows, other=-1)
+    last = tl.min(tl.where(drawn == draft, BLOCK_SIZE, offset), axis=0)
+    tl.store(tokens_ptr + request * tokens_stride + offset, drawn, mask=offset <= last)
+    tl.store(num_tokens_ptr + request, last + 1)

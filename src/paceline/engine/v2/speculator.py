@@ -1,0 +1,203 @@
+"""What stands where model runner V2 wants a speculator: none, or vLLM's own draft model coupled to the target.
+
+vLLM salts a draft model's noise, because its verification tests probability ratios. Exact matching wants the opposite:
+the noise of the target, so that the two agree wherever their distributions nearly do. Invariant: nothing here waits for
+the device before `take`, which the scheduler calls when the step is over.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.v1.worker.gpu.async_utils import async_copy_to_np
+from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
+from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator, DraftModelSpeculator
+
+from paceline import dice
+from paceline.drafting.proposal import calibration_cells
+from paceline.engine.runner import FreshDrafts
+from paceline.planning.drafter_worth import choose_depth
+from paceline.planning.sharpness import SHARPNESS_GRID
+from paceline.types import DraftBatch, DraftGrowth, DraftOrder, Float32Array, Int64Array, ModelDrafts
+
+
+class NoSpeculator(BaseSpeculator):  # type: ignore[misc]
+    """Drafts nothing: all drafts come from the scheduler."""
+
+    supports_mm_inputs = False
+    draft_logits = None
+    order: DraftOrder | None = None
+
+    def __init__(self, draft_tokens: torch.Tensor) -> None:
+        """draft_tokens: V2's. [max_num_reqs, max_draft_tokens] int64"""
+        self._nothing = torch.zeros_like(draft_tokens)
+
+    def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
+        pass
+
+    def capture(self) -> None:
+        pass
+
+    def propose(self, input_batch: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self._nothing[: input_batch.num_reqs]
+
+    def take(self, runner: Any) -> None:
+        """There never are fresh drafts."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """Drafts on their way to the host; the arrays are valid once `copied` has happened."""
+
+    order: DraftOrder
+    names: list[str]
+    rows: Int64Array  # [num_requests] V2's row of each request
+    positions: Int64Array  # [num_requests] of the first draft token
+    tokens: Int64Array  # [num_requests, depth]
+    rivals: Int64Array  # [depth, num_requests] the token that would have been next
+    evidence: (
+        Float32Array  # [2, depth, num_requests] log q of the token, and its lead over the rival without noise
+    )
+    copied: Any
+    launch_s: float
+
+
+class CoupledSpeculator(DraftModelSpeculator):  # type: ignore[misc]
+    """On top of one of vLLM's speculators: drafts with the target's noise, as deep as pays, and says how sure it is."""
+
+    order: DraftOrder | None
+    """What the scheduler wants drafted after the present step; None: nothing."""
+
+    def couple(self, req_states: Any) -> None:
+        """Finish the change of class. req_states: V2's."""
+        self.order, self._lengths = None, req_states.total_len
+        self._longest, self._depth = self.num_speculative_steps, 1
+        shape, device = (self._longest, self.max_num_reqs), self.device
+        self._rivals = torch.zeros(shape, dtype=torch.int64, device=device)
+        self._evidence = torch.zeros(2, *shape, dtype=torch.float32, device=device)
+        self._made: _Made | None = None
+
+    def propose(self, input_batch: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """vLLM's own, as deep as the last drafts paid; one level while it rests, which keeps its KV cache complete."""
+        began_s = time.perf_counter()
+        order: DraftOrder | None = self.order
+        depth = 1 if order is None else min(self._depth, order.depth)
+        self.num_speculative_steps = depth
+        drafts: torch.Tensor = super().propose(input_batch, *args, **kwargs)
+        self.num_speculative_steps = self._longest
+        if order is not None and not kwargs.get("dummy_run"):
+            self._send(order, input_batch, drafts[:, :depth], time.perf_counter() - began_s)
+        return drafts
+
+    def sample_draft(
+        self,
+        hidden_states: torch.Tensor,
+        sample_src_positions: torch.Tensor,
+        idx_mapping: torch.Tensor,
+        temperature: torch.Tensor,
+        seeds: torch.Tensor,
+        draft_step: torch.Tensor,
+        draft_logits: torch.Tensor | None,
+        spec_step_idx: int = 0,
+    ) -> torch.Tensor:
+        """Draw each row's draft token with the noise that the target will draw with. [num_rows] int64
+
+        `sharpness` divides the temperature. The margin of a proposal is that of the coupled score, whatever sharpness
+        proposed it (drafting/proposal.py).
+        """
+        logits = self.compute_draft_logits(hidden_states, spec_step_idx).float()
+
+        def draw(scores: torch.Tensor, heat: torch.Tensor) -> torch.Tensor:
+            drawn: torch.Tensor = gumbel_sample(
+                scores,
+                idx_mapping,
+                heat,
+                seeds,
+                sample_src_positions,
+                apply_temperature=True,
+                is_drafting=False,
+            )
+            return drawn
+
+        sharpness = 1.0 if self.order is None else self.order.sharpness
+        tokens = draw(logits, temperature / sharpness)
+        if self.order is not None:
+            rivals = draw(logits.scatter(1, tokens[:, None], -torch.inf), temperature)
+            heat = temperature[idx_mapping]
+            logits = logits / torch.where(heat > 0, heat, 1.0)[:, None]
+            own, rival = logits.gather(1, torch.stack([tokens, rivals], 1)).unbind(1)
+            evidence = torch.stack([own - logits.logsumexp(1), own - rival])
+            count, step = len(tokens), draft_step.view(1)
+            self._rivals[:, :count].index_copy_(0, step, rivals[None])
+            self._evidence[:, :, :count].index_copy_(1, step, evidence[:, None])
+        return tokens
+
+    def _send(self, order: DraftOrder, input_batch: Any, drafts: torch.Tensor, launch_s: float) -> None:
+        """Start copying the drafts to the host."""
+        count, depth = drafts.shape
+        positions = async_copy_to_np(self._lengths.gpu[input_batch.idx_mapping])
+        arrays = (drafts, self._rivals[:depth, :count], self._evidence[:, :depth, :count])
+        tokens, rivals, evidence = map(async_copy_to_np, arrays)
+        copied = torch.cuda.Event(blocking=True)
+        copied.record()
+        self._made = _Made(
+            order,
+            input_batch.req_ids,
+            input_batch.idx_mapping_np,
+            positions,
+            tokens,
+            rivals,
+            evidence,
+            copied,
+            launch_s,
+        )
+
+    def take(self, runner: Any) -> FreshDrafts | None:
+        """The fresh drafts for the scheduler, once; None when there are none. Waits until they are made."""
+        made: _Made | None = self._made
+        self._made = None
+        if made is None:
+            return None
+        began_s = time.perf_counter()
+        made.copied.synchronize()
+        states = runner.sampler.sampling_states
+        batch = _judge(made, states.seeds.np[made.rows].view(np.uint64), states.temperature.np[made.rows])
+        order, (count, depth) = made.order, made.tokens.shape
+        self._depth = choose_depth(batch.path_probability, order.floor, order.level_costs, self._longest)
+        seconds = made.launch_s + time.perf_counter() - began_s
+        drafts = ModelDrafts(
+            runner.responses[made.rows],
+            made.positions.astype(np.int64),
+            batch,
+            DraftGrowth(depth, depth * count, seconds),
+            made.launch_s,
+        )
+        return FreshDrafts(made.names, [[] for _ in made.names], drafts)
+
+
+def couple(speculator: Any, req_states: Any) -> Any:
+    """Make vLLM's speculator, which has no model yet, a subclass of its own class that is coupled to the target."""
+    speculator.__class__ = type("PacelineSpeculator", (CoupledSpeculator, speculator.__class__), {})
+    speculator.couple(req_states)
+    return speculator
+
+
+def _judge(made: _Made, keys: Any, temperatures: Float32Array) -> DraftBatch:
+    """The drafts with their calibration cells; the noise of the two best tokens is thrown again on the host."""
+    count, depth = made.tokens.shape
+    positions = made.positions[:, None].astype(np.int64) + np.arange(depth)
+    noise = dice.gumbel(keys[:, None], positions, np.stack([made.tokens, made.rivals.T]))
+    log_q, lead = made.evidence.transpose(0, 2, 1)
+    margin = lead + np.where(temperatures[:, None] > 0, noise[0] - noise[1], np.float32(0.0))
+    cells = calibration_cells(log_q, margin)
+    return DraftBatch(
+        tokens=made.tokens.astype(np.int32),
+        num_tokens=np.full(count, depth, np.int32),
+        acceptance=made.order.calibration[cells],
+        cells=cells,
+        probes=np.full((count, len(SHARPNESS_GRID)), -1, np.int32),
+    )

@@ -1,0 +1,179 @@
+"""Runs engines on model runner V2 in Triton's interpreter, and writes what they generated as JSON.
+
+Arguments: target, drafter, file to write. The interpreter decides some 40 rows a second; so all requests, with their
+different options, share one batch.
+"""
+
+from __future__ import annotations
+
+import interpreted  # noqa: F401  first: it prepares Triton
+
+# isort: split
+import json
+import os
+import sys
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from drafters import ScriptedDrafter
+from tiny_model import VOCAB
+from torch.utils._python_dispatch import TorchDispatchMode
+from vllm import LLM, SamplingParams
+
+from paceline.config import BudgetSettings, EngineSettings
+from paceline.engine import plugin
+from paceline.engine.rollout_engine import RolloutEngine
+from paceline.engine.v2.sampler import accept
+
+MAX_TOKENS = 32
+SIZES: dict[str, Any] = {"dtype": "float32", "max_model_len": 256, "max_num_seqs": 16}
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "temperature 1": {},
+    "another sample": {},
+    "temperature 0.7": {"temperature": 0.7},
+    "greedy": {"temperature": 0.0},
+    "top-k": {"top_k": 5},
+    "top-p": {"top_p": 0.8},
+    "min-p": {"min_p": 0.1},
+    "all filters": {"temperature": 1.3, "top_k": 20, "top_p": 0.9, "min_p": 0.02},
+    "penalties": {"presence_penalty": 0.5, "frequency_penalty": 0.3, "repetition_penalty": 1.2},
+    "logit bias": {"logit_bias": {5: 4.0, 9: -100.0}},
+    "allowed ids": {"allowed_token_ids": list(range(2, 40))},
+    "min tokens": {"min_tokens": 24, "logit_bias": {2: 3.0}},
+    "bad words": {"bad_words": ["&'", "3"]},
+    "stop token": {"stop_token_ids": [40, 41]},
+}
+KEYS = {name: (index - 3) * 0x1234_5678_9ABC_DEF for index, name in enumerate(OPTIONS)}
+"""Seeds of vLLM's: 64 bits with a sign."""
+PROMPTS = {name: [1, 5, 9, 13 + index // 3] for index, name in enumerate(OPTIONS)}
+
+
+def decode(engine: RolloutEngine, carried: dict[str, list[int]] | None = None) -> dict[str, Any]:
+    """Tokens and log-probabilities of all requests. carried: what they have generated earlier."""
+    for name, options in OPTIONS.items():
+        before = (carried or {}).get(name, [])
+        params = SamplingParams(
+            **{"temperature": 1.0, "logprobs": 2, **options},
+            max_tokens=MAX_TOKENS - len(before),
+            seed=KEYS[name],
+        )
+        if engine.settings is not None:
+            params.extra_args = {"paceline_generated": len(before)}
+        engine.vllm_engine.add_request(name, {"prompt_token_ids": PROMPTS[name] + before}, params)
+    found = {}
+    while engine.vllm_engine.has_unfinished_requests():
+        for output in engine.vllm_engine.step():
+            [made] = output.outputs
+            logprobs = [sorted((id, x.logprob) for id, x in at.items()) for at in made.logprobs]
+            found[output.request_id] = {"tokens": list(made.token_ids), "logprobs": logprobs}
+    return found
+
+
+def run(engine: RolloutEngine, drafter: Any, carried: dict[str, list[int]] | None = None) -> dict[str, Any]:
+    """Decode with `drafter` for the model-free one, from an empty cache; with the numbers of drafts."""
+    engine.reset_prefix_cache()
+    engine.take_observations()
+    engine.scheduler.loop.drafter, own = drafter, engine.scheduler.loop.drafter
+    responses = decode(engine, carried)
+    engine.scheduler.loop.drafter = own
+    steps = engine.take_observations()
+    numbers = {
+        name: sum(getattr(step, name) for step in steps)
+        for name in ("num_draft_tokens", "num_accepted_tokens", "num_model_tokens")
+    }
+    return {"responses": responses, **numbers}
+
+
+class Waits(TorchDispatchMode):
+    """Notes operations for whose result a host has to wait."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(
+            word in str(func) for word in ("_local_scalar_dense", "nonzero", "aten.equal", "masked_select")
+        ):
+            self.found.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def watch(owner: Any, name: str, waits: Waits) -> None:
+    """Note what `owner.name` waits for."""
+    inner = getattr(owner, name)
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        with waits:
+            return inner(*args, **kwargs)
+
+    setattr(owner, name, watched)
+
+
+def accept_at_random() -> list[Any]:
+    """(what `accept` returns, what it should) of ragged requests."""
+    random = np.random.default_rng(3)
+    cases = []
+    for _ in range(20):
+        numbers = random.integers(0, 7, 3)
+        drawn = [random.integers(0, 3, n + 1).tolist() for n in numbers]
+        inputs = [[9, *random.integers(-1, 3, n).tolist()] for n in numbers]
+        first_rows = torch.tensor([0, *np.cumsum(numbers + 1)], dtype=torch.int32)
+        flat = torch.tensor([*chain(*drawn)]), torch.tensor([*chain(*inputs)], dtype=torch.int32)
+        tokens, counts = accept(*flat, first_rows, 6)
+        got = [row[:count] for row, count in zip(tokens.tolist(), counts.tolist(), strict=True)]
+        lengths = [
+            next((i for i, (a, b) in enumerate(zip(row, given[1:], strict=False)) if a != b), len(row) - 1)
+            for row, given in zip(drawn, inputs, strict=True)
+        ]
+        cases.append((got, [row[: n + 1] for row, n in zip(drawn, lengths, strict=True)]))
+    return cases
+
+
+def main(target: str, drafter: str, file: str) -> None:
+    made: dict[str, Any] = {"accept": accept_at_random()}
+    with RolloutEngine(target, None, kv_cache_bytes=1 << 26, **SIZES) as engine:
+        plain = decode(engine)
+    made["plain"] = {"responses": plain}
+    known = {KEYS[n] % (1 << 64): (*PROMPTS[n], *plain[n]["tokens"]) for n in OPTIONS}
+    settings = EngineSettings(max_draft_tokens=4, budget=BudgetSettings(policy="fixed", fixed_tokens=4))
+    with RolloutEngine(target, settings, kv_cache_bytes=1 << 26, **SIZES) as engine:
+        runner = engine.vllm_engine.model_executor.driver_worker.worker.model_runner
+        made["runner"] = [cls.__module__ for cls in type(runner).__mro__]
+        made["none"] = run(engine, None)
+        made["suffix"] = run(engine, engine.scheduler.loop.drafter)
+        made["garbage"] = run(engine, ScriptedDrafter(known, 0.0, VOCAB, 4))
+        made["scripted"] = run(engine, ScriptedDrafter(known, 0.8, VOCAB, 4))
+        cut = {n: plain[n]["tokens"][: 5 + i % 7] for i, n in enumerate(OPTIONS)}
+        made["resumed"] = {"cut": cut, **run(engine, ScriptedDrafter(known, 0.8, VOCAB, 4), cut)}
+    settings = settings.model_copy(update={"model_drafter": drafter})
+    with RolloutEngine(target, settings, kv_cache_bytes=1 << 26, **SIZES) as engine:
+        runner = engine.vllm_engine.model_executor.driver_worker.worker.model_runner
+        waits = Waits()
+        for owner, name in (
+            (runner, "put_drafts"),
+            (runner.speculator, "propose"),
+            (runner.rejection_sampler, "_verify"),
+        ):
+            watch(owner, name, waits)
+        made["mixed"] = run(engine, engine.scheduler.loop.drafter)
+        made["model"] = run(engine, None)
+        made["waits"] = waits.found
+    os.environ |= {"PACELINE": "1", "PACELINE_SETTINGS": json.dumps({"max_draft_tokens": 4})}
+    plugin.register()
+    llm = LLM(
+        target, enforce_eager=True, kv_cache_memory_bytes=1 << 26, distributed_executor_backend="uni", **SIZES
+    )
+    names = ["temperature 1", "another sample"]
+    wanted = [SamplingParams(temperature=1.0, max_tokens=MAX_TOKENS, seed=KEYS[n]) for n in names]
+    outputs = llm.generate([{"prompt_token_ids": PROMPTS[n]} for n in names], wanted, use_tqdm=False)
+    made["environment"] = {n: list(o.outputs[0].token_ids) for n, o in zip(names, outputs, strict=True)}
+    Path(file).write_text(json.dumps(made))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,112 @@
+"""vLLM's model runner V2, in Triton's interpreter: the tokens are those of plain vLLM on V2 with `seed=key`.
+
+One process runs all engines (interpreted_engines.py), because Triton has to be prepared before anything imports it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+HERE = Path(__file__).parent
+MODES = ("none", "suffix", "garbage", "scripted", "mixed", "model")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed"),
+]
+
+
+@pytest.fixture(scope="module")
+def made(model_dir: Path, drafter_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What the engines made, by mode."""
+    file = tmp_path_factory.mktemp("v2") / "made.json"
+    command = [sys.executable, HERE / "interpreted_engines.py", model_dir, drafter_dir, file]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PACELINE")}
+    environment["PYTHONPATH"] = str(HERE.parent / "builders")
+    done = subprocess.run(
+        list(map(str, command)), env=environment, capture_output=True, text=True, timeout=1500
+    )
+    assert done.returncode == 0, done.stderr[-5000:]
+    return {**json.loads(file.read_text()), "log": done.stdout + done.stderr}
+
+
+def tokens(run: dict[str, Any]) -> dict[str, list[int]]:
+    return {name: response["tokens"] for name, response in run["responses"].items()}
+
+
+@pytest.mark.timeout(1600)
+def test_the_engines_ran_on_v2(made: dict[str, Any]) -> None:
+    assert "vllm.v1.worker.gpu.model_runner" in made["runner"]
+    assert "paceline.engine.v2.runner" in made["runner"]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_tokens_are_plain_vllms(made: dict[str, Any], mode: str) -> None:
+    assert tokens(made[mode]) == tokens(made["plain"])
+
+
+def test_enough_was_compared(made: dict[str, Any]) -> None:
+    plain = tokens(made["plain"])
+    assert sum(map(len, plain.values())) * len(MODES) > 2000
+    assert len(set(map(tuple, plain.values()))) == len(plain)
+
+
+def test_drafts_were_verified_and_some_accepted(made: dict[str, Any]) -> None:
+    drafted = {mode: made[mode]["num_draft_tokens"] for mode in MODES}
+    accepted = {mode: made[mode]["num_accepted_tokens"] for mode in MODES}
+    assert drafted["none"] == 0
+    assert all(drafted[mode] > 100 for mode in MODES[1:]), drafted
+    assert accepted["garbage"] < 0.1 * drafted["garbage"]
+    assert accepted["scripted"] > 0.4 * drafted["scripted"]
+    assert accepted["model"] > 0.4 * drafted["model"], "the draft model does not throw the target's dice"
+    assert made["mixed"]["num_model_tokens"] > 0
+
+
+@pytest.mark.parametrize("mode", MODES[1:])
+def test_log_probabilities_are_those_without_drafts(made: dict[str, Any], mode: str) -> None:
+    """Bitwise, as on V1: the batch-invariance measures of the CPU hold on V2 too."""
+    for name, response in made["none"]["responses"].items():
+        assert made[mode]["responses"][name]["logprobs"] == response["logprobs"], name
+
+
+def test_log_probabilities_are_plain_vllms(made: dict[str, Any]) -> None:
+    for name, response in made["plain"]["responses"].items():
+        np.testing.assert_allclose(
+            np.concatenate(made["none"]["responses"][name]["logprobs"]),
+            np.concatenate(response["logprobs"]),
+            atol=1e-4,
+            err_msg=name,
+        )
+
+
+def test_a_resumed_response_goes_on_as_if_it_had_not_stopped(made: dict[str, Any]) -> None:
+    """With penalties, bad words and min tokens counting what was generated before the cut."""
+    cut = made["resumed"]["cut"]
+    whole = {name: cut[name] + rest for name, rest in tokens(made["resumed"]).items()}
+    unfinished = {name: given for name, given in tokens(made["plain"]).items() if len(given) > len(cut[name])}
+    assert len(unfinished) > 10
+    assert {name: whole[name] for name in unfinished} == unfinished
+
+
+def test_nothing_waits_for_the_device(made: dict[str, Any]) -> None:
+    assert made["waits"] == []
+
+
+def test_prefixes_are_accepted(made: dict[str, Any]) -> None:
+    for got, expected in made["accept"]:
+        assert got == expected
+
+
+def test_the_environment_alone_stays_on_v2_and_says_what_it_changes(made: dict[str, Any]) -> None:
+    plain = tokens(made["plain"])
+    assert made["environment"] == {name: plain[name] for name in made["environment"]}
+    assert "PACELINE=1 sets async_scheduling=False instead of None" in made["log"]
+    assert "using the V1 model runner" not in made["log"]
