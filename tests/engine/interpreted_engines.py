@@ -12,6 +12,7 @@ import interpreted  # noqa: F401  first: it prepares Triton
 import json
 import os
 import sys
+from collections.abc import Iterable
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 from drafters import ScriptedDrafter
+from safetensors.torch import load_file
 from tiny_model import VOCAB
 from torch.utils._python_dispatch import TorchDispatchMode
 from vllm import LLM, SamplingParams
@@ -49,13 +51,16 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 KEYS = {name: (index - 3) * 0x1234_5678_9ABC_DEF for index, name in enumerate(OPTIONS)}
 """Seeds of vLLM's: 64 bits with a sign."""
+FEW = tuple(OPTIONS)[:4]
 PROMPTS = {name: [1, 5, 9, 13 + index // 3] for index, name in enumerate(OPTIONS)}
 
 
-def decode(engine: RolloutEngine, carried: dict[str, list[int]] | None = None) -> dict[str, Any]:
-    """Tokens and log-probabilities of all requests. carried: what they have generated earlier."""
-    for name, options in OPTIONS.items():
-        before = (carried or {}).get(name, [])
+def decode(
+    engine: RolloutEngine, carried: dict[str, list[int]] | None = None, names: Iterable[str] = OPTIONS
+) -> dict[str, Any]:
+    """Tokens and log-probabilities of requests. carried: what they have generated earlier."""
+    for name in names:
+        options, before = OPTIONS[name], (carried or {}).get(name, [])
         params = SamplingParams(
             **{"temperature": 1.0, "logprobs": 2, **options},
             max_tokens=MAX_TOKENS - len(before),
@@ -139,6 +144,8 @@ def main(target: str, drafter: str, file: str) -> None:
     with RolloutEngine(target, None, kv_cache_bytes=1 << 26, **SIZES) as engine:
         plain = decode(engine)
     made["plain"] = {"responses": plain}
+    with RolloutEngine(drafter, None, kv_cache_bytes=1 << 26, **SIZES) as engine:
+        made["other weights"] = {"responses": decode(engine, names=FEW)}
     known = {KEYS[n] % (1 << 64): (*PROMPTS[n], *plain[n]["tokens"]) for n in OPTIONS}
     settings = EngineSettings(max_draft_tokens=4, budget=BudgetSettings(policy="fixed", fixed_tokens=4))
     with RolloutEngine(target, settings, kv_cache_bytes=1 << 26, **SIZES) as engine:
@@ -150,6 +157,8 @@ def main(target: str, drafter: str, file: str) -> None:
         made["scripted"] = run(engine, ScriptedDrafter(known, 0.8, VOCAB, 4))
         cut = {n: plain[n]["tokens"][: 5 + i % 7] for i, n in enumerate(OPTIONS)}
         made["resumed"] = {"cut": cut, **run(engine, ScriptedDrafter(known, 0.8, VOCAB, 4), cut)}
+        engine.push_weights(load_file(Path(drafter) / "model.safetensors").items())
+        made["pushed"] = {"responses": decode(engine, names=FEW)}
     settings = settings.model_copy(update={"model_drafter": drafter})
     with RolloutEngine(target, settings, kv_cache_bytes=1 << 26, **SIZES) as engine:
         runner = engine.vllm_engine.model_executor.driver_worker.worker.model_runner
@@ -168,10 +177,11 @@ def main(target: str, drafter: str, file: str) -> None:
     llm = LLM(
         target, enforce_eager=True, kv_cache_memory_bytes=1 << 26, distributed_executor_backend="uni", **SIZES
     )
-    names = ["temperature 1", "another sample"]
-    wanted = [SamplingParams(temperature=1.0, max_tokens=MAX_TOKENS, seed=KEYS[n]) for n in names]
-    outputs = llm.generate([{"prompt_token_ids": PROMPTS[n]} for n in names], wanted, use_tqdm=False)
-    made["environment"] = {n: list(o.outputs[0].token_ids) for n, o in zip(names, outputs, strict=True)}
+    wanted = [
+        SamplingParams(**{"temperature": 1.0, **OPTIONS[n]}, max_tokens=MAX_TOKENS, seed=KEYS[n]) for n in FEW
+    ]
+    outputs = llm.generate([{"prompt_token_ids": PROMPTS[n]} for n in FEW], wanted, use_tqdm=False)
+    made["environment"] = {n: list(o.outputs[0].token_ids) for n, o in zip(FEW, outputs, strict=True)}
     Path(file).write_text(json.dumps(made))
 
 

@@ -96,6 +96,10 @@ def test_a_resumed_response_goes_on_as_if_it_had_not_stopped(made: dict[str, Any
     assert {name: whole[name] for name in unfinished} == unfinished
 
 
+def test_pushed_weights_take_over(made: dict[str, Any]) -> None:
+    assert tokens(made["pushed"]) == tokens(made["other weights"])
+
+
 def test_nothing_waits_for_the_device(made: dict[str, Any]) -> None:
     assert made["waits"] == []
 

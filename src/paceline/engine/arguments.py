@@ -46,7 +46,7 @@ def engine_arguments(settings: EngineSettings | None = None, **fields: Any) -> d
     arguments: dict[str, Any] = {
         "scheduler_cls": SCHEDULER,
         "worker_cls": WORKER,
-        "speculative_config": _speculation_v2(settings) if uses_v2() else _speculation(PROPOSER, settings),
+        "speculative_config": _speculation(settings, uses_v2()),
         "additional_config": {
             "paceline": settings.model_dump(),
             "paceline_invariant": invariant,
@@ -140,12 +140,14 @@ def _v2_remedies(vllm_config: Any, settings: EngineSettings) -> dict[str, bool]:
     }
 
 
-def _speculation(model: str, settings: EngineSettings) -> dict[str, Any]:
-    return {"method": "custom_class", "model": model, "num_speculative_tokens": settings.max_draft_tokens}
-
-
-def _speculation_v2(settings: EngineSettings) -> dict[str, Any]:
-    """V2 has vLLM's own draft model, or else a method that it can run; v2/runner.py takes its speculator away."""
+def _speculation(settings: EngineSettings, is_v2: bool) -> dict[str, Any]:
+    """vLLM's speculative method: on V1 our proposer; on V2 vLLM's own draft model, or else one that V2 can run, whose
+    speculator v2/runner.py takes away."""
     model = None if settings.draft_worker else settings.model_drafter
-    method = {"method": "ngram_gpu"} if model is None else {"method": "draft_model", "model": model}
+    if not is_v2:
+        method = {"method": "custom_class", "model": PROPOSER}
+    elif model is None:
+        method = {"method": "ngram_gpu"}
+    else:
+        method = {"method": "draft_model", "model": model}
     return {**method, "num_speculative_tokens": settings.max_draft_tokens}

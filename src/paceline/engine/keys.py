@@ -90,11 +90,6 @@ def key_of(params: Any) -> int:
     return int(extra["paceline_key"]) & MASK if extra else 0
 
 
-def seed_of(key: int) -> int:
-    """The `SamplingParams.seed` with a key's 64 bits, which vLLM keeps as a signed number."""
-    return key - (1 << 64) if key >> 63 else key
-
-
 def policy_version_of(params: Any) -> int | None:
     """The policy version that a request names; None if it does not take part in the KV pool."""
     version = (params.extra_args or {}).get("paceline_policy_version")
@@ -157,8 +152,10 @@ class KeyBook:
         return key & MASK, group & (MASK >> 1), carried
 
     def seed(self, key: int) -> int | None:
-        """What vLLM gets for a request's seed: without use for it none, or it would build a generator on V1."""
-        return seed_of(key) if self._is_seed else None
+        """What vLLM gets for a request's seed: the key's 64 bits with a sign; on V1, where it would build a random
+        generator that nothing reads, none."""
+        signed = key - (1 << 64) if key >> 63 else key
+        return signed if self._is_seed else None
 
     def _derive(self, params: Any, prompt: Sequence[int], sample: int | None) -> int:
         if params.seed is not None:

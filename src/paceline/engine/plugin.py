@@ -24,7 +24,7 @@ SWITCH = "PACELINE"
 SETTINGS = "PACELINE_SETTINGS"
 _WHY = {
     "async_scheduling": "drafts are made from the tokens of the step before, which overlapping steps do not have yet",
-    "enforce_eager": "on the CPU EngineSettings.compiled decides",
+    "enforce_eager": "EngineSettings.compiled decides",
 }
 """Engine arguments that are changed, and why."""
 _LOGGER = logging.getLogger("vllm.paceline")  # below vLLM's own, so that its settings hold

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,15 @@ from paceline.drafting.proposal import calibration_cells
 from paceline.engine.runner import FreshDrafts
 from paceline.planning.drafter_worth import choose_depth
 from paceline.planning.sharpness import SHARPNESS_GRID
-from paceline.types import DraftBatch, DraftGrowth, DraftOrder, Float32Array, Int64Array, ModelDrafts
+from paceline.types import (
+    DraftBatch,
+    DraftGrowth,
+    DraftOrder,
+    Float32Array,
+    Int64Array,
+    ModelDrafts,
+    UInt64Array,
+)
 
 
 class NoSpeculator(BaseSpeculator):  # type: ignore[misc]
@@ -60,7 +69,7 @@ class _Made:
     tokens: Int64Array  # [num_requests, depth]
     rivals: Int64Array  # [depth, num_requests] the token that would have been next
     evidence: (
-        Float32Array  # [2, depth, num_requests] log q of the token, and its lead over the rival without noise
+        Float32Array  # [2, depth, num_requests] log q of the token; its lead over the rival, without noise
     )
     copied: Any
     launch_s: float
@@ -110,23 +119,18 @@ class CoupledSpeculator(DraftModelSpeculator):  # type: ignore[misc]
         proposed it (drafting/proposal.py).
         """
         logits = self.compute_draft_logits(hidden_states, spec_step_idx).float()
-
-        def draw(scores: torch.Tensor, heat: torch.Tensor) -> torch.Tensor:
-            drawn: torch.Tensor = gumbel_sample(
-                scores,
-                idx_mapping,
-                heat,
-                seeds,
-                sample_src_positions,
-                apply_temperature=True,
-                is_drafting=False,
-            )
-            return drawn
-
+        draw = partial(
+            gumbel_sample,
+            expanded_idx_mapping=idx_mapping,
+            seed=seeds,
+            pos=sample_src_positions,
+            apply_temperature=True,
+            is_drafting=False,
+        )
         sharpness = 1.0 if self.order is None else self.order.sharpness
-        tokens = draw(logits, temperature / sharpness)
+        tokens: torch.Tensor = draw(logits, temperature=temperature / sharpness)
         if self.order is not None:
-            rivals = draw(logits.scatter(1, tokens[:, None], -torch.inf), temperature)
+            rivals = draw(logits.scatter(1, tokens[:, None], -torch.inf), temperature=temperature)
             heat = temperature[idx_mapping]
             logits = logits / torch.where(heat > 0, heat, 1.0)[:, None]
             own, rival = logits.gather(1, torch.stack([tokens, rivals], 1)).unbind(1)
@@ -186,7 +190,7 @@ def couple(speculator: Any, req_states: Any) -> Any:
     return speculator
 
 
-def _judge(made: _Made, keys: Any, temperatures: Float32Array) -> DraftBatch:
+def _judge(made: _Made, keys: UInt64Array, temperatures: Float32Array) -> DraftBatch:
     """The drafts with their calibration cells; the noise of the two best tokens is thrown again on the host."""
     count, depth = made.tokens.shape
     positions = made.positions[:, None].astype(np.int64) + np.arange(depth)
