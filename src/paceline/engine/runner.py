@@ -18,11 +18,12 @@ class Runner(Protocol):
     """vLLM's model runner with Paceline's part in it.
 
     In every step it verifies the draft tokens of `SchedulerOutput.scheduled_spec_decode_tokens` and the alternatives of
-    `order_of` (V1 alone): each row is decided by the dice, and a request takes what is decided as far as its drafts
-    equal it. Requests that get no token are told by `report_undrawable`; those whose drafts gave NaN, for which the step
-    shall not count, by `report_withdrawn` (V1 alone: V2 gives such a request some token, as vLLM does). Where `order_of`
-    asks for it, the model drafter drafts after the step, and its drafts are given out by vLLM's `take_draft_token_ids`
-    as `FreshDrafts`.
+    `order_of`: each row is decided by the dice, and a request takes what is decided as far as its drafts equal it.
+    Requests that get no token are told by `report_undrawable`; those whose drafts gave NaN, for which the step shall
+    not count, by `report_withdrawn`. Where `order_of` asks for it, the model drafter drafts after the step, and its
+    drafts are given out by vLLM's `take_draft_token_ids` as `FreshDrafts`.
+
+    V1 does all of it. V2 is never sent alternatives, and gives a request without a next token some token, as vLLM does.
     """
 
     drafter: Any
