@@ -21,6 +21,9 @@ from triton.runtime.interpreter import InterpreterOptions
 triton.backends.backends["cpu"] = SimpleNamespace(
     driver=SimpleNamespace(is_active=lambda: False), compiler=None
 )
-InterpreterOptions.sanitize_overflow = (
-    False  # a check of integer products, which the hash overflows on purpose
-)
+InterpreterOptions.sanitize_overflow = False  # the hash's products overflow on purpose
+
+from vllm.v1.sample.ops import topk_topp_sampler  # noqa: E402
+
+# Its kernel is too much for the interpreter: vLLM's form in torch stands in.
+topk_topp_sampler.HAS_TRITON = False

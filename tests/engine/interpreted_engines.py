@@ -13,6 +13,7 @@ import json
 import os
 import sys
 from collections.abc import Iterable
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -25,10 +26,11 @@ from tiny_model import VOCAB
 from torch.utils._python_dispatch import TorchDispatchMode
 from vllm import LLM, SamplingParams
 
-from paceline.config import BudgetSettings, EngineSettings
+from paceline.config import BudgetSettings, EngineSettings, KvPoolSettings
 from paceline.engine import plugin
 from paceline.engine.rollout_engine import RolloutEngine
 from paceline.engine.v2.sampler import accept
+from paceline.types import RolloutRequest
 
 MAX_TOKENS = 32
 SIZES: dict[str, Any] = {"dtype": "float32", "max_model_len": 256, "max_num_seqs": 16}
@@ -51,7 +53,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 KEYS = {name: (index - 3) * 0x1234_5678_9ABC_DEF for index, name in enumerate(OPTIONS)}
 """Seeds of vLLM's: 64 bits with a sign."""
-FEW = tuple(OPTIONS)[:4]
+FEW, HALF = tuple(OPTIONS)[:4], tuple(OPTIONS)[::2]
 PROMPTS = {name: [1, 5, 9, 13 + index // 3] for index, name in enumerate(OPTIONS)}
 
 
@@ -78,12 +80,17 @@ def decode(
     return found
 
 
-def run(engine: RolloutEngine, drafter: Any, carried: dict[str, list[int]] | None = None) -> dict[str, Any]:
+def run(
+    engine: RolloutEngine,
+    drafter: Any,
+    carried: dict[str, list[int]] | None = None,
+    names: Iterable[str] = OPTIONS,
+) -> dict[str, Any]:
     """Decode with `drafter` for the model-free one, from an empty cache; with the numbers of drafts."""
     engine.reset_prefix_cache()
     engine.take_observations()
     engine.scheduler.loop.drafter, own = drafter, engine.scheduler.loop.drafter
-    responses = decode(engine, carried)
+    responses = decode(engine, carried, names)
     engine.scheduler.loop.drafter = own
     steps = engine.take_observations()
     numbers = {
@@ -91,6 +98,18 @@ def run(engine: RolloutEngine, drafter: Any, carried: dict[str, list[int]] | Non
         for name in ("num_draft_tokens", "num_accepted_tokens", "num_model_tokens")
     }
     return {"responses": responses, **numbers}
+
+
+def move(engine: RolloutEngine) -> dict[str, Any]:
+    """Cut two responses, which leave their keys and values in the pool, and resume them from an empty cache."""
+    names, params = ("temperature 1", "another sample"), SamplingParams(temperature=1.0)
+    wanted = [RolloutRequest(tuple(PROMPTS[n]), MAX_TOKENS, key=KEYS[n] % (1 << 64)) for n in names]
+    cut = engine.generate([replace(request, max_tokens=12) for request in wanted], params)
+    engine.reset_prefix_cache()
+    rest = [replace(request, generated=done.tokens) for request, done in zip(wanted, cut, strict=True)]
+    responses = engine.generate(rest, params)
+    found = {name: {"tokens": list(whole.tokens)} for name, whole in zip(names, responses, strict=True)}
+    return {"responses": found, "hits": engine.kv_pool_counters().hits}
 
 
 class Waits(TorchDispatchMode):
@@ -159,19 +178,18 @@ def main(target: str, drafter: str, file: str) -> None:
         made["resumed"] = {"cut": cut, **run(engine, ScriptedDrafter(known, 0.8, VOCAB, 4), cut)}
         engine.push_weights(load_file(Path(drafter) / "model.safetensors").items())
         made["pushed"] = {"responses": decode(engine, names=FEW)}
-    settings = settings.model_copy(update={"model_drafter": drafter})
+    pool = KvPoolSettings(directory=f"{file}.pool", memory_bytes=1 << 24)
+    settings = settings.model_copy(update={"model_drafter": drafter, "kv_pool": pool})
     with RolloutEngine(target, settings, kv_cache_bytes=1 << 26, **SIZES) as engine:
         runner = engine.vllm_engine.model_executor.driver_worker.worker.model_runner
         waits = Waits()
-        for owner, name in (
-            (runner, "put_drafts"),
-            (runner.speculator, "propose"),
-            (runner.rejection_sampler, "_verify"),
-        ):
-            watch(owner, name, waits)
-        made["mixed"] = run(engine, engine.scheduler.loop.drafter)
-        made["model"] = run(engine, None)
+        watch(runner, "put_drafts", waits)
+        watch(runner.speculator, "propose", waits)
+        watch(runner.rejection_sampler, "_verify", waits)
+        made["model"] = run(engine, None, names=HALF)
         made["waits"] = waits.found
+        made["mixed"] = run(engine, engine.scheduler.loop.drafter, names=HALF)
+        made["moved"] = move(engine)
     os.environ |= {"PACELINE": "1", "PACELINE_SETTINGS": json.dumps({"max_draft_tokens": 4})}
     plugin.register()
     llm = LLM(

@@ -181,7 +181,7 @@ def choose_depth(path: Float32Array, floor: float, costs: Float32Array, longest:
     As many as the last drafts would have had by the rule for single levels, and one more; where every level paid, twice
     as many. path: path probabilities of the last drafts. [num_requests, num_levels] costs: `level_costs`.
     """
-    num_levels = path.shape[1]
+    num_levels: int = path.shape[1]
     for level in range(num_levels):
         grows = path[:, level] >= floor
         promised = float((path[grows, level] - floor).sum())

@@ -293,7 +293,6 @@ def check_kv_pool(vllm_config: Any, kv_cache_config: Any) -> None:
         f"{len(groups)} KV cache groups": len(groups) != 1,
         f"{type(spec).__name__} with limits {limits}": type(spec) is not FullAttentionSpec or any(limits),
         "context parallelism": parallel.decode_context_parallel_size > 1,
-        "model runner V2, on which it was not tried": vllm_config.use_v2_model_runner,
     }
     for name, found in obstacles.items():
         if found:

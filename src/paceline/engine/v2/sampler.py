@@ -89,8 +89,8 @@ def accept(
     return tokens, num_tokens
 
 
-@triton.jit
-def _accept_kernel(
+@triton.jit  # type: ignore[untyped-decorator]
+def _accept_kernel(  # type: ignore[no-untyped-def]
     tokens_ptr,
     tokens_stride,
     num_tokens_ptr,

@@ -78,6 +78,7 @@ class _Made:
 class CoupledSpeculator(DraftModelSpeculator):  # type: ignore[misc]
     """On top of one of vLLM's speculators: drafts with the target's noise, as deep as pays, and says how sure it is."""
 
+    num_speculative_steps: int
     order: DraftOrder | None
     """What the scheduler wants drafted after the present step; None: nothing."""
 
