@@ -182,14 +182,14 @@ def main(target: str, drafter: str, file: str) -> None:
     settings = settings.model_copy(update={"model_drafter": drafter, "kv_pool": pool})
     with RolloutEngine(target, settings, kv_cache_bytes=1 << 26, **SIZES) as engine:
         runner = engine.vllm_engine.model_executor.driver_worker.worker.model_runner
+        made["model"] = run(engine, None, names=HALF)
+        made["mixed"] = run(engine, engine.scheduler.loop.drafter, names=HALF)
         waits = Waits()
         watch(runner, "put_drafts", waits)
         watch(runner.speculator, "propose", waits)
         watch(runner.rejection_sampler, "_verify", waits)
-        made["model"] = run(engine, None, names=HALF)
-        made["waits"] = waits.found
-        made["mixed"] = run(engine, engine.scheduler.loop.drafter, names=HALF)
         made["moved"] = move(engine)
+        made["waits"] = waits.found
     os.environ |= {"PACELINE": "1", "PACELINE_SETTINGS": json.dumps({"max_draft_tokens": 4})}
     plugin.register()
     llm = LLM(

@@ -108,6 +108,7 @@ def test_pushed_weights_take_over(made: dict[str, Any]) -> None:
 
 
 def test_nothing_waits_for_the_device(made: dict[str, Any]) -> None:
+    """Of what Paceline adds to a step, drafts of both kinds among it."""
     assert made["waits"] == []
 
 
