@@ -42,6 +42,7 @@ class KeyedRunnerV2:
             self.speculator = couple(self.speculator, self.req_states)
         else:
             self.speculator = NoSpeculator(self.req_states.draft_tokens)
+        self.drafter = self.speculator
 
     def load_model(self: Any, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)  # type: ignore[misc]

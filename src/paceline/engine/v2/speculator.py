@@ -21,6 +21,7 @@ from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator, DraftModel
 from paceline import dice
 from paceline.drafting.proposal import calibration_cells
 from paceline.engine.runner import FreshDrafts
+from paceline.errors import UnsupportedError
 from paceline.planning.drafter_worth import choose_depth
 from paceline.planning.sharpness import SHARPNESS_GRID
 from paceline.types import (
@@ -182,6 +183,12 @@ class CoupledSpeculator(DraftModelSpeculator):  # type: ignore[misc]
             made.launch_s,
         )
         return FreshDrafts(made.names, [[] for _ in made.names], drafts)
+
+    def reload(self, weights: Any) -> None:
+        """Raises UnsupportedError: on V2 the model drafter keeps the weights that it was loaded with."""
+        raise UnsupportedError(
+            "new weights for the model drafter were not tried on model runner V2: start the engine with them"
+        )
 
 
 def couple(speculator: Any, req_states: Any) -> Any:
