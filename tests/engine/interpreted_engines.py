@@ -47,7 +47,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "penalties": {"presence_penalty": 0.5, "frequency_penalty": 0.3, "repetition_penalty": 1.2},
     "logit bias": {"logit_bias": {5: 4.0, 9: -100.0}},
     "allowed ids": {"allowed_token_ids": list(range(2, 40))},
-    "min tokens": {"min_tokens": 24, "logit_bias": {2: 3.0}},
+    "min tokens": {"min_tokens": 16, "logit_bias": {2: 3.0}},
     "bad words": {"bad_words": ["&'", "3"]},
     "stop token": {"stop_token_ids": [40, 41]},
 }
