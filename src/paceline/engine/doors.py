@@ -404,12 +404,12 @@ DOORS: tuple[Door, ...] = (
         "what speculation forbids and exact drafting does not (compat.py)",
         overrides="_validate_params speculative_config",
         members="vllm_config",
+        mentions=("self.speculative_config,",),
     ),
     Door(
         "vllm.v1.engine.input_processor:InputProcessor._validate_params",
         "replaced with it",
         parameters="params",
-        mentions=("self.speculative_config,",),
     ),
     Door("vllm.sampling_params:RequestOutputKind", "new tokens alone, step by step", members="DELTA"),
     # -- the worker, weights and batch invariance
