@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from drafters import ScriptedDrafter
 from safetensors.torch import load_file
+from sampling_options import OPTIONS
 from tiny_model import VOCAB
 from torch.utils._python_dispatch import TorchDispatchMode
 from vllm import LLM, SamplingParams
@@ -35,34 +36,25 @@ from paceline.types import RolloutRequest
 MAX_TOKENS = 32
 SIZES: dict[str, Any] = {"dtype": "float32", "max_model_len": 256, "max_num_seqs": 16}
 
-OPTIONS: dict[str, dict[str, Any]] = {
+CASES: dict[str, dict[str, Any]] = {
     "temperature 1": {},
     "another sample": {},
-    "temperature 0.7": {"temperature": 0.7},
-    "greedy": {"temperature": 0.0},
-    "top-k": {"top_k": 5},
-    "top-p": {"top_p": 0.8},
-    "min-p": {"min_p": 0.1},
-    "all filters": {"temperature": 1.3, "top_k": 20, "top_p": 0.9, "min_p": 0.02},
-    "penalties": {"presence_penalty": 0.5, "frequency_penalty": 0.3, "repetition_penalty": 1.2},
-    "logit bias": {"logit_bias": {5: 4.0, 9: -100.0}},
-    "allowed ids": {"allowed_token_ids": list(range(2, 40))},
+    **OPTIONS,
     "min tokens": {"min_tokens": 16, "logit_bias": {2: 3.0}},
     "bad words": {"bad_words": ["&'", "3"]},
-    "stop token": {"stop_token_ids": [40, 41]},
 }
-KEYS = {name: (index - 3) * 0x1234_5678_9ABC_DEF for index, name in enumerate(OPTIONS)}
+KEYS = {name: (index - 3) * 0x1234_5678_9ABC_DEF for index, name in enumerate(CASES)}
 """Seeds of vLLM's: 64 bits with a sign."""
-FEW, HALF = tuple(OPTIONS)[:4], tuple(OPTIONS)[::2]
-PROMPTS = {name: [1, 5, 9, 13 + index // 3] for index, name in enumerate(OPTIONS)}
+FEW, HALF = tuple(CASES)[:4], tuple(CASES)[::2]
+PROMPTS = {name: [1, 5, 9, 13 + index // 3] for index, name in enumerate(CASES)}
 
 
 def decode(
-    engine: RolloutEngine, carried: dict[str, list[int]] | None = None, names: Iterable[str] = OPTIONS
+    engine: RolloutEngine, carried: dict[str, list[int]] | None = None, names: Iterable[str] = CASES
 ) -> dict[str, Any]:
     """Tokens and log-probabilities of requests. carried: what they have generated earlier."""
     for name in names:
-        options, before = OPTIONS[name], (carried or {}).get(name, [])
+        options, before = CASES[name], (carried or {}).get(name, [])
         params = SamplingParams(
             **{"temperature": 1.0, "logprobs": 2, **options},
             max_tokens=MAX_TOKENS - len(before),
@@ -84,7 +76,7 @@ def run(
     engine: RolloutEngine,
     drafter: Any,
     carried: dict[str, list[int]] | None = None,
-    names: Iterable[str] = OPTIONS,
+    names: Iterable[str] = CASES,
 ) -> dict[str, Any]:
     """Decode with `drafter` for the model-free one, from an empty cache; with the numbers of drafts."""
     engine.reset_prefix_cache()
@@ -165,7 +157,7 @@ def main(target: str, drafter: str, file: str) -> None:
     made["plain"] = {"responses": plain}
     with RolloutEngine(drafter, None, kv_cache_bytes=1 << 26, **SIZES) as engine:
         made["other weights"] = {"responses": decode(engine, names=FEW)}
-    known = {KEYS[n] % (1 << 64): (*PROMPTS[n], *plain[n]["tokens"]) for n in OPTIONS}
+    known = {KEYS[n] % (1 << 64): (*PROMPTS[n], *plain[n]["tokens"]) for n in CASES}
     settings = EngineSettings(max_draft_tokens=4, budget=BudgetSettings(policy="fixed", fixed_tokens=4))
     with RolloutEngine(target, settings, kv_cache_bytes=1 << 26, **SIZES) as engine:
         runner = engine.vllm_engine.model_executor.driver_worker.worker.model_runner
@@ -174,7 +166,7 @@ def main(target: str, drafter: str, file: str) -> None:
         made["suffix"] = run(engine, engine.scheduler.loop.drafter)
         made["garbage"] = run(engine, ScriptedDrafter(known, 0.0, VOCAB, 4))
         made["scripted"] = run(engine, ScriptedDrafter(known, 0.8, VOCAB, 4))
-        cut = {n: plain[n]["tokens"][: 5 + i % 7] for i, n in enumerate(OPTIONS)}
+        cut = {n: plain[n]["tokens"][: 5 + i % 7] for i, n in enumerate(CASES)}
         made["resumed"] = {"cut": cut, **run(engine, ScriptedDrafter(known, 0.8, VOCAB, 4), cut)}
         engine.push_weights(load_file(Path(drafter) / "model.safetensors").items())
         made["pushed"] = {"responses": decode(engine, names=FEW)}
@@ -196,7 +188,7 @@ def main(target: str, drafter: str, file: str) -> None:
         target, enforce_eager=True, kv_cache_memory_bytes=1 << 26, distributed_executor_backend="uni", **SIZES
     )
     wanted = [
-        SamplingParams(**{"temperature": 1.0, **OPTIONS[n]}, max_tokens=MAX_TOKENS, seed=KEYS[n]) for n in FEW
+        SamplingParams(**{"temperature": 1.0, **CASES[n]}, max_tokens=MAX_TOKENS, seed=KEYS[n]) for n in FEW
     ]
     outputs = llm.generate([{"prompt_token_ids": PROMPTS[n]} for n in FEW], wanted, use_tqdm=False)
     made["environment"] = {n: list(o.outputs[0].token_ids) for n, o in zip(FEW, outputs, strict=True)}

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from drafters import ScriptedDrafter
+from sampling_options import OPTIONS
 from tiny_model import VOCAB
 
 from paceline.config import BudgetSettings, EngineSettings
@@ -118,21 +119,6 @@ def test_chunks_change_no_token(engine: RolloutEngine, plain: list[Response]) ->
     for before, after in zip(whole, resumed, strict=True):
         tail = np.float32(before.logprobs)[-len(after.logprobs) :]
         assert np.array_equal(tail, np.float32(after.logprobs))
-
-
-OPTIONS: dict[str, dict[str, object]] = {
-    "temperature": {"temperature": 0.7},
-    "greedy": {"temperature": 0.0},
-    "top-k": {"top_k": 5},
-    "top-p": {"top_p": 0.8},
-    "min-p": {"min_p": 0.1},
-    "all filters": {"temperature": 1.3, "top_k": 20, "top_p": 0.9, "min_p": 0.02},
-    "penalties": {"presence_penalty": 0.5, "frequency_penalty": 0.3, "repetition_penalty": 1.2},
-    "logit bias": {"logit_bias": {5: 4.0, 9: -100.0}},
-    "allowed ids": {"allowed_token_ids": list(range(2, 40))},
-    "min tokens": {"min_tokens": 30},
-    "stop token": {"stop_token_ids": [40, 41]},
-}
 
 
 @pytest.mark.parametrize("name", OPTIONS)

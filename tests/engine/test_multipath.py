@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from drafters import ScriptedDrafter, ScriptedPaths
+from sampling_options import OPTIONS
 from tiny_model import VOCAB, make_model
 
 from paceline.config import BudgetSettings, EngineSettings
@@ -148,25 +149,18 @@ def test_chunks_change_no_token(engine: RolloutEngine, plain: list[Response]) ->
         assert np.array_equal(tail, np.float32(after.logprobs))
 
 
-OPTIONS: dict[str, dict[str, object]] = {
-    "temperature": {"temperature": 0.7},
-    "greedy": {"temperature": 0.0},
-    "all filters": {"temperature": 1.3, "top_k": 20, "top_p": 0.9, "min_p": 0.02},
-    "penalties": {"presence_penalty": 0.5, "frequency_penalty": 0.3, "repetition_penalty": 1.2},
-    "logit bias": {"logit_bias": {5: 4.0, 9: -100.0}},
-    "allowed ids": {"allowed_token_ids": list(range(2, 40))},
-    "min tokens": {"min_tokens": 30},
-    "stop token": {"stop_token_ids": [40, 41]},
+CASES: dict[str, dict[str, object]] = {
+    **{name: options for name, options in OPTIONS.items() if name not in {"top-k", "top-p", "min-p"}},
     "bad words": {"bad_words": ["(", "*+", ",-"]},
     "stop strings": {"stop": ["0", "7A"]},
 }
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("name", CASES)
 def test_sampling_options_hold_on_every_path(engine: RolloutEngine, name: str) -> None:
     wanted = requests((5, 40, 120))
-    base = run(engine, wanted, **OPTIONS[name])
-    drafted = run(engine, wanted, ScriptedPaths(known(base), (0.4, 0.8, 0.6), VOCAB), **OPTIONS[name])
+    base = run(engine, wanted, **CASES[name])
+    drafted = run(engine, wanted, ScriptedPaths(known(base), (0.4, 0.8, 0.6), VOCAB), **CASES[name])
     assert_same(base, drafted)
     assert steps(drafted) < 0.75 * steps(base)
 

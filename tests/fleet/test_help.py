@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from chaos import roll_out
 from fleet_parts import ENGINE, KV_BYTES, POLICY, Generate
 from vllm import SamplingParams
 
@@ -19,7 +20,7 @@ from paceline.fleet.controller_replay import replay_controller
 from paceline.fleet.fleet import Fleet
 from paceline.planning.help import Help, HelpChoice
 from paceline.record.decisions import ControllerLine, DecisionReader
-from paceline.types import Response, RolloutRequest
+from paceline.types import RolloutRequest
 
 DRAFTER = POLICY.parent / "countdown-drafter"
 PARAMS = SamplingParams(temperature=1.0, ignore_eos=True)
@@ -58,15 +59,9 @@ def requests_for(prompts: list[tuple[int, ...]]) -> list[RolloutRequest]:
 
 
 def generate(
-    fleet: Fleet, requests: list[RolloutRequest], between: Callable[[], None] = lambda: None
+    fleet: Fleet, requests: list[RolloutRequest], meanwhile: Callable[[], None] = lambda: None
 ) -> list[tuple[int, ...]]:
-    responses: dict[int, Response] = {}
-    fleet.submit(requests, PARAMS)
-    while fleet.num_unfinished:
-        for one in fleet.advance(0.05):
-            responses[one.index] = one.response
-        between()
-    return [responses[index].tokens for index in range(len(requests))]
+    return [finished.response.tokens for finished in roll_out(fleet, requests, PARAMS, meanwhile)]
 
 
 def helper_of(fleet: Fleet) -> str | None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from chaos import roll_out
 from fleet_parts import ENGINE, KV_BYTES, POLICY, Generate
 from vllm import SamplingParams
 
@@ -19,7 +20,7 @@ from paceline.fleet import controller_replay
 from paceline.fleet.fleet import Fleet
 from paceline.planning.help import Help, HelpChoice, Helper, Load
 from paceline.record.decisions import ControllerLine, DecisionReader
-from paceline.types import Response, RolloutRequest
+from paceline.types import RolloutRequest
 
 PARAMS = SamplingParams(temperature=1.0, ignore_eos=True)
 
@@ -62,16 +63,9 @@ def wanted(plain: Generate, requests: list[RolloutRequest]) -> list[tuple[int, .
 
 
 def generate(
-    fleet: Fleet, requests: list[RolloutRequest], between: Callable[[], None] = lambda: None
+    fleet: Fleet, requests: list[RolloutRequest], meanwhile: Callable[[], None] = lambda: None
 ) -> list[tuple[int, ...]]:
-    responses: dict[int, Response] = {}
-    fleet.submit(requests, PARAMS)
-    while fleet.num_unfinished:
-        for one in fleet.advance(0.05):
-            assert one.index not in responses
-            responses[one.index] = one.response
-        between()
-    return [responses[index].tokens for index in range(len(requests))]
+    return [finished.response.tokens for finished in roll_out(fleet, requests, PARAMS, meanwhile)]
 
 
 def racer(fleet: Fleet) -> tuple[str, str] | None:

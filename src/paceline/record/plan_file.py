@@ -5,14 +5,12 @@ Invariant: a file of another version is refused, never guessed at.
 
 from __future__ import annotations
 
-import contextlib
-import os
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 
-from paceline.errors import RecordError
+from paceline.record.whole_file import read_json, write_json
 
 PLAN_VERSION = 1
 
@@ -52,38 +50,11 @@ class PlanFile(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.verifiers} verifiers + {self.drafters} drafters" if self.drafters else "auto"
 
 
-class _Version(msgspec.Struct):
-    version: int
-
-
 def write_plan(plan: PlanFile, path: Path) -> None:
     """Write the file, whole or not at all. Raises RecordError when it cannot be written."""
-    draft = path.with_name(path.name + ".part")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        draft.write_bytes(msgspec.json.format(msgspec.json.encode(plan), indent=1) + b"\n")
-        os.replace(draft, path)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            draft.unlink()
-        raise RecordError(
-            f"cannot write {path}: {error.strerror}; free some space or choose another file"
-        ) from error
+    write_json(plan, path)
 
 
 def read_plan(path: Path) -> PlanFile:
     """Read the file. Raises RecordError when it is missing, damaged or of another version."""
-    try:
-        text = path.read_bytes()
-        version = msgspec.json.decode(text, type=_Version).version
-        if version != PLAN_VERSION:
-            raise RecordError(
-                f"{path} is a plan of version {version}, this is version {PLAN_VERSION}: plan again"
-            )
-        return msgspec.json.decode(text, type=PlanFile)
-    except OSError as error:
-        raise RecordError(
-            f"cannot read {path}: {error.strerror}; write one with 'paceline plan --out'"
-        ) from error
-    except msgspec.MsgspecError as error:
-        raise RecordError(f"{path} is not a plan ({error}): write one with 'paceline plan --out'") from error
+    return read_json(path, PlanFile, PLAN_VERSION, "plan", "paceline plan --out")

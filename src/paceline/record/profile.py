@@ -6,14 +6,12 @@ better fit needs no new measurement. Invariant: a file of another version is ref
 
 from __future__ import annotations
 
-import contextlib
-import os
 from pathlib import Path
 
 import msgspec
 
-from paceline.errors import RecordError
 from paceline.record.schema import Machine
+from paceline.record.whole_file import read_json, write_json
 
 PROFILE_VERSION = 1
 
@@ -69,38 +67,11 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the target ran compiled."""
 
 
-class _Version(msgspec.Struct):
-    version: int
-
-
 def write_profile(profile: Profile, path: Path) -> None:
     """Write the file, whole or not at all. Raises RecordError when it cannot be written."""
-    draft = path.with_name(path.name + ".part")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        draft.write_bytes(msgspec.json.format(msgspec.json.encode(profile), indent=1) + b"\n")
-        os.replace(draft, path)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            draft.unlink()
-        raise RecordError(
-            f"cannot write {path}: {error.strerror}; free some space or choose another file"
-        ) from error
+    write_json(profile, path)
 
 
 def read_profile(path: Path) -> Profile:
     """Read the file. Raises RecordError when it is missing, damaged or of another version."""
-    try:
-        text = path.read_bytes()
-        version = msgspec.json.decode(text, type=_Version).version
-        if version != PROFILE_VERSION:
-            raise RecordError(
-                f"{path} is a profile of version {version}, this is version {PROFILE_VERSION}: profile again"
-            )
-        return msgspec.json.decode(text, type=Profile)
-    except OSError as error:
-        raise RecordError(
-            f"cannot read {path}: {error.strerror}; write one with 'paceline profile'"
-        ) from error
-    except msgspec.MsgspecError as error:
-        raise RecordError(f"{path} is not a profile ({error}): write one with 'paceline profile'") from error
+    return read_json(path, Profile, PROFILE_VERSION, "profile", "paceline profile")

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import base64
-import contextlib
 import hashlib
-import os
 from collections.abc import Mapping
 from html import escape
 from pathlib import Path
@@ -13,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from paceline.errors import RecordError
+from paceline.record.whole_file import replacing
 from paceline.report.figures import Drawing
 
 HERE = Path(__file__).parent
@@ -71,13 +69,5 @@ def facts_table(facts: Mapping[str, Any]) -> str:
 
 def write_page(path: Path, text: str) -> None:
     """Write the page, whole or not at all. Raises RecordError when it cannot be written."""
-    draft = path.with_suffix(".html.part")
-    try:
+    with replacing(path) as draft:
         draft.write_text(text, encoding="utf-8")
-        os.replace(draft, path)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            draft.unlink()
-        raise RecordError(
-            f"cannot write {path}: {error.strerror}; free some space or make it writable"
-        ) from error

@@ -9,13 +9,11 @@ memory does not grow with the run, only with its largest rollout. Called by `pac
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import RecordError
 from paceline.record import (
     ChunkDone,
     EngineStepSample,
@@ -27,6 +25,7 @@ from paceline.record import (
     ResponseDone,
     TrainStep,
 )
+from paceline.record.whole_file import replacing
 from paceline.report.chunks import pack_rows
 
 TRAINER, ENGINES, RESPONSES = 1, 2, 3
@@ -42,21 +41,17 @@ Line = dict[str, Any]
 def write_trace(run_dir: Path, path: Path) -> int:
     """Write the trace of a run; returns the number of its events. Raises RecordError as `RecordReader`, or when it
     cannot be written."""
-    draft = path.with_name(path.name + ".part")
     count = 0
-    try:
-        with RecordReader(run_dir) as record, draft.open("w", encoding="utf-8") as file:
-            file.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
-            for line in chain(_names(), _Tracks().convert(record)):
-                file.write(",\n" * (count > 0) + json.dumps(line))
-                count += 1
-            file.write("\n]}\n")
-        os.replace(draft, path)
-    except OSError as error:
-        draft.unlink(missing_ok=True)
-        raise RecordError(
-            f"cannot write {path}: {error.strerror}; free some space or make it writable"
-        ) from error
+    with (
+        replacing(path) as draft,
+        RecordReader(run_dir) as record,
+        draft.open("w", encoding="utf-8") as file,
+    ):
+        file.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
+        for line in chain(_names(), _Tracks().convert(record)):
+            file.write(",\n" * (count > 0) + json.dumps(line))
+            count += 1
+        file.write("\n]}\n")
     return count
 
 

@@ -17,9 +17,9 @@ import numpy as np
 from paceline.control.controller import HELP_S, Controller
 from paceline.planning.help import Drafting, Ends, Help, Helper, Load, decide_help
 from paceline.sim.costs import Drafter
-from paceline.sim.simulated_worker import HomeChunk, SimulatedWorker
+from paceline.sim.race import RacedFleet
+from paceline.sim.simulated_worker import SimulatedWorker
 from paceline.sim.speculation import Speculation
-from paceline.sim.workload import Workload
 
 _FAR_TOKENS = 8
 
@@ -40,23 +40,11 @@ class Helpers:
     """Until a free worker drafts."""
 
 
-class HelpedFleet(Protocol):
+class HelpedFleet(RacedFleet, Protocol):
     """What helping needs of its fleet."""
 
-    workers: list[SimulatedWorker]
     names: tuple[str, ...]
-    running: dict[int, HomeChunk]
     controller: Controller
-    work: Workload
-
-    def advance(self, worker: SimulatedWorker, now_s: float) -> None:
-        """Bring a worker to the present."""
-
-    def schedule(self, worker: SimulatedWorker) -> None:
-        """Enter the worker's next event."""
-
-    def call_again(self, at_s: float) -> None:
-        """Enter a turn of the fleet."""
 
 
 class Helping:

@@ -11,7 +11,7 @@ Decisions: planning/harvest.py (when a session opens and ends, for a fleet of on
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -100,17 +100,18 @@ class AdaptiveRollouts(WatchedRollouts):
             engine.drop_drafter()
 
     def push_weights(self, weights: Iterable[tuple[str, Any]], version: int | None) -> int:
-        kept: dict[str, Any] = {}
-        pushed = super().push_weights(_keep(weights, kept), version)
-        if self._lesson is not None and self._growth.pays:
-            step, responses = self._lesson
-            known = [
-                ((*response.request.prompt, *response.tokens), len(response.request.prompt))
-                for response in responses
-                if response.tokens
-            ]
-            self._link.teach(step, kept, known)
-            self._lesson = None
+        if self._lesson is None or not self._growth.pays:
+            return super().push_weights(weights, version)
+        policy = dict(weights)
+        pushed = super().push_weights(policy.items(), version)
+        step, responses = self._lesson
+        known = [
+            ((*response.request.prompt, *response.tokens), len(response.request.prompt))
+            for response in responses
+            if response.tokens
+        ]
+        self._link.teach(step, policy, known)
+        self._lesson = None
         return pushed
 
     def run(
@@ -178,10 +179,3 @@ class AdaptiveRollouts(WatchedRollouts):
             else:
                 self._session_begin_s = now_s
                 self._link.resume()
-
-
-def _keep(weights: Iterable[tuple[str, Any]], kept: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The same weights, kept by name on their way."""
-    for name, tensor in weights:
-        kept[name] = tensor
-        yield name, tensor
