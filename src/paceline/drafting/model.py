@@ -30,6 +30,7 @@ from paceline.drafting.model_cache import (
     RowBook,
     RowCache,
     common_prefix,
+    ranges,
 )
 from paceline.drafting.native_decoder import NativeDecoder, native_decoder
 from paceline.drafting.proposal import (
@@ -410,9 +411,9 @@ class ModelDrafter:
             draft.num_tokens[requests].astype(np.int64) - ~draft.failed[requests]
         )  # the last proposal is not fed
         book = self._book
-        book.tokens[np.repeat(rows, counts), _ranges(cached, counts)] = ids
+        book.tokens[np.repeat(rows, counts), ranges(cached, counts)] = ids
         drafted = np.arange(draft.depth) < fed[:, None]
-        book.tokens[np.repeat(rows, fed), _ranges(lengths, fed)] = draft.tokens[requests][drafted]
+        book.tokens[np.repeat(rows, fed), ranges(lengths, fed)] = draft.tokens[requests][drafted]
         book.certain[rows], book.cached[rows] = lengths, lengths + fed
 
     def _probe(self, draft: Draft, logits: torch.Tensor, requests: Int64Array) -> None:
@@ -440,13 +441,6 @@ def _agrees(logits: torch.Tensor, again: torch.Tensor, dtype: torch.dtype) -> bo
     """Whether another form's logits differ by no more than rounding to `dtype` explains."""
     scale = float(logits.abs().max())
     return scale > 0 and float((again - logits).abs().max()) <= TOLERANCE[dtype] * scale
-
-
-def _ranges(starts: Int64Array, counts: Int64Array) -> Int64Array:
-    """starts[i], starts[i] + 1, .. for each i, `counts[i]` numbers each, side by side."""
-    ends = np.cumsum(counts)
-    ranges: Int64Array = np.arange(ends[-1]) + np.repeat(starts - ends + counts, counts)
-    return ranges
 
 
 def _split_by_prefix(indices: list[int], contexts: list[Int32Array]) -> tuple[list[int], list[int]]:

@@ -156,6 +156,13 @@ def common_prefix(one: Int32Array, other: Int32Array) -> int:
     return first if len(differs) and differs[first] else len(differs)
 
 
+def ranges(starts: Int64Array, counts: Int64Array) -> Int64Array:
+    """starts[i], starts[i] + 1, .. for each i, `counts[i]` numbers each, side by side."""
+    ends = np.cumsum(counts)
+    made: Int64Array = np.arange(ends[-1]) + np.repeat(starts - ends + counts, counts)
+    return made
+
+
 @dataclass(slots=True)
 class Run:
     """A range of rows that goes through attention in one call, all padded on the left to `width` query tokens."""

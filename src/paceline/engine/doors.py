@@ -199,7 +199,12 @@ DOORS: tuple[Door, ...] = (
         "_prepare_inputs _preprocess _get_slot_mappings _determine_batch_execution_and_padding _prepare_padding_mask "
         "take_draft_token_ids",
         members="get_model input_batch requests drafter model_config vllm_config device discard_request_mask "
-        "attn_groups kv_caches positions input_ids",
+        "attn_groups kv_caches positions input_ids execute_model_state",
+    ),
+    Door(
+        "vllm.v1.worker.gpu_model_runner:ExecuteModelState",
+        "hidden states of a step (v1/hidden_states.py)",
+        members="scheduler_output hidden_states sample_hidden_states",
     ),
     Door(f"{RUNNER}._sample", "overridden with them", parameters="logits spec_decode_metadata"),
     Door(

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     import torch
     from vllm import SamplingParams
 
+    from paceline.distillation.packing import Sample
     from paceline.drafting.draft_worker import DraftWorker
 
 FINISH_REASONS = {"stop", "length", "abort", "repetition"}
@@ -460,6 +461,28 @@ class RolloutEngine:
     def drafter_score(self) -> DrafterScore:
         """How often the engine's own model drafter was right; zeros without one."""
         return DrafterScore() if self.settings is None else self.scheduler.loop.watch.score
+
+    def collect_states(self, share: float, max_bytes: int) -> None:
+        """Keep the target's last hidden states of a share of the responses, for the training of draft heads.
+
+        share: chosen by the responses' keys; 0: keep none, which costs a step nothing. max_bytes: of all that is kept;
+        beyond it whole responses go, finished ones first. Raises ConfigError for values out of range, UnsupportedError
+        on an engine without Paceline's settings or with model runner V2.
+        """
+        if self.settings is None or self._engine.vllm_config.use_v2_model_runner:
+            raise UnsupportedError(
+                "hidden states are read from engines with Paceline's settings and vLLM's model runner V1"
+            )
+        self._engine.collective_rpc("collect_states", args=(share, max_bytes))
+
+    def take_samples(self) -> list[Sample]:
+        """What `collect_states` has kept since the last call, of finished and of running responses.
+
+        A sample holds the tokens that this engine has computed: it begins behind what came from the prefix cache or the
+        KV pool, and ends before the last token, which no step has read. A running response goes on in a further sample.
+        """
+        samples: list[Sample] = self._engine.collective_rpc("take_samples")[0]
+        return samples
 
     def _check_model_drafter(self) -> None:
         settings = self.settings

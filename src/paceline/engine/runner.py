@@ -28,6 +28,8 @@ class Runner(Protocol):
 
     drafter: Any
     """The Proposer."""
+    collector: Any
+    """V1: the StateCollector that keeps hidden states, None while there is none."""
 
     def get_model(self) -> Any:
         """The target; vLLM's own method."""

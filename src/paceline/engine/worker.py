@@ -8,7 +8,7 @@ runners of other plug-ins, keep everything else of theirs.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,6 +17,9 @@ from paceline.engine.arguments import check_engine
 from paceline.engine.compat import is_cpu, platform_worker, repack_tied_head
 from paceline.engine.kv.connector import PoolConnector, worker_end
 from paceline.engine.runner import Runner
+
+if TYPE_CHECKING:
+    from paceline.distillation.packing import Sample
 
 
 def _adopt(runner: Any, vllm_config: Any) -> Runner:
@@ -104,6 +107,17 @@ class PacelineWorker(platform_worker()):  # type: ignore[misc]
     def reload_drafter(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Give the model drafter other weights. Called by `collective_rpc`."""
         self.model_runner.drafter.reload(weights)
+
+    def collect_states(self, share: float, max_bytes: int) -> None:
+        """Keep hidden states from the next step on; a share of 0: no more. Called by `collective_rpc`."""
+        from paceline.engine.v1.hidden_states import StateCollector
+
+        self.model_runner.collector = StateCollector(share, max_bytes) if share else None
+
+    def take_samples(self) -> list[Sample]:
+        """What has been kept since the last call. Called by `collective_rpc`."""
+        collector = self.model_runner.collector
+        return [] if collector is None else collector.take()
 
     # -- which weights these are, for the KV pool
 

@@ -11,12 +11,15 @@ from typing import Any
 import numpy as np
 import torch
 
+from paceline.drafting.model_cache import ranges
+from paceline.drafting.token_states import TokenStates
 from paceline.engine import compiled, invariance
 from paceline.engine.arguments import read_settings
 from paceline.engine.compat import SamplerOutput, SpecDecodeMetadata, all_logits_processors
 from paceline.engine.keys import key_of
 from paceline.engine.kv.nan_blocks import NanBlocks
 from paceline.engine.runner import Runner, order_of, report_undrawable, report_withdrawn
+from paceline.engine.v1.hidden_states import StateCollector, select_standing
 from paceline.engine.v1.proposer import Proposer
 from paceline.engine.v1.sampler import PLACEHOLDER, KeyedSampler, Rows, Verdict
 from paceline.types import Int64Array, UInt64Array
@@ -50,6 +53,9 @@ class KeyedRunner:
     drafter: Proposer
     undrawable: dict[str, str]  # requests of the present step that have no next token, and why
     withdrawn: list[str]  # those whose drafts gave NaN: the step does not count for them
+    step: Any  # vLLM's ExecuteModelState of the present step; None outside of its sampling
+    decided: tuple[Rows, Verdict]  # of the present step
+    collector: StateCollector | None
     nan_blocks: NanBlocks
 
     def adopt(self: Any) -> None:
@@ -59,6 +65,7 @@ class KeyedRunner:
         self.input_batch.sampling_metadata.logitsprocs = self.input_batch.logitsprocs
         self.drafter.attach(self)
         self.undrawable, self.withdrawn = {}, []
+        self.step, self.collector = None, None
 
     def load_model(self: Any, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)  # type: ignore[misc]
@@ -100,6 +107,7 @@ class KeyedRunner:
         )
         if len(verdict.failed):
             self.set_aside(verdict, rows, logits)
+        self.decided = rows, verdict
         self.settle(verdict)
         return result
 
@@ -137,7 +145,11 @@ class KeyedRunner:
         return []
 
     def sample_tokens(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self.step = self.execute_model_state
         output = super().sample_tokens(*args, **kwargs)  # type: ignore[misc]
+        if self.collector is not None and self.step is not None:
+            self.collect(self.collector)
+        self.step = None
         if self.undrawable:
             report_undrawable(output, self.undrawable)
             self.undrawable = {}
@@ -145,6 +157,33 @@ class KeyedRunner:
             report_withdrawn(output, self.withdrawn)
             self.withdrawn = []
         return output
+
+    def collect(self: Any, collector: StateCollector) -> None:
+        """Keep the step's hidden states of the responses that the collector has chosen."""
+        chosen = collector.chosen(self.batch_keys())
+        if len(chosen):
+            states = [self.requests[self.input_batch.req_ids[request]] for request in chosen.tolist()]
+            lengths = np.array([len(state.prompt_token_ids) - _num_carried(state) for state in states])
+            collector.add(self.token_states(), chosen, lengths)
+
+    def token_states(self: Any) -> TokenStates:
+        """What the present step has shown of each request, in the batch's order; once its tokens are decided."""
+        batch, (rows, verdict) = self.input_batch, self.decided
+        names, count = batch.req_ids, batch.num_reqs
+        planned = self.step.scheduler_output.num_scheduled_tokens
+        scheduled = np.fromiter(map(planned.__getitem__, names), np.int64, count)
+        counts, states = select_standing(
+            self.step.hidden_states, self.step.sample_hidden_states, scheduled, rows, verdict
+        )
+        if without := {*self.withdrawn, *self.undrawable}:
+            stands = np.array([name not in without for name in names])
+            states = states[torch.from_numpy(np.repeat(stands, counts))]
+            counts = np.where(stands, counts, 0)
+        starts = batch.num_computed_tokens_cpu[:count].astype(np.int64)
+        ids = batch.token_ids_cpu[np.repeat(np.arange(count), counts), ranges(starts, counts)]
+        extras = [self.requests[name].sampling_params.extra_args for name in names]
+        responses = np.fromiter((extra["paceline_response"] for extra in extras), np.int64, count)
+        return TokenStates(responses, starts, counts, ids, states)
 
     def lay_out_rows(self: Any, metadata: SpecDecodeMetadata | None) -> tuple[Rows, Int64Array]:
         """The rows of the step's logits and the draft tokens that they verify, [num_draft_tokens] int64."""
@@ -177,7 +216,12 @@ def _num_drafts(metadata: SpecDecodeMetadata | None, num_requests: int) -> Int64
 
 def _output_tokens(state: Any) -> list[int]:
     """What a request has generated, with the tokens that a resumed request carried in its prompt."""
-    carried = int((state.sampling_params.extra_args or {}).get("paceline_generated", 0))
+    carried = _num_carried(state)
     if not carried:
         return state.output_token_ids  # type: ignore[no-any-return]
     return [*state.prompt_token_ids[-carried:], *state.output_token_ids]
+
+
+def _num_carried(state: Any) -> int:
+    """Response tokens that a resumed request carries in its prompt."""
+    return int((state.sampling_params.extra_args or {}).get("paceline_generated", 0))

@@ -1,0 +1,23 @@
+"""What the target thought at tokens that it has decided: the record that draft heads and their training feed on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from paceline.types import Int32Array, Int64Array
+
+
+@dataclass(frozen=True, slots=True)
+class TokenStates:
+    """Of one engine step: the target's last hidden states, after the final norm, of each request's tokens.
+
+    Only of tokens that stand: prompt tokens, the last decided token and accepted drafts. Request-major.
+    """
+
+    responses: Int64Array  # [num_requests] response ids
+    starts: Int64Array  # [num_requests] position of each request's first token here
+    counts: Int64Array  # [num_requests] its tokens here; 0 where the step does not count
+    ids: Int32Array  # [sum(counts)]
+    states: Tensor  # [sum(counts), hidden]

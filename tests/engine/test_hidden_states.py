@@ -1,0 +1,256 @@
+"""Hidden states from a running engine, row by row against a forward pass of transformers."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from drafters import ScriptedPaths
+from tiny_model import VOCAB, make_model
+
+from paceline.config import BudgetSettings, EngineSettings, KvPoolSettings
+from paceline.distillation.packing import Sample
+from paceline.drafting.token_states import TokenStates
+from paceline.engine.rollout_engine import RolloutEngine
+from paceline.engine.v1.hidden_states import StateCollector, uniform
+from paceline.errors import ConfigError, UnsupportedError
+from paceline.types import Response, RolloutRequest
+
+MAX_TOKENS = 60
+EVERYTHING = 1 << 30
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Untied: random models with a tied head all repeat the last token."""
+    return make_model(tmp_path_factory.mktemp("target"), tie=False)
+
+
+@pytest.fixture(scope="module")
+def engine(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RolloutEngine]:
+    """Every way to draft at once, prompts in pieces, a KV pool, and blocks for seven long responses of eight."""
+    drafter = make_model(tmp_path_factory.mktemp("drafter"), seed=5, tie=False)
+    folder = Path(tempfile.mkdtemp(prefix="paceline-states-", dir="/dev/shm"))
+    settings = EngineSettings(
+        budget=BudgetSettings(policy="fixed", fixed_tokens=6),
+        model_drafter=str(drafter),
+        max_draft_tokens=6,
+        num_paths=4,
+        max_alternatives=8,
+        kv_pool=KvPoolSettings(directory=str(folder)),
+    )
+    with RolloutEngine(
+        model_dir,
+        settings,
+        dtype="float32",
+        max_model_len=512,
+        max_num_seqs=8,
+        kv_cache_bytes=30 * 128 * 2 * 2 * 64 * 4,  # blocks x tokens x layers x (K, V) x head x bytes
+        max_num_batched_tokens=128,
+        enable_chunked_prefill=True,
+    ) as made:
+        yield made
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def target(model_dir: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def plain(engine: RolloutEngine) -> list[Response]:
+    """By plain decoding."""
+    engine.set_drafting(False)
+    responses = run(engine, requests())
+    engine.set_drafting(True)
+    return responses
+
+
+def requests(lengths: tuple[int, ...] = (5, 40, 100, 127, 140, 200, 270)) -> list[RolloutRequest]:
+    """Two samples of each prompt; the longer ones share whole blocks."""
+    rng = np.random.default_rng(8)
+    made = []
+    for index, length in enumerate(lengths):
+        prompt = (1, *rng.integers(3, VOCAB, length - 1).tolist())
+        made += [
+            RolloutRequest(prompt, MAX_TOKENS, key=100 * index + sample, sample=sample, keep_kv=False)
+            for sample in range(2)
+        ]
+    return made
+
+
+def run(engine: RolloutEngine, wanted: list[RolloutRequest], *, is_fresh: bool = True) -> list[Response]:
+    from vllm import SamplingParams
+
+    if is_fresh:
+        engine.reset_prefix_cache()
+    return engine.generate(wanted, SamplingParams(temperature=1.0, ignore_eos=True))
+
+
+def check(target: Any, samples: list[Sample], responses: list[Response]) -> list[int]:
+    """Each sample is one response's, up to its last token but one; returns where each begins, by response."""
+    assert len(samples) == len(responses)
+    texts = [(*response.request.prompt, *response.tokens) for response in responses]
+    found = {}
+    for sample in samples:
+        ids = tuple(sample.ids.tolist())
+        index = next(i for i, text in enumerate(texts) if i not in found and text[:-1][-len(ids) :] == ids)
+        start = found[index] = len(texts[index]) - 1 - len(ids)
+        assert sample.num_prompt_tokens == max(len(responses[index].request.prompt) - start, 1)
+        with torch.no_grad():
+            states = target.model(torch.tensor([texts[index]])).last_hidden_state[0, start:-1]
+        assert sample.states.shape == states.shape
+        torch.testing.assert_close(sample.states, states, rtol=1e-4, atol=1e-4)
+    return [found[index] for index in range(len(responses))]
+
+
+def test_with_all_drafters_and_paths(engine: RolloutEngine, plain: list[Response], target: Any) -> None:
+    """Two paths of the suffix tree's place, the second better than the first, so that alternatives win too."""
+    known = {r.key: (*r.request.prompt, *r.tokens) for r in plain}
+    own, engine.scheduler.loop.drafter = (
+        engine.scheduler.loop.drafter,
+        ScriptedPaths(known, (0.5, 0.9), VOCAB, width=6),
+    )
+    engine.collect_states(1.0, EVERYTHING)
+    engine.take_observations()
+    try:
+        responses = run(engine, requests())
+    finally:
+        engine.scheduler.loop.drafter = own
+    steps = engine.take_observations()
+    assert [r.tokens for r in responses] == [r.tokens for r in plain]
+    assert sum(step.num_accepted_tokens for step in steps) > 100
+    assert sum(step.num_accepted_tokens for step in steps) < sum(step.num_draft_tokens for step in steps)
+    assert sum(step.num_alternatives for step in steps) > 10
+    starts = check(target, engine.take_samples(), responses)
+    assert starts[0] == starts[2] == 0
+
+
+def test_what_comes_from_the_prefix_cache_has_no_rows(
+    engine: RolloutEngine, plain: list[Response], target: Any
+) -> None:
+    run(engine, requests(), is_fresh=True)
+    engine.take_samples()
+    responses = run(engine, requests()[-4:], is_fresh=False)
+    assert [r.tokens for r in responses] == [r.tokens for r in plain[-4:]]
+    assert max(check(target, engine.take_samples(), responses)) >= 128
+
+
+def test_preempted_responses(engine: RolloutEngine, target: Any) -> None:
+    """What is computed again takes the place of what was there."""
+    before = engine.scheduler.num_preemptions
+    prompts = requests(tuple(range(200, 240, 5)))[::2]
+    responses = run(engine, [replace(r, max_tokens=250, key=7000 + i) for i, r in enumerate(prompts)])
+    assert engine.scheduler.num_preemptions > before
+    assert min(check(target, engine.take_samples(), responses)) == 0
+
+
+def test_moved_responses(engine: RolloutEngine, plain: list[Response], target: Any) -> None:
+    """Rows begin behind what the KV pool gave; with the pool's part gone, at the first token."""
+    cut = [replace(request, max_tokens=23, keep_kv=True) for request in requests()]
+    begun = run(engine, cut)
+    engine.take_samples()
+    todo = [
+        replace(request, generated=response.tokens)
+        for request, response in zip(requests(), begun, strict=True)
+    ]
+    responses = run(engine, todo)
+    assert [r.tokens for r in responses] == [r.tokens for r in plain]
+    starts = check(target, engine.take_samples(), responses)
+    assert starts == [len(request.prompt) + 22 for request in requests()]
+    responses = run(engine, todo)
+    assert check(target, engine.take_samples(), responses)[0] == 0
+
+
+def test_a_running_response_goes_on_in_a_further_sample(
+    engine: RolloutEngine, plain: list[Response], target: Any
+) -> None:
+    from vllm import SamplingParams
+
+    engine.reset_prefix_cache()
+    parts: list[Sample] = []
+    for number, _ in enumerate(
+        engine.stream(requests()[:1], SamplingParams(temperature=1.0, ignore_eos=True))
+    ):
+        if number % 4 == 3:
+            parts += engine.take_samples()
+    parts += engine.take_samples()
+    assert len(parts) > 2
+    ids = torch.cat([part.ids for part in parts])
+    whole = Sample(ids, 5, torch.cat([part.states for part in parts]))
+    assert check(target, [whole], plain[:1]) == [0]
+
+
+def test_off_again(engine: RolloutEngine) -> None:
+    engine.collect_states(0.0, EVERYTHING)
+    run(engine, requests()[:2])
+    assert engine.take_samples() == []
+    for share, size in ((1.5, 10), (-0.1, 10), (0.5, 0)):
+        with pytest.raises(ConfigError, match="share"):
+            engine.collect_states(share, size)
+
+
+def test_other_engines_have_none(model_dir: Path) -> None:
+    engine = object.__new__(RolloutEngine)
+    engine.settings = None
+    with pytest.raises(UnsupportedError, match="hidden states"):
+        engine.collect_states(1.0, EVERYTHING)
+
+
+def step_of(responses: list[int], starts: list[int], counts: list[int]) -> TokenStates:
+    total = sum(counts)
+    return TokenStates(
+        np.array(responses, np.int64),
+        np.array(starts, np.int64),
+        np.array(counts, np.int64),
+        np.arange(total, dtype=np.int32),
+        torch.ones(total, 4),
+    )
+
+
+def add(collector: StateCollector, step: TokenStates) -> None:
+    collector.add(step, np.arange(len(step.responses)), np.ones(len(step.responses), np.int64))
+
+
+def test_a_bound_drops_whole_responses_that_grew_least_lately() -> None:
+    collector = StateCollector(1.0, 12 * 20)  # 20 bytes a token
+    add(collector, step_of([1, 2], [0, 0], [5, 5]))
+    add(collector, step_of([2], [5], [2]))
+    assert collector.num_bytes == 240
+    add(collector, step_of([2, 3], [7, 0], [1, 2]))
+    assert collector.num_bytes == 200
+    assert [sample.num_tokens for sample in collector.take()] == [8, 2]
+    assert collector.num_bytes == 0
+    add(collector, step_of([4], [0], [40]))
+    assert collector.num_bytes == 0
+    assert collector.take() == []
+
+
+def test_rows_that_leave_a_gap_begin_anew_and_nan_is_left_out() -> None:
+    collector = StateCollector(1.0, 10_000)
+    add(collector, step_of([1], [0], [4]))
+    add(collector, step_of([1], [9], [3]))
+    assert [sample.num_tokens for sample in collector.take()] == [3]
+    add(collector, step_of([1], [0], [4]))
+    broken = step_of([1], [4], [2])
+    broken.states[1] = torch.nan
+    add(collector, broken)
+    assert collector.take() == []
+
+
+def test_a_share_is_chosen_by_key() -> None:
+    keys = np.arange(20_000, dtype=np.uint64)
+    chosen = StateCollector(0.1, 10).chosen(keys)
+    assert len(chosen) == pytest.approx(2000, rel=0.1)
+    assert np.array_equal(chosen, np.flatnonzero(uniform(keys) < 0.1))
+    assert np.histogram(uniform(keys), 10, (0, 1))[0].min() > 1800
