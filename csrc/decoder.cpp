@@ -346,12 +346,13 @@ void Decoder::project(const float* hidden, int64_t count, float* logits, Scratch
   multiply(scratch.normed.data(), count, head_, logits);
 }
 
-void Decoder::copy_row(int64_t source, int64_t target, int64_t length) {
-  const int64_t words = round_up(length, kWidth) * shape_.head_dim / 2;
+void Decoder::copy_row(int64_t source, int64_t target, int64_t known, int64_t length) {
+  const int64_t first = known / kWidth * kWidth * shape_.head_dim / 2;
+  const int64_t words = round_up(length, kWidth) * shape_.head_dim / 2 - first;
   for (auto* stores : {&keys_, &values_})
     for (Store& words_of : *stores)
       for (int64_t h = 0; h < shape_.kv_heads; ++h)
-        std::copy_n(words_of.get() + head_start(source, h), words, words_of.get() + head_start(target, h));
+        std::copy_n(words_of.get() + head_start(source, h) + first, words, words_of.get() + head_start(target, h) + first);
 }
 
 void Decoder::normalise_all(const float* hidden, int64_t count, Scratch& scratch) const {

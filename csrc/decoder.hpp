@@ -68,8 +68,8 @@ class Decoder {
   // logits [count, logits_stride] from hidden [count, hidden_stride].
   void project(const float* hidden, int64_t count, float* logits, Scratch& scratch) const;
 
-  // Copies the first `length` positions of one row into another.
-  void copy_row(int64_t source, int64_t target, int64_t length);
+  // Copies the first `length` positions of one row into another, which has the first `known` of them already.
+  void copy_row(int64_t source, int64_t target, int64_t known, int64_t length);
 
  private:
   struct Free {

@@ -110,10 +110,12 @@ class Drafter {
     });
   }
 
-  void copy_row(int64_t source, int64_t target, int64_t count) {
+  void copy_row(int64_t source, int64_t target, int64_t known, int64_t count) {
     const auto& shape = decoder_.shape();
-    if (!within(source, shape.rows) || !within(target, shape.rows) || !within(count, shape.positions + 1)) refuse();
-    decoder_.copy_row(source, target, count);
+    if (!within(source, shape.rows) || !within(target, shape.rows) || !within(count, shape.positions + 1) ||
+        !within(known, count + 1))
+      refuse();
+    decoder_.copy_row(source, target, known, count);
   }
 
   // Logits of the last tokens of rows first..last of a pass, in room.logits.
@@ -199,6 +201,7 @@ struct Draft {
   Array<int32_t, 1> num_tokens;  // [num_rows]
   Array<float, 2> acceptance;    // [num_rows, depth]
   Array<int32_t, 2> cells;       // [num_rows, depth]
+  Array<int32_t, 2> rivals;      // [num_rows, depth]
   Array<int32_t, 2> probes;      // [num_rows, num_sharpness]
   Array<bool, 1> failed;         // [num_rows], ended by a row of logits from which nothing can be drawn
 
@@ -210,7 +213,7 @@ struct Draft {
     };
     return length(keys) == num_rows && length(temperatures) == num_rows && length(limits) == num_rows &&
            length(num_tokens) == num_rows && length(failed) == num_rows && table(tokens, depth) && table(acceptance, depth) && table(cells, depth) &&
-           table(probes, length(sharpness_grid)) && length(calibration) == num_cells &&
+           table(rivals, depth) && table(probes, length(sharpness_grid)) && length(calibration) == num_cells &&
            (!level_costs || length(*level_costs) > 0) &&
            std::all_of(limits.data(), limits.data() + num_rows, [&](int64_t n) { return 1 <= n && n <= depth; }) &&
            std::all_of(temperatures.data(), temperatures.data() + num_rows, [](float t) { return is_sound(t, 1); });
@@ -274,6 +277,7 @@ class Growth {
     const int32_t cell = draft_.cell(offer.log_q, offer.margin);
     draft_.tokens.data()[slot] = static_cast<int32_t>(offer.token);
     draft_.cells.data()[slot] = cell;
+    draft_.rivals.data()[slot] = static_cast<int32_t>(offer.rival);
     draft_.acceptance.data()[slot] = draft_.calibration.data()[cell];
   }
 
@@ -333,8 +337,8 @@ NB_MODULE(_decoder, m) {
       .def("feed", &Drafter::feed, "rows"_a, "starts"_a, "counts"_a,
            "ids"_a, "num_threads"_a, "logits"_a.noconvert(),
            "Feed counts[i] ids to row rows[i] from starts[i] on; fill logits[num_rows, vocab] of each one's last.")
-      .def("copy_row", &Drafter::copy_row, "source"_a, "target"_a, "count"_a,
-           "Copy the first `count` positions of one row of the cache into another.")
+      .def("copy_row", &Drafter::copy_row, "source"_a, "target"_a, "known"_a, "count"_a,
+           "Copy the first `count` positions of one row of the cache into another, which has the first `known` already.")
       .def(
           "grow",
           [](Drafter& drafter, const Ints& rows, const Ints& starts, const Ints& counts, const Ints& ids,
@@ -342,10 +346,11 @@ NB_MODULE(_decoder, m) {
              const Floats& sharpness_grid, const Floats& calibration, const Floats& confidence_edges,
              const Floats& margin_edges, float floor, const std::optional<Floats>& level_costs, int64_t num_threads,
              const Array<int32_t, 2>& tokens, const Array<int32_t, 1>& num_tokens, const Array<float, 2>& acceptance,
-             const Array<int32_t, 2>& cells, const Array<int32_t, 2>& probes, const Array<bool, 1>& failed) {
+             const Array<int32_t, 2>& cells, const Array<int32_t, 2>& rivals, const Array<int32_t, 2>& probes,
+             const Array<bool, 1>& failed) {
             const Draft draft{keys,         temperatures, limits,      sharpness, sharpness_grid,
                               calibration,  confidence_edges, margin_edges, floor,  level_costs,
-                              tokens,       num_tokens,   acceptance,  cells,     probes,        failed};
+                              tokens,       num_tokens,   acceptance,  cells,     rivals, probes, failed};
             Growth growth(drafter, drafter.read_pass(rows, starts, counts, ids), draft, num_threads);
             if (!draft.fits(length(rows)) || !drafter.has_room(starts, counts, limits)) Drafter::refuse();
             nb::gil_scoped_release release;
@@ -354,6 +359,6 @@ NB_MODULE(_decoder, m) {
           "rows"_a, "starts"_a, "counts"_a, "ids"_a, "keys"_a, "temperatures"_a, "limits"_a, "sharpness"_a,
           "sharpness_grid"_a, "calibration"_a, "confidence_edges"_a, "margin_edges"_a, "floor"_a,
           "level_costs"_a.none(), "num_threads"_a, "tokens"_a.noconvert(), "num_tokens"_a.noconvert(),
-          "acceptance"_a.noconvert(), "cells"_a.noconvert(), "probes"_a.noconvert(), "failed"_a.noconvert(),
-          "Feed as `feed`, then grow drafts level by level; fills the last six arrays.");
+          "acceptance"_a.noconvert(), "cells"_a.noconvert(), "rivals"_a.noconvert(), "probes"_a.noconvert(),
+          "failed"_a.noconvert(), "Feed as `feed`, then grow drafts level by level; fills the last seven arrays.");
 }

@@ -59,14 +59,16 @@ int64_t sample(const Logits& logits, const In1<uint64_t>& keys, const In1<int64_
 
 int64_t propose(const MutableLogits& logits, const In1<uint64_t>& keys, const In1<int64_t>& positions,
                 const In1<float>& temperatures, float sharpness, const Out1<int64_t>& tokens,
-                const Out1<float>& log_q, const Out1<float>& margins) {
-  return for_each_row(logits, keys, positions, temperatures, {tokens.shape(0), log_q.shape(0), margins.shape(0)},
+                const Out1<float>& log_q, const Out1<float>& margins, const Out1<int64_t>& rivals) {
+  return for_each_row(logits, keys, positions, temperatures,
+                      {tokens.shape(0), log_q.shape(0), margins.shape(0), rivals.shape(0)},
                       [&](size_t r, const Row& row, std::vector<float>& tops) {
                         float* own = logits.data() + r * static_cast<size_t>(row.vocab);
                         const Offer offer = propose_row(own, row, sharpness, tops);
                         tokens.data()[r] = offer.token;
                         log_q.data()[r] = offer.log_q;
                         margins.data()[r] = offer.margin;
+                        rivals.data()[r] = offer.rival;
                       });
 }
 
@@ -91,7 +93,7 @@ NB_MODULE(_dice, m) {
         "Fill out[num_rows] with one token per row; returns -1, or the first row with wrong arguments.");
   m.def("propose", &propose, "logits"_a.noconvert(), "keys"_a.noconvert(), "positions"_a.noconvert(),
         "temperatures"_a.noconvert(), "sharpness"_a, "tokens"_a.noconvert(), "log_q"_a.noconvert(),
-        "margins"_a.noconvert(), "As sample, at temperature / sharpness, with what a drafter says of each token.");
+        "margins"_a.noconvert(), "rivals"_a.noconvert(), "As sample, at temperature / sharpness, with what a drafter says of each token.");
   m.def("gumbel", &gumbel_array, "keys"_a.noconvert(), "positions"_a.noconvert(), "tokens"_a.noconvert(),
         "out"_a.noconvert(), "Fill out[n] with the noise of n (key, position, token) triples.");
 }

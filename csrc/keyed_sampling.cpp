@@ -214,17 +214,17 @@ Offer propose_row(float* logits, const Row& row, float sharpness, std::vector<fl
   Row sharp = row;
   sharp.temperature = row.temperature / sharpness;
   const int64_t token = sample_row(sharp, tops);
-  if (token < 0) return {token, 0.0f, 0.0f};
+  if (token < 0) return {token, 0.0f, 0.0f, -1};
   const float inverse = row.temperature > 0.0f ? 1.0f / row.temperature : 1.0f;
   const float own = logits[token];
   const float top = *std::max_element(tops.begin(), tops.end());
   const float log_q = (own - top) * inverse - log_total(logits, row.vocab, top, inverse);
   logits[token] = -kInfinity;
   const int64_t rival = sample_row(row, tops);
-  if (rival < 0) return {token, log_q, kInfinity};  // nothing else could be drawn
+  if (rival < 0) return {token, log_q, kInfinity, rival};  // nothing else could be drawn
   const auto noise = [&row](int64_t id) { return gumbel_from_hash(dice_hash(row.prefix, static_cast<uint32_t>(id))); };
   const float lead = row.temperature > 0.0f ? noise(token) - noise(rival) : 0.0f;
-  return {token, log_q, (own - logits[rival]) * inverse + lead};
+  return {token, log_q, (own - logits[rival]) * inverse + lead, rival};
 }
 
 }  // namespace paceline

@@ -29,6 +29,7 @@ struct Offer {
   int64_t token;  // -1 where none can be drawn
   float log_q;   // of the token, at the row's temperature
   float margin;  // lead of its score over the best other one, both without sharpness
+  int64_t rival;  // that other one; -1 where there is none
 };
 
 // Whether a row may be sampled with these.

@@ -37,7 +37,7 @@ class Decoder:
         num_threads: int,
         logits: Float32Array,
     ) -> None: ...
-    def copy_row(self, source: int, target: int, count: int) -> None: ...
+    def copy_row(self, source: int, target: int, known: int, count: int) -> None: ...
     def grow(
         self,
         rows: Int64Array,
@@ -59,6 +59,7 @@ class Decoder:
         num_tokens: Int32Array,
         acceptance: Float32Array,
         cells: Int32Array,
+        rivals: Int32Array,
         probes: Int32Array,
         failed: NDArray[np.bool_],
     ) -> None: ...

@@ -17,5 +17,6 @@ def propose(
     tokens: Int64Array,
     log_q: Float32Array,
     margins: Float32Array,
+    rivals: Int64Array,
 ) -> int: ...
 def gumbel(keys: UInt64Array, positions: Int64Array, tokens: UInt32Array, out: Float32Array) -> None: ...

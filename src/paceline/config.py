@@ -83,6 +83,10 @@ class EngineSettings(Section):
     draft_window: int = Field(default=8, ge=1, le=63)
     """Draft worker: w. After w tokens of a response that the target has not decided it drafts up to w more."""
 
+    draft_branches: int = Field(default=16, ge=0, le=256)
+    """Draft worker: likely corrections, of all responses together, behind which it drafts while the target verifies, so
+    that after a rejection the next draft is there already. Batches of more responses get none. 0: never."""
+
     reconfigure_steps: int = Field(default=1000, ge=0)
     """Draft worker: decode steps after which the window of each response, and whether it is drafted for ahead, is
     planned anew from measured times and acceptance; also when the batch has changed by a quarter. 0: never."""

@@ -122,26 +122,28 @@ def propose(
     positions: Int64Array,
     temperatures: Float32Array,
     sharpness: float,
-) -> tuple[Int64Array, Float32Array, Float32Array]:
+) -> tuple[Int64Array, Float32Array, Float32Array, Int64Array]:
     """A drafter's proposal per row, argmax over ids of sharpness * logit / T + noise, and how sure it is.
 
     Arguments as for `sample`; the logits are overwritten. sharpness: above 0, inf = greedy.
-    Returns tokens, log q of each (q = softmax(logits / T), T = 1 for greedy rows), and each one's margin: its lead over
-    the best other id in logit / T + noise, negative where sharpness chose another one than the coupling would. A row
-    from which nothing can be drawn has NO_TOKEN and zeros.
+    Returns tokens, log q of each (q = softmax(logits / T), T = 1 for greedy rows), each one's margin: its lead over its
+    rival, the best other id in logit / T + noise, negative where sharpness chose another one than the coupling would;
+    and the rivals, NO_TOKEN where there is none. A row from which nothing can be drawn has NO_TOKEN and zeros.
     Errors as for `sample`; RequestError for a sharpness that is not above 0.
     """
     if not sharpness > 0:
         raise RequestError(f"sharpness is {sharpness}, must be above 0 (1 = coupled, inf = greedy)")
     try:
-        tokens = np.empty(len(logits), np.int64)
+        tokens, rivals = np.empty((2, len(logits)), np.int64)
         log_q, margins = np.empty((2, len(logits)), np.float32)
-        failed = _dice.propose(logits, keys, positions, temperatures, sharpness, tokens, log_q, margins)
+        failed = _dice.propose(
+            logits, keys, positions, temperatures, sharpness, tokens, log_q, margins, rivals
+        )
     except (TypeError, ValueError) as error:
         raise RequestError(_describe_arrays((logits, keys, positions, temperatures, None))) from error
     if failed >= 0:
         _raise_bad_row(failed, int(positions[failed]), float(temperatures[failed]))
-    return tokens, log_q, margins
+    return tokens, log_q, margins, rivals
 
 
 def hash_words(keys: ArrayLike, positions: ArrayLike, tokens: ArrayLike) -> UInt32Array:

@@ -64,6 +64,13 @@ class DraftBatch(DraftChains):
 
 
 @dataclass(frozen=True, slots=True)
+class ModelBatch(DraftBatch):
+    """What a model drafter proposes: it knows the dice, so it knows what is likeliest where a token is rejected."""
+
+    rivals: Int32Array  # [num_requests, max_draft_tokens] the runner-up of log q + noise, -1: none
+
+
+@dataclass(frozen=True, slots=True)
 class MetDrafts(DraftChains):
     """The best chain of each request among those of all drafters (drafting/tree.py)."""
 
@@ -152,6 +159,10 @@ class StepObservation:
     """Accepted draft tokens for which a model drafter's estimate stood."""
     num_wasted_tokens: int = 0
     """Tokens that a draft worker had drafted behind a rejected one, as far as was heard since the step before."""
+    num_branches: int = 0
+    """Likely corrections that a draft worker has prepared since the step before, as far as was heard."""
+    num_branch_hits: int = 0
+    """Rejections whose correction was prepared, likewise."""
     wait_s: float = 0.0
     """Part of `step_s`: taking what a draft worker has drafted, and waiting for it."""
 

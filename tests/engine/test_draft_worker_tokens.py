@@ -85,8 +85,8 @@ def test_a_worker_drafts_and_the_tokens_are_the_same(engine: RolloutEngine, want
     accepted = generate_until_it_drafts(engine, wanted)
     assert accepted > 0.1 * sum(map(len, wanted))
     link = link_of(engine)
-    assert link.num_drafted > accepted
-    assert link.num_wasted > 0
+    assert link.counts.num_drafted > accepted
+    assert link.counts.num_wasted > 0
 
 
 def test_it_waits_for_drafts_under_way_and_says_so(engine: RolloutEngine, wanted: list[Any]) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from paceline.drafting.tree import DraftTrees
-from paceline.drafting.worker_wire import Drafts, pack_draft
+from paceline.drafting.worker_wire import DraftCounts, Drafts, pack_draft
 from paceline.engine.draft_ahead import DraftAhead
 from paceline.planning.latency import StepTimeModel, update_measured_time
 from paceline.planning.wait import WaitSnapshot
@@ -27,7 +27,6 @@ class Link:
     script: list[Drafts | None] = field(default_factory=list)
     timeouts_s: list[float] = field(default_factory=list)
     number: int = 0
-    num_wasted: int = 0
     is_there: bool = True
 
     def take(self, timeout_s: float) -> Drafts | None:
@@ -52,8 +51,7 @@ def drafts(tokens: list[int], *, number: int = 1, call_s: float = 0.001) -> Draf
         call_s=call_s,
         num_levels=1,
         mean_acceptance=0.8,
-        num_drafted=0,
-        num_wasted=0,
+        counts=DraftCounts(),
     )
 
 

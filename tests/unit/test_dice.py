@@ -270,10 +270,11 @@ def test_a_row_from_which_nothing_can_be_drawn_has_no_token_and_the_others_have_
     assert dice.sample(*batch).tolist() == expected
     assert dice.sample_reference(*batch).tolist() == expected
     assert dice_torch.sample(*map(torch.from_numpy, batch)).tolist() == expected
-    tokens, log_q, margin = dice.propose(*batch, 1.0)
+    tokens, log_q, margin, rivals = dice.propose(*batch, 1.0)
     assert tokens.tolist() == expected
     assert np.isfinite(log_q).all()
     assert np.isfinite(margin).all()
+    assert (rivals == dice.NO_TOKEN).tolist() == [False, False, True, False]
 
 
 def test_wrong_arrays_are_described() -> None:
@@ -318,7 +319,7 @@ def test_a_proposal_is_the_sharpened_sample_and_says_how_sure_it_is(vocab: int, 
     logits = (3 * rng.standard_normal((40, vocab))).astype(np.float32)
     keys, positions = rng.integers(0, 2**63, 40).astype(np.uint64), rng.integers(1, 4096, 40)
     temperatures = np.resize(np.array([1.0, 0.6, 0.0, 1.7], np.float32), 40)
-    tokens, log_q, margins = dice.propose(logits.copy(), keys, positions, temperatures, sharpness)
+    tokens, log_q, margins, rivals = dice.propose(logits.copy(), keys, positions, temperatures, sharpness)
     assert (
         tokens.tolist() == dice.sample(logits, keys, positions, temperatures / np.float32(sharpness)).tolist()
     )
@@ -332,13 +333,15 @@ def test_a_proposal_is_the_sharpened_sample_and_says_how_sure_it_is(vocab: int, 
     own = scores[rows, tokens]
     scores[rows, tokens] = -np.inf
     np.testing.assert_allclose(margins, own - scores.max(axis=1), atol=2e-5)
+    np.testing.assert_allclose(scores[rows, rivals], scores.max(axis=1), atol=2e-5)
 
 
 def test_a_proposal_without_rival_has_no_bound() -> None:
     logits = np.full((1, 300), -np.inf, np.float32)
     logits[0, 7] = 1.0
     one = np.ones(1)
-    tokens, log_q, margins = dice.propose(
+    tokens, log_q, margins, rivals = dice.propose(
         logits, one.astype(np.uint64), one.astype(int), one.astype(np.float32), 1.0
     )
     assert (tokens.tolist(), log_q.tolist(), margins.tolist()) == ([7], [0.0], [np.inf])
+    assert rivals.tolist() == [dice.NO_TOKEN]

@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 from paceline.drafting.draft_worker import DraftWorker
 from paceline.drafting.proposal import NUM_CELLS, prior_calibration
 from paceline.drafting.worker_wire import Begin, Drafts, Open, Step
-from paceline.types import DraftBatch, DraftGrowth, DraftQuery, Float32Array, Int32Array
+from paceline.types import DraftGrowth, DraftQuery, Float32Array, Int32Array, ModelBatch
 
-PROMPT, LIMIT = [1, 2, 3], 60
+PROMPT, LIMIT, STEP_S = [1, 2, 3], 60, 100.0
 
 
 class FakeModel:
-    """Drafts 100 + position; remembers which of the tokens that it was given as context it may keep."""
+    """Drafts 100 + position, rival 500 + position; remembers which tokens given as context it may keep."""
 
     max_model_len = 1000
     prior_calibration = staticmethod(prior_calibration)
@@ -29,10 +29,11 @@ class FakeModel:
     def __init__(self) -> None:
         self.kept: dict[int, list[int]] = {}
         self.is_broken = False
+        self.num_calls = 0
 
     def draft(
         self, contexts: Sequence[Int32Array], query: DraftQuery, depth: int, **options: Any
-    ) -> tuple[DraftBatch, DraftGrowth]:
+    ) -> tuple[ModelBatch, DraftGrowth]:
         for row, context in zip(query.responses.tolist(), contexts, strict=True):
             kept = self.kept.get(row, [])
             assert context[: len(kept)].tolist() == kept, "the model still has what was rejected"
@@ -40,14 +41,19 @@ class FakeModel:
         count = len(contexts)
         tokens = 100 + query.positions[:, None] + np.arange(depth)
         grid: Float32Array = options["sharpness_grid"]
-        batch = DraftBatch(
+        batch = ModelBatch(
             tokens.astype(np.int32),
             np.minimum(query.max_tokens, 0 if self.is_broken else depth).astype(np.int32),
             np.full((count, depth), 0.9, np.float32),
             np.full((count, depth), NUM_CELLS - 1, np.int32),
             np.tile(tokens[:, :1].astype(np.int32), (1, len(grid))),
+            (tokens + 400).astype(np.int32),
         )
+        self.num_calls += 1
         return batch, DraftGrowth(depth, depth * count, 0.001 * depth)
+
+    def fork(self, row: int, branch: int, num_tokens: int) -> None:
+        self.kept[branch] = self.kept[row][:num_tokens]
 
     def rewind(self, row: int, num_tokens: int) -> None:
         self.kept[row] = self.kept.get(row, [])[:num_tokens]
@@ -60,10 +66,10 @@ class FakeModel:
 class Engine:
     """The other end: tells a worker what responses grow by."""
 
-    def __init__(self, window: int, floor: float = 0.0) -> None:
+    def __init__(self, window: int, floor: float = 0.0, num_branches: int = 0) -> None:
         self.model, self.window = FakeModel(), window
-        self.worker = DraftWorker(self.model, floor)  # type: ignore[arg-type]
-        self.worker.hear(Begin(1, "", 0, ()))
+        self.worker = DraftWorker(self.model, floor, num_branches=num_branches)  # type: ignore[arg-type]
+        self.worker.hear(Begin(1, "", 0, ()), 0.0)
         self.texts: dict[int, list[int]] = {}
         self.numbers = itertools.count(1)
 
@@ -86,7 +92,9 @@ class Engine:
                 tuple(opened),
                 packed(allowed, np.int64),
                 packed(list(allowed.values()), np.int32),
-            )
+                STEP_S,
+            ),
+            0.0,
         )
         for name, tokens in growth.items():
             self.texts[name] += tokens
@@ -103,9 +111,15 @@ class Engine:
 
     def ahead(self) -> dict[int, list[int]]:
         """Let the worker draft until it stops; what it then has ahead of each response."""
-        while self.worker.draft():
+        while self.worker.draft(0.0):
             pass
         return read(self.worker.say())
+
+    def ahead_of_one(self) -> tuple[list[int], dict[int, list[int]]]:
+        """The same of the only response, with branches."""
+        while self.worker.draft(0.0):
+            pass
+        return read_tree(self.worker.say())
 
 
 def packed(numbers: Iterable[int], kind: type) -> bytes:
@@ -113,24 +127,40 @@ def packed(numbers: Iterable[int], kind: type) -> bytes:
 
 
 def read(drafts: Drafts) -> dict[int, list[int]]:
-    """Tokens ahead of each response, which follow each other."""
+    """The chain ahead of each response."""
     found, data = {}, drafts.trees
     while data:
         response, _, count = np.frombuffer(data[:24], np.int64).tolist()
         tokens, parents, _ = np.frombuffer(data[24 : 24 + 12 * count], np.int32).reshape(3, count).tolist()
-        assert parents == list(range(-1, count - 1))
-        found[response], data = tokens, data[24 + 12 * count :]
+        length = next((place for place in range(count) if parents[place] != place - 1), count)
+        found[response], data = tokens[:length], data[24 + 12 * count :]
     return found
+
+
+def read_tree(drafts: Drafts) -> tuple[list[int], dict[int, list[int]]]:
+    """Ahead of the only response: the chain, and branches by the place in it of the token that they replace."""
+    count = int(np.frombuffer(drafts.trees[16:24], np.int64)[0])
+    tokens, parents, _ = np.frombuffer(drafts.trees[24:], np.int32).reshape(3, count).tolist()
+    chain: list[int] = []
+    branches: dict[int, list[int]] = {}
+    for place, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
+        if parent == place - 1 == len(chain) - 1:
+            chain.append(token)
+        elif parent == place - 1:
+            branches[next(reversed(branches))].append(token)
+        else:
+            branches[parent + 1] = [token]
+    return chain, branches
 
 
 def test_it_drafts_two_windows_ahead_and_stops() -> None:
     engine = Engine(window=3)
     engine.open(5)
     assert engine.ahead() == {5: [103, 104, 105, 106, 107, 108]}
-    assert not engine.worker.draft()
+    assert not engine.worker.draft(0.0)
     engine.grow({5: [103, 104]})
     assert engine.ahead() == {5: [105, 106, 107, 108, 109, 110]}
-    assert engine.worker.num_wasted == 0
+    assert engine.worker.counts.num_wasted == 0
 
 
 def test_behind_a_rejection_it_begins_anew() -> None:
@@ -138,10 +168,10 @@ def test_behind_a_rejection_it_begins_anew() -> None:
     engine.open(5)
     engine.ahead()
     engine.grow({5: [103, 9]})
-    assert engine.worker.num_wasted == 4
+    assert engine.worker.counts.num_wasted == 4
     assert engine.ahead() == {5: [105, 106, 107, 108, 109, 110]}
     engine.grow({5: [9]})
-    assert engine.worker.num_wasted == 4 + 5
+    assert engine.worker.counts.num_wasted == 4 + 5
 
 
 def test_it_does_not_draft_beyond_the_responses_end_nor_where_nothing_will_be_accepted() -> None:
@@ -167,16 +197,16 @@ def test_a_rejection_wastes_less_than_two_windows(window: int, events: list[tupl
     worker = engine.worker
     for calls, num_right, follows in events:
         for _ in range(calls):
-            if worker.draft():
+            if worker.draft(0.0):
                 ahead = read(worker.say())[5]
                 assert len(ahead) <= 2 * window
                 position = len(engine.texts[5])
                 assert ahead == list(range(100 + position, 100 + position + len(ahead)))
-        before, position = worker.num_wasted, len(engine.texts[5])
+        before, position = worker.counts.num_wasted, len(engine.texts[5])
         right = list(range(100 + position, 100 + position + num_right + follows))
         engine.grow({5: right if follows else [*right, 9]})
-        assert worker.num_wasted - before <= 2 * window - 1
-        assert follows <= (worker.num_wasted == before)
+        assert worker.counts.num_wasted - before <= 2 * window - 1
+        assert follows <= (worker.counts.num_wasted == before)
 
 
 def test_it_learns_how_sure_its_drafts_are_and_how_sharply_to_draw() -> None:
@@ -200,9 +230,9 @@ def test_what_is_lost_is_asked_for() -> None:
     next(engine.numbers)  # a message that does not arrive
     engine.grow({5: [103]})
     assert engine.worker.is_lost
-    assert not engine.worker.draft()
+    assert not engine.worker.draft(0.0)
     engine.grow({5: [104]})  # not heard
-    engine.worker.hear(Begin(2, "", 3, (engine.opening(5),)))
+    engine.worker.hear(Begin(2, "", 3, (engine.opening(5),)), 0.0)
     engine.numbers = itertools.count(4)
     assert engine.ahead() == {5: [105, 106, 107, 108]}
     assert engine.worker.say().begun == 2
@@ -237,6 +267,107 @@ def test_what_the_model_does_not_draft_for_is_tried_again_when_it_has_grown() ->
     engine.open(5)
     assert engine.ahead() == {}
     engine.model.is_broken = False
-    assert not engine.worker.draft()
+    assert not engine.worker.draft(0.0)
     engine.grow({5: [103]})
     assert engine.ahead() == {5: [104, 105, 106, 107]}
+
+
+def test_the_window_after_a_likely_correction_is_there_before_the_rejection() -> None:
+    engine = Engine(window=3, num_branches=16)
+    engine.open(5)
+    chain, branches = engine.ahead_of_one()
+    assert chain == [103, 104, 105, 106, 107, 108]
+    assert branches == {place: [503 + place, *range(104 + place, 109)] for place in range(5)}
+    assert engine.worker.counts.num_branches == 5
+    calls = engine.model.num_calls
+    engine.grow({5: [103, 504]})
+    assert read_tree(engine.worker.say())[0] == [105, 106, 107, 108]
+    assert engine.model.num_calls == calls
+    counts = engine.worker.counts
+    assert (counts.num_hits, counts.num_wasted) == (1, 4)
+    chain, branches = engine.ahead_of_one()
+    assert chain == [105, 106, 107, 108, 109, 110]
+    assert set(branches) == set(range(5))
+    engine.grow({5: [105, 9]})  # a correction that was not prepared
+    assert engine.worker.counts.num_hits == 1
+    assert engine.ahead_of_one()[0] == [107, 108, 109, 110, 111, 112]
+    engine.grow({5: [507, 108, 9]})  # prepared, and decided further than that
+    assert engine.worker.counts.num_hits == 2
+    assert engine.ahead_of_one()[0] == [110, 111, 112, 113, 114, 115]
+
+
+def test_branches_go_on_along_accepted_tokens_and_become_likelier() -> None:
+    engine = Engine(window=3, num_branches=2)
+    engine.open(5)
+    engine.ahead_of_one()
+    first = engine.worker.counts.num_branches
+    assert first == 2, "no more than there are rows for"
+    engine.grow({5: [103]})
+    branches = engine.ahead_of_one()[1]
+    assert branches == {0: [504, *range(105, 110)], 1: [505, *range(106, 110)]}
+    assert engine.worker.counts.num_branches == 3, "one has gone, with the token that it was to replace"
+
+
+def test_nothing_is_prepared_where_the_verifier_leaves_no_time_or_many_run() -> None:
+    engine = Engine(window=3, num_branches=1)
+    engine.open(5)
+    while engine.worker.draft(STEP_S):
+        pass
+    assert engine.worker.counts.num_branches == 0
+    engine.open(6)
+    engine.ahead()
+    assert engine.worker.counts.num_branches == 0
+    engine.tell({5: [103]}, ended=[6])
+    engine.ahead_of_one()
+    assert engine.worker.counts.num_branches == 1
+
+
+def test_what_is_prepared_follows_how_often_the_rival_is_right() -> None:
+    seldom, often = (Engine(window=2, floor=0.03, num_branches=4) for _ in "ab")
+    for engine, correction in ((seldom, 9), (often, None)):
+        engine.open(5, limit=900)
+        for _ in range(60):
+            position = len(engine.texts[5])
+            engine.ahead()
+            engine.grow({5: [100 + position, correction or 501 + position]})
+        engine.ahead()
+    assert seldom.worker.counts.num_branches < 0.5 * often.worker.counts.num_branches
+    assert seldom.worker.counts.num_hits == 0
+    assert often.worker.counts.num_hits > 50
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    st.integers(1, 4),
+    st.integers(1, 5),
+    st.lists(
+        st.tuples(st.integers(0, 30), st.sampled_from((5, 6)), st.integers(0, 9), st.sampled_from("orr")),
+        max_size=30,
+    ),
+)
+def test_whatever_is_decided_no_row_is_lost_and_no_context_is_wrong(
+    window: int, num_branches: int, events: list[tuple[int, int, int, str]]
+) -> None:
+    """(drafting calls, response, right tokens, whether the token behind them is the rival) of each step."""
+    engine = Engine(window, num_branches=num_branches)
+    for response in (5, 6):
+        engine.open(response, limit=200)
+    for calls, response, num_right, kind in events:
+        for _ in range(calls):
+            engine.worker.draft(0.0)  # the model checks what it is given as context
+        position = len(engine.texts[response])
+        wrong = 500 + position + num_right if kind == "r" else 9
+        prepared = engine.worker._responses[response].branches.get(position + num_right)
+        hits = engine.worker.counts.num_hits
+        engine.grow({response: [*range(100 + position, 100 + position + num_right), wrong]})
+        assert engine.worker.counts.num_hits - hits == (kind == "r" and prepared is not None)
+        ahead = engine.worker._responses.values()
+        rows = [*engine.worker._spare_rows]
+        for one in ahead:
+            rows += [one.chain.row, *(branch.row for branch in one.branches.values())]
+            assert all(branch.end - one.known <= 2 * window for branch in one.branches.values())
+            assert all(one.known <= cut < one.chain.end for cut in one.branches)
+        assert len(rows) == len(set(rows)) == num_branches + 2
+    for response in (5, 6):
+        engine.tell(ended=[response])
+    assert len(engine.worker._spare_rows) == num_branches

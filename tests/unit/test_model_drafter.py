@@ -213,6 +213,27 @@ def test_prefill_in_chunks_and_ragged_catch_up(tmp_path: Path, form: str) -> Non
         assert second.tokens[index, 0] == target.token(rollout.context(row), rollout.key(row))
 
 
+def test_a_fork_drafts_what_its_context_alone_would(tmp_path: Path, form: str) -> None:
+    """Again and again into one row, which keeps what the contexts have in common."""
+    save_target(tmp_path, form)
+    drafter = ModelDrafter(tmp_path, max_model_len=256, max_requests=3)
+    fresh = ModelDrafter(tmp_path, max_model_len=256, max_requests=3)
+    rollout = Rollout(random_prompts([70, 1]))
+    rng = np.random.default_rng(2)
+    for cut in (70, 75, 73, 33, 90, 12):
+        draft(drafter, rollout, [0], 6)
+        common = rollout.context(0)[:cut]
+        rollout.lengths[1] = 0
+        rollout.extend(1, [*common, int(rng.integers(0, VOCAB))])
+        drafter.fork(1000, 1001, cut)
+        made = draft(drafter, rollout, [1, 0], 5)
+        fresh.forget([1000, 1001])
+        assert made.tokens.tolist() == draft(fresh, rollout, [1, 0], 5).tokens.tolist()
+        rollout.extend(0, made.tokens[1, :4].tolist())
+    drafter.fork(77, 1001, 5)
+    assert draft(drafter, rollout, [1], 3).num_tokens.tolist() == [3], "nothing to fork from"
+
+
 def test_responses_to_one_prompt_share_the_prompt_computation(
     tmp_path: Path, form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -363,7 +384,8 @@ def test_the_proposal_elsewhere_is_the_native_one(sharpness: float) -> None:
         torch.from_numpy(logits.copy()), keys, positions, temperatures, sharpness, sample_on_host
     )
     assert native[0].tolist() == other[0].tolist()
-    np.testing.assert_allclose(native[1:], other[1:], atol=1e-5)
+    np.testing.assert_allclose(native[1:3], other[1:3], atol=1e-5)
+    assert native[3].tolist() == other[3].tolist()
 
 
 def poisoned_drafter(path: Path, poison: int, **options: Any) -> ModelDrafter:
@@ -619,7 +641,7 @@ def test_a_native_draft_grows_as_one_in_python_over_the_same_logits(
             )
             for one in drafters
         ]
-        for name in ("tokens", "num_tokens", "acceptance", "cells", "probes"):
+        for name in ("tokens", "num_tokens", "acceptance", "cells", "rivals", "probes"):
             np.testing.assert_array_equal(getattr(made[0], name), getattr(made[1], name))
         for name in ("tokens", "cached", "certain"):
             np.testing.assert_array_equal(getattr(drafters[0]._book, name), getattr(drafters[1]._book, name))

@@ -16,6 +16,7 @@ from paceline.drafting.worker_link import WorkerLink
 from paceline.drafting.worker_wire import (
     HELLO,
     Begin,
+    DraftCounts,
     Drafts,
     Open,
     Step,
@@ -101,8 +102,7 @@ def drafts(begun: int, trees: bytes = b"", num_drafted: int = 0, num_wasted: int
         call_s=0.001,
         num_levels=2,
         mean_acceptance=0.6,
-        num_drafted=num_drafted,
-        num_wasted=num_wasted,
+        counts=DraftCounts(num_drafted, num_wasted, num_branches=2, num_hits=1),
     )
 
 
@@ -117,7 +117,7 @@ def grow(link: WorkerLink, trees: DraftTrees, growth: dict[int, list[int]]) -> N
     flat = np.array([token for tokens in lists for token in tokens], np.int32)
     names = np.array(list(growth), np.int64)
     trees.advance(names, offsets, flat)
-    link.grow(names, offsets, flat)
+    link.grow(names, offsets, flat, 0.25)
 
 
 def numbers(data: bytes, kind: type = np.int32) -> list[int]:
@@ -142,6 +142,7 @@ def test_a_worker_is_told_what_runs_grows_and_ends(link: WorkerLink, trees: Draf
     assert all(isinstance(step, Step) for step in (first, second, last))
     assert [step.number for step in (first, second, last)] == [1, 2, 3]
     assert numbers(first.responses, np.int64) == [7, 9]
+    assert first.step_s == 0.25
     assert (numbers(first.offsets), numbers(first.tokens)) == ([0, 1, 3], [5, 6, 6])
     [opened] = first.opened
     assert (opened.response, numbers(opened.tokens)) == (9, [6, 6, 6])
@@ -180,7 +181,7 @@ def test_a_new_worker_is_told_everything_and_its_counts_go_on(link: WorkerLink, 
     assert link.take() is None
     second.say(num_drafted=3, num_wasted=1)
     assert link.take(5.0) is not None
-    assert (link.num_drafted, link.num_wasted) == (13, 5)
+    assert link.counts == DraftCounts(13, 5, 4, 2)
 
 
 def test_a_new_worker_hears_how_far_it_may_draft_ahead(link: WorkerLink, trees: DraftTrees) -> None:

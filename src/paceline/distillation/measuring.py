@@ -104,7 +104,7 @@ def _measure_pack(
         tally.agreed[step] += float(agreement(log_p[deciding], log_q).sum())
         tally.compared[step] += len(deciding)
         positions = pack.positions.numpy()[deciding] + 1
-        drafted, _, _ = dice.propose(
+        drafted, *_ = dice.propose(
             logits.contiguous().numpy(), keys[deciding], positions, temperatures[deciding], sharpness
         )
         matches[step, deciding - step] = drafted == pack.ids.numpy()[deciding + 1]

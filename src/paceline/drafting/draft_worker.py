@@ -1,10 +1,10 @@
 """The draft worker: a process that holds a small model and drafts ahead of an engine that verifies (SpecActor 4.1).
 
-Owns, of every running response, the tokens that it was told of and those that it has drafted behind them. It is told
-what responses grow by, drops what a rejection has made void, drafts on by the shared dice up to two windows ahead
-(planning/draft_ahead.py), and sends everything ahead of a response whenever it has grown. What was drafted and then
-decided teaches it how sure its drafts are and how sharply to draw; the engine has them calibrated. Run as a module it
-is that process; it ends with its parent.
+Owns, of every running response, the tokens that it was told of and those that it has drafted behind them (ahead.py). It
+is told what responses grow by, drops what a rejection has made void, drafts on by the shared dice up to two windows
+ahead, prepares the likeliest corrections while the verifier works (planning/draft_ahead.py), and sends everything ahead
+of a response whenever it has grown. What was drafted and then decided teaches it how sure its drafts are, how often a
+rival is the correction, and how sharply to draw. Run as a module it is that process; it ends with its parent.
 
 Invariant: nothing that it does, or fails to do, changes a token.
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import os
 import signal
 import sys
@@ -23,24 +24,25 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
+from paceline.drafting.ahead import Ahead, Chain, Decided
 from paceline.drafting.learned import Learned
 from paceline.drafting.model import ModelDrafter
 from paceline.drafting.worker_wire import (
     HELLO,
     Begin,
+    DraftCounts,
     Drafts,
     Open,
     Step,
     ToWorker,
     WorkerSettings,
     encode,
-    pack_draft,
 )
 from paceline.drafting.worker_wire import decode_for_worker as decode
-from paceline.planning.draft_ahead import choose_depth, choose_responses, window_room
+from paceline.planning.draft_ahead import choose_depth, choose_leaves
 from paceline.planning.latency import StepTimeModel, update_measured_time
 from paceline.planning.sharpness import SHARPNESS_GRID
-from paceline.types import DraftBatch, DraftQuery, Float32Array, Int32Array
+from paceline.types import DraftQuery, Int32Array
 
 GRID = np.asarray(SHARPNESS_GRID, dtype=np.float32)
 NO_GRID = GRID[:0]
@@ -54,65 +56,80 @@ _CALL_SMOOTHING = 0.2
 _ACCEPTANCE_TOKENS = 200.0
 """Decided draft tokens after which one counts 1/e in the mean acceptance."""
 
+RIVAL_PRIOR = 0.5
+"""How often the rival of a rejected token is assumed to be the correction, before any was rejected."""
 
-@dataclass(slots=True)
-class _Ahead:
-    """A response: `known` tokens as told, and drafted ones up to `end`. Arrays are as long as the response can get."""
 
-    row: int
-    """Its number in the model drafter."""
-    key: int
-    temperature: float
-    tokens: Int32Array
-    acceptance: Float32Array
-    cells: Int32Array
-    known: int
-    end: int
-    most_ahead: int
-    """Tokens beyond `known` that may be drafted."""
-    path_probability: float = 1.0
-    """That everything drafted ahead is accepted."""
-    packed: bytes = b""
-    """What is drafted ahead, for the engine; empty until it is asked for."""
-    is_stuck: bool = False
-    """The model has drafted nothing behind these tokens: it gives NaN, or lacks a row."""
-    probes: Int32Array | None = None
-    """What each sharpness would have drawn at position `known`, if it was asked. [num_sharpness]"""
+@dataclass(frozen=True, slots=True)
+class _Leaf:
+    """Where something may be drafted: behind a chain, behind a branch, or behind one that is still to be made."""
+
+    one: Ahead
+    chain: Chain
+    """The branch is to leave it, where there is none yet."""
+    probability: float
+    """That everything drafted up to there is accepted."""
+    is_branch: bool
+    cut: int | None = None
+    """Where a new branch leaves the chain."""
+    acceptance: float = 0.0
+    """Of the rival there."""
+
+    @property
+    def rest_tokens(self) -> int:
+        """That may still be drafted."""
+        return self.one.limit - (self.chain.end if self.cut is None else self.cut + 1)
 
 
 class DraftWorker:
     """What a worker knows and decides; without a socket or a clock of its own. One thread."""
 
-    def __init__(self, drafter: ModelDrafter, floor: float = 0.0, sharpness: float | None = None) -> None:
+    def __init__(
+        self,
+        drafter: ModelDrafter,
+        floor: float = 0.0,
+        sharpness: float | None = None,
+        num_branches: int = 0,
+    ) -> None:
+        """num_branches: at any time, of all responses together; the drafter has as many rows more.
+
+        More responses than these get none: there is not one for each.
+        """
         self._drafter, self._floor = drafter, floor
-        self._learned = Learned(drafter.prior_calibration(), sharpness)
+        prior = drafter.prior_calibration()
+        self._learned = Learned(prior, sharpness)
+        self._rivals = Learned(np.full_like(prior, RIVAL_PRIOR), 1.0)
         self._level_time = StepTimeModel.initial()
         self._accepted, self._decided = 1.0, 2.0  # decayed draft tokens; a coin's before any is known
-        self._responses: dict[int, _Ahead] = {}
+        self._responses: dict[int, Ahead] = {}
         self._rows = itertools.count()
+        self._num_branches = num_branches
+        self._spare_rows = list(itertools.islice(self._rows, num_branches))
+        self._step_ends_s = 0.0
         self._begun = self._number = 0
         self._call_s, self._num_levels = 0.0, 0
         self.is_lost = True
         """Whether it has to be told everything: at the start, or because a message did not arrive."""
-        self.num_drafted = 0
-        self.num_wasted = 0
+        self.counts = DraftCounts()
+        """Since it was told everything."""
 
     # -- what it is told
 
-    def hear(self, message: ToWorker) -> None:
+    def hear(self, message: ToWorker, now_s: float) -> None:
         """Take a message of the engine. Until it is told everything a lost worker hears nothing else."""
         if isinstance(message, Begin):
             self._begin(message)
         elif not self.is_lost:
             self.is_lost = message.number != self._number + 1
             if not self.is_lost:
+                self._step_ends_s = now_s + message.step_s
                 self._step(message)
 
     def _begin(self, begin: Begin) -> None:
         for response in list(self._responses):
             self._close(response)
         self._begun, self._number, self.is_lost = begin.begun, begin.number, False
-        self.num_drafted = self.num_wasted = 0
+        self.counts = DraftCounts()
         for opened in begin.opened:
             self._open(opened)
 
@@ -129,104 +146,116 @@ class DraftWorker:
                 one.most_ahead = most
 
     def _open(self, opened: Open) -> None:
-        told = np.frombuffer(opened.tokens, np.int32)
-        limit = max(min(opened.limit, self._drafter.max_model_len), len(told))
-        tokens = np.empty(limit, np.int32)
-        tokens[: len(told)] = told
-        self._responses[opened.response] = _Ahead(
-            next(self._rows),
-            opened.key,
-            opened.temperature,
-            tokens,
-            np.empty(limit, np.float32),
-            np.empty(limit, np.int32),
-            len(told),
-            len(told),
-            opened.most_ahead,
-        )
+        self._responses[opened.response] = Ahead(opened, next(self._rows), self._drafter.max_model_len)
 
     def _close(self, response: int) -> None:
         if (one := self._responses.pop(response, None)) is not None:
-            self._drafter.forget([one.row])
+            self._drafter.forget([one.chain.row])
+            self._spare_rows += [branch.row for branch in one.branches.values()]
 
     def _grow(self, step: Step) -> None:
         tokens = np.frombuffer(step.tokens, np.int32)
         ends = np.frombuffer(step.offsets, np.int32).tolist()
-        cells, outcomes = [], []
+        told: list[Decided] = []
         for row, response in enumerate(np.frombuffer(step.responses, np.int64).tolist()):
             if (one := self._responses.get(response)) is not None:
-                told = self._decide(one, tokens[ends[row] : ends[row + 1]])
-                cells.append(told[0])
-                outcomes.append(told[1])
-        if cells:
-            self._learn(np.concatenate(cells), np.concatenate(outcomes))
+                told.append(self._decide(one, tokens[ends[row] : ends[row + 1]]))
+        if told:
+            self._learn(told)
 
-    def _decide(self, one: _Ahead, tokens: Int32Array) -> tuple[Int32Array, np.typing.NDArray[np.bool_]]:
-        """A response has grown: (cells, accepted) of the draft tokens that were decided, up to the first rejection."""
-        start, num_ahead = one.known, one.end - one.known
-        tokens = tokens[: len(one.tokens) - start]
-        room = min(len(tokens), num_ahead)
-        right = one.tokens[start : start + room] == tokens[:room]
-        num_right = room if right.all() else int(right.argmin())
-        num_told = min(num_right + 1, room)
-        told = one.cells[start : start + num_told].copy(), right[:num_told]
+    def _decide(self, one: Ahead, tokens: Int32Array) -> Decided:
+        """A response has grown."""
         if one.probes is not None and len(tokens):
             self._learned.learn_sharpness(one.probes[None], tokens[:1])
-        one.probes, one.is_stuck, one.packed = None, False, b""
-        one.known = start + len(tokens)
-        one.tokens[start : one.known] = tokens
-        if num_right < room:
-            self.num_wasted += num_ahead - num_right - 1
-            self._drafter.rewind(one.row, start + num_right)
-            one.end = one.known
-        else:
-            one.end = max(one.end, one.known)
-        one.path_probability = float(np.prod(one.acceptance[one.known : one.end]))
-        return told
+        decided = one.decide(tokens)
+        self._spare_rows += decided.void_rows
+        if decided.stands is not None:
+            self._drafter.rewind(one.chain.row, decided.stands)
+        self.counts.num_wasted += decided.num_wasted
+        self.counts.num_hits += decided.is_hit
+        return decided
 
-    def _learn(self, cells: Int32Array, outcomes: np.typing.NDArray[np.bool_]) -> None:
-        self._learned.learn(cells, outcomes)
+    def _learn(self, told: Sequence[Decided]) -> None:
+        cells = np.concatenate([cells for one in told for cells in one.cells])
+        accepted = np.concatenate([right for one in told for right in one.accepted])
+        self._learned.learn(cells, accepted)
+        rejected = [cell for one in told for cell in one.rejected_cells]
+        is_right = [right for one in told for right in one.is_rival_right]
+        self._rivals.learn(np.array(rejected, np.int32), np.array(is_right, np.bool_))
         decay = float(np.exp(-len(cells) / _ACCEPTANCE_TOKENS))
-        self._accepted = self._accepted * decay + float(outcomes.sum())
+        self._accepted = self._accepted * decay + float(accepted.sum())
         self._decided = self._decided * decay + len(cells)
 
     # -- what it drafts
 
-    def draft(self) -> bool:
+    def draft(self, now_s: float) -> bool:
         """Draft a few tokens more where they are of most use; False where the windows are full, or nothing runs."""
-        open_ones = [one for one in self._responses.values() if self._room(one) > 0]
-        if self.is_lost or not open_ones:
+        if self.is_lost:
             return False
-        order = choose_responses(
-            np.array([one.path_probability for one in open_ones]),
-            np.array([len(one.tokens) - one.end for one in open_ones]),
+        leaves = [*self._chains(), *self._branches()]
+        left_s = self._step_ends_s - now_s
+        order = choose_leaves(
+            np.array([leaf.probability for leaf in leaves]),
+            np.array([leaf.rest_tokens for leaf in leaves], np.int64),
+            np.array([leaf.is_branch for leaf in leaves], np.bool_),
             self._level_time,
+            left_s,
         )
-        chosen = [open_ones[at] for at in order.tolist()]
-        self._extend(chosen, choose_depth(len(chosen), self._level_time))
-        return True
+        chosen = [leaves[at] for at in order.tolist()]
+        has_branch = any(leaf.is_branch for leaf in chosen)
+        grown = [(leaf.one, chain) for leaf in chosen if (chain := self._chain_of(leaf)) is not None]
+        if grown:
+            self._extend(
+                grown, choose_depth(len(grown), self._level_time, left_s if has_branch else math.inf)
+            )
+        return bool(grown)
 
-    def _room(self, one: _Ahead) -> int:
-        """Tokens that may be drafted for a response now."""
-        if one.is_stuck or one.path_probability < self._floor:
-            return 0
-        return min(window_room(one.most_ahead, one.end - one.known), len(one.tokens) - one.end)
+    def _chains(self) -> Iterator[_Leaf]:
+        """Chains behind which something may be drafted."""
+        for one in self._responses.values():
+            if one.room(one.chain, self._floor) > 0:
+                yield _Leaf(one, one.chain, one.chain.probability, is_branch=False)
 
-    def _extend(self, chosen: Sequence[_Ahead], depth: int) -> None:
-        """Draft up to `depth` tokens for each."""
-        started_s, count = time.perf_counter(), len(chosen)
-        rooms = np.fromiter(map(self._room, chosen), np.int32, count)
+    def _branches(self) -> Iterator[_Leaf]:
+        """Branches that may grow, and those that may be made."""
+        if len(self._responses) > self._num_branches:
+            return
+        for one in self._responses.values():
+            for branch in one.branches.values():
+                if one.room(branch, self._floor) > 0:
+                    yield _Leaf(one, branch, branch.probability, is_branch=True)
+            if self._spare_rows:
+                for cut, acceptance, probability in one.cuts(self._rivals.calibration, self._floor):
+                    yield _Leaf(one, one.chain, probability, True, cut, acceptance)
+
+    def _chain_of(self, leaf: _Leaf) -> Chain | None:
+        """The leaf's chain or branch, which is made where there is none yet; None where there is no row for it."""
+        if leaf.cut is None:
+            return leaf.chain
+        if not self._spare_rows:
+            return None
+        row = self._spare_rows.pop()
+        self._drafter.fork(leaf.chain.row, row, leaf.cut)
+        made = leaf.chain.fork(row, leaf.cut, leaf.acceptance, leaf.probability)
+        leaf.one.branches[leaf.cut] = made
+        self.counts.num_branches += 1
+        return made
+
+    def _extend(self, grown: Sequence[tuple[Ahead, Chain]], depth: int) -> None:
+        """Draft up to `depth` tokens behind each of these chains."""
+        started_s, count = time.perf_counter(), len(grown)
+        rooms = np.fromiter((one.room(chain, self._floor) for one, chain in grown), np.int32, count)
         query = DraftQuery(
             groups=np.zeros(count, np.int64),
-            responses=np.fromiter((one.row for one in chosen), np.int64, count),
-            keys=np.fromiter((one.key for one in chosen), np.uint64, count),
-            positions=np.fromiter((one.end for one in chosen), np.int64, count),
-            temperatures=np.fromiter((one.temperature for one in chosen), np.float32, count),
+            responses=np.fromiter((chain.row for _, chain in grown), np.int64, count),
+            keys=np.fromiter((one.key for one, _ in grown), np.uint64, count),
+            positions=np.fromiter((chain.end for _, chain in grown), np.int64, count),
+            temperatures=np.fromiter((one.temperature for one, _ in grown), np.float32, count),
             max_tokens=rooms,
         )
-        probes = any(one.end == one.known for one in chosen)
+        probes = any(chain.end == one.known for one, chain in grown)
         batch, growth = self._drafter.draft(
-            [one.tokens[: one.end] for one in chosen],
+            [chain.tokens[: chain.end] for _, chain in grown],
             query,
             min(depth, int(rooms.max())),
             sharpness=self._learned.beta,
@@ -234,8 +263,11 @@ class DraftWorker:
             calibration=self._learned.calibration,
             floor=0.0,
         )
-        for row, one in enumerate(chosen):
-            self._put(one, batch, row)
+        for row, (one, chain) in enumerate(grown):
+            if chain.end == one.known and batch.num_tokens[row] and batch.probes.shape[1]:
+                one.probes = batch.probes[row]
+            one.packed = b""
+            self.counts.num_drafted += chain.put(batch, row)
         if growth.num_levels:
             rows = max(round(growth.num_rows / growth.num_levels), 1)
             self._level_time = update_measured_time(
@@ -244,40 +276,17 @@ class DraftWorker:
             self._num_levels, call_s = growth.num_levels, time.perf_counter() - started_s
             self._call_s += _CALL_SMOOTHING * (call_s - self._call_s) if self._call_s else call_s
 
-    def _put(self, one: _Ahead, batch: DraftBatch, row: int) -> None:
-        length = int(batch.num_tokens[row])
-        new = slice(one.end, one.end + length)
-        one.tokens[new] = batch.tokens[row, :length]
-        one.acceptance[new] = batch.acceptance[row, :length]
-        one.cells[new] = batch.cells[row, :length]
-        if one.end == one.known and length and batch.probes.shape[1]:
-            one.probes = batch.probes[row]
-        one.is_stuck, one.packed = not length, b""
-        one.end += length
-        one.path_probability *= float(np.prod(one.acceptance[new]))
-        self.num_drafted += length
-
     def say(self) -> Drafts:
         """Everything that is drafted ahead."""
         return Drafts(
             begun=self._begun,
             number=self._number,
-            trees=b"".join(_pack(name, one) for name, one in self._responses.items()),
+            trees=b"".join(one.pack(name) for name, one in self._responses.items()),
             call_s=self._call_s,
             num_levels=self._num_levels,
             mean_acceptance=self._accepted / self._decided,
-            num_drafted=self.num_drafted,
-            num_wasted=self.num_wasted,
+            counts=self.counts,
         )
-
-
-def _pack(response: int, one: _Ahead) -> bytes:
-    """What is drafted ahead of a response; packed anew only where it has changed."""
-    if not one.packed and one.end > one.known:
-        ahead = slice(one.known, one.end)
-        parents = np.arange(-1, one.end - one.known - 1, dtype=np.int32)
-        one.packed = pack_draft(response, one.known, one.tokens[ahead], parents, one.acceptance[ahead])
-    return one.packed
 
 
 def load_worker(settings: WorkerSettings) -> DraftWorker:
@@ -285,11 +294,11 @@ def load_worker(settings: WorkerSettings) -> DraftWorker:
     drafter = ModelDrafter(
         settings.model,
         max_model_len=settings.max_model_len,
-        max_requests=settings.max_requests,
+        max_requests=settings.max_requests + settings.num_branches,
         dtype=settings.dtype,
         vocab_size=settings.vocab_size,
     )
-    return DraftWorker(drafter, settings.floor, settings.sharpness)
+    return DraftWorker(drafter, settings.floor, settings.sharpness, settings.num_branches)
 
 
 class _Connection:
@@ -341,13 +350,13 @@ def serve(worker: DraftWorker, address: str, goes_on: Callable[[], bool], idle_s
     with contextlib.closing(_Connection(address)) as engine:
         said_s = -PULSE_S
         while goes_on():
-            has_drafted = worker.draft()
+            has_drafted = worker.draft(time.monotonic())
             now_s = time.monotonic()
             if has_drafted or now_s - said_s >= PULSE_S:
                 engine.say(None if worker.is_lost else worker.say())
                 said_s = now_s
             for message in engine.hear(0.0 if has_drafted else idle_s):
-                worker.hear(message)
+                worker.hear(message, time.monotonic())
 
 
 def main(text: str) -> None:

@@ -44,12 +44,12 @@ from paceline.drafting.proposal import (
 )
 from paceline.errors import CheckpointError, ConfigError, PacelineError
 from paceline.types import (
-    DraftBatch,
     DraftGrowth,
     DraftQuery,
     Float32Array,
     Int32Array,
     Int64Array,
+    ModelBatch,
 )
 
 LOGGER = logging.getLogger(__name__)
@@ -128,7 +128,7 @@ class ModelDrafter:
         calibration: Float32Array,
         floor: float,
         level_costs: Float32Array | None = None,
-    ) -> tuple[DraftBatch, DraftGrowth]:
+    ) -> tuple[ModelBatch, DraftGrowth]:
         """Propose up to `depth` tokens per request. Returns the drafts and what growing them took.
 
         contexts: all tokens of each request so far, prompt and response, int32; `query.positions[r]` is their
@@ -187,7 +187,20 @@ class ModelDrafter:
                 self._refused.discard(response)
                 move = self._book.close(int(response))
                 if move is not None:
-                    self._copy_row(*move, length=int(self._book.cached[move[1]]))
+                    self._copy_row(*move, known=0, length=int(self._book.cached[move[1]]))
+
+    def fork(self, response: int, branch: int, num_tokens: int) -> None:
+        """Give `branch`, a number like a response's, what is cached of the first `num_tokens` tokens of a response.
+
+        What both have in common stays where it is, so that a row that branches off again and again costs what is new.
+        """
+        self._refused.discard(branch)
+        [row] = self._book.assign(np.array([branch], np.int64))
+        source = self._book.row(response)
+        if row >= 0 and source is not None:
+            known, length = self._book.fork(source, int(row), num_tokens)
+            with torch.inference_mode():
+                self._copy_row(source, int(row), known, length)
 
     def reload(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Take over new weights (Hugging Face names, all of them, tied copies optional); drops the cache.
@@ -327,14 +340,14 @@ class ModelDrafter:
         """Copy the prefix that another row already has, where it is longer than the own one."""
         donor, shared = self._book.donor(context)
         if shared > self._book.cached[row]:
-            self._copy_row(donor, row, shared)
+            self._copy_row(donor, row, 0, shared)
             self._book.tokens[row, :shared] = context[:shared]
             self._book.cached[row] = self._book.certain[row] = shared
 
-    def _copy_row(self, source: int, target: int, length: int) -> None:
-        """Copy the first `length` cached tokens of one row into another."""
+    def _copy_row(self, source: int, target: int, known: int, length: int) -> None:
+        """Copy the first `length` cached tokens of one row into another, which has the first `known` already."""
         cache = self._cache if self._native is None else self._native
-        cache.copy(source, target, length)
+        cache.copy(source, target, known, length)
 
     def _prefill_chunks(
         self,
@@ -376,8 +389,8 @@ class ModelDrafter:
         num_rows = len(rows)
         for level in range(draft.depth):
             positions = draft.query.positions[requests] + level
-            tokens, cells = self._propose(draft, logits, requests, positions)
-            grows = draft.put(requests, level, tokens, cells)
+            tokens, cells, rivals = self._propose(draft, logits, requests, positions)
+            grows = draft.put(requests, level, tokens, cells, rivals)
             if not grows.all():
                 requests, rows, positions, tokens = (
                     requests[grows],
@@ -426,15 +439,15 @@ class ModelDrafter:
 
     def _propose(
         self, draft: Draft, logits: torch.Tensor, requests: Int64Array, positions: Int64Array
-    ) -> tuple[Int64Array, Int32Array]:
-        """The proposals at one level and their calibration cells. Overwrites the proposals' logits."""
+    ) -> tuple[Int64Array, Int32Array, Int64Array]:
+        """The proposals at one level, their calibration cells and rivals. Overwrites the proposals' logits."""
         keys, temperatures = draft.query.keys[requests], draft.query.temperatures[requests]
         if logits.device.type == "cpu":
             made = dice.propose(logits.numpy(), keys, positions, temperatures, draft.sharpness)
         else:
             made = propose_on_device(logits, keys, positions, temperatures, draft.sharpness, self._sample)
-        tokens, log_q, margin = made
-        return tokens, calibration_cells(log_q, margin)
+        tokens, log_q, margin, rivals = made
+        return tokens, calibration_cells(log_q, margin), rivals
 
 
 def _agrees(logits: torch.Tensor, again: torch.Tensor, dtype: torch.dtype) -> bool:

@@ -130,6 +130,18 @@ class RowBook:
         self.cached[row] = min(self.cached[row], length)
         self.certain[row] = min(self.certain[row], length)
 
+    def fork(self, source: int, target: int, length: int) -> tuple[int, int]:
+        """The target row shall have the first `length` tokens of the source's, as far as that has them.
+
+        Returns how many of them it has already, and how many it will have.
+        """
+        length = min(length, int(self.cached[source]))
+        known = min(length, int(self.cached[target]))
+        known = common_prefix(self.tokens[source, :known], self.tokens[target, :known])
+        self.tokens[target, known:length] = self.tokens[source, known:length]
+        self.cached[target] = self.certain[target] = length
+        return known, length
+
     def donor(self, context: Int32Array) -> tuple[int, int]:
         """The row that shares the longest prefix with `context`, and how many tokens they share.
 
@@ -348,11 +360,11 @@ class RowCache:
             for store in layer:
                 store[row, length:] = 0
 
-    def copy(self, source: int, target: int, length: int) -> None:
-        """Copy the first `length` tokens of one row into another."""
+    def copy(self, source: int, target: int, known: int, length: int) -> None:
+        """Copy the first `length` tokens of one row into another, which has the first `known` of them already."""
         for layer in self._layers.values():
             for store in layer:
-                store[target, :length] = store[source, :length]
+                store[target, known:length] = store[source, known:length]
 
 
 def _attend_run(

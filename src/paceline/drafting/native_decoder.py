@@ -60,9 +60,9 @@ class NativeDecoder:
         self._decoder.feed(rows, starts, counts, ids, torch.get_num_threads(), made)
         return torch.from_numpy(made)
 
-    def copy(self, source: int, target: int, length: int) -> None:
-        """Copy the first `length` tokens of one row into another."""
-        self._decoder.copy_row(source, target, length)
+    def copy(self, source: int, target: int, known: int, length: int) -> None:
+        """Copy the first `length` tokens of one row into another, which has the first `known` of them already."""
+        self._decoder.copy_row(source, target, known, length)
 
     def grow(
         self,
@@ -77,6 +77,7 @@ class NativeDecoder:
         query = draft.query
         shape = (len(rows), draft.depth)
         tokens, cells = np.full(shape, -1, np.int32), np.zeros(shape, np.int32)
+        rivals = np.full(shape, -1, np.int32)
         acceptance, num_tokens = np.zeros(shape, np.float32), np.zeros(len(rows), np.int32)
         probes = np.empty((len(rows), len(draft.sharpness_grid)), np.int32)
         failed = np.zeros(len(rows), np.bool_)
@@ -100,11 +101,13 @@ class NativeDecoder:
             num_tokens,
             acceptance,
             cells,
+            rivals,
             probes,
             failed,
         )
         draft.tokens[requests], draft.num_tokens[requests] = tokens, num_tokens
         draft.acceptance[requests], draft.cells[requests] = acceptance, cells
+        draft.rivals[requests] = rivals
         draft.probes[requests], draft.failed[requests] = probes, failed
 
 

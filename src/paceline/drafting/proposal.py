@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from paceline import dice
-from paceline.types import DraftBatch, DraftQuery, Float32Array, Int32Array, Int64Array, UInt64Array
+from paceline.types import DraftQuery, Float32Array, Int32Array, Int64Array, ModelBatch, UInt64Array
 
 NoiseSampler = Callable[[torch.Tensor, UInt64Array, Int64Array, Float32Array], Int64Array]
 """(logits [num_rows, vocab] float32 on the drafter's device, keys, positions, temperatures) -> token ids
@@ -79,12 +79,18 @@ class Draft:
         self.num_tokens: Int32Array = np.zeros(len(limits), np.int32)
         self.acceptance: Float32Array = np.zeros(shape, np.float32)
         self.cells: Int32Array = np.zeros(shape, np.int32)
+        self.rivals: Int32Array = np.full(shape, -1, np.int32)
         self.probes: Int32Array = np.full((len(limits), len(sharpness_grid)), -1, np.int32)
         self.path: Float32Array = np.ones(len(limits), np.float32)
         self.failed: NDArray[np.bool_] = np.zeros(len(limits), np.bool_)  # ended by a row without a token
 
     def put(
-        self, requests: Int64Array, level: int, tokens: Int64Array, cells: Int32Array
+        self,
+        requests: Int64Array,
+        level: int,
+        tokens: Int64Array,
+        cells: Int32Array,
+        rivals: Int64Array,
     ) -> NDArray[np.bool_]:
         """Add one token to each of `requests`; returns which of them grow further. NO_TOKEN ends a draft.
 
@@ -94,6 +100,7 @@ class Draft:
         acceptance = np.where(drawn, self.calibration[cells], np.float32(0.0))
         self.tokens[requests, level] = tokens
         self.cells[requests, level] = cells
+        self.rivals[requests, level] = rivals
         self.acceptance[requests, level] = acceptance
         self.num_tokens[requests] = level + drawn
         self.failed[requests] = ~drawn
@@ -106,8 +113,8 @@ class Draft:
             grows &= promised >= self.level_costs[min(int(grows.sum()), len(self.level_costs) - 1)]
         return grows
 
-    def batch(self) -> DraftBatch:
-        return DraftBatch(self.tokens, self.num_tokens, self.acceptance, self.cells, self.probes)
+    def batch(self) -> ModelBatch:
+        return ModelBatch(self.tokens, self.num_tokens, self.acceptance, self.cells, self.probes, self.rivals)
 
 
 def propose_on_device(
@@ -117,7 +124,7 @@ def propose_on_device(
     temperatures: Float32Array,
     sharpness: float,
     sample: NoiseSampler,
-) -> tuple[Int64Array, Float32Array, Float32Array]:
+) -> tuple[Int64Array, Float32Array, Float32Array, Int64Array]:
     """`dice.propose` for logits that lie elsewhere; a few values per row are transferred."""
     tokens = sample(logits, keys, positions, temperatures / np.float32(sharpness))
     scale = np.where(temperatures > 0, temperatures, np.float32(1.0))
@@ -126,16 +133,16 @@ def propose_on_device(
     total = torch.logsumexp(logits / torch.from_numpy(scale[:, None]).to(logits.device), 1, keepdim=True)
     logits.scatter_(1, chosen, -torch.inf)
     rivals = sample(logits, keys, positions, temperatures)
-    alone, rivals = rivals == dice.NO_TOKEN, np.maximum(rivals, 0)
-    rival = logits.gather(1, torch.from_numpy(rivals[:, None]).to(logits.device))
+    alone, known = rivals == dice.NO_TOKEN, np.maximum(rivals, 0)
+    rival = logits.gather(1, torch.from_numpy(known[:, None]).to(logits.device))
     values: Float32Array = torch.cat([own, rival, total], 1).cpu().numpy()
-    noise = dice.gumbel(keys, positions, np.stack([np.maximum(tokens, 0), rivals]))
+    noise = dice.gumbel(keys, positions, np.stack([np.maximum(tokens, 0), known]))
     lead = np.where(temperatures > 0, noise[0] - noise[1], np.float32(0.0))
     log_q = values[:, 0] / scale - values[:, 2]
     margin = np.where(alone, np.float32(np.inf), (values[:, 0] - values[:, 1]) / scale + lead)
     failed = tokens == dice.NO_TOKEN
     log_q[failed] = margin[failed] = 0.0
-    return tokens, log_q, margin
+    return tokens, log_q, margin, rivals
 
 
 def calibration_cells(log_q: Float32Array, margin: Float32Array) -> Int32Array:

@@ -21,7 +21,16 @@ import numpy as np
 
 from paceline.drafting.child_process import ChildProcess, make_socket_folder
 from paceline.drafting.tree import DraftTrees
-from paceline.drafting.worker_wire import Begin, Drafts, Open, Step, ToWorker, WorkerSettings, encode
+from paceline.drafting.worker_wire import (
+    Begin,
+    DraftCounts,
+    Drafts,
+    Open,
+    Step,
+    ToWorker,
+    WorkerSettings,
+    encode,
+)
 from paceline.drafting.worker_wire import decode_for_engine as decode
 from paceline.errors import ConfigError
 from paceline.types import Int32Array, Int64Array
@@ -97,7 +106,7 @@ class WorkerLink:
         """Of the last `Step` that was sent."""
         self._looked_s = self._silent_since_s = time.monotonic()
         self._is_silent = False
-        self._past_drafted = self._past_wasted = 0  # of what was begun before
+        self._past = DraftCounts()  # of what was begun before
         self._latest: Drafts | None = None
 
     # -- what the worker is told
@@ -111,15 +120,23 @@ class WorkerLink:
         if len(self._waiting) + len(self._running) == 1:
             self._silent_since_s = time.monotonic()
 
-    def grow(self, responses: Int64Array, offsets: Int32Array, tokens: Int32Array) -> None:
-        """Responses have grown, response i by tokens[offsets[i]:offsets[i + 1]], which their texts have already."""
+    def grow(self, responses: Int64Array, offsets: Int32Array, tokens: Int32Array, step_s: float) -> None:
+        """Responses have grown, response i by tokens[offsets[i]:offsets[i + 1]], which their texts have already.
+
+        step_s: what the next step is expected to take.
+        """
         begun = self._waiting.keys() & responses.tolist() if self._waiting else ()
         self._running |= {response: self._waiting.pop(response) for response in begun}
         if self._worker is not None:
-            self._tell_step(responses, offsets, tokens, begun)
+            self._tell_step(responses, offsets, tokens, step_s, begun)
 
     def _tell_step(
-        self, responses: Int64Array, offsets: Int32Array, tokens: Int32Array, begun: Iterable[int] = ()
+        self,
+        responses: Int64Array,
+        offsets: Int32Array,
+        tokens: Int32Array,
+        step_s: float,
+        begun: Iterable[int] = (),
     ) -> None:
         self.number += 1
         step = Step(
@@ -131,6 +148,7 @@ class WorkerLink:
             tuple(map(self._tell, begun)),
             array("q", self._allowed).tobytes(),
             array("i", self._allowed.values()).tobytes(),
+            step_s,
         )
         self._ended.clear()
         self._allowed.clear()
@@ -157,7 +175,7 @@ class WorkerLink:
             self._ended.append(response)
             if not self._running:
                 nothing = np.zeros(1, np.int32)
-                self._tell_step(np.empty(0, np.int64), nothing, nothing[1:])
+                self._tell_step(np.empty(0, np.int64), nothing, nothing[1:], 0.0)
 
     def forget(self) -> None:
         """Forget all responses: the policy has changed."""
@@ -229,8 +247,7 @@ class WorkerLink:
     def _greet(self, worker: bytes) -> None:
         """Tell a worker everything."""
         if self._latest is not None:
-            self._past_drafted += self._latest.num_drafted
-            self._past_wasted += self._latest.num_wasted
+            self._past += self._latest.counts
             self._latest = None
         self._worker = worker
         self._begun += 1
@@ -239,14 +256,9 @@ class WorkerLink:
         self._send(Begin(self._begun, self._drafts_to, self.number, tuple(map(self._tell, self._running))))
 
     @property
-    def num_drafted(self) -> int:
-        """Tokens that this engine's workers have drafted, as far as was heard."""
-        return self._past_drafted + (self._latest.num_drafted if self._latest is not None else 0)
-
-    @property
-    def num_wasted(self) -> int:
-        """Of these, drafted behind a rejected one."""
-        return self._past_wasted + (self._latest.num_wasted if self._latest is not None else 0)
+    def counts(self) -> DraftCounts:
+        """What this engine's workers have done, as far as was heard."""
+        return self._past if self._latest is None else self._past + self._latest.counts
 
     def shut_down(self) -> None:
         """End the worker."""

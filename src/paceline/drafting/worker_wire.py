@@ -10,9 +10,11 @@ what has changed, one numbered `Step` a step. On the second, whose address stand
 from __future__ import annotations
 
 import struct
+from operator import add
 from typing import TypeAlias
 
 import msgspec
+from msgspec.structs import astuple
 
 from paceline.types import Float32Array, Int32Array
 
@@ -31,6 +33,8 @@ class WorkerSettings(msgspec.Struct, frozen=True):
     floor: float
     """Nothing is drafted behind a draft that is accepted as a whole with a lower probability."""
     sharpness: float | None
+    num_branches: int = 0
+    """Corrections that are prepared at any time."""
 
 
 class Open(msgspec.Struct, frozen=True, array_like=True):
@@ -69,6 +73,25 @@ class Step(msgspec.Struct, frozen=True, array_like=True, tag="step"):
     opened: tuple[Open, ...]
     allowed: bytes  # [num_allowed] int64, responses of which another number of undecided tokens may be drafted from now
     most_ahead: bytes  # [num_allowed] int32
+    step_s: float
+    """What the verifier's next step is expected to take, waiting not counted; 0: nothing is known of it."""
+
+
+class DraftCounts(msgspec.Struct, array_like=True):
+    """What a worker has done."""
+
+    num_drafted: int = 0
+    """Tokens, those of branches too."""
+    num_wasted: int = 0
+    """Of these, drafted behind a rejected one."""
+    num_branches: int = 0
+    """Corrections that were prepared."""
+    num_hits: int = 0
+    """Rejections whose correction was among them: the next draft was there already."""
+
+    def __add__(self, other: DraftCounts) -> DraftCounts:
+        """What both have done."""
+        return DraftCounts(*map(add, astuple(self), astuple(other)))
 
 
 class Drafts(msgspec.Struct, frozen=True, array_like=True):
@@ -85,10 +108,8 @@ class Drafts(msgspec.Struct, frozen=True, array_like=True):
     """Tokens that the last one drafted for each of its responses."""
     mean_acceptance: float
     """Of this worker's tokens, decayed."""
-    num_drafted: int
-    """Tokens since `Begin`."""
-    num_wasted: int
-    """Of these, drafted behind a rejected one."""
+    counts: DraftCounts
+    """Since `Begin`."""
 
 
 ToWorker: TypeAlias = Begin | Step

@@ -52,6 +52,8 @@ class DraftAhead:
         """When the worker was told of the last step, or said something about it."""
         self._is_late = False
         """Whether the last wait was in vain."""
+        self._step_s = 0.0
+        """What a step takes, as far as is known."""
 
     @property
     def acceptance(self) -> float:
@@ -65,7 +67,7 @@ class DraftAhead:
 
     def grow(self, responses: Int64Array, offsets: Int32Array, tokens: Int32Array) -> None:
         """Responses have grown, as `DraftTrees.advance`, which has heard of it."""
-        self.link.grow(responses, offsets, tokens)
+        self.link.grow(responses, offsets, tokens, self._step_s)
         self._since_s = time.perf_counter()
 
     def best(
@@ -81,6 +83,7 @@ class DraftAhead:
         began_s = time.perf_counter()
         while may_wait and not self._is_late and self.link.is_there and self._latest and self._latest.call_s:
             snapshot = self._snapshot(query, drafts, step_time, num_drafted, self._latest)
+            self._step_s = snapshot.step_s
             wait_s = decide_wait(snapshot)
             self._log.write_wait(snapshot, wait_s)
             if not wait_s or time.perf_counter() - began_s > snapshot.step_s:
@@ -149,6 +152,7 @@ def start_draft_ahead(
         vocab_size=sizes.vocab_size,
         floor=settings.draft_floor,
         sharpness=settings.sharpness,
+        num_branches=settings.draft_branches,
     )
     link = WorkerLink(wanted, settings.draft_window, trees, has_child=settings.draft_worker)
     return DraftAhead(link, trees, log)

@@ -25,6 +25,7 @@ from paceline.config import BudgetSettings, EngineSettings
 from paceline.drafting.drafter import Drafter, PathDrafter
 from paceline.drafting.learned import Learned
 from paceline.drafting.tree import DraftTrees, Source
+from paceline.drafting.worker_wire import DraftCounts
 from paceline.engine.draft_ahead import UNKNOWN_SIZES, TargetSizes, start_draft_ahead
 from paceline.engine.draft_windows import DraftWindows
 from paceline.engine.loop_log import open_log
@@ -151,7 +152,7 @@ class FastLoop:
         )
         self._windows = self._plan_windows()
         self._recent = _Recent()
-        self._wasted_before = 0
+        self._ahead_before = DraftCounts()
         self._model_accepted = 0
         self.watch = ModelWatch(settings.model_drafter)
         self._sharing = _connect(settings, sizes.vocab_size)
@@ -515,8 +516,14 @@ class FastLoop:
         wait_s = 0.0
         if self.ahead is not None:
             wait_s, self.ahead.step_wait_s = self.ahead.step_wait_s, 0.0
-            wasted, self._wasted_before = self._wasted_before, self.ahead.link.num_wasted
-            step = replace(step, wait_s=wait_s, num_wasted_tokens=self._wasted_before - wasted)
+            before, self._ahead_before = self._ahead_before, self.ahead.link.counts
+            step = replace(
+                step,
+                wait_s=wait_s,
+                num_wasted_tokens=self._ahead_before.num_wasted - before.num_wasted,
+                num_branches=self._ahead_before.num_branches - before.num_branches,
+                num_branch_hits=self._ahead_before.num_hits - before.num_hits,
+            )
         step = replace(step, num_model_tokens=self._model_accepted)
         self._model_accepted = 0
         alone = replace(step, step_s=max(step.step_s - wait_s, 1e-6))

@@ -31,6 +31,8 @@ COUNTERS: dict[str, tuple[str, Callable[[WorkerStatus], float]]] = {
     "accepted_tokens": ("Draft tokens accepted", lambda status: status.num_accepted),
     "model_tokens": ("Of these, drafted by the model drafter", lambda status: status.num_model),
     "wasted_tokens": ("Tokens drafted ahead for it in vain", lambda status: status.num_wasted),
+    "branches": ("Likely corrections prepared for it", lambda status: status.num_branches),
+    "branch_hits": ("Rejections whose correction was prepared", lambda status: status.num_branch_hits),
     "disagreements": ("Races that it left with another token", lambda status: status.num_disagreed),
     "preemptions": ("Requests that lost their KV while they ran", lambda status: status.num_preemptions),
     "kv_loads": ("Chunks that found their KV in the pool", lambda status: status.kv_pool.hits),

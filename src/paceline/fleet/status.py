@@ -40,6 +40,10 @@ class WorkerStatus:
     """Of these, drafted by the model drafter, in the engine or ahead of it."""
     num_wasted: int = 0
     """Tokens drafted ahead for it behind a rejected one."""
+    num_branches: int = 0
+    """Likely corrections prepared for it."""
+    num_branch_hits: int = 0
+    """Rejections whose correction was prepared."""
     num_disagreed: int = 0
     """Times that it told other tokens than the worker that generated the same response."""
 
@@ -90,6 +94,8 @@ class StatusBoard:
             status.num_accepted += step.seen.num_accepted_tokens
             status.num_model += step.seen.num_model_tokens
             status.num_wasted += step.seen.num_wasted_tokens
+            status.num_branches += step.seen.num_branches
+            status.num_branch_hits += step.seen.num_branch_hits
             status.num_tokens += step.num_tokens
             self._steps.append((status.name, step))
 

@@ -86,6 +86,10 @@ class EngineStepSample(_Event, frozen=True, tag="engine"):
     """Of these, drafted by a model drafter, in the engine or ahead of it."""
     num_wasted_tokens: int = 0
     """Drafted ahead of the engine behind a rejected one."""
+    num_branches: int = 0
+    """Likely corrections that a draft worker has prepared."""
+    num_branch_hits: int = 0
+    """Rejections whose correction was prepared."""
     num_generated_tokens: int = 0
     num_prefill_tokens: int = 0
     step: int = 0

@@ -22,6 +22,7 @@ class StepMerger:
         self._running = 0
         self._waiting = 0
         self._tokens = [0] * 6  # drafted, accepted, generated, prefilled, the model's accepted, wasted
+        self._branches = [0] * 2  # prepared, hit
 
     def add(self, t_s: float, seen: StepObservation, num_generated_tokens: int) -> bool:
         """Add the step that began at `t_s`; True when the bucket is full and should be taken."""
@@ -38,6 +39,8 @@ class StepMerger:
         tokens[3] += seen.num_prefill_tokens
         tokens[4] += seen.num_model_tokens
         tokens[5] += seen.num_wasted_tokens
+        self._branches[0] += seen.num_branches
+        self._branches[1] += seen.num_branch_hits
         return t_s + seen.step_s - self._t_s >= self.bucket_s
 
     def take(self) -> EngineStepSample | None:
@@ -55,6 +58,8 @@ class StepMerger:
             num_accepted_tokens=accepted,
             num_model_tokens=model,
             num_wasted_tokens=wasted,
+            num_branches=self._branches[0],
+            num_branch_hits=self._branches[1],
             num_generated_tokens=generated,
             num_prefill_tokens=prefilled,
             step=self.step,

@@ -87,6 +87,8 @@ def _acceptance(history: RunHistory) -> Tile:
         rate += f", {percent(model / accepted)} of these from the model drafter"
     if wasted := history.total.wasted:
         rate += f"; {number(wasted)} drafted ahead in vain"
+    if branches := history.total.branches:
+        rate += f"; {number(branches)} corrections prepared, {number(history.total.branch_hits)} came"
     return Tile("Acceptance length", f"{mean:.2f}", f"tokens per request and engine step{rate}")
 
 

@@ -52,6 +52,8 @@ class Speculation:
     model: int = 0
     """Of the accepted tokens those of a model drafter."""
     wasted: int = 0
+    branches: int = 0
+    branch_hits: int = 0
     generated: int = 0
     busy_s: float = 0.0
 
@@ -62,6 +64,8 @@ class Speculation:
         self.accepted += sample.num_accepted_tokens
         self.model += sample.num_model_tokens
         self.wasted += sample.num_wasted_tokens
+        self.branches += sample.num_branches
+        self.branch_hits += sample.num_branch_hits
         self.generated += sample.num_generated_tokens
         self.busy_s += sample.step_s
 
