@@ -8,7 +8,8 @@ once, which are what is left in a tail.
 
     coupled, one core     drafts and verifies by turns; the other core idles
     coupled, two threads  the same, with both cores for either
-    decoupled             core 0 verifies, core 1 drafts
+    decoupled             core 0 verifies, core 1 drafts and prepares likely corrections
+    chain                 the same without corrections
     suffix only, plain    both cores; plain is the target alone, with the same dice
 
 `equal`: the tokens are those of plain. `model_share`: of the accepted tokens, those that the model drafted. The result
@@ -34,10 +35,12 @@ SIZES = {
 }
 """What the drafter is inflated to, by the share of a verification that a draft token shall take, about."""
 
-COUPLED, TWO_THREADS, DECOUPLED = "coupled, one core", "coupled, two threads", "decoupled"
-SYSTEMS = (COUPLED, TWO_THREADS, DECOUPLED, "suffix only", "plain")
+COUPLED, TWO_THREADS, DECOUPLED, CHAIN = "coupled, one core", "coupled, two threads", "decoupled", "chain"
+SYSTEMS = (COUPLED, TWO_THREADS, DECOUPLED, CHAIN, "suffix only", "plain")
 BARS = {(1, 0.1): 1.2, (1, 0.2): 1.3, (4, 0.1): 1.1, (4, 0.2): 1.25}
 """Tokens per second, decoupled over coupled on one core, by running responses and drafter cost."""
+BRANCHES_BAR = 1.05
+"""Decoupled over the chain, one response."""
 COLUMNS = (
     "system",
     "running",
@@ -47,6 +50,8 @@ COLUMNS = (
     "ratio",
     "acceptance_length",
     "wasted_tokens",
+    "branches",
+    "branch_hits",
     "wait_s",
     "model_share",
     "equal",
@@ -55,7 +60,7 @@ COLUMNS = (
 
 def make_engine(system: str, target: str, drafter: str, options: Any) -> Callable[..., dict[str, Any]]:
     """Start a system's engine in this process; returns what generates once."""
-    one_core = system in (COUPLED, DECOUPLED)
+    one_core, has_worker = system in (COUPLED, DECOUPLED, CHAIN), system in (DECOUPLED, CHAIN)
     cores = sorted(os.sched_getaffinity(0))[:2]
     os.environ["OMP_NUM_THREADS"] = "1" if one_core else "2"
     if one_core:
@@ -66,16 +71,17 @@ def make_engine(system: str, target: str, drafter: str, options: Any) -> Callabl
     prepare_environment()
     settings = EngineSettings(
         drafter="suffix" if system == "suffix only" else "none",
-        model_drafter=drafter if system in (COUPLED, TWO_THREADS, DECOUPLED) else None,
-        draft_worker=system == DECOUPLED,
+        model_drafter=drafter if one_core or system == TWO_THREADS else None,
+        draft_worker=has_worker,
         draft_window=options.window,
+        draft_branches=0 if system == CHAIN else 16,
         budget=BudgetSettings(policy="off" if system == "plain" else "marginal"),
         compiled=not options.eager,
     )
     engine = RolloutEngine(
         target, settings, dtype="bfloat16", max_num_seqs=max(options.running), kv_cache_bytes=1 << 30
     )
-    if system == DECOUPLED:
+    if has_worker:
         os.sched_setaffinity(engine.scheduler.loop.ahead.link.child.pid, cores[-1:])
     return lambda requests, running: generate(engine, requests, running)
 
@@ -100,6 +106,8 @@ def generate(engine: Any, requests: list[Any], running: int) -> dict[str, Any]:
         "tokens_per_s": tokens / seconds,
         "acceptance_length": tokens / sum(response.num_steps for response in responses),
         "wasted_tokens": sum(step.num_wasted_tokens for step in steps),
+        "branches": sum(step.num_branches for step in steps),
+        "branch_hits": sum(step.num_branch_hits for step in steps),
         "wait_s": sum(step.wait_s for step in steps),
         "model_share": sum(step.num_model_tokens for step in steps) / accepted if accepted else None,
         "d_over_v": ahead.level_s / median(full) if ahead is not None and full else None,
@@ -192,7 +200,16 @@ def summarise(
     """The row of one system; medians over the repetitions, and the range of the speed."""
     own, base = found[system], found.get(COUPLED, found[system])
     row: dict[str, Any] = {"system": system, "running": running, "cost": cost}
-    for key in ("tokens_per_s", "acceptance_length", "wasted_tokens", "wait_s", "model_share", "d_over_v"):
+    for key in (
+        "tokens_per_s",
+        "acceptance_length",
+        "wasted_tokens",
+        "branches",
+        "branch_hits",
+        "wait_s",
+        "model_share",
+        "d_over_v",
+    ):
         values = [one[key] for one in own if one[key] is not None]
         row[key] = median(values) if values else None
     ratios = [one["tokens_per_s"] / other["tokens_per_s"] for one, other in zip(own, base, strict=True)]
@@ -211,6 +228,13 @@ def check_rows(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
             met = row["ratio"] >= needed and (row["model_share"] or 0.0) >= 0.1
             case = f"{row['running']} running, D/V {row['cost']}"
             bars.append({"case": case, "needed": needed, "reached": row["ratio"], "met": met})
+    speeds = {(row["cost"], row["system"]): row["tokens_per_s"] for row in rows if row["running"] == 1}
+    for cost in sorted({cost for cost, _ in speeds}):
+        if (cost, DECOUPLED) in speeds and (cost, CHAIN) in speeds:
+            reached = speeds[cost, DECOUPLED] / speeds[cost, CHAIN]
+            case = f"corrections prepared, 1 running, D/V {cost}"
+            met = reached >= BRANCHES_BAR
+            bars.append({"case": case, "needed": BRANCHES_BAR, "reached": reached, "met": met})
     return bars
 
 

@@ -89,6 +89,23 @@ def test_a_worker_drafts_and_the_tokens_are_the_same(engine: RolloutEngine, want
     assert link.counts.num_wasted > 0
 
 
+def test_likely_corrections_are_prepared_and_come(engine: RolloutEngine, wanted: list[Any]) -> None:
+    generate_until_it_drafts(engine, wanted)
+    requests, tokens = REQUESTS[:1], wanted[:1]  # the fewer run, the more time there is for corrections
+    engine.take_observations()
+    hits = 0
+    for _ in range(20):
+        engine.reset_prefix_cache()
+        assert [response.tokens for response in engine.generate(requests, PARAMS)] == tokens
+        steps = engine.take_observations()
+        hits += sum(step.num_branch_hits for step in steps)
+        if hits >= 10:
+            break
+    assert hits >= 10
+    assert sum(step.num_branches for step in steps) > 0
+    assert link_of(engine).counts.num_hits <= link_of(engine).counts.num_branches
+
+
 def test_it_waits_for_drafts_under_way_and_says_so(engine: RolloutEngine, wanted: list[Any]) -> None:
     engine.take_observations()
     assert generate(engine) == wanted

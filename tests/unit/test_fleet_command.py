@@ -165,7 +165,10 @@ def test_the_view_shows_every_worker() -> None:
 
 def test_the_view_shows_who_helps_whom_and_what_the_model_drafts() -> None:
     fleet = Shown()
-    step = WorkerStep(StepObservation(4, 6, 4, 0, 0.01, num_model_tokens=3, num_wasted_tokens=17), 8)
+    seen = StepObservation(
+        4, 6, 4, 0, 0.01, num_model_tokens=3, num_wasted_tokens=17, num_branches=5, num_branch_hits=2
+    )
+    step = WorkerStep(seen, 8)
     fleet.board.hear("w0", Report(1, telemetry=Telemetry(KvUse(10, 16, 7, 0), 1, (step,))))
     fleet.board.workers["w1"].state, fleet.board.workers["w1"].helps = "racing", "w0"
     console = Console(width=100, record=True)
@@ -173,6 +176,8 @@ def test_the_view_shows_who_helps_whom_and_what_the_model_drafts() -> None:
     lines = console.export_text().splitlines()
     assert lines[1].split()[-2:] == ["75%", "17"]
     assert "racing for w0" in lines[2]
+    status = fleet.board.workers["w0"]
+    assert (status.num_branches, status.num_branch_hits) == (5, 2)
 
 
 def test_preemptions_are_counted_over_all_lives() -> None:

@@ -272,6 +272,8 @@ OBSERVATIONS = st.builds(
     num_prefill_tokens=st.integers(0, 9999),
     step_s=st.floats(1e-4, 0.2),
     num_waiting=st.just(3),
+    num_branches=st.integers(0, 99),
+    num_branch_hits=st.integers(0, 99),
 )
 
 
@@ -298,6 +300,8 @@ def test_merging_engine_steps_keeps_every_sum(
         assert sum(s.num_draft_tokens for s in mine) == sum(o.num_draft_tokens for o in theirs)
         assert sum(s.num_accepted_tokens for s in mine) == sum(o.num_accepted_tokens for o in theirs)
         assert sum(s.num_prefill_tokens for s in mine) == sum(o.num_prefill_tokens for o in theirs)
+        assert sum(s.num_branches for s in mine) == sum(o.num_branches for o in theirs)
+        assert sum(s.num_branch_hits for s in mine) == sum(o.num_branch_hits for o in theirs)
         assert sum(s.num_generated_tokens for s in mine) == sum(o.num_requests for o in theirs)
         assert sum(s.num_running * s.num_steps for s in mine) == pytest.approx(
             sum(o.num_requests for o in theirs)

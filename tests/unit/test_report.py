@@ -155,6 +155,16 @@ def test_the_page_is_self_contained(page: str) -> None:
     assert "default-src 'none'" in page
 
 
+def test_prepared_corrections_are_told(run_dir: Path) -> None:
+    history = read_history(run_dir)
+    assert "corrections" not in tile(history, "Acceptance length")[1]
+    sample = EngineStepSample(
+        t_s=99.0, num_steps=2, step_s=0.1, num_running=1.0, num_branches=40, num_branch_hits=9, step=3
+    )
+    history.add(sample)
+    assert tile(history, "Acceptance length")[1].endswith(unspaced("; 40 corrections prepared, 9 came"))
+
+
 def test_headline_numbers_are_those_of_the_record(run_dir: Path, history: RunHistory) -> None:
     engine, trains, responses = (lines_of(run_dir, kind) for kind in ("engine", "train_step", "response"))
     accepted = sum(e.get("num_accepted_tokens", 0) for e in engine)
