@@ -130,6 +130,10 @@ class EngineSettings(Section):
     vLLM's compile cache. Compiled and eager logits differ in the last bits: all workers of a run, and its resumptions,
     need the same mode. Unset: eager on the CPU, vLLM's default on a GPU; commands and recipes compile by default."""
 
+    graph_memory_bytes: int = Field(default=6 << 30, ge=1 << 20)
+    """On a GPU: most memory of CUDA graphs, which are captured for the step sizes that the budget uses
+    (planning/captures.py). 6 GiB are about as many graphs as vLLM captures."""
+
     budget: BudgetSettings = Field(default_factory=lambda: BudgetSettings())
     """How many drafted tokens are verified in each step."""
 

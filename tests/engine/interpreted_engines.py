@@ -13,7 +13,7 @@ import json
 import os
 import sys
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -27,9 +27,12 @@ from tiny_model import VOCAB
 from torch.utils._python_dispatch import TorchDispatchMode
 from vllm import LLM, SamplingParams
 
+from paceline.commands.doctor.gpu_parts import generate_ours, generate_plain
 from paceline.config import BudgetSettings, EngineSettings, KvPoolSettings
 from paceline.engine import plugin
+from paceline.engine.profiling import Shape, measure_steps
 from paceline.engine.rollout_engine import RolloutEngine
+from paceline.engine.v2.checks import throw_dice, time_verifying
 from paceline.engine.v2.sampler import accept
 from paceline.types import RolloutRequest
 
@@ -150,8 +153,20 @@ def accept_at_random() -> list[Any]:
     return cases
 
 
+def examine(target: str) -> dict[str, Any]:
+    """What `paceline doctor --gpu` asks a GPU, asked of the interpreter."""
+    requests = [RolloutRequest((1, 5, 9, 13 + sample), 12, key=50 + sample) for sample in range(3)]
+    plain = generate_plain(Path(target), requests, "float32")
+    made = {"plain": plain, **generate_ours(Path(target), requests, "float32")}
+    return {
+        "tokens": {name: [response.tokens for response in responses] for name, responses in made.items()},
+        "drafted": {name: sum(r.num_draft_tokens for r in responses) for name, responses in made.items()},
+        "dice": asdict(throw_dice("cpu", num_rows=12, vocab_size=3000)),
+    }
+
+
 def main(target: str, drafter: str, file: str) -> None:
-    made: dict[str, Any] = {"accept": accept_at_random()}
+    made: dict[str, Any] = {"accept": accept_at_random(), "doctor": examine(target)}
     with RolloutEngine(target, None, kv_cache_bytes=1 << 26, **SIZES) as engine:
         plain = decode(engine)
     made["plain"] = {"responses": plain}
@@ -182,6 +197,9 @@ def main(target: str, drafter: str, file: str) -> None:
         watch(runner.rejection_sampler, "_verify", waits)
         made["moved"] = move(engine)
         made["waits"] = waits.found
+        made["verifying"] = asdict(time_verifying(runner, 2, 3, 1500, 1))
+        points = measure_steps(engine, [Shape(2, 1, 8), Shape(2, 3, 8)], 1)
+        made["steps"] = [(point.tokens_per_request, point.step_s) for point in points]
     os.environ |= {"PACELINE": "1", "PACELINE_SETTINGS": json.dumps({"max_draft_tokens": 4})}
     plugin.register()
     llm = LLM(

@@ -10,12 +10,14 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from vllm.config import CompilationConfig
 
 from paceline.config import EngineSettings
 from paceline.engine import plugin
-from paceline.engine.arguments import SCHEDULER, engine_arguments, read_settings
+from paceline.engine.arguments import SCHEDULER, engine_arguments, graph_arguments, read_settings
 from paceline.engine.rollout_engine import RolloutEngine
 from paceline.errors import ConfigError, UnsupportedError
+from paceline.planning.captures import captures_for
 from paceline.types import RolloutRequest
 
 PROMPT = [1, 5, 9, 13]
@@ -99,6 +101,10 @@ def make_args(**changes: object) -> SimpleNamespace:
         "additional_config": {"theirs": 1},
         "async_scheduling": None,
         "enforce_eager": True,
+        "max_num_seqs": 64,
+        "cudagraph_capture_sizes": None,
+        "max_cudagraph_capture_size": None,
+        "compilation_config": CompilationConfig(),
     }
     return SimpleNamespace(**{**base, **changes})
 
@@ -122,6 +128,38 @@ def test_what_is_changed_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
         "PACELINE=1 sets enforce_eager=True instead of False",
     ]
     assert all(line.split(": ")[1] for line in said)
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        {"cudagraph_capture_sizes": [1, 2]},
+        {"max_cudagraph_capture_size": 8},
+        {"compilation_config": CompilationConfig(max_cudagraph_capture_size=8)},
+    ],
+)
+def test_graphs_are_those_of_the_budget_unless_the_user_chose(
+    monkeypatch: pytest.MonkeyPatch, chosen: dict[str, object]
+) -> None:
+    """As on a GPU, as far as vLLM's arguments; nothing is captured here."""
+    monkeypatch.setattr("paceline.engine.compat.is_cpu", lambda: False)
+    monkeypatch.setenv("PACELINE_SETTINGS", '{"budget": {"policy": "fixed", "fixed_tokens": 3}}')
+    args = make_args()
+    plugin.switch_on(args)
+    sizes = args.cudagraph_capture_sizes
+    assert sizes == list(captures_for(read_settings(args).budget, 32, 64, 6 << 30))
+    assert sizes[-1] == 64 * 4
+    user = make_args(**chosen)
+    plugin.switch_on(user)
+    assert user.cudagraph_capture_sizes == chosen.get("cudagraph_capture_sizes")
+
+
+@pytest.mark.parametrize("settings", [EngineSettings(), EngineSettings(compiled=False)])
+def test_engines_without_graphs_are_given_no_sizes(
+    monkeypatch: pytest.MonkeyPatch, settings: EngineSettings
+) -> None:
+    monkeypatch.setattr("paceline.engine.compat.is_cpu", lambda: settings.compiled is None)
+    assert graph_arguments(settings, 64) == {}
 
 
 @pytest.mark.parametrize(

@@ -108,6 +108,22 @@ def test_pushed_weights_take_over(made: dict[str, Any]) -> None:
     assert tokens(made["pushed"]) == tokens(made["other weights"])
 
 
+def test_what_the_doctor_asks_a_gpu_has_answers(made: dict[str, Any]) -> None:
+    """The parts of `paceline doctor --gpu` that need no speed: the interpreter must pass what a GPU has to."""
+    found = made["doctor"]
+    assert found["dice"]["num_rows"] == 12
+    assert not found["dice"]["num_different"] or found["dice"]["widest_lead"] < 1e-4
+    plain = found["tokens"].pop("plain")
+    assert found["tokens"] == dict.fromkeys(found["tokens"], plain)
+    assert found["drafted"]["without drafts"] == 0
+    assert found["drafted"]["suffix trees and a draft model"] > 0
+    assert found["drafted"]["wrong drafts too"] > 0
+    assert made["verifying"]["exact_ms"] > 0
+    assert made["verifying"]["vllm_ms"] > 0
+    assert [tokens for tokens, _ in made["steps"]] == [1, 3]
+    assert all(seconds > 0 for _, seconds in made["steps"])
+
+
 def test_nothing_waits_for_the_device(made: dict[str, Any]) -> None:
     """Of what Paceline adds to a step, drafts of both kinds among it."""
     assert made["waits"] == []

@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from paceline.config import EngineSettings, describe
 from paceline.engine.compiled import check_compiler
 from paceline.errors import ConfigError, UnsupportedError
+from paceline.planning.captures import LARGEST, captures_for
 
 SCHEDULER = "paceline.engine.scheduler.PacelineScheduler"
 WORKER = "paceline.engine.worker.PacelineWorker"
@@ -62,6 +63,24 @@ def engine_arguments(settings: EngineSettings | None = None, **fields: Any) -> d
 
         arguments["kv_transfer_config"] = transfer_config(settings.kv_pool)
     return arguments
+
+
+GRAPH_ARGUMENTS = ("cudagraph_capture_sizes", "max_cudagraph_capture_size", "compilation_config")
+"""What says which CUDA graphs are captured: if users give one of them, they have chosen."""
+
+
+def graph_arguments(settings: EngineSettings, max_num_seqs: int | None) -> dict[str, Any]:
+    """Arguments of vLLM's engine that have it capture CUDA graphs of the sizes that the budget's steps will have.
+
+    max_num_seqs: None: vLLM's default. Nothing for an engine without CUDA graphs, on the CPU or eager.
+    """
+    from paceline.engine.compat import is_cpu
+
+    if is_cpu() or settings.compiled is False:
+        return {}
+    most = LARGEST if max_num_seqs is None else max_num_seqs
+    sizes = captures_for(settings.budget, settings.max_draft_tokens, most, settings.graph_memory_bytes)
+    return {"cudagraph_capture_sizes": list(sizes)}
 
 
 def check_vllm_arguments(names: Iterable[str], shown: str) -> None:

@@ -89,7 +89,7 @@ def switch_on(engine_args: Any) -> None:
 
     Raises UnsupportedError when the engine already has a speculative method or classes of another plug-in.
     """
-    from paceline.engine.arguments import SCHEDULER, engine_arguments
+    from paceline.engine.arguments import SCHEDULER, engine_arguments, graph_arguments
 
     if engine_args.scheduler_cls == SCHEDULER:
         return
@@ -118,6 +118,8 @@ def switch_on(engine_args: Any) -> None:
         **(engine_args.additional_config or {}),
         **arguments["additional_config"],
     }
+    if not _chooses_graphs(engine_args):
+        arguments |= graph_arguments(settings, engine_args.max_num_seqs)
     for name, value in arguments.items():
         before = getattr(engine_args, name)
         if name in _WHY and value != before:
@@ -131,3 +133,10 @@ def switch_on(engine_args: Any) -> None:
         settings.run_seed,
         SWITCH,
     )
+
+
+def _chooses_graphs(engine_args: Any) -> bool:
+    """Whether the user says which CUDA graphs are captured."""
+    names = ("cudagraph_capture_sizes", "max_cudagraph_capture_size")
+    owners = (engine_args, engine_args.compilation_config)
+    return any(getattr(owner, name) is not None for owner in owners for name in names)

@@ -142,7 +142,12 @@ class RolloutEngine:
         from vllm.engine.arg_utils import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine
 
-        from paceline.engine.arguments import check_vllm_arguments, engine_arguments
+        from paceline.engine.arguments import (
+            GRAPH_ARGUMENTS,
+            check_vllm_arguments,
+            engine_arguments,
+            graph_arguments,
+        )
         from paceline.engine.compat import allow_exact_options, is_cpu
         from paceline.engine.compiled import check_compiler, mend_cache
 
@@ -166,6 +171,8 @@ class RolloutEngine:
         if settings is not None:
             check_vllm_arguments(vllm_arguments, "vllm_arguments")
             arguments |= engine_arguments(settings)
+            if not vllm_arguments.keys() & set(GRAPH_ARGUMENTS):
+                arguments |= graph_arguments(settings, max_num_seqs)
         arguments |= vllm_arguments
         if not arguments["disable_log_stats"]:
             raise UnsupportedError(

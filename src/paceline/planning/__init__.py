@@ -14,6 +14,7 @@ Decisions of the fast loop (every engine step, tens of microseconds each):
     wait.py         does a step wait for drafts that a draft worker has under way?
     draft_ahead.py  which responses does a draft worker draft for next, and how far ahead?
     alternatives.py the same where only acceptance is known (plans, the simulator)
+    captures.py     which step sizes are captured as CUDA graphs? (once, when the engine starts)
     bandit.py       TLT's bucketed epsilon-greedy bandit, one of the budget's policies
 
 Decisions of speculation across workers (SpecActor), once per rollout or every thousand steps; made by the simulator and

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from itertools import product
+from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
+from paceline.commands.doctor.child import in_child
 from paceline.commands.doctor.findings import (
     Finding,
     State,
@@ -22,9 +24,13 @@ from paceline.commands.doctor.findings import (
     look_at_installation,
     look_at_machine,
 )
+from paceline.commands.doctor.gpu_parts import describe_device
+from paceline.commands.doctor.gpu_report import Answer, check_gpu, examine_gpu, write_report
 from paceline.commands.inputs.launch import hush
+from paceline.commands.inputs.model_folder import read_checkpoint
+from paceline.commands.inputs.options import check_writable
 from paceline.engine.installed import is_cpu_build
-from paceline.errors import PacelineError
+from paceline.errors import ConfigError, PacelineError
 from paceline.record import describe_machine
 
 UNFIT = 1
@@ -37,6 +43,21 @@ def doctor(
     quick: Annotated[
         bool, typer.Option("--quick", help="Leave out the batch-invariance check, which starts an engine.")
     ] = False,
+    gpu: Annotated[
+        bool,
+        typer.Option(
+            "--gpu",
+            help="Measure the GPU instead: dice, exactness, batch invariance, cost of the sampler, and with --model "
+            "step times and speed beside plain vLLM. About 5 minutes.",
+        ),
+    ] = False,
+    model: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="With --gpu: folder of the model whose speed is measured."),
+    ] = None,
+    out: Annotated[
+        Path, typer.Option(metavar="FILE", help="With --gpu: where the report goes, to attach to an issue.")
+    ] = Path("paceline-gpu.json"),
 ) -> None:
     """Check this machine and installation, and say what to do.
 
@@ -44,25 +65,54 @@ def doctor(
     private name of vLLM that Paceline relies on. Then generates from a tiny random model in several ways and compares
     every bit: that is what makes responses the same whatever is drafted. Exit code 0 only if everything needed fits.
     """
-    before = dict(os.environ)
-    findings: list[Finding] = []
-    console = Console(highlight=False, soft_wrap=True)
-    area = ""
-    for finding in _look(before, quick):
-        findings.append(finding)
-        if as_json:
-            continue
-        if finding.area != area:
-            area = finding.area
-            console.print(Text(area, style="bold"))
-        _print(finding, console)
-    failed = [finding for finding in findings if finding.state == "fail"]
+    if model is not None and not gpu:
+        raise ConfigError(f"--model {model} is for --gpu: give both")
+    if gpu:
+        check_gpu()
+        check_writable("--out", out)
+    if model is not None:
+        read_checkpoint(model)
+    shown = Findings(Console(highlight=False, soft_wrap=True), as_json)
+    shown.add(_look(dict(os.environ), quick or gpu))
+    if gpu:
+        looked = tuple(shown.all)
+        answers: list[Answer] = []
+        if not shown.failed:
+            for answer in examine_gpu(model):
+                answers.append(answer)
+                shown.add([answer.finding])
+        write_report(out, model, in_child(describe_device), looked, answers)
     if as_json:
-        typer.echo(json.dumps({"ok": not failed, "findings": [asdict(f) for f in findings]}, indent=2))
+        typer.echo(json.dumps({"ok": not shown.failed, "findings": [asdict(f) for f in shown.all]}, indent=2))
     else:
-        _print_verdict(failed, quick, console)
-    if failed:
+        _print_verdict(shown.failed, quick, shown.console)
+        if gpu:
+            shown.console.print(f"the report is in {out}")
+    if shown.failed:
         raise typer.Exit(UNFIT)
+
+
+class Findings:
+    """What was found so far, printed as it comes."""
+
+    def __init__(self, console: Console, silent: bool) -> None:
+        self.all: list[Finding] = []
+        self.console = console
+        self._silent = silent
+
+    @property
+    def failed(self) -> list[Finding]:
+        """Those that do not fit."""
+        return [finding for finding in self.all if finding.state == "fail"]
+
+    def add(self, findings: Iterable[Finding]) -> None:
+        """Keep and print findings, each under its area."""
+        for finding in findings:
+            if not self._silent:
+                if not self.all or finding.area != self.all[-1].area:
+                    self.console.print(Text(finding.area, style="bold"))
+                _print(finding, self.console)
+            self.all.append(finding)
 
 
 def _look(environment: dict[str, str], quick: bool) -> Iterator[Finding]:

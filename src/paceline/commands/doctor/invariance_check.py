@@ -6,18 +6,13 @@ time, and cut in the middle and resumed; prompts are short and longer than where
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import tempfile
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from paceline.commands.inputs.launch import describe_failure, hush
-from paceline.errors import EngineError, PacelineError
+from paceline.commands.doctor.child import in_child
 from paceline.types import Response, RolloutRequest
 
 if TYPE_CHECKING:
@@ -53,28 +48,13 @@ def check_invariance(dtype: str, batch_invariant: bool | None = None, *, compile
     `batch_invariant` and `compiled` as in EngineSettings; batch_invariant=False shows what the machine does without
     Paceline's measures. Raises EngineError when the engine does not run here.
     """
-    pool = ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
-    try:
-        return pool.submit(_check_in_child, dtype, batch_invariant, compiled).result()
-    except PacelineError:
-        raise
-    except BrokenProcessPool as error:
-        raise EngineError(f"the engine's process died in {dtype}") from error
-    finally:
-        pool.shutdown(cancel_futures=True)
+    return in_child(_check, dtype, batch_invariant, compiled)
 
 
-def _check_in_child(dtype: str, batch_invariant: bool | None, compiled: bool) -> list[Way]:
-    # Before torch is loaded. Threads that sleep while they wait: on a busy machine spinning takes three times as long.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    with hush(), tempfile.TemporaryDirectory(prefix="paceline-doctor-") as folder:
-        try:
-            write_model(Path(folder))
-            return _compare(Path(folder), dtype, batch_invariant, compiled)
-        except PacelineError:
-            raise
-        except Exception as error:
-            raise EngineError(f"the engine failed in {dtype}: {describe_failure(error)}") from None
+def _check(dtype: str, batch_invariant: bool | None, compiled: bool) -> list[Way]:
+    with tempfile.TemporaryDirectory(prefix="paceline-doctor-") as folder:
+        write_model(Path(folder))
+        return _compare(Path(folder), dtype, batch_invariant, compiled)
 
 
 def write_model(folder: Path) -> None:
