@@ -1,4 +1,4 @@
-"""Time of one keyed draw: the native pruned sampler beside the torch form and a plain softmax draw.
+"""Time of one keyed draw: the native pruned sampler beside a plain softmax draw.
 
     python benchmarks/dice.py [--json FILE] [--seconds 0.3]
 
@@ -18,7 +18,6 @@ import torch
 from harness import parser, publish
 
 from paceline import dice
-from paceline.engine import dice_torch
 from paceline.types import Float32Array
 
 COLUMNS = ("vocab", "rows", "case", "system", "ns_per_logit", "us_per_call", "over_native")
@@ -55,11 +54,10 @@ def list_systems(logits: Float32Array) -> dict[str, Callable[[], object]]:
     positions = rng.integers(1, 10_000, num_rows)
     temperatures = np.ones(num_rows, np.float32)
     out = np.empty(num_rows, np.int64)
-    tensors = [torch.from_numpy(array) for array in (logits, keys.view(np.int64), positions, temperatures)]
+    tensor = torch.from_numpy(logits)
     return {
         "native": lambda: dice.sample(logits, keys, positions, temperatures, out),
-        "torch": lambda: dice_torch.sample(*tensors),
-        "multinomial": lambda: torch.multinomial(tensors[0].softmax(dim=1), 1),
+        "multinomial": lambda: torch.multinomial(tensor.softmax(dim=1), 1),
     }
 
 

@@ -1,8 +1,8 @@
 """The shared dice: Gumbel noise as a pure function of (key, position, token), and exact sampling with it.
 
-Invariant: the same arguments give the same 32 bits on every machine, here, in C++ (`csrc/dice.hpp`) and in
-torch (`engine/dice_torch.py`). A *position* is absolute and names the drawn token: the first response token
-of an n-token prompt has position n. Samplers and drafters of every floor call this module.
+Invariant: the same arguments give the same 32 bits on every machine, here and in C++ (`csrc/dice.hpp`). A
+*position* is absolute and names the drawn token: the first response token of an n-token prompt has position n. Samplers
+and drafters of every floor call this module.
 
 Source: the Gumbel-max trick; hash and float32 arithmetic of the Gumbel sampler in vLLM's model runner V2
 (murmur3 over key, position word and id; small hashes give large noise). Differs: the logarithm is our own,

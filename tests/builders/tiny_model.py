@@ -41,3 +41,32 @@ def make_model(folder: Path, *, layers: int = 2, hidden: int = 128, seed: int = 
         tokenizer_object=raw, bos_token="<bos>", eos_token="<eos>", pad_token="<pad>"
     ).save_pretrained(folder)
     return folder
+
+
+def make_mixture(folder: Path) -> Path:
+    """Write a random mixture of 8 experts, of which each token has two; without a tokenizer."""
+    import torch
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=VOCAB,
+        hidden_size=128,
+        moe_intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=64,
+        num_experts=8,
+        num_experts_per_tok=2,
+        max_position_embeddings=2048,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    model = Qwen3MoeForCausalLM(config).float()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.ndim >= 2:
+                weight.mul_(4.0 if "embed" in name else 2.0)
+    model.save_pretrained(folder)
+    return folder

@@ -107,6 +107,21 @@ def test_a_single_row_is_computed_twice() -> None:
     assert seen == [(2, 3), (4, 3), (2, 3)]
 
 
+def test_layers_with_kernels_of_their_own_are_named() -> None:
+    class Method:
+        pass
+
+    class Experts(torch.nn.Module):
+        quant_method = Method()
+
+    protected = Experts()
+    protected.cpu_linear = lambda x, weight, bias: x
+    model = torch.nn.Sequential(protected, torch.nn.LayerNorm(3))
+    assert invariance.describe_gap(model) is None
+    model.append(Experts())
+    assert "not ensured for Experts (Method):" in str(invariance.describe_gap(model))
+
+
 def test_queries_are_split_into_short_rows() -> None:
     class Metadata:
         query_start_loc = torch.tensor([0, 1, 20, 28])

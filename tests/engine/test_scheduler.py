@@ -252,6 +252,13 @@ def test_modes_that_cannot_work_are_refused(section: str, name: str, value: obje
         check_engine(config)
 
 
+def test_v1_is_for_the_cpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.engine.compat.is_cpu", lambda: False)
+    check_engine(make_config(use_v2_model_runner=True))
+    with pytest.raises(UnsupportedError, match="unset VLLM_USE_V2_MODEL_RUNNER"):
+        check_engine(make_config())
+
+
 @pytest.mark.parametrize(
     ("section", "name", "value", "remedy"),
     [

@@ -30,10 +30,6 @@ def test_without_a_gpu_the_remedy_is_named_and_nothing_written(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_model_without_the_gpus_part_is_refused(run: Run, tmp_path: Path) -> None:
-    assert "--gpu" in run("doctor", "--model", tmp_path).error
-
-
 def way(name: str = "with a draft model", diverged: int = 0, logprobs: int = 0, drafted: int = 9) -> Way:
     return Way(name, 100, diverged, logprobs, drafted)
 

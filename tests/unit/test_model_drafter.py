@@ -20,8 +20,6 @@ from paceline.drafting.model import ModelDrafter  # noqa: E402
 from paceline.drafting.proposal import (  # noqa: E402
     NUM_CELLS,
     prior_calibration,
-    propose_on_device,
-    sample_on_host,
 )
 from paceline.errors import CheckpointError, ConfigError, UnsupportedError  # noqa: E402
 from paceline.types import DraftBatch, DraftGrowth, DraftQuery  # noqa: E402
@@ -372,7 +370,7 @@ def test_probes_are_what_each_sharpness_would_have_drafted(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("sharpness", [1.0, 1.5, np.inf])
-def test_the_proposal_elsewhere_is_the_native_one(sharpness: float) -> None:
+def test_proposals_are_sampled_and_weighed_as_defined(sharpness: float) -> None:
     rng = np.random.default_rng(3)
     logits = (2 * rng.standard_normal((12, 90))).astype(np.float32)
     keys, positions = rng.integers(0, 2**63, 12).astype(np.uint64), rng.integers(1, 999, 12)
@@ -380,12 +378,24 @@ def test_the_proposal_elsewhere_is_the_native_one(sharpness: float) -> None:
     logits[4, 7] = np.nan
     logits[5], logits[5, 3] = -np.inf, 1.0  # one id alone can be drawn
     native = dice.propose(logits.copy(), keys, positions, temperatures, sharpness)
-    other = propose_on_device(
-        torch.from_numpy(logits.copy()), keys, positions, temperatures, sharpness, sample_on_host
-    )
-    assert native[0].tolist() == other[0].tolist()
-    np.testing.assert_allclose(native[1:3], other[1:3], atol=1e-5)
-    assert native[3].tolist() == other[3].tolist()
+    tokens = dice.sample(logits, keys, positions, temperatures / np.float32(sharpness))
+    assert native[0].tolist() == tokens.tolist()
+    tokens, rest = np.maximum(tokens, 0), logits.copy()
+    scale = np.where(temperatures > 0, temperatures, np.float32(1.0))
+    np.put_along_axis(rest, tokens[:, None], -np.inf, 1)
+    rivals = dice.sample(rest, keys, positions, temperatures)
+    assert native[3].tolist() == rivals.tolist()
+    rivals = np.maximum(rivals, 0)
+    noise = np.where(temperatures > 0, dice.gumbel(keys, positions, np.stack([tokens, rivals])), 0)
+    own, rival = (np.take_along_axis(logits, ids[:, None], 1)[:, 0] / scale for ids in (tokens, rivals))
+    total = np.logaddexp.reduce(logits / scale[:, None], axis=1)
+    drawn = np.arange(12) != 4
+    alone = np.arange(12) == 5
+    margin = np.where(alone, np.inf, own - rival + noise[0] - noise[1])
+    assert native[0][4] == dice.NO_TOKEN
+    np.testing.assert_allclose(native[1][drawn], (own - total)[drawn], atol=1e-5)
+    np.testing.assert_allclose(native[2][drawn], margin[drawn], atol=1e-5)
+    assert native[1][4] == native[2][4] == 0
 
 
 def poisoned_drafter(path: Path, poison: int, **options: Any) -> ModelDrafter:

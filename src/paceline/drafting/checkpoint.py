@@ -67,7 +67,7 @@ def _check_config(path: Path) -> None:
         )
 
 
-def load_model(path: Path, dtype: str, device: torch.device) -> Any:
+def load_model(path: Path, dtype: str) -> Any:
     """The checkpoint with row attention, in evaluation mode."""
     _check_config(path)
     AttentionInterface.register(ATTENTION_NAME, attend_rows)
@@ -90,4 +90,4 @@ def load_model(path: Path, dtype: str, device: torch.device) -> Any:
             f"{path}: {len(missing)} weights are missing from the drafter checkpoint, first {missing[0]!r}: "
             "save it again with save_pretrained"
         )
-    return model.eval().requires_grad_(False).to(device)
+    return model.eval().requires_grad_(False)

@@ -36,11 +36,8 @@ from paceline.drafting.native_decoder import NativeDecoder, native_decoder
 from paceline.drafting.proposal import (
     NUM_CELLS,
     Draft,
-    NoiseSampler,
     calibration_cells,
     prior_calibration,
-    propose_on_device,
-    sample_on_host,
 )
 from paceline.errors import CheckpointError, ConfigError, PacelineError
 from paceline.types import (
@@ -74,8 +71,6 @@ class ModelDrafter:
     dtype: "auto" (as stored), "float32", "bfloat16" or "float16".
     vocab_size: the target's, checked against the checkpoint's; ids beyond the smaller of the two are never
     proposed.
-    noise_sampler: keyed sampling where the logits are. The default is native and for the CPU; on another
-    device it would copy all logits to the host several times a level, so give one that samples there.
 
     Raises CheckpointError (missing, incomplete, unsupported, or a vocabulary of another size), ConfigError (settings).
     A drafter of another tokenizer with as many ids is not noticed: its drafts are useless, the tokens the same. The
@@ -92,15 +87,11 @@ class ModelDrafter:
         max_model_len: int,
         max_requests: int,
         dtype: str = "auto",
-        device: str = "cpu",
         vocab_size: int | None = None,
-        noise_sampler: NoiseSampler = sample_on_host,
     ) -> None:
         check_settings(max_model_len, max_requests, dtype)
         self.checkpoint = Path(checkpoint)
-        self._device = torch.device(device)
-        self._sample = noise_sampler
-        self._model = load_model(self.checkpoint, dtype, self._device)
+        self._model = load_model(self.checkpoint, dtype)
         config = self._model.config.get_text_config()
         check_vocabulary(self.checkpoint, config.vocab_size, vocab_size)
         self._num_context_ids: int = vocab_size or config.vocab_size
@@ -274,10 +265,10 @@ class ModelDrafter:
         """
         if self._native is not None:
             return self._native.logits(rows, starts, counts, ids)
-        step = PackedStep(rows, starts, counts, self.max_model_len, self._device, self._model.dtype)
+        step = PackedStep(rows, starts, counts, self.max_model_len, self._model.dtype)
         self._cache.step = step
         every_token_last = len(ids) == len(rows)
-        packed = torch.from_numpy(ids).to(self._device)
+        packed = torch.from_numpy(ids)
         if self._lean is not None:
             made = self._lean.logits(packed, step, self._cache, last_only=not every_token_last)
             return made[:, : self.vocab_size].float().contiguous()
@@ -435,18 +426,18 @@ class ModelDrafter:
         keys, positions = query.keys[requests], query.positions[requests]
         temperatures = query.temperatures[requests]
         for column, sharpness in enumerate(draft.sharpness_grid):
-            draft.probes[requests, column] = self._sample(logits, keys, positions, temperatures / sharpness)
+            draft.probes[requests, column] = dice.sample(
+                logits.numpy(), keys, positions, temperatures / sharpness
+            )
 
     def _propose(
         self, draft: Draft, logits: torch.Tensor, requests: Int64Array, positions: Int64Array
     ) -> tuple[Int64Array, Int32Array, Int64Array]:
         """The proposals at one level, their calibration cells and rivals. Overwrites the proposals' logits."""
         keys, temperatures = draft.query.keys[requests], draft.query.temperatures[requests]
-        if logits.device.type == "cpu":
-            made = dice.propose(logits.numpy(), keys, positions, temperatures, draft.sharpness)
-        else:
-            made = propose_on_device(logits, keys, positions, temperatures, draft.sharpness, self._sample)
-        tokens, log_q, margin, rivals = made
+        tokens, log_q, margin, rivals = dice.propose(
+            logits.numpy(), keys, positions, temperatures, draft.sharpness
+        )
         return tokens, calibration_cells(log_q, margin), rivals
 
 

@@ -205,7 +205,6 @@ class PackedStep:
         starts: Int64Array,
         counts: Int64Array,
         max_model_len: int,
-        device: torch.device,
         dtype: torch.dtype,
     ) -> None:
         self.counts = counts
@@ -216,11 +215,11 @@ class PackedStep:
             offsets = np.arange(ends[-1]) - np.repeat(ends - counts, counts)
             positions = np.repeat(starts, counts) + offsets
             owner_rows = np.repeat(rows, counts)
-        self.positions = torch.from_numpy(positions).to(device)
-        self.slots = torch.from_numpy(owner_rows * max_model_len + positions).to(device)
-        self.last = torch.from_numpy(ends - 1).to(device)
+        self.positions = torch.from_numpy(positions)
+        self.slots = torch.from_numpy(owner_rows * max_model_len + positions)
+        self.last = torch.from_numpy(ends - 1)
         self.runs = [
-            _run(rows[a:b], starts[a:b], counts[a:b], int(ends[a] - counts[a]), device, dtype)
+            _run(rows[a:b], starts[a:b], counts[a:b], int(ends[a] - counts[a]), dtype)
             for a, b in _run_bounds(rows, starts, counts)
         ]
 
@@ -241,7 +240,6 @@ def _run(
     starts: Int64Array,
     counts: Int64Array,
     offset: int,
-    device: torch.device,
     dtype: torch.dtype,
 ) -> Run:
     first, num_rows, total = int(rows[0]), int(rows[-1] - rows[0]) + 1, int(counts.sum())
@@ -255,16 +253,16 @@ def _run(
     if total != num_rows * width:
         lanes = np.arange(width)[None, :] - (width - counts)[:, None]  # [num_rows, width], negative: padding
         begin = (offset + np.cumsum(counts) - counts)[:, None]
-        tokens = torch.from_numpy((begin + np.maximum(lanes, 0)).reshape(-1)).to(device)
-        valid = torch.from_numpy(np.flatnonzero(lanes.reshape(-1) >= 0)).to(device)
+        tokens = torch.from_numpy((begin + np.maximum(lanes, 0)).reshape(-1))
+        valid = torch.from_numpy(np.flatnonzero(lanes.reshape(-1) >= 0))
     mask = None
     stops = starts + counts
     if width > 1 or int(stops.min()) != length:
         sees = stops[:, None] - width + np.arange(width)[None, :]  # last position that each query sees
         sees = np.maximum(sees, starts[:, None])
         hidden: NDArray[np.bool_] = np.arange(length)[None, None, :] > sees[:, :, None]
-        bias = torch.zeros(num_rows, 1, width, length, dtype=dtype, device=device)
-        mask = bias.masked_fill_(torch.from_numpy(hidden).unsqueeze(1).to(device), -torch.inf)
+        bias = torch.zeros(num_rows, 1, width, length, dtype=dtype)
+        mask = bias.masked_fill_(torch.from_numpy(hidden).unsqueeze(1), -torch.inf)
     return Run(slice(first, first + num_rows), length, width, tokens, valid, packed, mask)
 
 

@@ -9,7 +9,6 @@ from statistics import median
 
 import numpy as np
 
-from paceline.drafting.proposal import NoiseSampler
 from paceline.drafting.suffix import SuffixForest, prior_calibration
 from paceline.errors import CheckpointError
 from paceline.planning.sharpness import SHARPNESS_GRID
@@ -26,21 +25,12 @@ PERIOD = 64
 GRID = np.asarray(SHARPNESS_GRID, dtype=np.float32)
 
 
-def measure_model(
-    folder: Path,
-    batches: Sequence[int],
-    context: int,
-    dtype: str,
-    device: str = "cpu",
-    noise_sampler: NoiseSampler | None = None,
-) -> tuple[DraftPoint, ...]:
+def measure_model(folder: Path, batches: Sequence[int], context: int, dtype: str) -> tuple[DraftPoint, ...]:
     """A small model drafting for requests of `context` tokens.
 
-    noise_sampler: where the logits are, as `ModelDrafter`. Raises CheckpointError as it does, and for a model whose
-    longest sequence is shorter than that.
+    Raises CheckpointError as `ModelDrafter` does, and for a model whose longest sequence is shorter than that.
     """
     from paceline.drafting.model import ModelDrafter
-    from paceline.drafting.proposal import sample_on_host
 
     room = context + CALLS + DEPTH + 1
     drafter = ModelDrafter(
@@ -48,8 +38,6 @@ def measure_model(
         max_model_len=room,
         max_requests=max(batches),
         dtype=dtype,
-        device=device,
-        noise_sampler=noise_sampler or sample_on_host,
     )
     if drafter.max_model_len < room:
         raise CheckpointError(

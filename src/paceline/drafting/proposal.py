@@ -8,18 +8,11 @@ the coupling would. Called by `drafting.model.ModelDrafter`, and by the replay b
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from paceline import dice
-from paceline.types import DraftQuery, Float32Array, Int32Array, Int64Array, ModelBatch, UInt64Array
-
-NoiseSampler = Callable[[torch.Tensor, UInt64Array, Int64Array, Float32Array], Int64Array]
-"""(logits [num_rows, vocab] float32 on the drafter's device, keys, positions, temperatures) -> token ids
-on the host: the keyed sample of each row, temperature 0 = argmax, NO_TOKEN where nothing can be drawn."""
+from paceline.types import DraftQuery, Float32Array, Int32Array, Int64Array, ModelBatch
 
 CONFIDENCE_EDGES: Float32Array = np.linspace(-4.0, 6.0, 15, dtype=np.float32)
 """Bounds of the 16 levels of logit(q), q the drafter's own probability of the proposal."""
@@ -47,14 +40,6 @@ def prior_calibration() -> Float32Array:
     middles = np.concatenate([MARGIN_EDGES[:1] * 1.5, inner, MARGIN_EDGES[-1:] * 1.2])
     column = 1.0 / (1.0 + np.exp(-middles / PRIOR_ERROR_NATS))
     return np.tile(column, len(CONFIDENCE_EDGES) + 1).astype(np.float32)
-
-
-def sample_on_host(
-    logits: torch.Tensor, keys: UInt64Array, positions: Int64Array, temperatures: Float32Array
-) -> Int64Array:
-    """The noise sampler of the CPU; on another device it moves the logits to the host first."""
-    tokens: Int64Array = dice.sample(logits.cpu().numpy(), keys, positions, temperatures)
-    return tokens
 
 
 class Draft:
@@ -115,34 +100,6 @@ class Draft:
 
     def batch(self) -> ModelBatch:
         return ModelBatch(self.tokens, self.num_tokens, self.acceptance, self.cells, self.probes, self.rivals)
-
-
-def propose_on_device(
-    logits: torch.Tensor,
-    keys: UInt64Array,
-    positions: Int64Array,
-    temperatures: Float32Array,
-    sharpness: float,
-    sample: NoiseSampler,
-) -> tuple[Int64Array, Float32Array, Float32Array, Int64Array]:
-    """`dice.propose` for logits that lie elsewhere; a few values per row are transferred."""
-    tokens = sample(logits, keys, positions, temperatures / np.float32(sharpness))
-    scale = np.where(temperatures > 0, temperatures, np.float32(1.0))
-    chosen = torch.from_numpy(np.maximum(tokens, 0)[:, None]).to(logits.device)
-    own = logits.gather(1, chosen)
-    total = torch.logsumexp(logits / torch.from_numpy(scale[:, None]).to(logits.device), 1, keepdim=True)
-    logits.scatter_(1, chosen, -torch.inf)
-    rivals = sample(logits, keys, positions, temperatures)
-    alone, known = rivals == dice.NO_TOKEN, np.maximum(rivals, 0)
-    rival = logits.gather(1, torch.from_numpy(known[:, None]).to(logits.device))
-    values: Float32Array = torch.cat([own, rival, total], 1).cpu().numpy()
-    noise = dice.gumbel(keys, positions, np.stack([np.maximum(tokens, 0), known]))
-    lead = np.where(temperatures > 0, noise[0] - noise[1], np.float32(0.0))
-    log_q = values[:, 0] / scale - values[:, 2]
-    margin = np.where(alone, np.float32(np.inf), (values[:, 0] - values[:, 1]) / scale + lead)
-    failed = tokens == dice.NO_TOKEN
-    log_q[failed] = margin[failed] = 0.0
-    return tokens, log_q, margin, rivals
 
 
 def calibration_cells(log_q: Float32Array, margin: Float32Array) -> Int32Array:

@@ -123,6 +123,8 @@ def read_settings(vllm_config: Any) -> EngineSettings:
 
 def check_engine(vllm_config: Any) -> None:
     """Raise UnsupportedError for an engine mode in which sampling by key cannot work. Before the model is loaded."""
+    from paceline.engine.compat import is_cpu
+
     remedies = {
         "async_scheduling=False": vllm_config.scheduler_config.async_scheduling,
         "pipeline_parallel_size=1": vllm_config.parallel_config.pipeline_parallel_size > 1,
@@ -133,7 +135,14 @@ def check_engine(vllm_config: Any) -> None:
     for remedy, is_needed in remedies.items():
         if is_needed:
             raise UnsupportedError(f"Paceline does not run on this engine: start it with {remedy}")
-    if not vllm_config.use_v2_model_runner and vllm_config.speculative_config.method != "custom_class":
+    if vllm_config.use_v2_model_runner:
+        return
+    if not is_cpu():
+        raise UnsupportedError(
+            "on a GPU Paceline needs vLLM's model runner V2, and this engine has V1: unset VLLM_USE_V2_MODEL_RUNNER, "
+            "or remove the option that vLLM's warning names"
+        )
+    if vllm_config.speculative_config.method != "custom_class":
         raise UnsupportedError(
             "vLLM has fallen back to its model runner V1, its warning says why: remove that option, or choose V1 "
             "yourself with VLLM_USE_V2_MODEL_RUNNER=0"

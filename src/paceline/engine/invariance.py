@@ -51,6 +51,25 @@ def pad_single_rows(model: torch.nn.Module) -> int:
     return count
 
 
+def describe_gap(model: torch.nn.Module) -> str | None:
+    """What measure 2 does not reach in a loaded model: fused experts and quantised layers have kernels of their own.
+
+    None where every product with weights is protected.
+    """
+    layers = [layer for layer in model.modules() if getattr(layer, "quant_method", None) is not None]
+    bare = {
+        f"{type(layer).__name__} ({type(layer.quant_method).__name__})"
+        for layer in layers
+        if not hasattr(layer, "cpu_linear")
+    }
+    if not bare:
+        return None
+    return (
+        f"batch invariance is not ensured for {', '.join(sorted(bare))}: a response may part ways with itself in "
+        "another batch where two tokens are nearly as good"
+    )
+
+
 def _twice_if_single(kernel: Any) -> Any:
     def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         if x.numel() != x.shape[-1]:

@@ -189,6 +189,9 @@ class RolloutEngine:
         self._is_torn = False
         self._engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
         self.vocab_size: int = self._engine.model_config.get_vocab_size()
+        self._invariance_gap: str | None = (
+            None if settings is None else self._engine.collective_rpc("describe_invariance_gap")[0]
+        )
         self._outputs = TokenOutputs(self._engine)
         self._tickets = itertools.count()
         self._pending: dict[str, _Pending] = {}  # by vLLM's internal id
@@ -564,6 +567,11 @@ class RolloutEngine:
         """Why this engine goes without a KV pool that is not required; None where it has it, or is to have none."""
         obstacle: str | None = self.scheduler.kv_pool_obstacle if self.settings is not None else None
         return obstacle
+
+    @property
+    def invariance_gap(self) -> str | None:
+        """Which layers of the loaded model batch invariance is not ensured for; None: all are, or it was not wanted."""
+        return self._invariance_gap
 
     # -- inside
 

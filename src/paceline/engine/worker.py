@@ -7,6 +7,7 @@ runners of other plug-ins, keep everything else of theirs.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,8 @@ from paceline.engine.runner import Runner
 
 if TYPE_CHECKING:
     from paceline.distillation.packing import Sample
+
+_LOGGER = logging.getLogger("vllm.paceline")
 
 
 def _adopt(runner: Any, vllm_config: Any) -> Runner:
@@ -48,6 +51,8 @@ class PacelineWorker(platform_worker()):  # type: ignore[misc]
         super().load_model(*args, **kwargs)
         model = self.model_runner.get_model()
         model.load_weights = self._load_live if is_cpu() else self._load_through
+        if (gap := self.describe_invariance_gap()) is not None:
+            _LOGGER.warning("%s", gap)
 
     def determine_available_memory(self) -> int:
         """vLLM's own; on the CPU this is where the model is compiled, or loaded from the compile cache."""
@@ -103,6 +108,12 @@ class PacelineWorker(platform_worker()):  # type: ignore[misc]
                 model.load_weights = stand_in
         repack_tied_head(model)
         self.model_runner.seal_model()
+
+    def describe_invariance_gap(self) -> str | None:
+        """Which layers batch invariance was wanted for and is not ensured; None: none. Called by `collective_rpc`."""
+        if not compiled.is_invariant(self.vllm_config):
+            return None
+        return invariance.describe_gap(self.model_runner.get_model())
 
     def reload_drafter(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Give the model drafter other weights. Called by `collective_rpc`."""

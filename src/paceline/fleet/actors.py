@@ -55,6 +55,8 @@ class Actors:
         """The model's, once a worker has been up."""
         self.kv_pool_obstacle: str | None = None
         """Why the engines go without the fleet's KV pool, once a worker has been up."""
+        self.invariance_gap: str | None = None
+        """The engines', once a worker has been up."""
 
     @property
     def calls(self) -> Iterable[Any]:
@@ -120,6 +122,7 @@ class Actors:
         if actor is not None and actor.life == life:
             actor.process, self.vocab_size = answer.process, answer.vocab_size
             self._note_obstacle(answer.kv_pool_obstacle)
+            self.invariance_gap = answer.invariance_gap
             if not self._drafting:
                 actor.handle.set_drafting.remote(False)
         return _up(worker, life, answer)

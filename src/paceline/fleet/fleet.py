@@ -409,6 +409,11 @@ class Fleet:
         """Why the engines go without the fleet's own KV pool: chunks that move are prefilled again."""
         return self._actors.kv_pool_obstacle
 
+    @property
+    def invariance_gap(self) -> str | None:
+        """Which layers of the loaded model batch invariance is not ensured for; None: all are, or it was not wanted."""
+        return self._actors.invariance_gap
+
     # -- inside
 
     def _tell(self, event: Event) -> None:

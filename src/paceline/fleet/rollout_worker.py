@@ -93,6 +93,8 @@ class Facts:
     """Where other workers may draft for it."""
     kv_pool_obstacle: str | None = None
     """Why the engine goes without the fleet's KV pool."""
+    invariance_gap: str | None = None
+    """`RolloutEngine.invariance_gap`."""
 
 
 HEAR_S = 0.05
@@ -253,6 +255,7 @@ class RolloutWorker:
             os.getpid(),
             self._engine.draft_address,
             self._engine.kv_pool_obstacle,
+            self._engine.invariance_gap,
         )
 
     def _obey(self) -> None:

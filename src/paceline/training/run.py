@@ -23,6 +23,7 @@ from paceline.record import (
     FILE_NAME,
     Failure,
     Header,
+    Note,
     RecordWriter,
     RunEnd,
     describe_machine,
@@ -139,6 +140,8 @@ class TrainingRun:
                 Progress(self._console, self.recipe.steps) as progress,
                 Interruption() as interruption,
             ):
+                if engine.invariance_gap is not None:
+                    record.write(Note(t_s=record.now_s(), text=engine.invariance_gap))
                 rollouts: Rollouts
                 if drafter is not None:
                     from paceline.training.adaptive_rollouts import AdaptiveRollouts

@@ -24,18 +24,21 @@ from paceline.commands.doctor.findings import (
     look_at_installation,
     look_at_machine,
 )
-from paceline.commands.doctor.gpu_parts import describe_device
+from paceline.commands.doctor.gpu_parts import INVARIANT, describe_device
 from paceline.commands.doctor.gpu_report import Answer, check_gpu, examine_gpu, write_report
-from paceline.commands.inputs.launch import hush
+from paceline.commands.inputs.launch import Launch, hush
 from paceline.commands.inputs.model_folder import read_checkpoint
 from paceline.commands.inputs.options import check_writable
+from paceline.config import EngineSettings
 from paceline.engine.installed import is_cpu_build
-from paceline.errors import ConfigError, PacelineError
+from paceline.errors import PacelineError
 from paceline.record import describe_machine
 
 UNFIT = 1
 STYLES: dict[State, str] = {"ok": "green", "note": "dim", "warn": "yellow", "fail": "bold red"}
 AREA = "batch invariance"
+LENGTH = 256
+"""Longest sequence of an engine that is started to look at a model."""
 
 
 def doctor(
@@ -53,7 +56,11 @@ def doctor(
     ] = False,
     model: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="With --gpu: folder of the model whose speed is measured."),
+        typer.Option(
+            metavar="DIR",
+            help="Folder of a model to look at too: whether batch invariance reaches all of its layers. With --gpu: "
+            "whose speed is measured.",
+        ),
     ] = None,
     out: Annotated[
         Path, typer.Option(metavar="FILE", help="With --gpu: where the report goes, to attach to an issue.")
@@ -65,8 +72,6 @@ def doctor(
     private name of vLLM that Paceline relies on. Then generates from a tiny random model in several ways and compares
     every bit: that is what makes responses the same whatever is drafted. Exit code 0 only if everything needed fits.
     """
-    if model is not None and not gpu:
-        raise ConfigError(f"--model {model} is for --gpu: give both")
     if gpu:
         check_gpu()
         check_writable("--out", out)
@@ -74,6 +79,8 @@ def doctor(
         read_checkpoint(model)
     shown = Findings(Console(highlight=False, soft_wrap=True), as_json)
     shown.add(_look(dict(os.environ), quick or gpu))
+    if model is not None and not gpu and not shown.failed:
+        shown.add([look_at_model(model)])
     if gpu:
         looked = tuple(shown.all)
         answers: list[Answer] = []
@@ -165,6 +172,28 @@ def look_at_invariance(modes: Sequence[bool]) -> Iterator[Finding]:
             for way in wrong
         )
         yield Finding(AREA, name, "fail" if is_cpu_build() else "warn", what, _remedy())
+
+
+def look_at_model(folder: Path) -> Finding:
+    """Load a model and see whether the measures of batch invariance reach all of its layers."""
+    try:
+        gap = in_child(_invariance_gap, folder)
+    except PacelineError as error:
+        return Finding(
+            AREA, folder.name, "fail", str(error), "see why with: PACELINE_TRACEBACK=1 paceline rollout ..."
+        )
+    if gap is not None:
+        return Finding(AREA, folder.name, "warn", gap, "'paceline bench' counts the tokens that differ")
+    if not is_cpu_build():
+        return Finding(AREA, folder.name, "note", f"on a GPU it is vLLM's: export {INVARIANT}=1")
+    return Finding(AREA, folder.name, "ok", "the measures reach every layer with weights")
+
+
+def _invariance_gap(folder: Path) -> str | None:
+    length = min(read_checkpoint(folder).max_len or LENGTH, LENGTH)
+    launch = Launch(folder, EngineSettings(), "auto", length, 1, 1 << 28, True, False)
+    with launch.start() as engine:
+        return engine.invariance_gap
 
 
 def _remedy() -> str:

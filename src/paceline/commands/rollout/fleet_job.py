@@ -101,6 +101,8 @@ def _run(
         params = job.sampling.build()
     if fleet.kv_pool_obstacle is not None:
         console.print(f"note: no KV pool between the engines: {fleet.kv_pool_obstacle}", highlight=False)
+    if fleet.invariance_gap is not None:
+        console.print(f"note: {fleet.invariance_gap}", highlight=False)
     reasons: Counter[str] = Counter()
     num_lost = 0
     view = FleetView(fleet)

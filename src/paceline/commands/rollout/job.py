@@ -128,6 +128,8 @@ def run_job(job: Job, file: ResponseFile, console: Console, on_failure: OnFailur
     console.print("starting the engine")
     with hush():
         engine = job.launch.start()
+    if engine.invariance_gap is not None:
+        console.print(f"note: {engine.invariance_gap}", highlight=False)
     reasons: Counter[str] = Counter()
     with engine, Interruption() as interruption, Progress(console) as progress:
         meter = RolloutMeter(len(job.todo))

@@ -18,6 +18,7 @@ from paceline.errors import RecordError
 from paceline.record import (
     FILE_NAME,
     Header,
+    Note,
     Phases,
     RecordReader,
     RecordWriter,
@@ -73,6 +74,8 @@ class RolloutRecord:
         from paceline.fleet.recording import FleetRecording
 
         self._recording = FleetRecording(fleet, self._record, self._step)
+        if fleet.invariance_gap is not None:
+            self._record.write(Note(t_s=self._record.now_s(), text=fleet.invariance_gap))
 
     def look(self, finished: Sequence[Finished]) -> None:
         """The fleet has advanced, and these responses have finished."""

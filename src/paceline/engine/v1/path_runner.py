@@ -107,9 +107,9 @@ class MultiPathRunner:
             return (logits_indices, *rest)
         self.expansion = added = self._lay_out(self.path_plan, scheduler_output.total_num_scheduled_tokens)
         tail = slice(added.num_tokens, added.num_tokens + added.num_extra_tokens)
-        self.input_ids.gpu[tail] = _on(self.device, added.token_ids).to(self.input_ids.gpu.dtype)
+        self.input_ids.gpu[tail] = torch.from_numpy(added.token_ids).to(self.input_ids.gpu.dtype)
         copy_blocks(self.kv_caches, (pair for pairs in added.copies for pair in pairs))
-        more = torch.arange(tail.start, tail.stop, dtype=logits_indices.dtype, device=logits_indices.device)
+        more = torch.arange(tail.start, tail.stop, dtype=logits_indices.dtype)
         return (torch.cat([logits_indices, more]), *rest)
 
     def _lay_out(self: Any, plan: PathPlan, num_tokens: int) -> Expansion:
@@ -139,14 +139,14 @@ class MultiPathRunner:
         end = kwargs["num_tokens_unpadded"] = kwargs["num_tokens_unpadded"] + added.num_extra_tokens
         kwargs["num_tokens_padded"] = max(kwargs["num_tokens_padded"], end)
         by_group, by_layer = super()._get_slot_mappings(*args, **kwargs)  # type: ignore[misc]
-        by_group[0][added.num_tokens : end] = _on(self.device, added.slots)
+        by_group[0][added.num_tokens : end] = torch.from_numpy(added.slots)
         return by_group, by_layer
 
     def _preprocess(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = super()._preprocess(*args, **kwargs)  # type: ignore[misc]
         if (added := self.expansion) is not None:  # vLLM zeroes the positions behind its own tokens
             end = added.num_tokens + added.num_extra_tokens
-            self.positions[added.num_tokens : end] = _on(self.device, added.positions)
+            self.positions[added.num_tokens : end] = torch.from_numpy(added.positions)
         return result
 
     def _prepare_padding_mask(self: Any, num_tokens_unpadded: int, num_tokens_padded: int) -> torch.Tensor:
@@ -190,15 +190,14 @@ class MultiPathRunner:
 
 def expand_metadata(metadata: Any, added: Expansion) -> Any:
     """vLLM's common attention metadata of a step with the alternatives as requests behind its own."""
-    device = metadata.block_table_tensor.device
     lens = torch.from_numpy(added.query_lens)
     ends = metadata.query_start_loc_cpu[-1] + torch.cumsum(lens, 0).to(torch.int32)
     seq_lens = torch.from_numpy(added.seq_lens)
     changes: dict[str, Any] = {
-        "query_start_loc": torch.cat([metadata.query_start_loc, ends.to(device)]),
+        "query_start_loc": torch.cat([metadata.query_start_loc, ends]),
         "query_start_loc_cpu": torch.cat([metadata.query_start_loc_cpu, ends]),
-        "seq_lens": torch.cat([metadata.seq_lens, seq_lens.to(device)]),
-        "block_table_tensor": torch.cat([metadata.block_table_tensor, _on(device, added.tables)]),
+        "seq_lens": torch.cat([metadata.seq_lens, seq_lens]),
+        "block_table_tensor": torch.cat([metadata.block_table_tensor, torch.from_numpy(added.tables)]),
         "num_reqs": metadata.num_reqs + len(added.owners),
         "num_actual_tokens": added.num_tokens + added.num_extra_tokens,
         "max_query_len": max(metadata.max_query_len, int(added.query_lens.max())),
@@ -218,7 +217,3 @@ def copy_blocks(kv_caches: Iterable[torch.Tensor], pairs: Iterable[tuple[int, in
     for cache in kv_caches:
         for source, destination in wanted:
             cache[destination].copy_(cache[source])
-
-
-def _on(device: torch.device, values: np.ndarray) -> torch.Tensor:
-    return torch.from_numpy(values).to(device)

@@ -1,7 +1,7 @@
 """The proposer that vLLM's `custom_class` method loads: it runs the model drafter, or does nothing.
 
 Model-free drafts are made in the scheduler, just before a step is scheduled (fast_loop.py). Drafts of a small model
-need the device and are made here, right after sampling; they reach the scheduler by the same door as vLLM's own.
+are made here, right after sampling; they reach the scheduler by the same door as vLLM's own.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import numpy as np
 from paceline.config import EngineSettings
 from paceline.engine.arguments import read_settings
 from paceline.engine.runner import FreshDrafts
-from paceline.engine.v1.sampler import throw
 from paceline.planning.sharpness import SHARPNESS_GRID
 from paceline.types import DraftOrder, DraftQuery, ModelDrafts
 
@@ -47,15 +46,12 @@ class Proposer:
             return
         from paceline.drafting.model import ModelDrafter
 
-        device = self._config.device_config.device
         self._model = ModelDrafter(
             folder,
             max_model_len=self._config.model_config.max_model_len,
             max_requests=self._config.scheduler_config.max_num_seqs,
             dtype=self.settings.model_drafter_dtype,
-            device=str(device),
             vocab_size=self._config.model_config.get_vocab_size(),
-            noise_sampler=throw,
         )
 
     def reload(self, weights: Mapping[str, torch.Tensor]) -> None:

@@ -1,7 +1,7 @@
 """The runner: vLLM's model runner V1, sampling with the shared dice and drafting with the model drafter.
 
-A mixin: the worker exchanges the runner's class for a subclass of itself, so that CPU and GPU runners keep everything
-else of theirs.
+For the CPU alone. A mixin: the worker exchanges the runner's class for a subclass of itself, which keeps everything
+else of vLLM's.
 """
 
 from __future__ import annotations
@@ -191,7 +191,7 @@ class KeyedRunner:
         rows = Rows.of(_num_drafts(metadata, count), batch.num_tokens_no_spec[:count].astype(np.int64))
         if metadata is None:
             return rows, np.empty(0, dtype=np.int64)
-        return rows, metadata.draft_token_ids.cpu().numpy().astype(np.int64)
+        return rows, metadata.draft_token_ids.numpy().astype(np.int64)
 
     def settle(self, verdict: Verdict) -> None:
         """Called with every verdict before the next step; here nothing is left to do."""

@@ -25,7 +25,6 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 
 from paceline import dice
-from paceline.engine import dice_torch
 from paceline.engine.compat import (
     LogitBiasLogitsProcessor,
     LogprobsTensors,
@@ -135,7 +134,7 @@ def elect(paths: Verdict, owners: Int64Array) -> Verdict:
 def throw(
     logits: torch.Tensor, keys: UInt64Array, positions: Int64Array, temperatures: NDArray[np.float32]
 ) -> Int64Array:
-    """Decide each row with the shared dice: on the CPU by the native sampler, elsewhere by its torch form.
+    """Decide each row with the shared dice.
 
     Args:
         logits: [num_rows, vocab_size] float32
@@ -145,17 +144,7 @@ def throw(
 
     Returns the tokens [num_rows], NO_TOKEN for a row from which nothing can be drawn.
     """
-    if logits.device.type == "cpu":
-        return dice.sample(logits.contiguous().numpy(), keys, positions, temperatures)
-    device = logits.device
-    tokens = dice_torch.sample(
-        logits,
-        torch.from_numpy(keys.view(np.int64)).to(device),
-        torch.from_numpy(positions).to(device),
-        torch.from_numpy(temperatures).to(device),
-    )
-    result: Int64Array = tokens.cpu().numpy()
-    return result
+    return dice.sample(logits.contiguous().numpy(), keys, positions, temperatures)
 
 
 class KeyedSampler:
@@ -216,8 +205,8 @@ class KeyedSampler:
         filled = verdict.table != PLACEHOLDER
         requests, columns = np.nonzero(filled)
         index = rows.first[verdict.winners][requests] + columns
-        chosen = torch.from_numpy(verdict.table[filled].astype(np.int64)).to(logits.device)
-        values = logits[torch.from_numpy(index).to(logits.device)]
+        chosen = torch.from_numpy(verdict.table[filled].astype(np.int64))
+        values = logits[torch.from_numpy(index)]
         if not self.as_logits:
             values = values.log_softmax(dim=-1, dtype=torch.float32)
         own = values.gather(-1, chosen[:, None])
@@ -226,7 +215,7 @@ class KeyedSampler:
         if metadata.logprob_token_ids:
             ids, found = _name(values, ids, found, requests, metadata.logprob_token_ids)
         ids, found = torch.cat([chosen[:, None], ids], dim=1), torch.cat([own, found], dim=1)
-        where = torch.from_numpy(np.flatnonzero(filled)).to(logits.device)
+        where = torch.from_numpy(np.flatnonzero(filled))
         return LogprobsTensors(
             *(_spread(part, where, filled.size) for part in (ids.to(torch.int32), found, ranks))
         )
@@ -259,8 +248,8 @@ def _name(
     missing = max(max(map(len, wanted.values())) - ids.shape[1], 0)
     ids, found = F.pad(ids, (0, missing)), F.pad(found, (0, missing), value=float("-inf"))
     for request, tokens in wanted.items():
-        rows = torch.from_numpy(np.flatnonzero(requests == request)).to(values.device)
-        named = torch.as_tensor(tokens, device=values.device)
+        rows = torch.from_numpy(np.flatnonzero(requests == request))
+        named = torch.as_tensor(tokens)
         ids[rows], found[rows] = 0, float("-inf")
         ids[rows, : len(tokens)] = named
         found[rows, : len(tokens)] = values[rows[:, None], named]
@@ -270,7 +259,7 @@ def _name(
 def _temperatures(metadata: SamplingMetadata, num_requests: int) -> NDArray[np.float32]:
     if metadata.temperature is None:
         return np.zeros(num_requests, dtype=np.float32)
-    result: NDArray[np.float32] = metadata.temperature[:num_requests].cpu().numpy()
+    result: NDArray[np.float32] = metadata.temperature[:num_requests].numpy()
     return result
 
 
@@ -279,7 +268,7 @@ def scale(logits: torch.Tensor, temperatures: NDArray[np.float32]) -> torch.Tens
     if np.all((temperatures == 1.0) | (temperatures < GREEDY_EPS)):
         return logits
     divisor = np.where(temperatures < GREEDY_EPS, np.float32(1.0), temperatures)
-    return logits.div_(torch.from_numpy(divisor).to(logits.device)[:, None])
+    return logits.div_(torch.from_numpy(divisor)[:, None])
 
 
 def _min_p(metadata: SamplingMetadata) -> torch.Tensor | None:
@@ -299,14 +288,14 @@ def apply_filters(logits: torch.Tensor, rows: Rows, metadata: SamplingMetadata) 
     """Mask what min-p, top-k and top-p exclude, in vLLM's order, on temperature-scaled logits."""
     if not _has_filters(metadata):
         return logits
-    index = torch.from_numpy(rows.requests).to(logits.device)
+    index = torch.from_numpy(rows.requests)
     if (min_p := _min_p(metadata)) is not None:
         probabilities = logits.softmax(dim=-1)
         bound = probabilities.amax(dim=-1, keepdim=True) * min_p[index]
         logits = logits.masked_fill_(probabilities < bound, float("-inf"))
     top_k = None if metadata.top_k is None else metadata.top_k[index]
     top_p = None if metadata.top_p is None else metadata.top_p[index]
-    return apply_top_k_top_p_pytorch(logits, top_k, top_p, allow_cpu_sync=logits.device.type == "cpu")
+    return apply_top_k_top_p_pytorch(logits, top_k, top_p, allow_cpu_sync=True)
 
 
 def _changes_logits(metadata: SamplingMetadata) -> bool:
@@ -335,7 +324,7 @@ def apply_options(
 ) -> torch.Tensor:
     """Apply allowed ids, bad words, min tokens, logit bias and penalties, in the order of vLLM's own sampler."""
     if metadata.allowed_token_ids_mask is not None:
-        mask = metadata.allowed_token_ids_mask[torch.from_numpy(rows.requests).to(logits.device)]
+        mask = metadata.allowed_token_ids_mask[torch.from_numpy(rows.requests)]
         logits = logits.masked_fill_(mask, float("-inf"))
     history: list[list[int]] = []
     if metadata.bad_words_token_ids or not metadata.no_penalties:
@@ -353,7 +342,7 @@ def apply_options(
         elif isinstance(processor, LogitBiasLogitsProcessor):
             logits = _apply_logit_bias(logits, rows, processor)
     if not metadata.no_penalties:
-        index = torch.from_numpy(rows.requests).to(logits.device)
+        index = torch.from_numpy(rows.requests)
         assert metadata.prompt_token_ids is not None
         logits = apply_all_penalties(
             logits,
@@ -397,8 +386,8 @@ def _apply_min_tokens(logits: torch.Tensor, rows: Rows, processor: MinTokensLogi
 
 def _apply_logit_bias(logits: torch.Tensor, rows: Rows, processor: LogitBiasLogitsProcessor) -> torch.Tensor:
     for request, bias in processor.biases.items():
-        of_request = torch.from_numpy(np.flatnonzero(rows.requests == request)).to(logits.device)
-        ids = torch.tensor(list(bias), device=logits.device)
-        values = torch.tensor(list(bias.values()), dtype=torch.float32, device=logits.device)
+        of_request = torch.from_numpy(np.flatnonzero(rows.requests == request))
+        ids = torch.tensor(list(bias))
+        values = torch.tensor(list(bias.values()), dtype=torch.float32)
         logits[of_request[:, None], ids[None, :]] += values
     return logits

@@ -1,0 +1,52 @@
+"""Models that are split, over two processes (tensor parallelism) or into experts: drafts change no token."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from drafters import ScriptedDrafter
+from tiny_model import VOCAB, make_mixture
+from vllm import SamplingParams
+
+from paceline.config import BudgetSettings, EngineSettings
+from paceline.engine.rollout_engine import RolloutEngine
+from paceline.types import Response, RolloutRequest
+
+pytestmark = pytest.mark.slow
+
+SETTINGS = EngineSettings(
+    max_draft_tokens=6, draft_floor=0.0, budget=BudgetSettings(policy="fixed", fixed_tokens=6)
+)
+REQUESTS = [RolloutRequest((1, 5, 9, 13 + i // 2), 40, key=i + 1, sample=i % 2) for i in range(6)]
+TWO_PROCESSES = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+
+
+def generate(engine: RolloutEngine, requests: list[RolloutRequest] = REQUESTS) -> list[Response]:
+    engine.reset_prefix_cache()
+    return engine.generate(requests, SamplingParams(temperature=1.0, ignore_eos=True))
+
+
+@pytest.mark.parametrize("kind", ["two processes", "experts"])
+def test_tokens_and_log_probabilities_are_those_without_drafts(
+    kind: str, model_dir: Path, tmp_path: Path
+) -> None:
+    model, split = (model_dir, TWO_PROCESSES) if kind == "two processes" else (make_mixture(tmp_path), {})
+    sizes: dict[str, Any] = {"dtype": "float32", "max_model_len": 256, "kv_cache_bytes": 1 << 26}
+    with RolloutEngine(model, SETTINGS, **sizes, skip_tokenizer_init=True, **split) as engine:
+        engine.set_drafting(False)
+        plain = generate(engine)
+        engine.set_drafting(True)
+        drafted = generate(engine)
+        known = {response.key: (*response.request.prompt, *response.tokens) for response in plain}
+        engine.scheduler.loop.drafter = ScriptedDrafter(known, 0.8, VOCAB, 6)
+        scripted = generate(engine, REQUESTS[:3])
+        gap = engine.invariance_gap
+    for responses in (drafted, scripted):
+        assert [r.tokens for r in responses] == [r.tokens for r in plain[: len(responses)]]
+        assert [r.logprobs for r in responses] == [r.logprobs for r in plain[: len(responses)]]
+        assert sum(r.num_draft_tokens for r in responses) > 100
+    assert sum(r.num_accepted_tokens for r in scripted) > 30
+    assert (gap is None) == (kind == "two processes")
+    assert gap is None or "RoutedExperts" in gap
