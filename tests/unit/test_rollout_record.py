@@ -54,6 +54,7 @@ class Told:
     board: StatusBoard = field(default_factory=lambda: StatusBoard({"w0": WorkerStatus("w0")}))
     chunks: ChunkLog = field(default_factory=ChunkLog)
     helps: HelpLog = field(default_factory=HelpLog)
+    invariance_gap: str | None = None
 
     def run(self, index: int, tokens: int) -> Finished:
         """A response runs in one chunk and is finished."""
@@ -140,6 +141,15 @@ def test_a_draft_server_that_did_not_keep_up_is_noted_and_reported(job: Job, tmp
     assert "left 5 questions unanswered" in note.text
     assert "took no message" not in note.text
     assert note.text in build_report(tmp_path).read_text()
+
+
+def test_layers_that_batch_invariance_does_not_reach_are_noted_and_reported(job: Job, tmp_path: Path) -> None:
+    record, fleet = record_of(job, tmp_path), Told(invariance_gap="not ensured for Experts")
+    with record:
+        record.begin(fleet)  # type: ignore[arg-type]
+        record.look([fleet.run(0, 4)])
+    assert [note.text for note in read(tmp_path, Note)] == ["not ensured for Experts"]
+    assert "not ensured for Experts" in build_report(tmp_path).read_text()
 
 
 def test_a_resumed_rollout_adds_a_step(job: Job, tmp_path: Path) -> None:

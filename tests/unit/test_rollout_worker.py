@@ -31,6 +31,7 @@ class CountingEngine:
     policy_version: int = 0
     vocab_size: int = 64
     kv_pool_obstacle: str | None = "2 workers"
+    invariance_gap: str | None = "experts"
     draft_address: str | None = None
     running: dict[int, RolloutRequest] = field(default_factory=dict)
     failure: Exception | None = None
@@ -145,6 +146,7 @@ def test_facts_come_from_the_engine(worker: RolloutWorker) -> None:
         64,
     )
     assert facts.kv_pool_obstacle == "2 workers"
+    assert facts.invariance_gap == "experts"
 
 
 def test_growth_is_told_piece_by_piece_and_the_ending_tells_the_rest(
