@@ -41,6 +41,10 @@ class Clock(StepClock):
         """Drafting of so many levels and rows."""
         return float(np.array([1.0, growth.num_levels, growth.num_rows]) @ self.level)
 
+    def catching_up_s(self, num_tokens: int) -> float:
+        """Bringing so many tokens into the drafter's cache, each at the price of a row more."""
+        return float(num_tokens * self.level[2])
+
 
 class Recorder:
     """Generates with the real engine and keeps the times of its steps and of its drafting."""

@@ -27,7 +27,7 @@ import itertools
 import os
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +157,9 @@ class Policy:
         from paceline.engine.fast_loop import table_of
 
         rollout, loop = replay.rollout, self.loop
+        self._cached = np.zeros(
+            len(rollout.responses), np.int64
+        )  # tokens that the model drafter has taken in
         loop.forget_tokens()
         for row, prompt in enumerate(rollout.prompts):
             loop.open(rollout.groups[row], row, prompt, rollout.responses[row][:1].tolist())
@@ -212,6 +215,9 @@ class Policy:
         from paceline.planning.sharpness import SHARPNESS_GRID
 
         grid = np.asarray(SHARPNESS_GRID, np.float32)
+        columns = (getattr(query, column.name) for column in fields(query))
+        query = DraftQuery(*(column[: order.most_requests] for column in columns))
+        at = at[: order.most_requests]
         limits = np.minimum(query.max_tokens, order.depth).astype(np.int64)
         draft = Draft(
             query,
@@ -234,6 +240,11 @@ class Policy:
         growth = DraftGrowth(levels, rows_fed, 0.0)
         seconds = 1e-6 if self.free_drafts else replay.clock.drafting_s(growth)
         growth = DraftGrowth(levels, rows_fed, seconds)
+        if not self.free_drafts:
+            seconds += replay.clock.catching_up_s(
+                int((query.positions - self._cached[query.responses]).sum())
+            )
+        self._cached[query.responses] = query.positions
         return ModelDrafts(query.responses, query.positions, draft.batch(), growth, seconds)
 
 

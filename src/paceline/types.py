@@ -112,6 +112,8 @@ class DraftOrder:
     """Path probability below which a draft ends."""
     level_costs: Float32Array
     """Accepted tokens that one more level over 0, 1, .. requests must promise. [num_requests + 1]"""
+    most_requests: int | None = None
+    """Requests to draft for at most, the first of the batch; None: all."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from paceline.planning.drafter_worth import (
-    FIRST_REST,
     HIGHEST_FLOOR,
+    LONGEST_REST,
     TRIAL_STEPS,
     Rest,
     Worth,
@@ -30,6 +30,9 @@ def timed(base_s: float, per_token_s: float) -> StepTimeModel:
         for tokens in (1, 2, 4, 8, 16, 32, 64, 128, 256):
             model = update_measured_time(model, tokens, base_s + per_token_s * tokens)
     return model
+
+
+STEADY = timed(0.01, 0.001)
 
 
 def learn(worth: Worth, batch: int, steps: int, step: tuple[tuple[float, float], ...]) -> Worth:
@@ -76,13 +79,13 @@ def test_the_gain_counts_in_full_however_fast_the_accelerated_step_already_is() 
 
 def test_rests_grow_while_the_drafter_loses_and_a_trial_ends_each() -> None:
     rest, rests, drafted = Rest(), [], 0
-    for _ in range(400):
+    for _ in range(600):
         before = rest
-        rest = next_rest(rest, 8, False, 64)
+        rest = next_rest(rest, 8, False, STEADY)
         if rest.left and not before.left:
             rests.append(rest.left)
         drafted += rest.left == 0
-    assert rests[:5] == [FIRST_REST, 2 * FIRST_REST, 4 * FIRST_REST, 64, 64]
+    assert rests[:6] == [8, 16, 32, 64, LONGEST_REST, LONGEST_REST]
     assert drafted <= len(rests) * TRIAL_STEPS
 
 
@@ -90,23 +93,52 @@ def test_after_a_rest_the_trial_decides() -> None:
     worth = learn(Worth(), 4, 100, BAD)
     worth = learn(fade(worth, 4), 4, TRIAL_STEPS, GOOD)
     assert worth.is_positive(4)
-    assert next_rest(Rest(trial_left=1, length=64), 4, worth.is_positive(4), 256) == Rest()
+    assert next_rest(Rest(trial_left=1, length=64), 4, worth.is_positive(4), STEADY) == Rest()
 
 
-def test_a_trial_is_not_cut_short() -> None:
-    rest = next_rest(Rest(left=1, length=16), 8, False, 256)
-    assert rest == Rest(left=0, trial_left=TRIAL_STEPS, length=16)
-    assert next_rest(rest, 8, False, 256).left == 0
+def trial(batch: int, is_positive: bool) -> tuple[list[int | None], Rest]:
+    """Requests drafted for in the steps of a trial, None: all; and where it ends."""
+    rest = next_rest(Rest(left=1, length=16), batch, False, STEADY)
+    drafted = []
+    while rest.trial_left:
+        drafted.append(rest.sample or None)
+        rest = next_rest(rest, batch, is_positive, STEADY)
+    return drafted, rest
+
+
+def test_a_trial_drafts_for_a_sample_first_and_for_more_only_while_that_pays() -> None:
+    sample = [3] * TRIAL_STEPS
+    drafted, rest = trial(9, False)
+    assert (drafted, rest.left, rest.length, rest.last) == (sample, 16, 32, 16)
+    assert trial(9, True) == ([*sample, *[6] * TRIAL_STEPS, *[None] * TRIAL_STEPS], Rest())
+
+
+def test_a_trial_of_one_request_is_not_cut_short() -> None:
+    drafted, rest = trial(1, False)
+    assert (drafted, rest.left) == ([None] * TRIAL_STEPS, 16)
+
+
+def test_a_level_for_a_sample_costs_its_share_of_one_for_all() -> None:
+    level_time = timed(0.001, 0.0001)
+    costs, sampled = level_costs(64, 0.002, level_time), level_costs(64, 0.002, level_time, 16)
+    assert sampled[16] == pytest.approx(costs[64] / 4)
 
 
 def test_a_shrunken_batch_ends_a_rest_where_the_drafter_is_not_known_to_lose() -> None:
     worth = learn(Worth(), 8, 3 * TRIAL_STEPS, BAD)
-    rest = next_rest(Rest(length=64), 8, worth.is_positive(8), 256)
+    rest = next_rest(Rest(length=64), 8, worth.is_positive(8), STEADY)
     assert rest.left == 64
-    assert next_rest(rest, 12, True, 256).left == 63, "not smaller, but as large"
-    assert next_rest(rest, 2, worth.is_positive(2), 256) == Rest()
+    assert next_rest(rest, 12, True, STEADY).left == 63, "not smaller, but as large"
+    assert next_rest(rest, 2, worth.is_positive(2), STEADY) == Rest()
     worth = learn(worth, 2, TRIAL_STEPS, BAD)
-    assert next_rest(rest, 2, worth.is_positive(2), 256).left == 63
+    assert next_rest(rest, 2, worth.is_positive(2), STEADY).left == 63
+
+
+def test_a_rest_that_began_on_a_busy_machine_ends_with_that() -> None:
+    rest = next_rest(Rest(length=64), 8, False, timed(0.02, 0.002))
+    assert rest.left == 64
+    assert next_rest(rest, 8, False, timed(0.019, 0.0019)).left == 63
+    assert next_rest(rest, 8, False, STEADY).sample == 2
 
 
 def test_the_next_drafts_are_as_deep_as_the_last_ones_paid() -> None:

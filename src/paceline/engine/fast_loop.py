@@ -431,8 +431,9 @@ class FastLoop:
     def receive(self, drafts: ModelDrafts) -> None:
         """Take the model drafter's work; its time is taken out of the step's, so that T(n) is the target's alone."""
         self._arrived = drafts
-        self._log.write_growth(drafts.growth)
-        self._steering.receive(drafts.growth)
+        cost = drafts.growth, len(drafts.responses), max(drafts.total_s - drafts.growth.seconds, 0.0)
+        self._log.write_growth(*cost)
+        self._steering.receive(*cost)
         if self._pending is not None:
             step, expected = self._pending
             self._pending = replace(step, step_s=max(step.step_s - drafts.total_s, 1e-6)), expected
@@ -443,20 +444,12 @@ class FastLoop:
         if not self.watch.is_used or is_elsewhere or not self.may_draft:
             return None
         batch, step_time = max(self._batch_size, 1), self._now.decode_time
-        if not self._steering.advance(batch, self._settings.budget.refresh_steps):
+        if not self._steering.advance(batch, step_time):
             self._log.write_drafter(None)
             return None
-        floor, level_costs = self._steering.limits(
-            batch, self._num_drafted, step_time, self._settings.draft_floor
-        )
-        self._log.write_drafter((floor, level_costs))
-        return DraftOrder(
-            self._settings.max_draft_tokens,
-            self.model.beta,
-            self.model.calibration,
-            floor,
-            level_costs,
-        )
+        limits = self._steering.limits(batch, self._num_drafted, step_time, self._settings.draft_floor)
+        self._log.write_drafter(limits)
+        return DraftOrder(self._settings.max_draft_tokens, self.model.beta, self.model.calibration, *limits)
 
     def learn(
         self,

@@ -122,21 +122,26 @@ class EngineLog:
         )
         self._writer.write(line)
 
-    def write_drafter(self, limits: tuple[float, Float32Array] | None) -> None:
-        """What the model drafter shall do after the step: (floor, level costs), or None, rest."""
+    def write_drafter(self, limits: tuple[float, Float32Array, int | None] | None) -> None:
+        """What the model drafter shall do after the step: (floor, level costs, most requests), or None, rest."""
         if self._writer is None:
             return
         if limits is None:
             self._writer.write(DrafterLine())
         else:
-            self._writer.write(DrafterLine(floor=limits[0], level_costs=limits[1].tobytes()))
+            floor, costs, most = limits
+            self._writer.write(DrafterLine(floor=floor, level_costs=costs.tobytes(), most_requests=most))
 
-    def write_growth(self, growth: DraftGrowth) -> None:
-        """What the model drafter's drafts cost."""
+    def write_growth(self, growth: DraftGrowth, num_requests: int, reading_s: float) -> None:
+        """What the model drafter's drafts for so many requests cost, and catching up before them."""
         if self._writer is not None:
             self._writer.write(
                 GrowthLine(
-                    num_levels=growth.num_levels, num_rows=growth.num_rows, seconds=float(growth.seconds)
+                    num_levels=growth.num_levels,
+                    num_rows=growth.num_rows,
+                    seconds=float(growth.seconds),
+                    num_requests=num_requests,
+                    reading_s=reading_s,
                 )
             )
 

@@ -38,6 +38,8 @@ Paths = tuple[bool, tuple[int, ...], tuple[int, ...]]
 """Whether alternatives were made, which were chosen, and their lengths."""
 
 
+Order = tuple[float | None, bytes, int | None]
+"""Floor (None: it rests), level costs, most requests."""
 Windows = tuple[tuple[int, ...], tuple[bool, ...]]
 """The window of each response, and whether it is coupled."""
 
@@ -61,7 +63,7 @@ def replay_engine(reader: DecisionReader) -> list[Tally]:
                 replay.learn(line)
             case GrowthLine():
                 growth = DraftGrowth(line.num_levels, line.num_rows, line.seconds)
-                replay.steering.receive(growth)
+                replay.steering.receive(growth, line.num_requests, line.reading_s)
             case NewDrafterLine():
                 replay.steering.renew()
             case PathsGainLine():
@@ -147,13 +149,14 @@ class _Replay:
     def plan_drafter(self, line: DrafterLine) -> None:
         """Whether the model drafter works after the step, and how far its drafts go."""
         batch = max(self._snapshot.num_requests, 1)
-        floor, costs = None, b""
-        if self.steering.advance(batch, self._settings.budget.refresh_steps):
-            floor, table = self.steering.limits(
+        floor, costs, most = None, b"", None
+        if self.steering.advance(batch, self._now.decode_time):
+            floor, table, most = self.steering.limits(
                 batch, int(self._lengths.sum()), self._now.decode_time, self._settings.draft_floor
             )
             costs = table.tobytes()
-        self._orders.compare((line.floor, line.level_costs), (floor, costs), _tell_drafter)
+        recorded = line.floor, line.level_costs, line.most_requests
+        self._orders.compare(recorded, (floor, costs, most), _tell_drafter)
 
     def plan_wait(self, line: WaitLine) -> None:
         """Whether a step waits for drafts under way."""
@@ -203,12 +206,13 @@ def _tell_paths(one: Paths, _: Paths) -> str:
     )
 
 
-def _tell_drafter(one: tuple[float | None, bytes], _: tuple[float | None, bytes]) -> str:
-    floor, costs = one
+def _tell_drafter(one: Order, _: Order) -> str:
+    floor, costs, most = one
     if floor is None:
         return "it rests"
+    whom = "" if most is None else f"for {most} requests "
     shown = ", ".join(f"{cost:.9g}" for cost in np.frombuffer(costs, np.float32)[-_MOST_SHOWN:])
-    return f"it drafts down to path probability {floor:.17g}; accepted tokens that a level must be worth: .. {shown}"
+    return f"it drafts {whom}down to path probability {floor:.17g}; tokens that a level must be worth: .. {shown}"
 
 
 def _tell_wait(one: float, _: float) -> str:

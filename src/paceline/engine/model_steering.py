@@ -21,16 +21,21 @@ class ModelSteering:
 
     def __init__(self) -> None:
         self._level_time = StepTimeModel.initial()
-        self._drafting_s = 0.0
+        self._drafting_s, self._num_drafting, self._reading_s = 0.0, 0, 0.0
         self.renew()
 
     def renew(self) -> None:
         """Another drafter of the same cost: whether it pays is not known yet."""
         self._worth, self._rest = drafter_worth.Worth(), drafter_worth.Rest()
 
-    def receive(self, growth: DraftGrowth) -> None:
-        """What the drafts of the coming step cost. Catching up with new prompts is left out: it is paid once each."""
-        self._drafting_s = growth.seconds
+    def receive(self, growth: DraftGrowth, num_requests: int, reading_s: float) -> None:
+        """What the drafts of the coming step cost, and for how many requests they are.
+
+        reading_s: catching up with prompts, and with what was written in a rest. It is paid once each, and counts only
+        while it can be spared: in a trial that has read for a sample of the requests alone.
+        """
+        self._drafting_s, self._num_drafting = growth.seconds, num_requests
+        self._reading_s = self._reading_s + reading_s if self._rest.sample else 0.0
         if growth.num_levels:
             rows = max(round(growth.num_rows / growth.num_levels), 1)
             self._level_time = update_measured_time(
@@ -56,9 +61,14 @@ class ModelSteering:
     ) -> None:
         """Compare the decided step with the one that would have been decided without the model drafter.
 
+        Where it drafted for a sample of the requests alone, its cost is their share of drafting for all. The first step
+        of each part of a trial is not judged: what is known of T at its size is old, and renewed by it.
+
         lengths: the decision about `snapshot`. free: path probabilities of the model-free drafts, None without any.
         [num_requests, max_draft_tokens]. state: what the budget knew.
         """
+        if self._rest.trial_left == drafter_worth.TRIAL_STEPS:
+            return
         batch, trust = snapshot.num_requests, state.confidence
         drafted, expected = int(lengths.sum()), expected_accepted(snapshot, lengths)
         drafted_alone, expected_alone = 0, 0.0
@@ -70,23 +80,38 @@ class ModelSteering:
         self._worth = drafter_worth.update_worth(
             self._worth,
             batch,
-            (batch + trust * expected, step_s[0] + self._drafting_s),
+            (batch + trust * expected, step_s[0] + self._share_of_cost(batch, state.decode_time)),
             (batch + trust * expected_alone, step_s[1]),
         )
 
-    def advance(self, batch: int, longest_rest: int) -> bool:
+    def _share_of_cost(self, batch: int, step_time: StepTimeModel) -> float:
+        """What the drafts took; for a sample of the requests its part of drafting, and of reading, for all.
+
+        What a level for all takes may be known from before the rest alone; the target's step, which is the same
+        arithmetic and grows no slower, was measured since. The smaller growth counts: the trial goes on with all
+        requests only if the sample says so, and measures then.
+        """
+        if not 0 < self._num_drafting < batch:
+            return self._drafting_s
+        sizes = np.array([batch, self._num_drafting])
+        level_s, step_s = predict_s(self._level_time, sizes), predict_s(step_time, sizes)
+        growth = float(min(level_s[0] / level_s[1], step_s[0] / step_s[1]))
+        return self._drafting_s * growth * self._num_drafting / batch + self._reading_s / self._rest.last
+
+    def advance(self, batch: int, step_time: StepTimeModel) -> bool:
         """Go on to the next step; returns whether the drafter works after it."""
-        was_drafting = self._rest.left == 0
-        is_positive = self._worth.is_positive(batch)
-        self._rest = drafter_worth.next_rest(self._rest, batch, is_positive, longest_rest)
-        if was_drafting and self._rest.left:
+        before, is_positive = self._rest, self._worth.is_positive(batch)
+        self._rest = drafter_worth.next_rest(before, batch, is_positive, step_time)
+        goes_to_rest = before.left == 0 and self._rest.left > 0
+        if goes_to_rest or self._rest.sample != before.sample:
             self._worth = drafter_worth.fade(self._worth, batch)
         return self._rest.left == 0
 
     def limits(
         self, batch: int, num_drafted: int, step_time: StepTimeModel, lowest: float
-    ) -> tuple[float, Float32Array]:
-        """(floor, level costs) of the drafts to come, as in `DraftOrder`."""
+    ) -> tuple[float, Float32Array, int | None]:
+        """(floor, level costs, most requests) of the drafts to come, as in `DraftOrder`."""
         token_s = self._worth.token_s(batch) or float(predict_s(step_time, batch)) / batch
         floor = drafter_worth.choose_floor(batch, num_drafted, token_s, step_time, lowest)
-        return floor, drafter_worth.level_costs(batch, token_s, self._level_time)
+        drafting = self._rest.sample or None
+        return floor, drafter_worth.level_costs(batch, token_s, self._level_time, drafting), drafting

@@ -6,7 +6,9 @@ requests that verifies n draft tokens yields B + E tokens in T(B + n) seconds, a
 * It goes on while (B + E1) / (T(B + n1) + D) is above (B + E0) / T(B + n0), index 0 standing for what the budget would
   have done with the model-free drafts of the same steps. A drafter that loses rests, twice as long each time
   (`next_rest`), because its own time, the target's and the acceptance change with batch, context and policy. A batch
-  that has shrunk to a size at which it is not known to lose ends the rest: in a rollout's tail it pays most.
+  that has shrunk to a size at which it is not known to lose ends the rest: in a rollout's tail it pays most. After a
+  rest it has to read all that was written meanwhile, whether the trial ends well or not; so a trial drafts for a sample
+  of the requests first, and for twice as many as long as the gain of a time as long as the rest pays for the reading.
 * One more level over m requests pays if the accepted tokens that it promises, beyond those that places in the step
   cost, are worth D(m) at the present rate.
 
@@ -17,6 +19,7 @@ follows the drafter's certainty in this very draft, and the rest rule needs no t
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from math import isqrt
 
 import numpy as np
 
@@ -30,10 +33,16 @@ MEMORY = 1.0 - 1.0 / 24.0
 """What a step counts for one step later, in the rates of its batch size."""
 
 TRIAL_STEPS = 4
-"""Steps with drafts before a batch size is judged, and after every rest."""
+"""Steps with drafts before a batch size is judged; after a rest, before a trial grows or ends."""
 
 FIRST_REST = 8
-"""Steps of the first rest; each further one is twice as long, up to `BudgetSettings.refresh_steps`."""
+"""Steps of the first rest; each further one is twice as long, up to `LONGEST_REST`."""
+
+LONGEST_REST = 128
+"""What is known recovers from a disturbance that has ended within twice as many steps."""
+
+RECOVERED = 1.5
+"""A rest ends when T has fallen by this factor: the drafter was judged on a busy machine."""
 
 AFTER_REST = 1.0 / 12.0
 """What older steps count for after a rest: the trial decides."""
@@ -103,11 +112,17 @@ class Rest:
     left: int = 0
     """Steps still to rest; 0: it drafts."""
     trial_left: int = 0
-    """Steps of a trial still to come before it is judged again."""
+    """Steps still to come before a trial grows or ends."""
+    sample: int = 0
+    """Requests that the trial drafts for; 0: all."""
     length: int = FIRST_REST
     """Steps of the next rest."""
-    size: int = 0
-    """Batch size, in powers of two, at which it went to rest."""
+    last: int = FIRST_REST
+    """Steps of the last one."""
+    batch: int = 1
+    """Requests of the step after which it went to rest."""
+    step_s: float = 0.0
+    """What a step of so many tokens took then."""
 
 
 def update_worth(
@@ -136,22 +151,35 @@ def fade(worth: Worth, batch: int) -> Worth:
     return _put(worth, at, worth.rates[at].faded(AFTER_REST))
 
 
-def next_rest(rest: Rest, batch: int, is_positive: bool, longest: int) -> Rest:
+def next_rest(rest: Rest, batch: int, is_positive: bool, step_time: StepTimeModel) -> Rest:
     """Where the drafter stands in the next step: resting, on trial after a rest, or drafting while it pays.
 
-    is_positive: whether it pays at this batch size, as far as is known.
+    is_positive: whether it pays at this batch size, as far as is known. step_time: T.
     """
-    if rest.left and _size(batch) < rest.size and is_positive:
+    step_s = float(predict_s(step_time, rest.batch if rest.left else batch))
+    if rest.left and _size(batch) < _size(rest.batch) and is_positive:
         return Rest()
+    first = isqrt(batch) if batch > 1 else 0
+    if rest.left and step_s < rest.step_s / RECOVERED:
+        return Rest(trial_left=TRIAL_STEPS, sample=first, last=rest.last + 1 - rest.left)
     if rest.left > 1:
         return replace(rest, left=rest.left - 1)
     if rest.left == 1:
-        return replace(rest, left=0, trial_left=TRIAL_STEPS)
+        return replace(rest, left=0, trial_left=TRIAL_STEPS, sample=first)
     if rest.trial_left > 1:
         return replace(rest, trial_left=rest.trial_left - 1)
+    if is_positive and rest.sample:
+        more = 2 * rest.sample
+        return replace(rest, trial_left=TRIAL_STEPS, sample=more if more < batch else 0)
     if is_positive:
         return Rest()
-    return Rest(left=rest.length, length=min(2 * rest.length, longest), size=_size(batch))
+    return Rest(
+        left=rest.length,
+        length=min(2 * rest.length, LONGEST_REST),
+        last=rest.length,
+        batch=batch,
+        step_s=step_s,
+    )
 
 
 def choose_floor(
@@ -169,10 +197,16 @@ def choose_floor(
     return float(min(max(place_s / token_s, lowest), HIGHEST_FLOOR))
 
 
-def level_costs(batch: int, token_s: float, level_time: StepTimeModel) -> Float32Array:
-    """Accepted tokens that one drafting level over 0, 1, .. `batch` requests must be worth. [batch + 1] float32"""
-    costs: Float32Array = (predict_s(level_time, np.arange(batch + 1)) / token_s).astype(np.float32)
-    return costs
+def level_costs(
+    batch: int, token_s: float, level_time: StepTimeModel, num_drafting: int | None = None
+) -> Float32Array:
+    """Accepted tokens that one drafting level over 0, 1, .. `batch` requests must be worth. [batch + 1] float32
+
+    num_drafting: requests that stand for all of them in a trial; a level costs each what it would cost among all.
+    """
+    scale = batch / num_drafting if num_drafting else 1.0
+    costs = predict_s(level_time, np.arange(batch + 1) * scale) / (scale * token_s)
+    return costs.astype(np.float32)  # type: ignore[no-any-return]
 
 
 def choose_depth(path: Float32Array, floor: float, costs: Float32Array, longest: int) -> int:

@@ -137,6 +137,8 @@ class DrafterLine(_Line, frozen=True, tag="drafter"):
     floor: float | None = None
     """None: it rests."""
     level_costs: bytes = b""  # [num_requests + 1] float32
+    most_requests: int | None = None
+    """Requests to draft for at most, in a trial; None: all."""
 
 
 class GrowthLine(_Line, frozen=True, tag="growth"):
@@ -145,6 +147,10 @@ class GrowthLine(_Line, frozen=True, tag="growth"):
     num_levels: int
     num_rows: int
     seconds: float
+    num_requests: int = 0
+    """That were drafted for; 0: all (written before there was a choice)."""
+    reading_s: float = 0.0
+    """Catching up with what was written since the last drafts."""
 
 
 class NewDrafterLine(_Line, frozen=True, tag="new_drafter"):

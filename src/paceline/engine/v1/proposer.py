@@ -65,7 +65,8 @@ class Proposer:
         sampled_token_ids: [num_requests][0..] tokens of this step; empty for a prompt that is not finished.
         """
         if self._model is not None and self.order is not None:
-            self._draft([row for row, tokens in enumerate(sampled_token_ids) if tokens], self.order)
+            rows = [row for row, tokens in enumerate(sampled_token_ids) if tokens]
+            self._draft(rows[: self.order.most_requests], self.order)
         return [[] for _ in sampled_token_ids]
 
     def _draft(self, rows: list[int], order: DraftOrder) -> None:
