@@ -43,7 +43,7 @@ from comparison import Bound, Repetitions, add_bound, add_clairvoyant, add_rival
 from harness import Child, parser, publish
 from pairs import PAIRS, TARGETS, Prompt
 from plain_time import PlainTime
-from rivals import MAX_LENGTH, OTHERS, SAMPLINGS, Rival, draft_model
+from rivals import LENGTHS, MAX_LENGTH, OTHERS, SAMPLINGS, Rival, draft_model
 from rollouts import System, Timed, Work, make_system
 from tuning import best_settings, next_length, tune_table
 
@@ -178,15 +178,24 @@ class Tuning:
         return cls(rivals, found["scores"])
 
 
-def tune(bench: Bench, plain: Child) -> Tuning:
-    """Try every setting at every case's size, one engine after another."""
-    tuning, cases = Tuning(), bench.options.cases
+def tune(bench: Bench, plain: Child, tuning: Tuning) -> None:
+    """Try every setting at every case's size, one engine after another; those that `tuning` has are not tried again.
+
+    A table of lengths is made if all lengths were tried here, as it takes the times of their steps.
+    """
+    cases = bench.options.cases
     plains = {}
     for case in cases:
         plains[case] = PlainTime([plain.call(work) for work in bench.tuning_work(case)])
 
-    def attempt(engine: Child, case: str, rival: Rival) -> list[Timed]:
-        runs = [engine.call(replace(work, rival=rival)) for work in bench.tuning_work(case)]
+    running: list[Child] = []
+
+    def attempt(system: System, case: str, rival: Rival) -> list[Timed]:
+        if rival.name in tuning.scores.get(case, {}):
+            return []
+        if not running:
+            running.append(bench.start(system))
+        runs = [running[0].call(replace(work, rival=rival)) for work in bench.tuning_work(case)]
         score = sum(plains[case].seconds(run)[0] for run in runs) / sum(run.wall_s for run in runs)
         tuning.rivals[rival.name] = rival
         tuning.scores.setdefault(case, {})[rival.name] = score
@@ -194,27 +203,35 @@ def tune(bench: Bench, plain: Child) -> Tuning:
         return runs
 
     for sampling in SAMPLINGS:
-        engine = bench.start(System("draft_model", True, draft_model(MAX_LENGTH, sampling), is_tuned=True))
+        is_new = not any(
+            draft_model(LENGTHS[0], sampling).name in tuning.scores.get(case, {}) for case in cases
+        )
+        system = System("draft_model", True, draft_model(MAX_LENGTH, sampling), is_tuned=True)
         steps: dict[int, list[Any]] = {}
         for case in cases:
             scores: dict[int, float] = {}
             while (length := next_length(scores)) is not None:
                 rival = draft_model(length, sampling)
-                for run in attempt(engine, case, rival):
+                for run in attempt(system, case, rival):
                     steps.setdefault(length, []).extend(run.steps)
                 scores[length] = tuning.scores[case][rival.name]
-        if (table := tune_table(steps)) is not None:
+        if is_new and (table := tune_table(steps)) is not None:
             for case in cases:
-                attempt(engine, case, replace(draft_model(MAX_LENGTH, sampling), table=table))
-        engine.close()
+                attempt(system, case, replace(draft_model(MAX_LENGTH, sampling), table=table))
+        end_all(running)
     for family in dict.fromkeys(rival.family for rival in OTHERS):
         settings = [rival for rival in OTHERS if rival.family == family]
-        engine = bench.start(System(family, True, settings[0], is_tuned=True))
+        system = System(family, True, settings[0], is_tuned=True)
         for case in cases:
             for rival in settings:
-                attempt(engine, case, rival)
-        engine.close()
-    return tuning
+                attempt(system, case, rival)
+        end_all(running)
+
+
+def end_all(running: list[Child]) -> None:
+    """Close what is running."""
+    while running:
+        running.pop().close()
 
 
 # --- measuring
@@ -301,7 +318,10 @@ def measure(bench: Bench, save: Callable[[dict[str, Any]], None]) -> None:
         own = {name: bench.start(System(name, compiled)) for name in ("plain", "paceline", "paceline_suffix")}
         tuning = Tuning()
         if compiled:
-            tuning = Tuning.read(options.reuse_tuning) if options.reuse_tuning else tune(bench, own["plain"])
+            if options.reuse_tuning or options.complete_tuning:
+                tuning = Tuning.read(options.reuse_tuning or options.complete_tuning)
+            if not options.reuse_tuning:
+                tune(bench, own["plain"], tuning)
             result["tuning"] = tuning.write()
             save(result)
         running: dict[str, Child] = {}
@@ -343,7 +363,13 @@ def parse_options(words: Sequence[str] | None = None) -> argparse.Namespace:
     made.add_argument("--max-tokens", type=int, default=1024)
     made.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES))
     made.add_argument("--modes", nargs="+", default=["compiled", "eager"], choices=["compiled", "eager"])
-    made.add_argument("--reuse-tuning", type=Path, metavar="FILE", help="a result file whose tuning is taken")
+    taken = made.add_mutually_exclusive_group()
+    taken.add_argument(
+        "--reuse-tuning", type=Path, metavar="FILE", help="a result file whose tuning is taken"
+    )
+    taken.add_argument(
+        "--complete-tuning", type=Path, metavar="FILE", help="the same, and what it lacks is tried"
+    )
     options = made.parse_args(words)
     if options.eager_repetitions > options.repetitions:
         made.error(
