@@ -26,6 +26,7 @@ from paceline.drafting.tree import DraftTrees
 from paceline.drafting.worker_link import WorkerLink
 from paceline.drafting.worker_wire import (
     HELLO,
+    DraftCounts,
     Drafts,
     WorkerSettings,
     decode_for_worker,
@@ -171,7 +172,7 @@ def step_of_draft_worker(num_responses: int) -> float:
         told_s = time.thread_time()
         positions += 4
         packed = (pack_draft(r, p, CHAIN, CHAIN - 1, SURE) for r, p in enumerate(positions.tolist()))
-        drafts.send(encode(Drafts(begin.begun, link.number, b"".join(packed), 1.0, 1, 0.8, 0, 0)))
+        drafts.send(encode(Drafts(begin.begun, link.number, b"".join(packed), 1.0, 1, 0.8, DraftCounts())))
         time.sleep(0.002)
         caches += 1.0
         began_s = time.thread_time()
