@@ -29,7 +29,8 @@ from pairs import PAIRS, TARGETS
 VARIANTS = ("none", "draft", "copy", "take", "auto")
 SHORT_TOKENS = 24
 COLUMNS = (
-    "case", "stragglers", "cost", "wall_s", "tail_s", "tail_ratio", "ratio_range", "helps", "races_won", "model_share",
+    "case", "stragglers", "cost", "wall_s", "tail_s", "tail_ratio", "ratio_range", "helps", "races_won", "leads",
+    "adopted_tokens", "model_share",
     "wasted_tokens", "equal",
 )  # fmt: skip
 BAR = 1.15
@@ -96,6 +97,8 @@ def roll_out(fleet: Any, requests: list[Any], variant: str) -> dict[str, Any]:
         "tail_s": wall_s - short_s,
         "helps": dict(Counter(one.kind.value for one in helps)),
         "races_won": sum(one.outcome == "won" for one in helps),
+        "leads": sum(one.num_leads for one in helps),
+        "adopted_tokens": sum(step.num_adopted_tokens for step in steps),
         "model_share": sum(step.num_model_tokens for step in steps) / accepted if accepted else 0.0,
         "wasted_tokens": sum(step.num_wasted_tokens for step in steps),
         "ids": [tokens[index] for index in range(len(requests))],
@@ -110,7 +113,15 @@ def summarise(
     ratios = [other["tail_s"] / one["tail_s"] for one, other in zip(own, base, strict=True)]
     helps = sum((Counter(one["helps"]) for one in own), Counter())
     row: dict[str, Any] = {"case": variant, "stragglers": stragglers, "cost": cost}
-    for key in ("wall_s", "tail_s", "races_won", "model_share", "wasted_tokens"):
+    for key in (
+        "wall_s",
+        "tail_s",
+        "races_won",
+        "leads",
+        "adopted_tokens",
+        "model_share",
+        "wasted_tokens",
+    ):
         row[key] = median([one[key] for one in own])
     row |= {"tail_ratio": median(ratios), "ratio_range": [min(ratios), max(ratios)]}
     row["helps"] = ", ".join(f"{count} {kind}" for kind, count in sorted(helps.items()))

@@ -80,6 +80,10 @@ class EngineSettings(Section):
     """Let other workers draft ahead for this engine with the model drafter; a fleet switches it on
     (`FleetSettings.help`)."""
 
+    adopt_leads: bool = False
+    """Take over what another engine has generated of a response that both generate, as drafts that are all but certain;
+    a fleet switches it on (`FleetSettings.help`)."""
+
     draft_window: int = Field(default=8, ge=1, le=63)
     """Draft worker: w. After w tokens of a response that the target has not decided it drafts up to w more."""
 

@@ -159,6 +159,8 @@ class StepObservation:
     """Tokens that attention reads: of the decoding requests so far, and once more for each alternative."""
     num_model_tokens: int = 0
     """Accepted draft tokens for which a model drafter's estimate stood."""
+    num_adopted_tokens: int = 0
+    """Of the accepted draft tokens, those that another engine had generated before (a race)."""
     num_wasted_tokens: int = 0
     """Tokens that a draft worker had drafted behind a rejected one, as far as was heard since the step before."""
     num_branches: int = 0

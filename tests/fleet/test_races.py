@@ -83,10 +83,13 @@ def test_a_copy_changes_no_token(
 ) -> None:
     monkeypatch.setattr(helping, "decide_help", choose_copy)
     fleet.helps.take()
+    fleet.take_observations()
     seen = set()
     assert generate(fleet, requests, lambda: seen.add(racer(fleet))) == wanted
     assert seen - {None}
     helps = fleet.helps.take()
+    assert sum(one.num_leads for one in helps) > 0
+    assert sum(step.num_adopted_tokens for step in fleet.take_observations()) > 0
     assert {one.kind for one in helps} == {"copy"}
     assert {one.outcome for one in helps} <= {"won", "lost", "stopped"}
     assert sum(one.num_disagreed for one in fleet.board.workers.values()) == 0

@@ -5,6 +5,7 @@ free workers that copy and take over what others generate.
 from __future__ import annotations
 
 import random
+from array import array
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -24,6 +25,7 @@ from paceline.control.controller import Controller
 from paceline.control.events import (
     Abandoned,
     Action,
+    Adopt,
     CancelChunk,
     Deliver,
     Event,
@@ -182,6 +184,11 @@ class World:
                     self.workers[name].loads.append(version)
                 case RunChunk():
                     self.begin(action)
+                case Adopt(name, life, number, start, tokens):
+                    assert self.workers[name].life == life
+                    assert number in self.workers[name].chunks
+                    told = tuple(array("i", tokens))
+                    assert told == self.truth(self.indices[number])[start : start + len(told)] != ()
                 case CancelChunk(name, life, number):
                     assert self.workers[name].life == life
                     self.workers[name].chunks.pop(number, None)

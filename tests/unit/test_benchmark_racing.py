@@ -35,7 +35,7 @@ def test_dispatch_puts_all_stragglers_on_one_worker(stragglers: int) -> None:
 
 def result(tail_s: float, **changes: Any) -> dict[str, Any]:
     found = {"wall_s": tail_s + 1, "tail_s": tail_s, "helps": {}, "races_won": 0, "model_share": 0.5}
-    return {**found, "wasted_tokens": 0, "ids": [(1, 2)], **changes}
+    return {**found, "leads": 0, "adopted_tokens": 0, "wasted_tokens": 0, "ids": [(1, 2)], **changes}
 
 
 def test_rows_and_bars() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import replace
 
 import pytest
@@ -12,6 +13,7 @@ from paceline.control import helping
 from paceline.control.controller import HELP_S, Controller
 from paceline.control.events import (
     Action,
+    Adopt,
     CancelChunk,
     Deliver,
     Disagree,
@@ -126,6 +128,27 @@ def test_the_first_to_end_wins_and_the_other_is_cancelled(winner: str) -> None:
     [span] = tail.log.take()
     assert (span.kind, span.worker, span.helped) == (Help.COPY, "w1", "w0")
     assert span.outcome == ("won" if winner == "copy" else "lost")
+
+
+def test_each_racer_hears_what_the_other_was_the_first_to_tell() -> None:
+    tail, owner, copy = race()
+
+    def heard(actions: list[Action]) -> list[tuple[str, int, int, tuple[int, ...]]]:
+        adopts = [one for one in actions if isinstance(one, Adopt)]
+        return [(one.worker, one.chunk, one.start, tuple(array("i", one.tokens))) for one in adopts]
+
+    assert heard(tail.grow(copy, 2, 6)) == [("w0", owner.chunk, 2, TOKENS[2:6])]
+    assert heard(tail.grow(owner, 2, 4)) == [], "nothing new"
+    actions = tail.grow(owner, 4, 8)
+    assert heard(actions) == [("w1", copy.chunk, 6, TOKENS[6:8])]
+    assert describe(actions[0]) == f"w1 (life 0) hears of chunk {copy.chunk} 2 tokens from 6 on"
+    tail.grow(owner, 8, 9)
+    tail.grow(copy, 6, 12)
+    tail.end(owner, 13, num_told=9)
+    [span] = tail.log.take()
+    assert (span.outcome, span.leader, span.num_leads) == ("lost", "w1", 3)
+    alone = Tail(5000)
+    assert heard(alone.grow(alone.chunks[0], 2, 6)) == []
 
 
 def test_a_chunk_that_ends_before_its_response_ends_both_and_is_given_out_again() -> None:

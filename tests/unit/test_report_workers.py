@@ -74,11 +74,20 @@ def test_a_killed_worker_is_marked_and_named(history: RunHistory) -> None:
 
 
 def test_it_says_who_helped_whom() -> None:
-    def helped(kind: str, outcome: str = "", worker: str = "w1") -> HelpDone:
+    def helped(kind: str, outcome: str = "", worker: str = "w1", num_leads: int = 0) -> HelpDone:
         return HelpDone(
-            t_start_s=1.0, t_end_s=2.0, step=1, worker=worker, helped="w0", kind=kind, outcome=outcome
+            t_start_s=1.0,
+            t_end_s=2.0,
+            step=1,
+            worker=worker,
+            helped="w0",
+            kind=kind,
+            outcome=outcome,
+            num_leads=num_leads,
         )
 
+    raced = [helped("copy", "won", num_leads=3)]
+    assert unspaced(describe_helps(raced)).endswith("of responses of w0 (the lead was taken 3 times)")
     helps = [helped("copy", "won"), helped("draft"), helped("draft"), helped("copy", "lost"), helped("take")]
     assert unspaced(describe_helps([*helps, helped("take", worker="w2")])) == (
         "w1 won 1 of 2 races with copies of responses of w0; w1 drafted for w0 (2 s); "

@@ -33,6 +33,7 @@ from paceline.config import FleetSettings, Variant
 from paceline.control.events import (
     Abandoned,
     Action,
+    Adopt,
     CancelChunk,
     Deliver,
     Disagree,
@@ -395,7 +396,7 @@ class Controller:
         chunk = worker.chunks.get(growth.chunk)
         if chunk is None:  # it was taken away or has ended
             return []
-        response = chunk.response
+        response, known = chunk.response, chunk.response.num_tokens
         try:
             response.check_extent(chunk, growth.start, growth.start + len(growth.piece) + 1)
             is_new = response.absorb(growth.start, growth.piece) > 0
@@ -407,7 +408,13 @@ class Controller:
             response.num_steps = chunk.num_steps + growth.num_steps
             assert self._rollout is not None
             self._rollout.unkept[response.index] = response
-        return []
+        return self._share_lead(growth.chunk, response, known) if is_new else []
+
+    def _share_lead(self, number: int, response: LiveResponse, known: int) -> list[Action]:
+        """In a race the other worker hears what this chunk was the first to tell, behind `known` tokens."""
+        others = [(name, other) for other, name in response.runs.items() if other != number]
+        tokens = response.tokens[known:].tobytes() if others else b""
+        return [Adopt(name, self._workers[name].life, other, known, tokens) for name, other in others]
 
     def _end(self, worker: _Worker, ending: Ending) -> list[Action]:
         chunk = worker.chunks.get(ending.chunk)

@@ -295,6 +295,19 @@ class CancelChunk:
 
 
 @dataclass(frozen=True, slots=True)
+class Adopt:
+    """The other worker that generates a chunk's response has these tokens already: take them for drafts."""
+
+    worker: str
+    life: int
+    chunk: int
+    start: int
+    """Index within the response of the first token."""
+    tokens: bytes
+    """[num_tokens] int32"""
+
+
+@dataclass(frozen=True, slots=True)
 class DraftFor:
     """Draft for another worker's responses until a chunk comes, or `Rest`."""
 
@@ -360,5 +373,5 @@ class Fail:
     message: str
 
 
-Order: TypeAlias = RunChunk | CancelChunk | DraftFor | Rest | LoseDrafter
+Order: TypeAlias = RunChunk | CancelChunk | Adopt | DraftFor | Rest | LoseDrafter
 Action: TypeAlias = StartWorker | StopWorker | LoadWeights | Order | Disagree | Keep | Deliver | Fail

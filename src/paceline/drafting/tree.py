@@ -32,6 +32,8 @@ class Source(IntEnum):
     """The model-free drafter."""
     MODEL = 1
     """The model drafter, in the engine or in a draft worker."""
+    LEAD = 2
+    """Another engine that generates the response too, and has these tokens already."""
 
 
 class DraftTrees:

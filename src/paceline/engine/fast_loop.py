@@ -28,6 +28,7 @@ from paceline.drafting.tree import DraftTrees, Source
 from paceline.drafting.worker_wire import DraftCounts
 from paceline.engine.draft_ahead import UNKNOWN_SIZES, TargetSizes, start_draft_ahead
 from paceline.engine.draft_windows import DraftWindows
+from paceline.engine.leads import Leads
 from paceline.engine.loop_log import open_log
 from paceline.engine.model_steering import ModelSteering
 from paceline.engine.model_watch import ModelWatch
@@ -151,9 +152,10 @@ class FastLoop:
             None if self._trees is None else start_draft_ahead(settings, sizes, self._trees, self._log)
         )
         self._windows = self._plan_windows()
+        self._leads = Leads(self._trees) if settings.adopt_leads and self._trees is not None else None
         self._recent = _Recent()
         self._ahead_before = DraftCounts()
-        self._model_accepted = 0
+        self._model_accepted = self._adopted = 0
         self.watch = ModelWatch(settings.model_drafter)
         self._sharing = _connect(settings, sizes.vocab_size)
         self._numbers: dict[int, int] = {}  # the drafter's, of each open response
@@ -242,6 +244,13 @@ class FastLoop:
             self.ahead.link.close(response)
         if self._windows is not None:
             self._windows.close(response)
+        if self._leads is not None:
+            self._leads.close(response)
+
+    def adopt(self, response: int, position: int, tokens: Sequence[int]) -> None:
+        """Another engine has generated these tokens of an open response, from this position on."""
+        if self._leads is not None and self.drafting:
+            self._leads.tell(response, position, np.asarray(tokens, np.int32))
 
     def _drafter_numbers(self, responses: Sequence[int]) -> Int64Array:
         return np.fromiter(map(self._numbers.get, responses, responses), np.int64, len(responses))
@@ -269,6 +278,8 @@ class FastLoop:
             self.ahead.link.forget()
         if self._windows is not None:
             self._windows.clear()
+        if self._leads is not None:
+            self._leads.clear()
         self._arrived = None
 
     def use_epoch(self, epoch: int) -> None:
@@ -323,7 +334,7 @@ class FastLoop:
     @property
     def may_draft(self) -> bool:
         """Whether `propose` can draft anything; without it a step is plain decoding and needs no proposal."""
-        has_drafter = self.drafter is not None or self.watch.is_used
+        has_drafter = self.drafter is not None or self.watch.is_used or bool(self._leads)
         return self.drafting and has_drafter and self._settings.budget.policy != "off"
 
     def propose(
@@ -392,9 +403,11 @@ class FastLoop:
         if self._trees is None:
             alone = next((made for made in fresh if made is not None), None)
             return _no_drafts(len(query.groups)) if alone is None else alone
-        for source, made in zip(Source, fresh, strict=True):
+        for source, made in zip((Source.FREE, Source.MODEL), fresh, strict=True):
             if made is not None:
                 self._trees.add(source, query.responses, query.positions, made, anew=True)
+        if self._leads:
+            self._leads.propose(query)
         if self._windows is not None and self.ahead is not None:
             self._windows.advance(query.responses, self._now.decode_time, self.ahead.level_s)
         if self.ahead is not None:
@@ -488,7 +501,9 @@ class FastLoop:
             learned.learn(cells, outcomes)
         if isinstance(proposal.batch, MetDrafts):
             taken = np.arange(proposal.batch.tokens.shape[1]) < accepted[:, None]
-            self._model_accepted = int((proposal.batch.sources[taken] == Source.MODEL).sum())
+            sources = proposal.batch.sources[taken]
+            self._model_accepted = int((sources == Source.MODEL).sum())
+            self._adopted = int((sources == Source.LEAD).sum())
             if self._windows is not None:
                 seen = np.minimum(proposal.batch.num_tokens, num_decided)
                 right = leading_matches(proposal.batch.tokens, seen, decided)
@@ -517,8 +532,8 @@ class FastLoop:
                 num_branches=self._ahead_before.num_branches - before.num_branches,
                 num_branch_hits=self._ahead_before.num_hits - before.num_hits,
             )
-        step = replace(step, num_model_tokens=self._model_accepted)
-        self._model_accepted = 0
+        step = replace(step, num_model_tokens=self._model_accepted, num_adopted_tokens=self._adopted)
+        self._model_accepted = self._adopted = 0
         alone = replace(step, step_s=max(step.step_s - wait_s, 1e-6))
         self._pending = alone, self._expected if step.num_draft_tokens else 0.0
         return step
@@ -586,9 +601,9 @@ def _model_prior(settings: EngineSettings) -> Float32Array:
 
 
 def _has_several_drafts(settings: EngineSettings) -> bool:
-    """Whether drafts have to meet: of two drafters, or of a draft worker, whose drafts come late and early."""
+    """Whether drafts have to meet: of two drafters, or of a draft worker or racer, whose drafts come late and early."""
     others = settings.drafter != "none" or settings.draft_worker or settings.draft_help
-    return settings.model_drafter is not None and others
+    return settings.adopt_leads or (settings.model_drafter is not None and others)
 
 
 def table_of(rows: Sequence[Sequence[int]]) -> Int32Array:

@@ -284,6 +284,17 @@ class RolloutEngine:
         names = [name for name, pending in self._pending.items() if pending.index in wanted]
         self._abort(names, keep_kv)
 
+    def adopt(self, index: int, start: int, tokens: Sequence[int]) -> None:
+        """Another engine has generated these tokens of a running request, from index `start` of its response on.
+
+        They become drafts, so that this engine catches up without taking anything on trust. An index that does not run
+        is ignored, as everything is without `EngineSettings.adopt_leads`.
+        """
+        pending = next((one for one in self._pending.values() if one.index == index), None)
+        live = None if pending is None else self.scheduler.live.get(pending.internal_id)
+        if pending is not None and live is not None:
+            self.scheduler.loop.adopt(live.response, len(pending.request.prompt) + start, tokens)
+
     def _abort(self, names: list[str], keep_kv: bool) -> None:
         if not names:
             return

@@ -20,6 +20,7 @@ from paceline.config import FleetSettings
 from paceline.control.controller import Controller
 from paceline.control.events import (
     Action,
+    Adopt,
     CancelChunk,
     Deliver,
     Disagree,
@@ -109,6 +110,8 @@ def describe(action: Action) -> str:
         case CancelChunk(worker, life, chunk):
             keeps = ", keys and values stay" if action.keep_kv else ""
             return f"cancel chunk {chunk} on {worker} (life {life}){keeps}"
+        case Adopt(worker, life, chunk, start, tokens):
+            return f"{worker} (life {life}) hears of chunk {chunk} {len(tokens) // 4} tokens from {start} on"
         case DraftFor(worker, life, helped):
             return f"{worker} (life {life}) drafts for {helped}"
         case Rest(worker, life):

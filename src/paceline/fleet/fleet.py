@@ -23,6 +23,7 @@ from paceline.control.controller import Controller
 from paceline.control.events import (
     Abandoned,
     Action,
+    Adopt,
     CancelChunk,
     Deliver,
     Disagree,
@@ -176,6 +177,8 @@ class Fleet:
             self.engine_settings = self.engine_settings.model_copy(update={"kv_pool": self._kv_pool.settings})
         if self._can_help(is_one_machine):
             self.engine_settings = self.engine_settings.model_copy(update={"draft_help": True})
+        if self.settings.help in {"auto", "copy"} and self.settings.workers > 1:
+            self.engine_settings = self.engine_settings.model_copy(update={"adopt_leads": True})
         self._draft_server = self._start_draft_server(is_one_machine)
         if self._draft_server is not None:
             made.callback(self._draft_server.close)
@@ -462,6 +465,7 @@ class Fleet:
                 case (
                     RunChunk(worker)
                     | CancelChunk(worker)
+                    | Adopt(worker)
                     | DraftFor(worker)
                     | Rest(worker)
                     | LoseDrafter(worker)

@@ -9,6 +9,7 @@ from typing import Literal
 
 from paceline.control.events import (
     Action,
+    Adopt,
     CancelChunk,
     DraftFor,
     Event,
@@ -41,6 +42,10 @@ class HelpSpan:
     """The same for `take`, which is but a moment."""
     outcome: Outcome = ""
     """copy: it ended before the other one (won), after it (lost), or one of the two had to stop before (stopped)."""
+    leader: str = ""
+    """copy: who was the first to tell the last tokens so far."""
+    num_leads: int = 0
+    """copy: times that somebody got ahead of the other."""
 
 
 class HelpLog:
@@ -71,6 +76,8 @@ class HelpLog:
                     self._begin(action, now_s)
                 case Rest(worker) | LoseDrafter(worker):
                     self._end_drafting(worker, now_s)
+                case Adopt(worker):
+                    self._note_lead(worker)
                 case CancelChunk(_, _, chunk):
                     self._end_copy(chunk, now_s, "lost" if ended else "stopped")
                 case StartWorker(worker) | StopWorker(worker):
@@ -86,6 +93,13 @@ class HelpLog:
             self._copying[order.chunk] = span
         else:
             self._done.append(span)
+
+    def _note_lead(self, behind: str) -> None:
+        """A racer hears what the other one has."""
+        for chunk, span in self._copying.items():
+            leader = {span.worker: span.helped, span.helped: span.worker}.get(behind, span.leader)
+            changes = leader != span.leader
+            self._copying[chunk] = replace(span, leader=leader, num_leads=span.num_leads + changes)
 
     def _end_drafting(self, worker: str, now_s: float) -> None:
         """Of a worker that helps, or is helped."""

@@ -30,6 +30,10 @@ COUNTERS: dict[str, tuple[str, Callable[[WorkerStatus], float]]] = {
     "generated_tokens": ("Tokens generated", lambda status: status.num_tokens),
     "accepted_tokens": ("Draft tokens accepted", lambda status: status.num_accepted),
     "model_tokens": ("Of these, drafted by the model drafter", lambda status: status.num_model),
+    "adopted_tokens": (
+        "Likewise, taken over from the other worker of a race",
+        lambda status: status.num_adopted,
+    ),
     "wasted_tokens": ("Tokens drafted ahead for it in vain", lambda status: status.num_wasted),
     "branches": ("Likely corrections prepared for it", lambda status: status.num_branches),
     "branch_hits": ("Rejections whose correction was prepared", lambda status: status.num_branch_hits),

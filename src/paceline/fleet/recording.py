@@ -62,6 +62,7 @@ class FleetRecording:
                     helped=one.helped,
                     kind=one.kind.value,
                     outcome=one.outcome,
+                    num_leads=one.num_leads,
                 )
             )
         trouble = describe_sharing_trouble(self._fleet.board.draft_sharing - self._shared)

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.config import EngineSettings
 from paceline.control.events import (
+    Adopt,
     CancelChunk,
     DraftFor,
     Ending,
@@ -185,6 +186,8 @@ class RolloutWorker:
                     self._order(self._begin, order, params)
                 case CancelChunk():
                     self._order(self._cancel, order)
+                case Adopt():
+                    self._order(self._adopt, order)
                 case DraftFor():
                     self._order(self._help, order.address)
                 case Rest():
@@ -308,6 +311,9 @@ class RolloutWorker:
         self._engine.abort([order.chunk], keep_kv=order.keep_kv)
         with self._changed:
             self._chunks.pop(order.chunk, None)
+
+    def _adopt(self, order: Adopt) -> None:
+        self._engine.adopt(order.chunk, order.start, memoryview(order.tokens).cast("i").tolist())
 
     def _load(self, weights: Sequence[PackedTensor], version: int, done: Future[int]) -> None:
         try:

@@ -38,6 +38,8 @@ class WorkerStatus:
     num_accepted: int = 0
     num_model: int = 0
     """Of these, drafted by the model drafter, in the engine or ahead of it."""
+    num_adopted: int = 0
+    """Likewise, taken over from the other worker of a race."""
     num_wasted: int = 0
     """Tokens drafted ahead for it behind a rejected one."""
     num_branches: int = 0
@@ -93,6 +95,7 @@ class StatusBoard:
             status.num_decoded += step.seen.num_requests
             status.num_accepted += step.seen.num_accepted_tokens
             status.num_model += step.seen.num_model_tokens
+            status.num_adopted += step.seen.num_adopted_tokens
             status.num_wasted += step.seen.num_wasted_tokens
             status.num_branches += step.seen.num_branches
             status.num_branch_hits += step.seen.num_branch_hits

@@ -158,6 +158,8 @@ class HelpDone(_Event, frozen=True, tag="help"):
     """`draft` (drafted ahead for it), `copy` (generated a response of its too) or `take` (took one over)."""
     outcome: str = ""
     """copy: `won` (ended first), `lost`, or `stopped` before either had ended."""
+    num_leads: int = 0
+    """copy: times that one of the two got ahead of the other."""
 
 
 class TrainStep(_Event, frozen=True, tag="train_step"):

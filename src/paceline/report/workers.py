@@ -81,7 +81,9 @@ def _describe_help(worker: str, helped: str, kind: str, helps: Sequence[HelpDone
         return f"{worker} took over {_count(len(helps), 'response')} of {helped}"
     won = sum(one.outcome == "won" for one in helps)
     races = f"{number(won)} of {_count(len(helps), 'race')}"
-    return f"{worker} won {races} with copies of responses of {helped}"
+    leads = sum(one.num_leads for one in helps)
+    changes = f" (the lead was taken {_count(leads, 'time')})" if leads else ""
+    return f"{worker} won {races} with copies of responses of {helped}{changes}"
 
 
 def _titles(pieces: Sequence[Piece], is_whole: bool) -> dict[tuple[int, int], str]:
