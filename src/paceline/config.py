@@ -355,8 +355,8 @@ class FleetSettings(Section):
     """Further Ray resources that a node must have to get an engine."""
     roles: str = "auto"
     """auto: every worker verifies, and may help another one when it falls free (`help`). "N verifiers + M
-    drafters": N of the workers verify, each of the last M drafts ahead for one of them from the first token on, and
-    takes chunks only when no verifier is left."""
+    drafters": N of the workers verify, the last M draft ahead for them from the first token on, each for its share, and
+    take chunks only when no verifier is left."""
     help: Literal["none", "auto", "draft", "copy", "take"] = "none"
     """What a worker does that falls free while others still generate: nothing, or whatever of the following makes the
     one that is predicted to end last end soonest, if anything does (docs/fleet.md). draft: draft ahead for it; needs

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from paceline.drafting.draft_worker import DraftWorker
 from paceline.drafting.proposal import NUM_CELLS, prior_calibration
-from paceline.drafting.worker_wire import Begin, Drafts, Open, Step
+from paceline.drafting.worker_wire import Begin, DraftCounts, Drafts, Open, Step
 from paceline.types import DraftGrowth, DraftQuery, Float32Array, Int32Array, ModelBatch
 
 PROMPT, LIMIT, STEP_S = [1, 2, 3], 60, 100.0
@@ -66,12 +66,30 @@ class FakeModel:
 class Engine:
     """The other end: tells a worker what responses grow by."""
 
-    def __init__(self, window: int, floor: float = 0.0, num_branches: int = 0) -> None:
-        self.model, self.window = FakeModel(), window
-        self.worker = DraftWorker(self.model, floor, num_branches=num_branches)  # type: ignore[arg-type]
-        self.worker.hear(Begin(1, "", 0, ()), 0.0)
+    def __init__(
+        self, window: int, floor: float = 0.0, num_branches: int = 0, beside: Engine | None = None
+    ) -> None:
+        """beside: another engine, whose worker drafts for this one too."""
+        self.window, self.address = window, "this" if beside is None else "other"
+        if beside is None:
+            self.model = FakeModel()
+            self.worker = DraftWorker(self.model, floor, num_branches=num_branches)  # type: ignore[arg-type]
+            self.worker.begin(["this", "other"])
+        else:
+            self.model, self.worker = beside.model, beside.worker
+        self.worker.hear(self.address, Begin(1, "", 0, ()), 0.0)
         self.texts: dict[int, list[int]] = {}
         self.numbers = itertools.count(1)
+
+    @property
+    def served(self) -> Any:
+        """What the worker has of this engine."""
+        return self.worker._engines[self.address]
+
+    @property
+    def counts(self) -> DraftCounts:
+        """What the worker has done for it."""
+        return self.served.counts
 
     def tell(
         self,
@@ -83,6 +101,7 @@ class Engine:
     ) -> None:
         lists = list(growth.values())
         self.worker.hear(
+            self.address,
             Step(
                 next(self.numbers),
                 packed(ended, np.int64),
@@ -113,13 +132,13 @@ class Engine:
         """Let the worker draft until it stops; what it then has ahead of each response."""
         while self.worker.draft(0.0):
             pass
-        return read(self.worker.say())
+        return read(self.worker.say(self.address))
 
     def ahead_of_one(self) -> tuple[list[int], dict[int, list[int]]]:
         """The same of the only response, with branches."""
         while self.worker.draft(0.0):
             pass
-        return read_tree(self.worker.say())
+        return read_tree(self.worker.say(self.address))
 
 
 def packed(numbers: Iterable[int], kind: type) -> bytes:
@@ -160,7 +179,7 @@ def test_it_drafts_two_windows_ahead_and_stops() -> None:
     assert not engine.worker.draft(0.0)
     engine.grow({5: [103, 104]})
     assert engine.ahead() == {5: [105, 106, 107, 108, 109, 110]}
-    assert engine.worker.counts.num_wasted == 0
+    assert engine.counts.num_wasted == 0
 
 
 def test_behind_a_rejection_it_begins_anew() -> None:
@@ -168,10 +187,10 @@ def test_behind_a_rejection_it_begins_anew() -> None:
     engine.open(5)
     engine.ahead()
     engine.grow({5: [103, 9]})
-    assert engine.worker.counts.num_wasted == 4
+    assert engine.counts.num_wasted == 4
     assert engine.ahead() == {5: [105, 106, 107, 108, 109, 110]}
     engine.grow({5: [9]})
-    assert engine.worker.counts.num_wasted == 4 + 5
+    assert engine.counts.num_wasted == 4 + 5
 
 
 def test_it_does_not_draft_beyond_the_responses_end_nor_where_nothing_will_be_accepted() -> None:
@@ -198,15 +217,16 @@ def test_a_rejection_wastes_less_than_two_windows(window: int, events: list[tupl
     for calls, num_right, follows in events:
         for _ in range(calls):
             if worker.draft(0.0):
-                ahead = read(worker.say())[5]
+                ahead = read(worker.say("this"))[5]
                 assert len(ahead) <= 2 * window
                 position = len(engine.texts[5])
                 assert ahead == list(range(100 + position, 100 + position + len(ahead)))
-        before, position = worker.counts.num_wasted, len(engine.texts[5])
+        before, position = engine.counts.num_wasted, len(engine.texts[5])
         right = list(range(100 + position, 100 + position + num_right + follows))
         engine.grow({5: right if follows else [*right, 9]})
-        assert worker.counts.num_wasted - before <= 2 * window - 1
-        assert follows <= (worker.counts.num_wasted == before)
+        wasted = engine.counts.num_wasted - before
+        assert wasted <= 2 * window - 1
+        assert follows <= (wasted == 0)
 
 
 def test_it_learns_how_sure_its_drafts_are_and_how_sharply_to_draw() -> None:
@@ -219,26 +239,25 @@ def test_it_learns_how_sure_its_drafts_are_and_how_sharply_to_draw() -> None:
     told = engine.worker._learned
     assert told.calibration[NUM_CELLS - 1] == pytest.approx(0.5, abs=0.08)
     assert told.calibration[NUM_CELLS - 1] < before
-    assert engine.worker.say().mean_acceptance == pytest.approx(0.5, abs=0.05)
+    assert engine.worker.say(engine.address).mean_acceptance == pytest.approx(0.5, abs=0.05)
     assert told._sharpness.wins.sum() == 0, "all sharpnesses have drawn the same"
 
 
 def test_what_is_lost_is_asked_for() -> None:
     engine = Engine(window=2)
-    assert DraftWorker(FakeModel()).is_lost  # type: ignore[arg-type]
     engine.open(5)
     next(engine.numbers)  # a message that does not arrive
     engine.grow({5: [103]})
-    assert engine.worker.is_lost
+    assert engine.worker.is_lost(engine.address)
     assert not engine.worker.draft(0.0)
     engine.grow({5: [104]})  # not heard
-    engine.worker.hear(Begin(2, "", 3, (engine.opening(5),)), 0.0)
+    engine.worker.hear(engine.address, Begin(2, "", 3, (engine.opening(5),)), 0.0)
     engine.numbers = itertools.count(4)
     assert engine.ahead() == {5: [105, 106, 107, 108]}
-    assert engine.worker.say().begun == 2
+    assert engine.worker.say(engine.address).begun == 2
     engine.grow({5: [105, 106]})
-    assert not engine.worker.is_lost
-    assert engine.worker.say().number == 4
+    assert not engine.worker.is_lost(engine.address)
+    assert engine.worker.say(engine.address).number == 4
 
 
 def test_it_drafts_as_far_ahead_as_each_response_is_allowed() -> None:
@@ -278,21 +297,21 @@ def test_the_window_after_a_likely_correction_is_there_before_the_rejection() ->
     chain, branches = engine.ahead_of_one()
     assert chain == [103, 104, 105, 106, 107, 108]
     assert branches == {place: [503 + place, *range(104 + place, 109)] for place in range(5)}
-    assert engine.worker.counts.num_branches == 5
+    assert engine.counts.num_branches == 5
     calls = engine.model.num_calls
     engine.grow({5: [103, 504]})
-    assert read_tree(engine.worker.say())[0] == [105, 106, 107, 108]
+    assert read_tree(engine.worker.say(engine.address))[0] == [105, 106, 107, 108]
     assert engine.model.num_calls == calls
-    counts = engine.worker.counts
+    counts = engine.counts
     assert (counts.num_hits, counts.num_wasted) == (1, 4)
     chain, branches = engine.ahead_of_one()
     assert chain == [105, 106, 107, 108, 109, 110]
     assert set(branches) == set(range(5))
     engine.grow({5: [105, 9]})  # a correction that was not prepared
-    assert engine.worker.counts.num_hits == 1
+    assert engine.counts.num_hits == 1
     assert engine.ahead_of_one()[0] == [107, 108, 109, 110, 111, 112]
     engine.grow({5: [507, 108, 9]})  # prepared, and decided further than that
-    assert engine.worker.counts.num_hits == 2
+    assert engine.counts.num_hits == 2
     assert engine.ahead_of_one()[0] == [110, 111, 112, 113, 114, 115]
 
 
@@ -300,12 +319,12 @@ def test_branches_go_on_along_accepted_tokens_and_become_likelier() -> None:
     engine = Engine(window=3, num_branches=2)
     engine.open(5)
     engine.ahead_of_one()
-    first = engine.worker.counts.num_branches
+    first = engine.counts.num_branches
     assert first == 2, "no more than there are rows for"
     engine.grow({5: [103]})
     branches = engine.ahead_of_one()[1]
     assert branches == {0: [504, *range(105, 110)], 1: [505, *range(106, 110)]}
-    assert engine.worker.counts.num_branches == 3, "one has gone, with the token that it was to replace"
+    assert engine.counts.num_branches == 3, "one has gone, with the token that it was to replace"
 
 
 def test_nothing_is_prepared_where_the_verifier_leaves_no_time_or_many_run() -> None:
@@ -313,13 +332,13 @@ def test_nothing_is_prepared_where_the_verifier_leaves_no_time_or_many_run() -> 
     engine.open(5)
     while engine.worker.draft(STEP_S):
         pass
-    assert engine.worker.counts.num_branches == 0
+    assert engine.counts.num_branches == 0
     engine.open(6)
     engine.ahead()
-    assert engine.worker.counts.num_branches == 0
+    assert engine.counts.num_branches == 0
     engine.tell({5: [103]}, ended=[6])
     engine.ahead_of_one()
-    assert engine.worker.counts.num_branches == 1
+    assert engine.counts.num_branches == 1
 
 
 def test_what_is_prepared_follows_how_often_the_rival_is_right() -> None:
@@ -331,9 +350,9 @@ def test_what_is_prepared_follows_how_often_the_rival_is_right() -> None:
             engine.ahead()
             engine.grow({5: [100 + position, correction or 501 + position]})
         engine.ahead()
-    assert seldom.worker.counts.num_branches < 0.5 * often.worker.counts.num_branches
-    assert seldom.worker.counts.num_hits == 0
-    assert often.worker.counts.num_hits > 50
+    assert seldom.counts.num_branches < 0.5 * often.counts.num_branches
+    assert seldom.counts.num_hits == 0
+    assert often.counts.num_hits > 50
 
 
 @settings(max_examples=80, deadline=None)
@@ -357,11 +376,11 @@ def test_whatever_is_decided_no_row_is_lost_and_no_context_is_wrong(
             engine.worker.draft(0.0)  # the model checks what it is given as context
         position = len(engine.texts[response])
         wrong = 500 + position + num_right if kind == "r" else 9
-        prepared = engine.worker._responses[response].branches.get(position + num_right)
-        hits = engine.worker.counts.num_hits
+        prepared = engine.served.responses[response].branches.get(position + num_right)
+        hits = engine.counts.num_hits
         engine.grow({response: [*range(100 + position, 100 + position + num_right), wrong]})
-        assert engine.worker.counts.num_hits - hits == (kind == "r" and prepared is not None)
-        ahead = engine.worker._responses.values()
+        assert engine.counts.num_hits - hits == (kind == "r" and prepared is not None)
+        ahead = engine.served.responses.values()
         rows = [*engine.worker._spare_rows]
         for one in ahead:
             rows += [one.chain.row, *(branch.row for branch in one.branches.values())]
@@ -371,3 +390,41 @@ def test_whatever_is_decided_no_row_is_lost_and_no_context_is_wrong(
     for response in (5, 6):
         engine.tell(ended=[response])
     assert len(engine.worker._spare_rows) == num_branches
+
+
+def test_it_drafts_for_several_engines_that_know_nothing_of_each_other() -> None:
+    """Their responses have the same names."""
+    first = Engine(window=2)
+    second = Engine(window=3, beside=first)
+    first.open(5)
+    second.open(5)
+    second.open(6)
+    assert first.ahead() == {5: [103, 104, 105, 106]}
+    assert second.ahead() == {5: list(range(103, 109)), 6: list(range(103, 109))}
+    first.grow({5: [103, 9]})
+    assert first.worker.draft(0.0)
+    assert (first.worker.has_news("this"), first.worker.has_news("other")) == (True, False)
+    assert first.ahead() == {5: [105, 106, 107, 108]}
+    assert (first.counts.num_wasted, second.counts.num_wasted) == (2, 0)
+    next(second.numbers)  # a message that does not arrive
+    second.tell({5: [103]})
+    assert (first.worker.is_lost("this"), first.worker.is_lost("other")) == (False, True)
+    first.grow({5: [105]})
+    assert first.ahead() == {5: [106, 107, 108, 109]}
+    first.worker.begin(["other"])
+    assert first.worker.is_lost("other")
+    assert not first.model.kept.keys() - set(first.worker._spare_rows)
+
+
+def test_no_branch_delays_an_engine_whose_step_ends_soon() -> None:
+    first = Engine(window=2, num_branches=4)
+    second = Engine(window=2, beside=first)
+    first.open(5)
+    second.open(5)
+    second.served.step_ends_s = 1.0
+    while first.worker.draft(1.0):
+        pass
+    assert first.counts.num_branches + second.counts.num_branches == 0
+    second.tell({5: [103]})
+    first.ahead()
+    assert first.counts.num_branches + second.counts.num_branches > 0

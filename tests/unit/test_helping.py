@@ -95,7 +95,7 @@ def tail(workers: int = 2) -> tuple[Fleet, str, str]:
 
 def test_a_free_worker_drafts_for_the_straggler() -> None:
     fleet, busy, free = tail()
-    assert fleet.tick() == [DraftFor(free, 0, busy, f"ipc://{busy}/0")]
+    assert fleet.tick() == [DraftFor(free, 0, (busy,), (f"ipc://{busy}/0",))]
     assert fleet.controller.state_of(free) == "drafting"
     assert fleet.tick() == [], "it does already"
     *_, rest = fleet.end(0, 70)
@@ -112,8 +112,8 @@ def test_one_helper_is_enough_and_the_next_straggler_gets_the_next() -> None:
     fleet.end(3, 50)
     found = fleet.tick()
     assert {action.helped for action in found if isinstance(action, DraftFor)} == {
-        fleet.chunks[0].worker,
-        fleet.chunks[1].worker,
+        (fleet.chunks[0].worker,),
+        (fleet.chunks[1].worker,),
     }
     assert len({action.worker for action in found if isinstance(action, DraftFor)}) == 2
 
@@ -151,7 +151,7 @@ def test_a_lost_helper_is_told_of_and_the_next_life_helps() -> None:
     actions = fleet.tell(WorkerLost(free, 0, "killed"))
     assert LoseDrafter(busy, 0) in actions
     fleet.up(free, 1)
-    assert fleet.tick() == [DraftFor(free, 1, busy, f"ipc://{busy}/0")]
+    assert fleet.tick() == [DraftFor(free, 1, (busy,), (f"ipc://{busy}/0",))]
 
 
 def test_a_helper_of_a_lost_worker_takes_over_its_responses() -> None:
@@ -200,12 +200,13 @@ def test_pairs_are_of_an_idle_and_a_busy_worker_whatever_happens(seed: int) -> N
         helping = fleet.controller._helping
         assert helping is not None
         busy = {order.worker for order in fleet.chunks.values()}
-        pairs = helping._pairs.values()
+        pairs = [pair for pairs in helping._pairs.values() for pair in pairs]
         helpers = {pair.helper.worker for pair in pairs}
         helped = [pair.helped.worker for pair in pairs]
         assert helpers.isdisjoint(busy)
         assert set(helped) <= busy
-        assert len(helped) == len(set(helped)) == len(helping._helped)
+        assert sorted(helped) == sorted(helping._helped)
+        assert len(helped) == len(set(helped)) == len(helpers), "only who is there to draft helps several"
         assert all(
             place.life == lives[place.worker] for pair in pairs for place in (pair.helper, pair.helped)
         )
@@ -217,16 +218,30 @@ def test_workers_whose_role_is_to_draft_do_so_from_the_start_and_verify_nothing(
     assert {order.worker for order in fleet.chunks.values()} == {"w0", "w1"}
     for name in ("w0", "w1"):
         fleet.report(name)
-    [first] = fleet.tick()
-    assert isinstance(first, DraftFor)
-    assert first.worker == "w2"
-    for index in [at for at, order in fleet.chunks.items() if order.worker == first.helped]:
+    [both] = fleet.tick()
+    assert isinstance(both, DraftFor)
+    assert (both.worker, set(both.helped)) == ("w2", {"w0", "w1"})
+    assert both.addresses == tuple(f"ipc://{name}/0" for name in both.helped)
+    for index in [at for at, order in fleet.chunks.items() if order.worker == "w0"]:
         actions = fleet.end(index, 50)
-    assert Rest("w2", 0) in actions
-    [second] = fleet.tick()
-    assert isinstance(second, DraftFor)
-    assert {first.helped, second.helped} == {"w0", "w1"}, "and then for the other one"
+    assert actions[-1] == DraftFor("w2", 0, ("w1",), ("ipc://w1/0",)), "the other one still runs"
     assert fleet.tick() == [], "a free verifier rests: help is none"
+    for index in list(fleet.chunks):
+        actions = fleet.end(index, 50)
+    assert actions[-1] == Rest("w2", 0)
+
+
+def test_verifiers_are_shared_out_evenly_among_drafters() -> None:
+    fleet = Fleet(5, roles="3 verifiers + 2 drafters", help="none")
+    fleet.submit(5000, 4000, 3000)
+    for name in ("w0", "w1", "w2"):
+        fleet.report(name)
+    orders = fleet.tick()
+    assert {len(order.helped) for order in orders if isinstance(order, DraftFor)} == {1, 2}
+    assert sum(len(order.helped) for order in orders if isinstance(order, DraftFor)) == 3
+    longest = fleet.chunks[0].worker
+    [alone] = [order for order in orders if isinstance(order, DraftFor) and len(order.helped) == 1]
+    assert alone.helped != (longest,), "the third to be helped came to the first one's drafter"
 
 
 def test_drafters_verify_where_no_verifier_is_left() -> None:
@@ -253,8 +268,8 @@ def test_a_lost_drafter_takes_nothing_along_and_drafts_again() -> None:
     fleet = Fleet(2, roles="1 verifier + 1 drafter")
     fleet.submit(5000, 400)
     fleet.report("w0")
-    assert fleet.tick() == [DraftFor("w1", 0, "w0", "ipc://w0/0")]
+    assert fleet.tick() == [DraftFor("w1", 0, ("w0",), ("ipc://w0/0",))]
     assert LoseDrafter("w0", 0) in fleet.lose("w1", 0)
     fleet.up("w1", 1)
-    assert fleet.tick() == [DraftFor("w1", 1, "w0", "ipc://w0/0")]
+    assert fleet.tick() == [DraftFor("w1", 1, ("w0",), ("ipc://w0/0",))]
     assert {order.worker for order in fleet.chunks.values()} == {"w0"}

@@ -116,10 +116,10 @@ def test_a_rollout_is_one_step_of_a_run(job: Job, tmp_path: Path) -> None:
 def test_who_helped_whom_is_recorded(job: Job, tmp_path: Path) -> None:
     record, fleet = record_of(job, tmp_path), Told()
     with record:
-        fleet.helps.note(Tick(0.5), [DraftFor("w1", 0, "w0", "ipc://w0")], 0.5)
+        fleet.helps.note(Tick(0.5), [DraftFor("w1", 0, ("w0",), ("ipc://w0",))], 0.5)
         fleet.helps.note(Tick(0.6), [Rest("w1", 0)], 0.6)
         record.begin(fleet)  # type: ignore[arg-type]
-        fleet.helps.note(Tick(1.0), [DraftFor("w1", 0, "w0", "ipc://w0")], 1.0)
+        fleet.helps.note(Tick(1.0), [DraftFor("w1", 0, ("w0",), ("ipc://w0",))], 1.0)
         fleet.helps.note(Tick(3.0), [LoseDrafter("w0", 0)], 3.0)
         fleet.helps.note(Tick(4.0), [StartWorker("w1", 1)], 4.0)
         record.look([fleet.run(0, 4)])

@@ -210,14 +210,13 @@ class Controller:
 
     def state_of(self, worker: str) -> WorkerState:
         """What a worker is about."""
-        pair = self.pair_of(worker)
-        if pair is not None:
-            return "racing" if pair.kind is Help.COPY else "drafting"
+        if pairs := self.pairs_of(worker):
+            return "racing" if pairs[0].kind is Help.COPY else "drafting"
         return self._workers[worker].state
 
-    def pair_of(self, worker: str) -> Pair | None:
+    def pairs_of(self, worker: str) -> list[Pair]:
         """Whom a worker helps, by drafting or by a copy."""
-        return None if self._helping is None else self._helping.find(worker)
+        return [] if self._helping is None else self._helping.find(worker)
 
     @property
     def workers(self) -> tuple[str, ...]:

@@ -309,12 +309,12 @@ class Adopt:
 
 @dataclass(frozen=True, slots=True)
 class DraftFor:
-    """Draft for another worker's responses until a chunk comes, or `Rest`."""
+    """Draft for the responses of these workers, and no others, until a chunk comes, or `Rest`."""
 
     worker: str
     life: int
-    helped: str
-    address: str
+    helped: tuple[str, ...]
+    addresses: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,14 +2,14 @@
 
 Owns the pairs of helper and helped worker, and the predicted ends by which they are chosen (planning/help.py). Used by
 the controller, which says who is idle, busy and racing, and carries out what is chosen here. Invariants: a helper has
-no chunks of its own, a helped worker has some; a worker is helped by one other at most; the end of drafting is told to
-both sides that are still there.
+no chunks of its own, a helped worker has some; a worker is helped by one other at most, and one whose role it is to
+draft may help several; the end of drafting is told to both sides that are still there.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -55,6 +55,8 @@ class Pair:
     kind: Help
     chunks: tuple[int, ...] = ()
     """copy, take: of which responses, those with the longest rests."""
+    address: str = ""
+    """draft: where."""
 
 
 class _Busy(NamedTuple):
@@ -75,7 +77,7 @@ class Helping:
     """How workers that fall free may help."""
     _ends: Ends = field(default_factory=Ends)
     _busy: dict[str, _Busy] = field(default_factory=dict)
-    _pairs: dict[str, Pair] = field(default_factory=dict)  # by helper; those that draft or run a copy
+    _pairs: dict[str, list[Pair]] = field(default_factory=dict)  # by helper; those that draft or run a copy
     _helped: dict[str, Help] = field(default_factory=dict)
 
     def predict(
@@ -95,9 +97,9 @@ class Helping:
         chunks = tuple(one.chunk for one in ordered)
         self._busy[worker] = _Busy(load, costs, chunks, can_move and ordered[0].may_race, can_move)
 
-    def find(self, worker: str) -> Pair | None:
+    def find(self, worker: str) -> list[Pair]:
         """Whom a worker helps by drafting or by a copy."""
-        return self._pairs.get(worker)
+        return self._pairs.get(worker, [])
 
     @property
     def has_pairs(self) -> bool:
@@ -110,42 +112,60 @@ class Helping:
         racing: the workers that run a copy.
         """
         actions: list[Action] = []
-        for pair in list(self._pairs.values()):
+        left: set[Place] = set()
+        for pair in [pair for pairs in self._pairs.values() for pair in pairs]:
             helper, helped = pair.helper, pair.helped
             if (helper in racing) if pair.kind is Help.COPY else (helper in idle and helped in busy):
                 continue
-            del self._pairs[helper.worker]
-            del self._helped[helped.worker]
+            self._remove(pair)
             if pair.kind is Help.COPY:
                 continue
-            if helper in idle:
-                actions.append(Rest(*helper))
+            left.add(helper)
             if helped in busy:
                 actions.append(LoseDrafter(*helped))
-        return actions
+        return [*actions, *(self._order(helper) for helper in sorted(left & idle))]
 
-    def assign(self, drafters: Iterable[Place], doors: Mapping[str, tuple[Place, str]]) -> list[Action]:
-        """Workers that do nothing but draft: each for the busy worker without help that ends last, ties by name.
+    def assign(self, drafters: Collection[Place], doors: Mapping[str, tuple[Place, str]]) -> list[Action]:
+        """Workers that do nothing but draft: whoever is busy and has no help gets the one that helps the fewest.
 
-        doors: the busy workers that can be drafted for, and at which address.
+        Who ends last goes first, ties by name. doors: the busy workers that can be drafted for, and at which address.
         """
-        free = [one for one in drafters if one.worker not in self._pairs]
-        alone = sorted(name for name in doors if name not in self._helped) if free else []
+        alone = sorted(name for name in doors if name not in self._helped) if drafters else []
         alone.sort(key=lambda name: -self._busy[name].load.end_s if name in self._busy else -math.inf)
-        return [
-            self.draft(Pair(helper, doors[name][0], Help.DRAFT), doors)
-            for helper, name in zip(free, alone, strict=False)
-        ]
+        changed: dict[Place, None] = {}
+        for name in alone:
+            helper = min(drafters, key=lambda place: len(self.find(place.worker)))
+            self.add(Pair(helper, doors[name][0], Help.DRAFT, address=doors[name][1]))
+            changed[helper] = None
+        return [self._order(helper) for helper in changed]
 
-    def draft(self, pair: Pair, doors: Mapping[str, tuple[Place, str]]) -> DraftFor:
+    def draft(self, pair: Pair, doors: Mapping[str, tuple[Place, str]]) -> Action:
         """A worker drafts for another one from now on."""
-        self.add(pair)
-        return DraftFor(*pair.helper, helped=pair.helped.worker, address=doors[pair.helped.worker][1])
+        self.add(replace(pair, address=doors[pair.helped.worker][1]))
+        return self._order(pair.helper)
+
+    def _order(self, helper: Place) -> Action:
+        """What an idle worker is told to do for others."""
+        pairs = self.find(helper.worker)
+        if not pairs:
+            return Rest(*helper)
+        return DraftFor(
+            *helper, tuple(pair.helped.worker for pair in pairs), tuple(pair.address for pair in pairs)
+        )
 
     def add(self, pair: Pair) -> None:
         """A worker drafts for another one, or runs a copy, from now on."""
-        self._pairs[pair.helper.worker], self._helped[pair.helped.worker] = pair, pair.kind
+        self._pairs.setdefault(pair.helper.worker, []).append(pair)
+        self._helped[pair.helped.worker] = pair.kind
         self._mark(pair.helped.worker)
+
+    def _remove(self, pair: Pair) -> None:
+        """The help is over."""
+        pairs = self._pairs[pair.helper.worker]
+        pairs.remove(pair)
+        del self._helped[pair.helped.worker]
+        if not pairs:
+            del self._pairs[pair.helper.worker]
 
     def _mark(self, worker: str) -> None:
         """A worker is helped: until the next prediction nobody else drafts for it or runs a copy."""
@@ -165,7 +185,7 @@ class Helping:
         places = {place.worker: place for place in busy}
         pairs: list[Pair] = []
         for helper, costs in free.items():
-            if helper.worker in self._pairs:
+            if self.find(helper.worker):
                 continue
             if (latest := self._ends.latest()) is None:
                 break

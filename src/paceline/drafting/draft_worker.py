@@ -1,4 +1,4 @@
-"""The draft worker: a process that holds a small model and drafts ahead of an engine that verifies (SpecActor 4.1).
+"""The draft worker: a process that holds a small model and drafts ahead of engines that verify (SpecActor 4.1).
 
 Owns, of every running response, the tokens that it was told of and those that it has drafted behind them (ahead.py). It
 is told what responses grow by, drops what a rejection has made void, drafts on by the shared dice up to two windows
@@ -18,11 +18,13 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 import numpy as np
+import zmq
 
 from paceline.drafting.ahead import Ahead, Chain, Decided
 from paceline.drafting.learned import Learned
@@ -60,10 +62,29 @@ RIVAL_PRIOR = 0.5
 """How often the rival of a rejected token is assumed to be the correction, before any was rejected."""
 
 
+@dataclass(slots=True)
+class _Engine:
+    """An engine that it drafts for."""
+
+    is_lost: bool = True
+    """The worker has to be told everything: at the start, or because a message did not arrive."""
+    begun: int = 0
+    number: int = 0
+    """Of the last `Step`."""
+    step_ends_s: float = 0.0
+    """When the step that runs there ends, at the earliest."""
+    responses: dict[int, Ahead] = field(default_factory=dict)
+    counts: DraftCounts = field(default_factory=DraftCounts)
+    """Since the worker was told everything."""
+    has_news: bool = False
+    """Something was drafted since it was told."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Leaf:
     """Where something may be drafted: behind a chain, behind a branch, or behind one that is still to be made."""
 
+    engine: _Engine
     one: Ahead
     chain: Chain
     """The branch is to leave it, where there is none yet."""
@@ -101,69 +122,73 @@ class DraftWorker:
         self._rivals = Learned(np.full_like(prior, RIVAL_PRIOR), 1.0)
         self._level_time = StepTimeModel.initial()
         self._accepted, self._decided = 1.0, 2.0  # decayed draft tokens; a coin's before any is known
-        self._responses: dict[int, Ahead] = {}
+        self._engines: dict[str, _Engine] = {}
         self._rows = itertools.count()
         self._num_branches = num_branches
         self._spare_rows = list(itertools.islice(self._rows, num_branches))
-        self._step_ends_s = 0.0
-        self._begun = self._number = 0
         self._call_s, self._num_levels = 0.0, 0
-        self.is_lost = True
-        """Whether it has to be told everything: at the start, or because a message did not arrive."""
-        self.counts = DraftCounts()
-        """Since it was told everything."""
 
     # -- what it is told
 
-    def hear(self, message: ToWorker, now_s: float) -> None:
-        """Take a message of the engine. Until it is told everything a lost worker hears nothing else."""
+    def begin(self, engines: Iterable[str]) -> None:
+        """Draft for these engines, by their addresses, and for no others; all have to tell everything."""
+        for engine in self._engines.values():
+            self._forget(engine)
+        self._engines = {address: _Engine() for address in engines}
+
+    def is_lost(self, engine: str) -> bool:
+        """Whether that engine has to tell everything: at the start, or because a message did not arrive."""
+        return self._engines[engine].is_lost
+
+    def hear(self, engine: str, message: ToWorker, now_s: float) -> None:
+        """Take a message of an engine. Until it is told everything a lost worker hears nothing else of it."""
+        told = self._engines[engine]
         if isinstance(message, Begin):
-            self._begin(message)
-        elif not self.is_lost:
-            self.is_lost = message.number != self._number + 1
-            if not self.is_lost:
-                self._step_ends_s = now_s + message.step_s
-                self._step(message)
+            self._forget(told)
+            self._engines[engine] = told = _Engine(False, message.begun, message.number)
+            for opened in message.opened:
+                self._open(told, opened)
+        elif not told.is_lost:
+            told.is_lost = message.number != told.number + 1
+            if not told.is_lost:
+                told.step_ends_s = now_s + message.step_s
+                self._step(told, message)
 
-    def _begin(self, begin: Begin) -> None:
-        for response in list(self._responses):
-            self._close(response)
-        self._begun, self._number, self.is_lost = begin.begun, begin.number, False
-        self.counts = DraftCounts()
-        for opened in begin.opened:
-            self._open(opened)
+    def _forget(self, engine: _Engine) -> None:
+        for response in list(engine.responses):
+            self._close(engine, response)
 
-    def _step(self, step: Step) -> None:
-        self._number = step.number
+    def _step(self, engine: _Engine, step: Step) -> None:
+        engine.number = step.number
         for response in np.frombuffer(step.ended, np.int64).tolist():
-            self._close(response)
-        self._grow(step)
+            self._close(engine, response)
+        self._grow(engine, step)
         for opened in step.opened:
-            self._open(opened)
+            self._open(engine, opened)
         allowed, most_ahead = np.frombuffer(step.allowed, np.int64), np.frombuffer(step.most_ahead, np.int32)
         for response, most in zip(allowed.tolist(), most_ahead.tolist(), strict=True):
-            if (one := self._responses.get(response)) is not None:
+            if (one := engine.responses.get(response)) is not None:
                 one.most_ahead = most
 
-    def _open(self, opened: Open) -> None:
-        self._responses[opened.response] = Ahead(opened, next(self._rows), self._drafter.max_model_len)
+    def _open(self, engine: _Engine, opened: Open) -> None:
+        engine.responses[opened.response] = Ahead(opened, next(self._rows), self._drafter.max_model_len)
 
-    def _close(self, response: int) -> None:
-        if (one := self._responses.pop(response, None)) is not None:
+    def _close(self, engine: _Engine, response: int) -> None:
+        if (one := engine.responses.pop(response, None)) is not None:
             self._drafter.forget([one.chain.row])
             self._spare_rows += [branch.row for branch in one.branches.values()]
 
-    def _grow(self, step: Step) -> None:
+    def _grow(self, engine: _Engine, step: Step) -> None:
         tokens = np.frombuffer(step.tokens, np.int32)
         ends = np.frombuffer(step.offsets, np.int32).tolist()
         told: list[Decided] = []
         for row, response in enumerate(np.frombuffer(step.responses, np.int64).tolist()):
-            if (one := self._responses.get(response)) is not None:
-                told.append(self._decide(one, tokens[ends[row] : ends[row + 1]]))
+            if (one := engine.responses.get(response)) is not None:
+                told.append(self._decide(engine, one, tokens[ends[row] : ends[row + 1]]))
         if told:
             self._learn(told)
 
-    def _decide(self, one: Ahead, tokens: Int32Array) -> Decided:
+    def _decide(self, engine: _Engine, one: Ahead, tokens: Int32Array) -> Decided:
         """A response has grown."""
         if one.probes is not None and len(tokens):
             self._learned.learn_sharpness(one.probes[None], tokens[:1])
@@ -171,8 +196,8 @@ class DraftWorker:
         self._spare_rows += decided.void_rows
         if decided.stands is not None:
             self._drafter.rewind(one.chain.row, decided.stands)
-        self.counts.num_wasted += decided.num_wasted
-        self.counts.num_hits += decided.is_hit
+        engine.counts.num_wasted += decided.num_wasted
+        engine.counts.num_hits += decided.is_hit
         return decided
 
     def _learn(self, told: Sequence[Decided]) -> None:
@@ -190,10 +215,11 @@ class DraftWorker:
 
     def draft(self, now_s: float) -> bool:
         """Draft a few tokens more where they are of most use; False where the windows are full, or nothing runs."""
-        if self.is_lost:
-            return False
-        leaves = [*self._chains(), *self._branches()]
-        left_s = self._step_ends_s - now_s
+        running = [one for one in self._engines.values() if one.responses and not one.is_lost]
+        leaves = [leaf for engine in running for leaf in self._chains(engine)]
+        if sum(len(engine.responses) for engine in running) <= self._num_branches:
+            leaves += [leaf for engine in running for leaf in self._branches(engine)]
+        left_s = min((engine.step_ends_s for engine in running), default=0.0) - now_s
         order = choose_leaves(
             np.array([leaf.probability for leaf in leaves]),
             np.array([leaf.rest_tokens for leaf in leaves], np.int64),
@@ -203,30 +229,28 @@ class DraftWorker:
         )
         chosen = [leaves[at] for at in order.tolist()]
         has_branch = any(leaf.is_branch for leaf in chosen)
-        grown = [(leaf.one, chain) for leaf in chosen if (chain := self._chain_of(leaf)) is not None]
+        grown = [(leaf, chain) for leaf in chosen if (chain := self._chain_of(leaf)) is not None]
         if grown:
             self._extend(
                 grown, choose_depth(len(grown), self._level_time, left_s if has_branch else math.inf)
             )
         return bool(grown)
 
-    def _chains(self) -> Iterator[_Leaf]:
+    def _chains(self, engine: _Engine) -> Iterator[_Leaf]:
         """Chains behind which something may be drafted."""
-        for one in self._responses.values():
+        for one in engine.responses.values():
             if one.room(one.chain, self._floor) > 0:
-                yield _Leaf(one, one.chain, one.chain.probability, is_branch=False)
+                yield _Leaf(engine, one, one.chain, one.chain.probability, is_branch=False)
 
-    def _branches(self) -> Iterator[_Leaf]:
+    def _branches(self, engine: _Engine) -> Iterator[_Leaf]:
         """Branches that may grow, and those that may be made."""
-        if len(self._responses) > self._num_branches:
-            return
-        for one in self._responses.values():
+        for one in engine.responses.values():
             for branch in one.branches.values():
                 if one.room(branch, self._floor) > 0:
-                    yield _Leaf(one, branch, branch.probability, is_branch=True)
+                    yield _Leaf(engine, one, branch, branch.probability, is_branch=True)
             if self._spare_rows:
                 for cut, acceptance, probability in one.cuts(self._rivals.calibration, self._floor):
-                    yield _Leaf(one, one.chain, probability, True, cut, acceptance)
+                    yield _Leaf(engine, one, one.chain, probability, True, cut, acceptance)
 
     def _chain_of(self, leaf: _Leaf) -> Chain | None:
         """The leaf's chain or branch, which is made where there is none yet; None where there is no row for it."""
@@ -238,22 +262,22 @@ class DraftWorker:
         self._drafter.fork(leaf.chain.row, row, leaf.cut)
         made = leaf.chain.fork(row, leaf.cut, leaf.acceptance, leaf.probability)
         leaf.one.branches[leaf.cut] = made
-        self.counts.num_branches += 1
+        leaf.engine.counts.num_branches += 1
         return made
 
-    def _extend(self, grown: Sequence[tuple[Ahead, Chain]], depth: int) -> None:
+    def _extend(self, grown: Sequence[tuple[_Leaf, Chain]], depth: int) -> None:
         """Draft up to `depth` tokens behind each of these chains."""
         started_s, count = time.perf_counter(), len(grown)
-        rooms = np.fromiter((one.room(chain, self._floor) for one, chain in grown), np.int32, count)
+        rooms = np.fromiter((leaf.one.room(chain, self._floor) for leaf, chain in grown), np.int32, count)
         query = DraftQuery(
             groups=np.zeros(count, np.int64),
             responses=np.fromiter((chain.row for _, chain in grown), np.int64, count),
-            keys=np.fromiter((one.key for one, _ in grown), np.uint64, count),
+            keys=np.fromiter((leaf.one.key for leaf, _ in grown), np.uint64, count),
             positions=np.fromiter((chain.end for _, chain in grown), np.int64, count),
-            temperatures=np.fromiter((one.temperature for one, _ in grown), np.float32, count),
+            temperatures=np.fromiter((leaf.one.temperature for leaf, _ in grown), np.float32, count),
             max_tokens=rooms,
         )
-        probes = any(chain.end == one.known for one, chain in grown)
+        probes = any(chain.end == leaf.one.known for leaf, chain in grown)
         batch, growth = self._drafter.draft(
             [chain.tokens[: chain.end] for _, chain in grown],
             query,
@@ -263,11 +287,12 @@ class DraftWorker:
             calibration=self._learned.calibration,
             floor=0.0,
         )
-        for row, (one, chain) in enumerate(grown):
+        for row, (leaf, chain) in enumerate(grown):
+            engine, one = leaf.engine, leaf.one
             if chain.end == one.known and batch.num_tokens[row] and batch.probes.shape[1]:
                 one.probes = batch.probes[row]
-            one.packed = b""
-            self.counts.num_drafted += chain.put(batch, row)
+            one.packed, engine.has_news = b"", True
+            engine.counts.num_drafted += chain.put(batch, row)
         if growth.num_levels:
             rows = max(round(growth.num_rows / growth.num_levels), 1)
             self._level_time = update_measured_time(
@@ -276,16 +301,22 @@ class DraftWorker:
             self._num_levels, call_s = growth.num_levels, time.perf_counter() - started_s
             self._call_s += _CALL_SMOOTHING * (call_s - self._call_s) if self._call_s else call_s
 
-    def say(self) -> Drafts:
-        """Everything that is drafted ahead."""
+    def has_news(self, engine: str) -> bool:
+        """Whether something was drafted that this engine has not been told."""
+        return self._engines[engine].has_news
+
+    def say(self, engine: str) -> Drafts:
+        """Everything that is drafted ahead for an engine."""
+        told = self._engines[engine]
+        told.has_news = False
         return Drafts(
-            begun=self._begun,
-            number=self._number,
-            trees=b"".join(one.pack(name) for name, one in self._responses.items()),
+            begun=told.begun,
+            number=told.number,
+            trees=b"".join(one.pack(name) for name, one in told.responses.items()),
             call_s=self._call_s,
             num_levels=self._num_levels,
             mean_acceptance=self._accepted / self._decided,
-            counts=self.counts,
+            counts=told.counts,
         )
 
 
@@ -304,59 +335,70 @@ def load_worker(settings: WorkerSettings) -> DraftWorker:
 class _Connection:
     """A worker's end of the sockets of an engine."""
 
-    def __init__(self, address: str) -> None:
-        import zmq
+    def __init__(self, context: zmq.Context[Any], address: str) -> None:
+        self._context, self.address = context, address
+        self.steps = self._open(zmq.DEALER, address)
+        self._drafts = context.socket(zmq.PUSH)
+        self.said_s = -PULSE_S
+        """When something was said last."""
 
-        self._context, self._zmq = zmq.Context(), zmq
-        self._steps = self._context.socket(zmq.DEALER)
-        self._steps.setsockopt(zmq.LINGER, 0)
-        self._steps.connect(address)
-        self._drafts = self._context.socket(zmq.PUSH)
+    def _open(self, kind: int, address: str) -> zmq.Socket[bytes]:
+        made: zmq.Socket[bytes] = self._context.socket(kind)
+        made.setsockopt(zmq.LINGER, 0)
+        if kind == zmq.PUSH:
+            made.setsockopt(zmq.CONFLATE, 1)
+        made.connect(address)
+        return made
 
-    def hear(self, timeout_s: float) -> Iterator[ToWorker]:
-        """What the engine has told, waiting so long for the first of it."""
-        timeout_ms = int(1e3 * timeout_s)
-        while self._steps.poll(timeout_ms):
-            message = decode(self._steps.recv())
+    def hear(self) -> Iterator[ToWorker]:
+        """What the engine has told."""
+        while self.steps.poll(0):
+            message = decode(self.steps.recv())
             if isinstance(message, Begin):
                 self._drafts.close()
-                self._drafts = self._context.socket(self._zmq.PUSH)
-                self._drafts.setsockopt(self._zmq.LINGER, 0)
-                self._drafts.setsockopt(self._zmq.CONFLATE, 1)
-                self._drafts.connect(message.drafts_to)
+                self._drafts = self._open(zmq.PUSH, message.drafts_to)
             yield message
-            timeout_ms = 0
 
     def say(self, drafts: Drafts | None) -> None:
         """Send what is drafted, or that the worker is lost. What the engine does not take now the next message has."""
-        with contextlib.suppress(self._zmq.Again):
+        with contextlib.suppress(zmq.Again):
             if drafts is None:
-                self._steps.send(HELLO, self._zmq.NOBLOCK)
+                self.steps.send(HELLO, zmq.NOBLOCK)
             else:
-                self._drafts.send(encode(drafts), self._zmq.NOBLOCK)
+                self._drafts.send(encode(drafts), zmq.NOBLOCK)
 
     def close(self) -> None:
-        self._steps.close()
+        self.steps.close()
         self._drafts.close()
-        self._context.term()
 
 
-def serve(worker: DraftWorker, address: str, goes_on: Callable[[], bool], idle_s: float = PULSE_S) -> None:
-    """Hear and draft by turns for the engine at an address.
+def serve(
+    worker: DraftWorker, addresses: Sequence[str], goes_on: Callable[[], bool], idle_s: float = PULSE_S
+) -> None:
+    """Hear and draft by turns for the engines at these addresses.
 
     goes_on: asked after each turn, and every `idle_s` at least.
     """
-    worker.is_lost = True
-    with contextlib.closing(_Connection(address)) as engine:
-        said_s = -PULSE_S
+    worker.begin(addresses)
+    with contextlib.ExitStack() as opened:
+        context = opened.enter_context(zmq.Context())
+        poller = zmq.Poller()
+        engines = [_Connection(context, address) for address in addresses]
+        for engine in engines:
+            opened.callback(engine.close)
+            poller.register(engine.steps, zmq.POLLIN)
         while goes_on():
             has_drafted = worker.draft(time.monotonic())
             now_s = time.monotonic()
-            if has_drafted or now_s - said_s >= PULSE_S:
-                engine.say(None if worker.is_lost else worker.say())
-                said_s = now_s
-            for message in engine.hear(0.0 if has_drafted else idle_s):
-                worker.hear(message, time.monotonic())
+            for engine in engines:
+                if worker.has_news(engine.address) or now_s - engine.said_s >= PULSE_S:
+                    is_lost = worker.is_lost(engine.address)
+                    engine.say(None if is_lost else worker.say(engine.address))
+                    engine.said_s = now_s
+            poller.poll(0 if has_drafted else int(1e3 * idle_s))
+            for engine in engines:
+                for message in engine.hear():
+                    worker.hear(engine.address, message, time.monotonic())
 
 
 def main(text: str) -> None:
@@ -366,7 +408,7 @@ def main(text: str) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     settings = msgspec.json.decode(text, type=WorkerSettings)
     torch.set_num_threads(1)
-    serve(load_worker(settings), settings.address, lambda: os.getppid() == settings.parent)
+    serve(load_worker(settings), (settings.address,), lambda: os.getppid() == settings.parent)
 
 
 if __name__ == "__main__":

@@ -113,7 +113,7 @@ def describe(action: Action) -> str:
         case Adopt(worker, life, chunk, start, tokens):
             return f"{worker} (life {life}) hears of chunk {chunk} {len(tokens) // 4} tokens from {start} on"
         case DraftFor(worker, life, helped):
-            return f"{worker} (life {life}) drafts for {helped}"
+            return f"{worker} (life {life}) drafts for {', '.join(helped)}"
         case Rest(worker, life):
             return f"{worker} (life {life}) rests"
         case LoseDrafter(worker, life):

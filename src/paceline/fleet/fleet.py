@@ -312,8 +312,8 @@ class Fleet:
         self._tick(time.monotonic())  # last: who has said something by now is not silent
         for name, status in self.board.workers.items():
             status.state = self._controller.state_of(name)
-            pair = self._controller.pair_of(name)
-            status.helps = None if pair is None else pair.helped.worker
+            pairs = self._controller.pairs_of(name)
+            status.helps = ", ".join(pair.helped.worker for pair in pairs) or None
         finished, self._finished = self._finished, []
         return finished
 

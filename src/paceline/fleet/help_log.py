@@ -52,7 +52,7 @@ class HelpLog:
     """Give it every event with the actions that came of it."""
 
     def __init__(self) -> None:
-        self._drafting: dict[str, HelpSpan] = {}  # by helper
+        self._drafting: dict[str, HelpSpan] = {}  # by helped worker
         self._copying: dict[int, HelpSpan] = {}  # by chunk
         self._done: deque[HelpSpan] = deque(maxlen=MOST_HELPS)
 
@@ -70,7 +70,10 @@ class HelpLog:
         for action in actions:
             match action:
                 case DraftFor(worker, _, helped):
-                    self._drafting[worker] = HelpSpan(Help.DRAFT, worker, helped, now_s, now_s)
+                    self._end_drafting(worker, now_s, but=helped)
+                    for name in helped:
+                        span = HelpSpan(Help.DRAFT, worker, name, now_s, now_s)
+                        self._drafting.setdefault(name, span)
                 case RunChunk(worker):
                     self._end_drafting(worker, now_s)
                     self._begin(action, now_s)
@@ -101,10 +104,11 @@ class HelpLog:
             changes = leader != span.leader
             self._copying[chunk] = replace(span, leader=leader, num_leads=span.num_leads + changes)
 
-    def _end_drafting(self, worker: str, now_s: float) -> None:
-        """Of a worker that helps, or is helped."""
-        for helper in [name for name, one in self._drafting.items() if worker in {name, one.helped}]:
-            self._done.append(replace(self._drafting.pop(helper), end_s=now_s))
+    def _end_drafting(self, worker: str, now_s: float, but: Sequence[str] = ()) -> None:
+        """Of a worker that helps, or is helped. but: those that it goes on to help."""
+        for helped in [name for name, one in self._drafting.items() if worker in {one.worker, name}]:
+            if helped not in but:
+                self._done.append(replace(self._drafting.pop(helped), end_s=now_s))
 
     def _end_copy(self, chunk: int, now_s: float, outcome: Outcome) -> None:
         if (span := self._copying.pop(chunk, None)) is not None:

@@ -161,7 +161,7 @@ class RolloutWorker:
         self._is_stopping = False
         self._engine: RolloutEngine
         self._drafter: DraftWorker | None = None
-        self._helped: str | None = None  # address of the engine that it drafts for
+        self._helped: tuple[str, ...] = ()  # addresses of the engines that it drafts for
         self._ready: Future[Facts] = Future()
         self._thread = threading.Thread(target=self._run, name="paceline engine", daemon=True)
         self._thread.start()
@@ -189,9 +189,9 @@ class RolloutWorker:
                 case Adopt():
                     self._order(self._adopt, order)
                 case DraftFor():
-                    self._order(self._help, order.address)
+                    self._order(self._help, order.addresses)
                 case Rest():
-                    self._order(self._help, None)
+                    self._order(self._help, ())
                 case LoseDrafter():
                     self._order(lambda: self._engine.lose_drafter())
 
@@ -273,13 +273,13 @@ class RolloutWorker:
                 return
             order()
 
-    def _help(self, address: str | None) -> None:
-        """Draft for the engine at this address from now on, while nothing runs here; None: for nobody."""
-        self._helped = address
+    def _help(self, addresses: tuple[str, ...]) -> None:
+        """Draft for the engines at these addresses from now on, while nothing runs here."""
+        self._helped = addresses
 
     def _draft(self) -> None:
-        """Draft for another engine, if that is ordered, until something else is."""
-        if self._helped is None or self._drafter is None:
+        """Draft for other engines, if that is ordered, until something else is."""
+        if not self._helped or self._drafter is None:
             return
         from paceline.drafting.draft_worker import serve
 
@@ -290,7 +290,7 @@ class RolloutWorker:
             self._drafter = None
 
     def _begin(self, order: RunChunk, params: SamplingParams) -> None:
-        self._helped = None
+        self._helped = ()
         if order.version != self._engine.policy_version:
             self._tell(self._refused, order.chunk)
             return
