@@ -205,3 +205,30 @@ def test_a_server_that_cannot_start_is_given_up(tmp_path: Path, monkeypatch: pyt
     assert pauses == sorted(pauses), pauses
     assert pauses[-1] >= 4.0
     server.close()
+
+
+@pytest.mark.parametrize(
+    ("fields", "is_wanted"),
+    [
+        ({"roles": "1 verifier + 1 drafter", "help": "none"}, True),
+        ({"help": "draft"}, True),
+        ({"help": "auto"}, True),
+        ({"help": "copy"}, False),
+        ({"help": "none"}, False),
+    ],
+)
+def test_engines_have_a_door_for_drafters_where_there_may_be_any(
+    fields: dict[str, Any], is_wanted: bool
+) -> None:
+    made = idle_fleet()
+    made.settings = FleetSettings(workers=2, **fields)
+    made.engine_settings = EngineSettings(model_drafter="somewhere")
+    assert made._can_help(is_one_machine=True) == is_wanted
+    roles = [worker.is_drafter for worker in Controller(made.settings)._workers.values()]
+    assert roles == [False, "roles" in fields]
+    made.engine_settings = EngineSettings()
+    if "roles" in fields or fields["help"] == "draft":
+        with pytest.raises(ConfigError, match="drafters need a model_drafter"):
+            made._can_help(is_one_machine=True)
+    else:
+        assert not made._can_help(is_one_machine=True)
