@@ -50,14 +50,14 @@ def fleet(ray: Any, logs: Path) -> Iterator[Fleet]:
         yield made
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def requests(prompts: list[tuple[int, ...]]) -> list[RolloutRequest]:
     """Two stragglers, and short ones that need as many KV blocks, so that dispatch parts them."""
     lengths = (1300, 60, 60, 1200, 60, 60)
     return [RolloutRequest(prompts[i % len(prompts)], n, sample=i) for i, n in enumerate(lengths)]
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def wanted(plain: Generate, requests: list[RolloutRequest]) -> list[tuple[int, ...]]:
     return [response.tokens for response in plain(requests, PARAMS)]
 
