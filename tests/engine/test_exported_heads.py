@@ -2,56 +2,18 @@
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from transformers import AutoTokenizer
+from trained_head import DEPTH, POLICY, draw_prompts, learn
 
 from paceline.distillation.export import Form, export
 from paceline.distillation.measuring import Dice, measure
-from paceline.distillation.methods import METHODS, MethodName, build_network
-from paceline.distillation.offline import Progress, Schedule, train_offline
-from paceline.distillation.packing import ATTENTION_NAME
+from paceline.distillation.methods import MethodName
 from paceline.distillation.target import choose_layers, load_model, read_samples, share
-from paceline.distillation.trainer import Trainer
-from paceline.distillation.training_folder import Description, describe
-from paceline.tasks import load_task
 
-DEPTH = 3
 MAX_TOKENS = 160
-POLICY = Path(__file__).resolve().parents[2] / "assets/countdown-policy"
-
-
-def draw_prompts(count: int) -> list[list[int]]:
-    """Token ids of Countdown problems."""
-    tokenizer = AutoTokenizer.from_pretrained(POLICY)
-    rows = load_task("countdown").held_out_rows(count, seed=3)
-    return [tokenizer(row["prompt"])["input_ids"] for row in rows]
-
-
-def learn(target: Any, method: MethodName) -> tuple[Trainer, Description]:
-    """A head after a few steps on what the target writes."""
-    shared = share(target)
-    layers = choose_layers(target.config.num_hidden_layers)
-    torch.manual_seed(0)
-    target.set_attn_implementation("sdpa")
-    written = []
-    for prompt in draw_prompts(24):
-        ids = target.generate(torch.tensor([prompt]), max_new_tokens=100, do_sample=True)
-        written.append((ids[0], len(prompt)))
-    target.set_attn_implementation(ATTENTION_NAME)
-    samples = list(read_samples(target, written, layers, 4096))
-    chosen = METHODS[method].with_steps(DEPTH)
-    network = build_network(chosen, shared, None)
-    trainer = Trainer(network, shared, chosen.objective)
-    steps = itertools.count()
-    schedule, begun = Schedule(60, rate=4e-3), Progress(0.0, 0, 0.0)
-    train_offline(trainer, samples, schedule, begun, 0, lambda _: None, lambda: float(next(steps)))
-    fused = layers if network.num_fused else ()
-    return trainer, describe(network, method, chosen.objective.loss, 1.0, fused)
 
 
 @pytest.mark.slow

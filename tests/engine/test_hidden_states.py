@@ -214,6 +214,7 @@ def step_of(responses: list[int], starts: list[int], counts: list[int]) -> Token
         np.array(starts, np.int64),
         np.array(counts, np.int64),
         np.arange(total, dtype=np.int32),
+        np.arange(total, dtype=np.int32) + 1,
         torch.ones(total, 4),
     )
 

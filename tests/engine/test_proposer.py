@@ -49,7 +49,7 @@ def proposer(tmp_path: Path) -> Proposer:
     batch = SimpleNamespace(req_ids=["a", "b"], num_tokens_no_spec=np.array([4, 4]), token_ids_cpu=contexts)
     made = Proposer(config)
     made.attach(SimpleNamespace(input_batch=batch, requests=states))
-    made.load_model()
+    made.load_model(None)
     made.order = ORDER
     return made
 

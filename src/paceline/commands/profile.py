@@ -16,6 +16,7 @@ from paceline.commands.inputs.launch import GIB, Launch, check_batch, describe_f
 from paceline.commands.inputs.lists import read_counts
 from paceline.commands.inputs.model_folder import Checkpoint, check_drafter, read_checkpoint
 from paceline.commands.inputs.options import Compiled, Dtype, ModelArgument, check_writable
+from paceline.drafting.drafter import is_draft_head
 from paceline.engine.installed import is_cpu_build
 from paceline.errors import ConfigError, EngineError, PacelineError
 from paceline.planning.latency_profile import AffineLatency, LatencyFit, StepLatency
@@ -163,6 +164,11 @@ def _fit_cache(checkpoint: Checkpoint, dtype: str, batch: int, length: int, gib:
 def _check_drafters(folders: Sequence[Path], target: Checkpoint) -> dict[str, Path]:
     named: dict[str, Path] = {}
     for folder in folders:
+        if is_draft_head(folder):
+            raise ConfigError(
+                f"--drafter {folder} is a draft head, which drafts from a running target's states: give small language "
+                "models"
+            )
         check_drafter(read_checkpoint(folder), target)
         name = folder.resolve().name
         if name in named or name == SUFFIX:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+from safetensors import SafetensorError, safe_open
 
 from paceline.types import DraftBatch, DraftQuery, Float32Array, Int32Array, Int64Array
 
@@ -17,6 +20,18 @@ PADDING_SHARE = 0.01
 def fits_vocabulary(own: int, target: int) -> bool:
     """Whether vocabularies of these sizes can be one tokenizer's."""
     return abs(own - target) <= PADDING_SHARE * max(own, target)
+
+
+def is_draft_head(folder: Path) -> bool:
+    """Whether a folder holds a draft head (EAGLE, EAGLE-3) and no language model.
+
+    Its weights tell: published EAGLE checkpoints have the configuration of a Llama model.
+    """
+    try:
+        with safe_open(folder / "model.safetensors", framework="np") as tensors:
+            return "fc.weight" in set(tensors.keys())
+    except (OSError, SafetensorError):
+        return False
 
 
 class Drafter(Protocol):

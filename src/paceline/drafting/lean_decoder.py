@@ -66,7 +66,7 @@ class LeanDecoder:
                 len(ids), -1, self._head_dim
             )
             num_kv = cache.num_kv_heads(index)
-            turned = _rotate(heads[:, : heads.shape[1] - num_kv], cos, sin)
+            turned = rotate(heads[:, : heads.shape[1] - num_kv], cos, sin)
             cache.write(index, turned[:, -num_kv:], heads[:, -num_kv:])
             mixed = cache.attend_packed(index, turned[:, :-num_kv], self.scaling)
             hidden = hidden + F.linear(mixed.reshape(len(ids), -1), layer.output, layer.output_bias)
@@ -111,7 +111,7 @@ def _scale(weight: torch.Tensor, norm: torch.nn.Module) -> torch.Tensor:
     return (weight.float() * factor).to(weight.dtype)
 
 
-def _rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Rotary positions. heads [num_tokens, num_heads, head_dim]; cos, sin [num_tokens, 1, head_dim / 2]"""
     first, second = heads.chunk(2, dim=2)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=2)

@@ -21,7 +21,6 @@ from typing import ClassVar
 import numpy as np
 import torch
 
-from paceline import dice
 from paceline.drafting.checkpoint import check_settings, check_vocabulary, check_weights, load_model
 from paceline.drafting.lean_decoder import LeanDecoder, lean_decoder
 from paceline.drafting.model_cache import (
@@ -36,10 +35,11 @@ from paceline.drafting.native_decoder import NativeDecoder, native_decoder
 from paceline.drafting.proposal import (
     NUM_CELLS,
     Draft,
-    calibration_cells,
+    check_draft,
+    grow_levels,
     prior_calibration,
 )
-from paceline.errors import CheckpointError, ConfigError, PacelineError
+from paceline.errors import CheckpointError, PacelineError
 from paceline.types import (
     DraftGrowth,
     DraftQuery,
@@ -130,7 +130,7 @@ class ModelDrafter:
         A draft ends where the model gives NaN; a response whose context does so is not drafted for again.
         calibration: acceptance per cell, [NUM_CELLS]; sharpness > 0.
         """
-        _check_draft(sharpness, calibration)
+        check_draft(sharpness, calibration)
         limits = np.minimum(np.minimum(query.max_tokens, depth), self.max_model_len - query.positions)
         if self._refused:
             limits[[response in self._refused for response in query.responses.tolist()]] = 0
@@ -375,27 +375,17 @@ class ModelDrafter:
             self._grow_natively(self._native, draft, requests, rows, cached, pending)
             made = draft.num_tokens[requests] + draft.failed[requests]
             return DraftGrowth(int(made.max()), int(made.sum()), time.perf_counter() - started_s)
-        logits = self._feed(rows, cached, pending)
-        self._probe(draft, logits, requests)
-        num_rows = len(rows)
-        for level in range(draft.depth):
-            positions = draft.query.positions[requests] + level
-            tokens, cells, rivals = self._propose(draft, logits, requests, positions)
-            grows = draft.put(requests, level, tokens, cells, rivals)
-            if not grows.all():
-                requests, rows, positions, tokens = (
-                    requests[grows],
-                    rows[grows],
-                    positions[grows],
-                    tokens[grows],
-                )
-                if not len(requests):
-                    break
-            self._book.tokens[rows, positions] = tokens
-            logits = self._forward(rows, positions, np.ones_like(rows), tokens)
-            self._book.cached[rows] = positions + 1
-            num_rows += len(rows)
-        return DraftGrowth(level + 1, num_rows, time.perf_counter() - started_s)
+        logits = self._feed(rows, cached, pending).numpy()
+
+        def feed(lanes: Int64Array, level: int, tokens: Int64Array) -> Float32Array:
+            growing, positions = rows[lanes], draft.query.positions[requests[lanes]] + level
+            self._book.tokens[growing, positions] = tokens
+            made: Float32Array = self._forward(growing, positions, np.ones_like(growing), tokens).numpy()
+            self._book.cached[growing] = positions + 1
+            return made
+
+        num_levels, num_rows = grow_levels(draft, requests, logits, feed)
+        return DraftGrowth(num_levels, num_rows, time.perf_counter() - started_s)
 
     def _grow_natively(
         self,
@@ -420,26 +410,6 @@ class ModelDrafter:
         book.tokens[np.repeat(rows, fed), ranges(lengths, fed)] = draft.tokens[requests][drafted]
         book.certain[rows], book.cached[rows] = lengths, lengths + fed
 
-    def _probe(self, draft: Draft, logits: torch.Tensor, requests: Int64Array) -> None:
-        """What each sharpness of the grid would propose at the first draft position."""
-        query = draft.query
-        keys, positions = query.keys[requests], query.positions[requests]
-        temperatures = query.temperatures[requests]
-        for column, sharpness in enumerate(draft.sharpness_grid):
-            draft.probes[requests, column] = dice.sample(
-                logits.numpy(), keys, positions, temperatures / sharpness
-            )
-
-    def _propose(
-        self, draft: Draft, logits: torch.Tensor, requests: Int64Array, positions: Int64Array
-    ) -> tuple[Int64Array, Int32Array, Int64Array]:
-        """The proposals at one level, their calibration cells and rivals. Overwrites the proposals' logits."""
-        keys, temperatures = draft.query.keys[requests], draft.query.temperatures[requests]
-        tokens, log_q, margin, rivals = dice.propose(
-            logits.numpy(), keys, positions, temperatures, draft.sharpness
-        )
-        return tokens, calibration_cells(log_q, margin), rivals
-
 
 def _agrees(logits: torch.Tensor, again: torch.Tensor, dtype: torch.dtype) -> bool:
     """Whether another form's logits differ by no more than rounding to `dtype` explains."""
@@ -461,13 +431,3 @@ def _split_by_prefix(indices: list[int], contexts: list[Int32Array]) -> tuple[li
         else:
             leaders.append(index)
     return leaders, followers
-
-
-def _check_draft(sharpness: float, calibration: Float32Array) -> None:
-    if not sharpness > 0:
-        raise ConfigError(f"sharpness is {sharpness}, must be above 0 (1 = coupled, inf = greedy)")
-    if calibration.shape != (NUM_CELLS,):
-        raise ConfigError(
-            f"the calibration table has shape {calibration.shape}, the model drafter's has ({NUM_CELLS},): "
-            "start it from prior_calibration()"
-        )

@@ -1,13 +1,13 @@
 """Key/value rows of the small-model drafter: which tokens each response has cached, and attention over them.
 
-Owns two things. `RowBook` is plain bookkeeping on NumPy arrays: which row a response has, which token ids the
-row holds, which of them belong to the context for certain and which were only drafted. `RowCache` holds the
+Owns two things. `RowTable` and `RowBook` are plain bookkeeping on NumPy arrays: which row a response has, which token
+ids the row holds, which of them belong to the context for certain and which were only drafted. `RowCache` holds the
 tensors and stands in for a Hugging Face cache: the model hands it the new keys and values of a *packed* step
 (the fresh tokens of all rows side by side, no padding in the linear layers) and gets attention over each
 row's own prefix.
 
 Invariant: live rows are 0..len(book)-1 without holes, so that a batch over all live responses reads the
-storage in place; nothing is gathered or copied per step. Called by `drafting.model.ModelDrafter` only.
+storage in place; nothing is gathered or copied per step. Called by `model.ModelDrafter`, and by `head.HeadDrafter`.
 """
 
 from __future__ import annotations
@@ -42,26 +42,28 @@ SHORTEST_SHARE = 16
 """Shorter common prefixes are computed again, not copied."""
 
 
-class RowBook:
-    """Rows of the cache by response id, the least recently used one taken over when all are in use."""
+class RowTable:
+    """Rows of a cache by response id, the least recently used one taken over when all are in use.
 
-    def __init__(self, max_requests: int, max_model_len: int) -> None:
-        self.tokens: Int32Array = np.zeros((max_requests, max_model_len), np.int32)
-        self.cached: Int64Array = np.zeros(
-            max_requests, np.int64
-        )  # tokens whose keys and values are in the row
-        self.certain: Int64Array = np.zeros(max_requests, np.int64)  # of these, known to be of the context
-        self.used: Int64Array = np.zeros(max_requests, np.int64)  # clock of the last call that used the row
-        self.owners: Int64Array = np.zeros(max_requests, np.int64)
+    Live rows are 0..len - 1 without holes. What is known of a row is in columns, 0 when a row begins.
+    """
+
+    def __init__(self, max_requests: int) -> None:
+        self._columns: list[Int64Array] = []
         self._rows: dict[int, int] = {}
         self._clock = 0
+        self.max_requests = max_requests
+        self.cached = self.add_column()  # tokens whose keys and values are in the row
+        self._used = self.add_column()  # clock of the last call that used the row
+        self._owners = self.add_column()
+
+    def add_column(self) -> Int64Array:
+        """A number for each row. [max_requests]"""
+        self._columns.append(np.zeros(self.max_requests, np.int64))
+        return self._columns[-1]
 
     def __len__(self) -> int:
         return len(self._rows)
-
-    @property
-    def max_requests(self) -> int:
-        return len(self.owners)
 
     def row(self, response: int) -> int | None:
         """Row of a response, None while it has none."""
@@ -77,7 +79,7 @@ class RowBook:
         get = self._rows.get
         rows = np.fromiter((get(response, -1) for response in responses.tolist()), np.int64, len(responses))
         held = rows[rows >= 0]
-        self.used[held] = self._clock
+        self._used[held] = self._clock
         for index in np.flatnonzero(rows < 0).tolist():
             rows[index] = self._open(int(responses[index]))
         return rows
@@ -85,13 +87,14 @@ class RowBook:
     def _open(self, response: int) -> int:
         row = len(self._rows)
         if row == self.max_requests:
-            row = int(np.argmin(self.used))
-            if self.used[row] == self._clock:
+            row = int(np.argmin(self._used))
+            if self._used[row] == self._clock:
                 return -1
-            del self._rows[int(self.owners[row])]
+            del self._rows[int(self._owners[row])]
         self._rows[response] = row
-        self.owners[row], self.used[row] = response, self._clock
-        self.cached[row] = self.certain[row] = 0
+        for column in self._columns:
+            column[row] = 0
+        self._owners[row], self._used[row] = response, self._clock
         return row
 
     def close(self, response: int) -> tuple[int, int] | None:
@@ -100,17 +103,31 @@ class RowBook:
         last = len(self._rows)
         if row is None or row == last:
             return None
-        owner = int(self.owners[last])
-        self._rows[owner] = row
-        length = int(self.cached[last])
-        self.tokens[row, :length] = self.tokens[last, :length]
-        for column in (self.cached, self.certain, self.used, self.owners):
+        self._rows[int(self._owners[last])] = row
+        for column in self._columns:
             column[row] = column[last]
         return last, row
 
     def clear(self) -> None:
         """Forget every response."""
         self._rows.clear()
+
+
+class RowBook(RowTable):
+    """What the rows of the small-model drafter hold, token by token."""
+
+    def __init__(self, max_requests: int, max_model_len: int) -> None:
+        super().__init__(max_requests)
+        self.tokens: Int32Array = np.zeros((max_requests, max_model_len), np.int32)
+        self.certain = self.add_column()  # of the cached tokens, those known to be of the context
+
+    def close(self, response: int) -> tuple[int, int] | None:
+        move = super().close(response)
+        if move is not None:
+            last, row = move
+            length = int(self.cached[row])
+            self.tokens[row, :length] = self.tokens[last, :length]
+        return move
 
     def match(self, row: int, context: Int32Array) -> int:
         """Number of leading context tokens that the row has cached; at least the last one is left to be fed.

@@ -3,15 +3,18 @@
 Owns the calibration cells of the model drafter and the growth of one call's drafts; knows no network. The margin of a
 proposal is that of the *coupled* score log q + G (sharpness 1) whatever sharpness proposed the token: the target's own
 score differs from it by the drafter's error alone. It is negative where a sharper drafter proposes something else than
-the coupling would. Called by `drafting.model.ModelDrafter`, and by the replay benchmark.
+the coupling would. Called by `model.ModelDrafter` and `head.HeadDrafter`, and by the replay benchmark.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from paceline import dice
+from paceline.errors import ConfigError
 from paceline.types import DraftQuery, Float32Array, Int32Array, Int64Array, ModelBatch
 
 CONFIDENCE_EDGES: Float32Array = np.linspace(-4.0, 6.0, 15, dtype=np.float32)
@@ -100,6 +103,54 @@ class Draft:
 
     def batch(self) -> ModelBatch:
         return ModelBatch(self.tokens, self.num_tokens, self.acceptance, self.cells, self.probes, self.rivals)
+
+
+def grow_levels(
+    draft: Draft,
+    requests: Int64Array,
+    logits: Float32Array,
+    feed: Callable[[Int64Array, int, Int64Array], Float32Array],
+) -> tuple[int, int]:
+    """Grow the drafts of `requests` level by level; returns (levels, requests in all of them together).
+
+    logits: of each request's first draft token; overwritten. [len(requests), vocab]
+    feed: (lanes, level, tokens) -> the next logits of the lanes, places in `requests`, that take `tokens` and grow.
+    """
+    query = draft.query
+    for column, sharpness in enumerate(draft.sharpness_grid):
+        temperatures = query.temperatures[requests] / sharpness
+        draft.probes[requests, column] = dice.sample(
+            logits, query.keys[requests], query.positions[requests], temperatures
+        )
+    lanes = np.arange(len(requests))
+    num_rows = len(lanes)
+    for level in range(draft.depth):
+        growing = requests[lanes]
+        tokens, log_q, margin, rivals = dice.propose(
+            logits,
+            query.keys[growing],
+            query.positions[growing] + level,
+            query.temperatures[growing],
+            draft.sharpness,
+        )
+        grows = draft.put(growing, level, tokens, calibration_cells(log_q, margin), rivals)
+        lanes = lanes[grows]
+        if not len(lanes):
+            break
+        logits = feed(lanes, level, tokens[grows])
+        num_rows += len(lanes)
+    return level + 1, num_rows
+
+
+def check_draft(sharpness: float, calibration: Float32Array) -> None:
+    """Raise ConfigError for a sharpness that is not above 0, or a calibration table of another shape."""
+    if not sharpness > 0:
+        raise ConfigError(f"sharpness is {sharpness}, must be above 0 (1 = coupled, inf = greedy)")
+    if calibration.shape != (NUM_CELLS,):
+        raise ConfigError(
+            f"the calibration table has shape {calibration.shape}, the model drafter's has ({NUM_CELLS},): "
+            "start it from prior_calibration()"
+        )
 
 
 def calibration_cells(log_q: Float32Array, margin: Float32Array) -> Int32Array:

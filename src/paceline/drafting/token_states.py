@@ -20,4 +20,5 @@ class TokenStates:
     starts: Int64Array  # [num_requests] position of each request's first token here
     counts: Int64Array  # [num_requests] its tokens here; 0 where the step does not count
     ids: Int32Array  # [sum(counts)]
+    next_ids: Int32Array  # [sum(counts)] the token behind each
     states: Tensor  # [sum(counts), hidden]

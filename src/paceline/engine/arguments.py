@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
@@ -58,6 +59,7 @@ def engine_arguments(settings: EngineSettings | None = None, **fields: Any) -> d
         arguments["enforce_eager"] = not settings.compiled
     if settings.compiled:
         check_compiler()
+    _check_head(settings, uses_v2())
     if settings.kv_pool is not None:
         from paceline.engine.kv.backend import transfer_config
 
@@ -166,6 +168,26 @@ def _v2_remedies(vllm_config: Any, settings: EngineSettings) -> dict[str, bool]:
             settings.model_drafter_dtype != "auto" and vllm_config.speculative_config.method == "draft_model"
         ),
     }
+
+
+def _check_head(settings: EngineSettings, is_v2: bool) -> None:
+    """Raise ConfigError or UnsupportedError where a draft head is to draft away from the target's states."""
+    if settings.model_drafter is None:
+        return
+    from paceline.drafting.drafter import is_draft_head
+
+    if not is_draft_head(Path(settings.model_drafter)):
+        return
+    if settings.draft_worker or settings.draft_help:
+        raise ConfigError(
+            f"model_drafter={settings.model_drafter!r} is a draft head, which needs the target's hidden states and "
+            "drafts in the engine alone: switch draft_worker and draft_help off, or give a small language model"
+        )
+    if is_v2:
+        raise UnsupportedError(
+            f"model_drafter={settings.model_drafter!r} is a draft head, which drafts on vLLM's model runner V1 alone: "
+            "give a small language model, or choose V1 with VLLM_USE_V2_MODEL_RUNNER=0"
+        )
 
 
 def _speculation(settings: EngineSettings, is_v2: bool) -> dict[str, Any]:

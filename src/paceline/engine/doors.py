@@ -206,6 +206,11 @@ DOORS: tuple[Door, ...] = (
         "hidden states of a step (v1/hidden_states.py)",
         members="scheduler_output hidden_states sample_hidden_states",
     ),
+    Door(
+        f"{RUNNER}.load_model",
+        "hands the proposer the target (v1/proposer.py)",
+        mentions=("self.drafter.load_model(self.model)",),
+    ),
     Door(f"{RUNNER}._sample", "overridden with them", parameters="logits spec_decode_metadata"),
     Door(
         f"{RUNNER}._bookkeeping_sync",
@@ -538,7 +543,8 @@ DOORS: tuple[Door, ...] = (
     Door(
         MODEL_CONFIG,
         "the target: what it is, and what it may not be",
-        members="model dtype seed revision quantization hf_config max_model_len logprobs_mode get_vocab_size use_mla "
+        members="model dtype seed revision quantization hf_config max_model_len logprobs_mode get_vocab_size "
+        "get_hidden_size use_mla "
         "enable_prompt_embeds is_multimodal_model is_encoder_decoder uses_mrope use_fp64_gumbel enable_trace_replay",
     ),
     Door(

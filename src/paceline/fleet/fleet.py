@@ -46,6 +46,7 @@ from paceline.control.events import (
     WorkerLost,
 )
 from paceline.dice import derive_key
+from paceline.drafting.drafter import is_draft_head
 from paceline.engine.installed import is_cpu_build
 from paceline.engine.keys import prompt_group
 from paceline.engine.rollout_engine import check_checkpoint, check_params
@@ -190,11 +191,12 @@ class Fleet:
         """
         settings, engine = self.settings, self.engine_settings
         is_possible = is_one_machine and engine.model_drafter is not None and not engine.draft_worker
+        is_possible = is_possible and not is_draft_head(Path(str(engine.model_drafter)))
         if (settings.num_drafters or settings.help == "draft") and not is_possible:
             asked = f"roles {settings.roles!r}" if settings.num_drafters else "help 'draft'"
             raise ConfigError(
-                f"{asked}: drafters need a model_drafter, no draft_worker of each engine's own, and all workers on one "
-                "machine"
+                f"{asked}: drafters need a model_drafter that is no draft head, no draft_worker of each engine's "
+                "own, and all workers on one machine"
             )
         is_wanted = settings.help in {"auto", "draft"} or settings.num_drafters > 0
         return is_possible and settings.workers > 1 and is_wanted

@@ -20,7 +20,9 @@ from paceline.distillation.small_model import lend_tokenizer, make_small_model
 from paceline.distillation.spot import SpotSettings
 from paceline.distillation.spot_link import SpotLink
 from paceline.distillation.training_folder import Description, read_folder
+from paceline.drafting.drafter import is_draft_head
 from paceline.engine.rollout_engine import RolloutEngine
+from paceline.errors import CheckpointError
 from paceline.planning import drafter_growth, harvest
 from paceline.planning.drafter_growth import Growth
 from paceline.planning.harvest import HarvestSettings, HarvestState
@@ -46,13 +48,17 @@ class AdaptiveDrafter:
     """A drafter and its trainer. Use in `with`; at the end the drafter is in `drafter/model` of the run folder."""
 
     def __init__(self, recipe: Recipe, section: AdaptiveDrafterSection, folder: Path) -> None:
-        """folder: of the run. Raises CheckpointError for a width that cannot be."""
+        """folder: of the run. Raises CheckpointError for a width that cannot be, or a drafter that is a draft head."""
         self.section = section
         self.is_fresh = recipe.engine.model_drafter is None
         self._target, self._folder = Path(recipe.model), folder / DRAFTER
         self.model = self._folder / GROWN
         if not self.is_fresh:
             self.model = Path(str(recipe.engine.model_drafter))
+            if is_draft_head(self.model):
+                raise CheckpointError(
+                    f"{self.model} is a draft head, and adaptive_drafter grows small language models: give one, or none"
+                )
         elif not self.model.is_dir():
             with unchanged_randomness():
                 make_small_model(self._target, self.model, section.hidden_size, section.layers, recipe.seed)

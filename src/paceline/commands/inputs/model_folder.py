@@ -8,7 +8,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from paceline.drafting.drafter import fits_vocabulary
+from paceline.drafting.drafter import fits_vocabulary, is_draft_head
 from paceline.engine.rollout_engine import check_checkpoint
 from paceline.errors import CheckpointError
 
@@ -131,7 +131,16 @@ def _first_line(error: Exception) -> str:
 
 
 def check_drafter(drafter: Checkpoint, target: Checkpoint) -> None:
-    """Raise CheckpointError unless the drafter speaks the target's tokens; padding rows aside."""
+    """Raise CheckpointError unless the drafter speaks the target's tokens; padding rows aside.
+
+    A draft head has no tokenizer of its own, and its sizes are the target's.
+    """
+    sizes = [(one.config.get("hidden_size"), one.vocab_size) for one in (drafter, target)]
+    if is_draft_head(drafter.folder) and sizes[0] != sizes[1]:
+        raise CheckpointError(
+            f"the draft head {drafter.folder} is for a target of hidden size {sizes[0][0]} with {sizes[0][1]} tokens, "
+            f"{target.folder} has {sizes[1][0]} and {sizes[1][1]}: train a head on this target"
+        )
     if not fits_vocabulary(drafter.vocab_size or 0, target.vocab_size or 0):
         raise CheckpointError(
             f"the drafter {drafter.folder} has {drafter.vocab_size} tokens, the target {target.folder} has "

@@ -47,7 +47,7 @@ ModelDrafter = Annotated[
     Path | None,
     typer.Option(
         metavar="DIR",
-        help="Folder of a small model with the same tokenizer that drafts too.",
+        help="Folder of a small model with the same tokenizer, or of an EAGLE head, that drafts too.",
         rich_help_panel="Engine",
     ),
 ]

@@ -1,13 +1,14 @@
 """The proposer that vLLM's `custom_class` method loads: it runs the model drafter, or does nothing.
 
-Model-free drafts are made in the scheduler, just before a step is scheduled (fast_loop.py). Drafts of a small model
-are made here, right after sampling; they reach the scheduler by the same door as vLLM's own.
+Model-free drafts are made in the scheduler, just before a step is scheduled (fast_loop.py). Drafts of a small model or
+a draft head are made here, right after sampling; they reach the scheduler by the same door as vLLM's own.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,10 +17,12 @@ from paceline.config import EngineSettings
 from paceline.engine.arguments import read_settings
 from paceline.engine.runner import FreshDrafts
 from paceline.planning.sharpness import SHARPNESS_GRID
-from paceline.types import DraftOrder, DraftQuery, ModelDrafts
+from paceline.types import DraftOrder, DraftQuery, Int32Array, Int64Array, ModelDrafts
 
 if TYPE_CHECKING:
     import torch
+
+    from paceline.drafting.head import TargetEnds
 
 GRID = np.asarray(SHARPNESS_GRID, dtype=np.float32)
 
@@ -33,26 +36,33 @@ class Proposer:
         self._config = vllm_config
         self._runner: Any = None
         self._model: Any = None
+        self._reads_states = False  # the model drafter is a head, which has to see every step's tokens
         self._fresh: FreshDrafts | None = None
 
     def attach(self, runner: Any) -> None:
         """Remember the model runner, whose batch says which requests to draft for."""
         self._runner = runner
 
-    def load_model(self, *args: Any, **kwargs: Any) -> None:
+    def load_model(self, target: Any, *args: Any, **kwargs: Any) -> None:
         """Load the model drafter, if one is to draft here. Raises CheckpointError when it does not fit the target."""
         folder = self.settings.model_drafter
         if folder is None or self.settings.draft_worker:
             return
+        from paceline.drafting.drafter import is_draft_head
+        from paceline.drafting.head import HeadDrafter
         from paceline.drafting.model import ModelDrafter
 
-        self._model = ModelDrafter(
-            folder,
-            max_model_len=self._config.model_config.max_model_len,
-            max_requests=self._config.scheduler_config.max_num_seqs,
-            dtype=self.settings.model_drafter_dtype,
-            vocab_size=self._config.model_config.get_vocab_size(),
-        )
+        options: dict[str, Any] = {
+            "max_model_len": self._config.model_config.max_model_len,
+            "max_requests": self._config.scheduler_config.max_num_seqs,
+            "dtype": self.settings.model_drafter_dtype,
+        }
+        self._reads_states = is_draft_head(Path(folder))
+        if self._reads_states:
+            self._model = HeadDrafter(folder, _ends(target, self._config.model_config), **options)
+        else:
+            vocab_size = self._config.model_config.get_vocab_size()
+            self._model = ModelDrafter(folder, vocab_size=vocab_size, **options)
 
     def reload(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Give the model drafter other weights, between two steps (ModelDrafter.reload)."""
@@ -70,7 +80,7 @@ class Proposer:
         return [[] for _ in sampled_token_ids]
 
     def _draft(self, rows: list[int], order: DraftOrder) -> None:
-        if not rows:
+        if not rows and not self._reads_states:
             return
         started_s = time.perf_counter()
         batch = self._runner.input_batch
@@ -86,9 +96,8 @@ class Proposer:
             temperatures=np.fromiter((s.sampling_params.temperature for s in states), np.float32, count),
             max_tokens=np.fromiter((self._room(s, order) for s in states), np.int32, count),
         )
-        contexts = [batch.token_ids_cpu[row, :length] for row, length in zip(rows, lengths, strict=True)]
         drafts, growth = self._model.draft(
-            contexts,
+            self._runner.token_states() if self._reads_states else self._contexts(rows, lengths),
             query,
             order.depth,
             sharpness=order.sharpness,
@@ -97,8 +106,14 @@ class Proposer:
             floor=order.floor,
             level_costs=order.level_costs,
         )
+        if not rows:
+            return
         made = ModelDrafts(query.responses, lengths, drafts, growth, time.perf_counter() - started_s)
         self._fresh = FreshDrafts([batch.req_ids[row] for row in rows], [[] for _ in rows], made)
+
+    def _contexts(self, rows: list[int], lengths: Int64Array) -> list[Int32Array]:
+        tokens = self._runner.input_batch.token_ids_cpu
+        return [tokens[row, :length] for row, length in zip(rows, lengths.tolist(), strict=True)]
 
     def _room(self, state: Any, order: DraftOrder) -> int:
         left: int = state.sampling_params.max_tokens - len(state.output_token_ids) - 1
@@ -116,3 +131,15 @@ class Proposer:
         """The fresh model drafts for the scheduler, once; None when there are none."""
         fresh, self._fresh = self._fresh, None
         return fresh
+
+
+def _ends(target: Any, model_config: Any) -> TargetEnds:
+    """The target's embedding and output head, through vLLM's own calls, which new weights reach too."""
+    from paceline.drafting.head import TargetEnds
+
+    return TargetEnds(
+        hidden_size=model_config.get_hidden_size(),
+        vocab_size=model_config.get_vocab_size(),
+        embed=target.embed_input_ids,
+        logits=lambda hidden: target.compute_logits(hidden.to(model_config.dtype)),
+    )

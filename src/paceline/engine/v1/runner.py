@@ -180,10 +180,11 @@ class KeyedRunner:
             states = states[torch.from_numpy(np.repeat(stands, counts))]
             counts = np.where(stands, counts, 0)
         starts = batch.num_computed_tokens_cpu[:count].astype(np.int64)
-        ids = batch.token_ids_cpu[np.repeat(np.arange(count), counts), ranges(starts, counts)]
+        owners, positions = np.repeat(np.arange(count), counts), ranges(starts, counts)
+        ids, next_ids = (batch.token_ids_cpu[owners, positions + shift] for shift in (0, 1))
         extras = [self.requests[name].sampling_params.extra_args for name in names]
         responses = np.fromiter((extra["paceline_response"] for extra in extras), np.int64, count)
-        return TokenStates(responses, starts, counts, ids, states)
+        return TokenStates(responses, starts, counts, ids, next_ids, states)
 
     def lay_out_rows(self: Any, metadata: SpecDecodeMetadata | None) -> tuple[Rows, Int64Array]:
         """The rows of the step's logits and the draft tokens that they verify, [num_draft_tokens] int64."""

@@ -1,0 +1,211 @@
+"""An EAGLE head in the engine: plain decoding's tokens, and acceptance as it was measured, disturbed or not."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from draft_head import make_head
+from safetensors.torch import load_file
+from tiny_model import VOCAB, make_model
+from trained_head import DEPTH, POLICY, draw_prompts, learn
+
+from paceline.config import BudgetSettings, EngineSettings, KvPoolSettings
+from paceline.distillation.export import export
+from paceline.distillation.measuring import Dice, measure
+from paceline.distillation.target import choose_layers, load_model, read_samples, share
+from paceline.engine.arguments import engine_arguments
+from paceline.engine.model_steering import ModelSteering
+from paceline.engine.rollout_engine import RolloutEngine
+from paceline.errors import CheckpointError, ConfigError, UnsupportedError
+from paceline.types import Response, RolloutRequest
+
+
+def generate(engine: RolloutEngine, wanted: list[RolloutRequest], **options: object) -> list[Response]:
+    from vllm import SamplingParams
+
+    return engine.generate(wanted, SamplingParams(**{"temperature": 1.0, **options}))
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RolloutEngine]:
+    """An untrained head beside the suffix tree and its paths; prompts in pieces, few blocks."""
+    target = make_model(tmp_path_factory.mktemp("target"), tie=False)
+    head = tmp_path_factory.mktemp("head")
+    make_head(head, load_model(target))
+    settings = EngineSettings(
+        model_drafter=str(head),
+        budget=BudgetSettings(policy="fixed", fixed_tokens=4),
+        max_draft_tokens=6,
+        num_paths=4,
+        max_alternatives=8,
+    )
+    with RolloutEngine(
+        target,
+        settings,
+        dtype="float32",
+        max_model_len=512,
+        max_num_seqs=8,
+        kv_cache_bytes=30 * 128 * 2 * 2 * 64 * 4,  # blocks x tokens x layers x (K, V) x head x bytes
+        max_num_batched_tokens=128,
+        enable_chunked_prefill=True,
+    ) as made:
+        yield made
+
+
+def test_tokens_are_those_of_plain_decoding(tiny: RolloutEngine) -> None:
+    """In chunks, preempted, out of the prefix cache, and with new weights every so often."""
+    from vllm import SamplingParams
+
+    rng = np.random.default_rng(3)
+    prompts = [(1, *rng.integers(3, VOCAB, 190 + 7 * i).tolist()) for i in range(8)]
+    wanted = [RolloutRequest(p, 240, key=10 * i + s) for s in range(2) for i, p in enumerate(prompts)]
+    tiny.set_drafting(False)
+    plain = generate(tiny, wanted, ignore_eos=True)
+    tiny.set_drafting(True)
+    preemptions, score = tiny.scheduler.num_preemptions, tiny.drafter_score()
+    assert tiny.settings is not None
+    weights = load_file(Path(str(tiny.settings.model_drafter)) / "model.safetensors")
+    tokens = {}
+    for number, event in enumerate(tiny.stream(wanted, SamplingParams(temperature=1.0, ignore_eos=True))):
+        if number % 400 == 399:
+            tiny.push_drafter({name: weight * 0.9 for name, weight in weights.items()})
+        if event.response is not None:
+            tokens[event.index] = event.response.tokens
+    assert [tokens[index] for index in range(len(wanted))] == [r.tokens for r in plain]
+    assert tiny.scheduler.num_preemptions > preemptions
+    assert (tiny.drafter_score() - score).tried > 50
+
+
+def test_a_head_drafts_in_the_engine_alone(tiny: RolloutEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert tiny.settings is not None
+    folder = tiny.settings.model_drafter
+    for where in ({"draft_worker": True}, {"draft_help": True}):
+        with pytest.raises(ConfigError, match="draft head"):
+            engine_arguments(model_drafter=folder, **where)
+    monkeypatch.setattr("paceline.engine.compat.uses_v2", lambda: True)
+    with pytest.raises(UnsupportedError, match="draft head"):
+        engine_arguments(model_drafter=folder)
+
+
+def test_a_head_of_another_target_is_refused_at_the_start(tiny: RolloutEngine, tmp_path: Path) -> None:
+    other = make_model(tmp_path / "target", hidden=64)
+    with pytest.raises((CheckpointError, RuntimeError), match="hidden size 128"):
+        RolloutEngine(other, tiny.settings, dtype="float32", max_model_len=128, kv_cache_bytes=1 << 26)
+
+
+@dataclass
+class Trained:
+    """The Countdown policy with a head that has learned a little of it, drafting DEPTH tokens in every step."""
+
+    engine: RolloutEngine
+    head: Path
+    network: object
+    requests: list[RolloutRequest]
+
+    def accepted(self, responses: list[Response]) -> tuple[int, int]:
+        """(tokens, steps)"""
+        tokens = sum(len(r.tokens) - len(r.request.generated) for r in responses)
+        return tokens, sum(r.num_steps for r in responses)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
+    head = tmp_path_factory.mktemp("trained")
+    trainer, made = learn(load_model(POLICY), "eagle")
+    export(trainer.tensors(), made, head, "huggingface", str(POLICY))
+    folder = Path(tempfile.mkdtemp(prefix="paceline-head-", dir="/dev/shm"))
+    settings = EngineSettings(
+        drafter="none",
+        model_drafter=str(head),
+        max_draft_tokens=DEPTH,
+        sharpness=1.0,
+        budget=BudgetSettings(policy="fixed", fixed_tokens=DEPTH),
+        kv_pool=KvPoolSettings(directory=str(folder)),
+    )
+    requests = [
+        RolloutRequest(tuple(prompt), 160, key=1000 * index + sample)
+        for index, prompt in enumerate(draw_prompts(40))
+        for sample in range(4)
+    ]
+    patch = pytest.MonkeyPatch()
+    patch.setattr(ModelSteering, "advance", lambda *_: True)
+    patch.setattr(ModelSteering, "limits", lambda _, batch, *rest: (0.0, np.zeros(batch + 1, np.float32)))
+    with RolloutEngine(POLICY, settings, dtype="float32", max_model_len=320, max_num_seqs=64) as engine:
+        yield Trained(engine, head, trainer.network, requests)
+    patch.undo()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(trained: Trained) -> list[Response]:
+    return generate(trained.engine, [replace(r, keep_kv=False) for r in trained.requests])
+
+
+@pytest.mark.slow
+def test_acceptance_is_as_measured(trained: Trained, undisturbed: list[Response]) -> None:
+    trained.engine.set_drafting(False)
+    plain = generate(trained.engine, [replace(r, keep_kv=False) for r in trained.requests])
+    trained.engine.set_drafting(True)
+    assert [r.tokens for r in plain] == [r.tokens for r in undisturbed]
+    target = load_model(POLICY)
+    written = [(torch.tensor([*r.request.prompt, *r.tokens]), len(r.request.prompt)) for r in undisturbed]
+    samples = read_samples(target, written, choose_layers(4), 4096)
+    thrown = [(sample, Dice(r.key, 1.0)) for sample, r in zip(samples, undisturbed, strict=True)]
+    worth = measure(trained.network, share(target), thrown, DEPTH)
+    tokens, steps = trained.accepted(undisturbed)
+    decided = len(undisturbed)  # the first token of a response, in the step that ends its prompt
+    assert worth.acceptance_length > 1.3
+    assert (tokens - decided) / (steps - decided) == pytest.approx(worth.acceptance_length, rel=0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cut", [4, 24, 48])
+def test_moved_responses_are_accepted_as_often(
+    trained: Trained, undisturbed: list[Response], cut: int
+) -> None:
+    """Their keys and values come from the KV pool; the head has no state of what lies before the move."""
+    engine = trained.engine
+    engine.reset_prefix_cache()
+    begun = generate(engine, [replace(r, max_tokens=cut, keep_kv=True) for r in trained.requests])
+    engine.reset_prefix_cache()
+    going_on = [index for index, response in enumerate(begun) if response.finish_reason == "length"]
+    todo = [
+        replace(trained.requests[index], generated=begun[index].tokens, keep_kv=False) for index in going_on
+    ]
+    before = engine.kv_pool_counters().hits
+    moved = generate(engine, todo)
+    assert engine.kv_pool_counters().hits - before == len(todo)
+    assert [r.tokens for r in moved] == [undisturbed[index].tokens for index in going_on]
+    tokens, steps = trained.accepted(moved)
+    whole = trained.accepted([undisturbed[index] for index in going_on])
+    first = trained.accepted([begun[index] for index in going_on])
+    length = (whole[0] - first[0]) / (whole[1] - first[1])
+    print(f"cut {cut}: {len(todo)} moved, {tokens / steps:.4f} against {length:.4f}")
+    assert tokens / steps > 0.95 * length
+
+
+@pytest.mark.slow
+def test_swapped_weights_are_accepted_as_often(trained: Trained, undisturbed: list[Response]) -> None:
+    """Every response's context begins anew, every 20 steps or so."""
+    from vllm import SamplingParams
+
+    weights = load_file(trained.head / "model.safetensors")
+    trained.engine.reset_prefix_cache()
+    responses: dict[int, Response] = {}
+    wanted = [replace(r, keep_kv=False) for r in trained.requests]
+    for number, event in enumerate(trained.engine.stream(wanted, SamplingParams(temperature=1.0))):
+        if number % 1200 == 1199:
+            trained.engine.push_drafter(weights)
+        if event.response is not None:
+            responses[event.index] = event.response
+    assert [responses[i].tokens for i in range(len(wanted))] == [r.tokens for r in undisturbed]
+    (tokens, steps), whole = trained.accepted(list(responses.values())), trained.accepted(undisturbed)
+    print(f"swapped: {tokens / steps:.4f} against {whole[0] / whole[1]:.4f}")
+    assert tokens / steps > 0.95 * whole[0] / whole[1]

@@ -1,0 +1,236 @@
+"""The draft head against its network in training: the same drafts, whatever was rolled back, missed or shared."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from draft_head import make_head
+from safetensors.torch import load_file, save_file
+from tiny_target import VOCAB, make_samples, tiny_target
+
+from paceline import dice
+from paceline.distillation.networks import DraftHead, Shared
+from paceline.distillation.packing import Sample, pack_samples
+from paceline.distillation.target import share
+from paceline.drafting.drafter import is_draft_head
+from paceline.drafting.head import HeadDrafter, TargetEnds
+from paceline.drafting.proposal import NUM_CELLS
+from paceline.drafting.token_states import TokenStates
+from paceline.errors import CheckpointError, ConfigError
+from paceline.types import DraftQuery
+
+MAX_LEN = 96
+DEPTH = 5
+GRID = np.array([1.0], np.float32)
+
+
+@pytest.fixture(scope="module")
+def target() -> Any:
+    return tiny_target()
+
+
+def ends(shared: Shared) -> TargetEnds:
+    return TargetEnds(
+        shared.config.hidden_size,
+        shared.config.vocab_size,
+        lambda ids: F.embedding(ids, shared.embedding),
+        lambda hidden: F.linear(hidden, shared.head),
+    )
+
+
+def load(folder: Path, target: Any, **options: Any) -> HeadDrafter:
+    return HeadDrafter(
+        folder, ends(share(target)), **{"max_model_len": MAX_LEN, "max_requests": 4, **options}
+    )
+
+
+def step_of(parts: Sequence[tuple[int, Sample, int, int]]) -> TokenStates:
+    """(response, its sample, first token, tokens) of each request."""
+    slices = [slice(start, start + count) for _, _, start, count in parts]
+    ids = [sample.ids.numpy().astype(np.int32) for _, sample, _, _ in parts]
+    return TokenStates(
+        responses=np.array([part[0] for part in parts], np.int64),
+        starts=np.array([part[2] for part in parts], np.int64),
+        counts=np.array([part[3] for part in parts], np.int64),
+        ids=np.concatenate([row[s] for row, s in zip(ids, slices, strict=True)]),
+        next_ids=np.concatenate([np.append(row, 0)[1:][s] for row, s in zip(ids, slices, strict=True)]),
+        states=torch.cat([part[1].states[s, -32:] for part, s in zip(parts, slices, strict=True)]),
+    )
+
+
+def draft(
+    drafter: HeadDrafter, step: TokenStates, wanted: Sequence[int], depth: int = DEPTH
+) -> list[list[int]]:
+    """Drafts of the step's requests with these places, behind the token that follows their last state."""
+    chosen = np.asarray(wanted, np.int64)
+    query = DraftQuery(
+        groups=np.zeros(len(chosen), np.int64),
+        responses=step.responses[chosen],
+        keys=step.responses[chosen].astype(np.uint64) * np.uint64(77),
+        positions=(step.starts + step.counts)[chosen] + 1,
+        temperatures=np.full(len(chosen), 0.7, np.float32),
+        max_tokens=np.full(len(chosen), depth, np.int32),
+    )
+    made, growth = drafter.draft(
+        step,
+        query,
+        depth,
+        sharpness=1.0,
+        sharpness_grid=GRID,
+        calibration=np.ones(NUM_CELLS, np.float32),
+        floor=0.0,
+    )
+    assert growth.num_levels == (int(made.num_tokens.max(initial=0)))
+    return [made.tokens[row, :count].tolist() for row, count in enumerate(made.num_tokens.tolist())]
+
+
+def expect(head: DraftHead, response: int, sample: Sample, stop: int, begin: int = 0) -> list[int]:
+    """What a chain drafts behind the token at `stop`, all keys computed anew; the head's context begins at `begin`."""
+    ids = sample.ids[begin : stop + 1].long()
+    drafted: list[int] = []
+    for step in range(DEPTH):
+        states = torch.zeros(len(ids), sample.states.shape[1])
+        states[: stop - begin] = sample.states[begin:stop]
+        pack = pack_samples([Sample(ids, 1, states)])
+        with torch.no_grad():
+            hidden = list(head.unroll(pack, step + 1))[step][stop - begin - 1]
+            logits = head.logits(hidden[None]).contiguous().numpy()
+        key, position = np.array([response * 77], np.uint64), np.array([stop + 1 + step], np.int64)
+        token, *_ = dice.propose(logits, key, position, np.array([0.7], np.float32), 1.0)
+        drafted.append(int(token[0]))
+        ids = torch.cat([ids, torch.from_numpy(token.astype(np.int64))])
+    return drafted
+
+
+def test_drafts_are_those_of_the_network(tmp_path: Path, target: Any) -> None:
+    """Ragged prompts, one of them unfinished at first, and steps of one to four tokens over self-fed keys."""
+    head = make_head(tmp_path, target)
+    drafter = load(tmp_path, target)
+    samples = make_samples(target, [60, 52, 70])
+    step = step_of([(5, samples[0], 0, 9), (6, samples[1], 0, 14), (7, samples[2], 0, 11)])
+    assert draft(drafter, step, [0, 1]) == [expect(head, 5, samples[0], 9), expect(head, 6, samples[1], 14)]
+    at, random = [9, 14, 11], np.random.default_rng(0)
+    for _ in range(8):
+        counts = random.integers(1, 5, 3).tolist()
+        order = random.permutation(3).tolist()
+        step = step_of([(5 + r, samples[r], at[r], counts[r]) for r in order])
+        at = [start + count for start, count in zip(at, counts, strict=True)]
+        assert draft(drafter, step, [0, 1, 2]) == [expect(head, 5 + r, samples[r], at[r]) for r in order]
+
+
+def test_a_context_begins_anew_behind_missing_states(tmp_path: Path, target: Any) -> None:
+    """Moved, prefix-cached or drafted for without it: the first state that comes is the first of its context."""
+    head = make_head(tmp_path, target)
+    drafter = load(tmp_path, target)
+    [sample] = make_samples(target, [60])
+    step = step_of([(5, sample, 20, 3)])
+    assert draft(drafter, step, [0]) == [expect(head, 5, sample, 23, begin=20)]
+    assert draft(drafter, step_of([(5, sample, 23, 2)]), [0]) == [expect(head, 5, sample, 25, begin=20)]
+    assert draft(drafter, step_of([(5, sample, 30, 2)]), [0]) == [expect(head, 5, sample, 32, begin=30)]
+
+
+def test_what_is_computed_again_replaces_what_was_there(tmp_path: Path, target: Any) -> None:
+    """A preempted response, or one whose step was withdrawn, goes back; far back, everything is new."""
+    head = make_head(tmp_path, target)
+    drafter = load(tmp_path, target)
+    [sample, other] = make_samples(target, [60, 60])
+    draft(drafter, step_of([(5, other, 0, 20)]), [0])
+    assert draft(drafter, step_of([(5, sample, 0, 12)]), [0]) == [expect(head, 5, sample, 12)]
+    draft(drafter, step_of([(5, sample, 12, 8)]), [0])
+    assert draft(drafter, step_of([(5, sample, 15, 2)]), [0]) == [expect(head, 5, sample, 17)]
+    draft(drafter, step_of([(5, sample, 40, 2)]), [0])
+    assert draft(drafter, step_of([(5, sample, 17, 2)]), [0]) == [expect(head, 5, sample, 19, begin=17)]
+
+
+def test_rows_move_when_a_response_ends(tmp_path: Path, target: Any) -> None:
+    head = make_head(tmp_path, target)
+    drafter = load(tmp_path, target)
+    samples = make_samples(target, [60, 60, 60])
+    draft(drafter, step_of([(5 + i, samples[i], 0, 10 + i) for i in range(3)]), [0, 1, 2])
+    drafter.forget([5, 999])
+    step = step_of([(7, samples[2], 12, 2), (6, samples[1], 11, 1)])
+    assert draft(drafter, step, [0, 1]) == [expect(head, 7, samples[2], 14), expect(head, 6, samples[1], 12)]
+
+
+def test_new_weights_begin_anew(tmp_path: Path, target: Any) -> None:
+    make_head(tmp_path / "old", target)
+    other = make_head(tmp_path / "new", target, seed=2)
+    drafter = load(tmp_path / "old", target)
+    [sample] = make_samples(target, [60])
+    draft(drafter, step_of([(5, sample, 0, 10)]), [0])
+    weights = load_file(tmp_path / "new" / "model.safetensors")
+    for broken in ({**weights, "x": weights["fc.weight"]}, {"fc.weight": weights["fc.weight"]}):
+        with pytest.raises(CheckpointError):
+            drafter.reload(broken.items())
+    drafter.reload(weights.items())
+    assert draft(drafter, step_of([(5, sample, 10, 3)]), [0]) == [expect(other, 5, sample, 13, begin=10)]
+
+
+def test_nan_stays_with_its_response(tmp_path: Path, target: Any) -> None:
+    head = make_head(tmp_path, target)
+    drafter = load(tmp_path, target)
+    [good, bad] = make_samples(target, [60, 60])
+    bad.states[4] = torch.nan
+    step = step_of([(5, bad, 0, 10), (6, good, 0, 10)])
+    assert draft(drafter, step, [0, 1]) == [[], expect(head, 6, good, 10)]
+    step = step_of([(5, bad, 10, 2), (6, good, 10, 1)])
+    assert draft(drafter, step, [0, 1]) == [
+        expect(head, 5, bad, 12, begin=10),
+        expect(head, 6, good, 11),
+    ]
+
+
+def test_limits_end_drafts(tmp_path: Path, target: Any) -> None:
+    make_head(tmp_path, target)
+    drafter = load(tmp_path, target, max_model_len=24)
+    [sample] = make_samples(target, [60])
+    assert [len(row) for row in draft(drafter, step_of([(5, sample, 0, 20)]), [0])] == [3]
+    assert draft(drafter, step_of([(5, sample, 20, 1)]), [0], depth=0) == [[]]
+    assert draft(drafter, step_of([(6, sample, 0, 8)]), []) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hidden": 64}, "hidden size"),
+        ({"vocab": 40}, "vocabulary size"),
+        ({"drop": "fc.weight"}, "no weight 'fc.weight'"),
+        ({"add": "embed_tokens.weight"}, "embed_tokens.weight"),
+        ({"cut": "layers.0.mlp.up_proj.weight"}, "shape"),
+    ],
+)
+def test_a_head_of_another_target_is_refused(
+    tmp_path: Path, target: Any, change: dict[str, Any], message: str
+) -> None:
+    make_head(tmp_path, target)
+    file = tmp_path / "model.safetensors"
+    weights = load_file(file)
+    if name := change.get("drop"):
+        del weights[name]
+    if name := change.get("add"):
+        weights[name] = torch.ones(2)
+    if name := change.get("cut"):
+        weights[name] = weights[name][:-1].clone()
+    save_file(weights, file)
+    shared = ends(share(target))
+    fake = TargetEnds(change.get("hidden", 32), change.get("vocab", VOCAB), shared.embed, shared.logits)
+    with pytest.raises(CheckpointError, match=message):
+        HeadDrafter(tmp_path, fake, max_model_len=MAX_LEN, max_requests=4)
+
+
+def test_what_counts_as_a_head(tmp_path: Path, target: Any) -> None:
+    make_head(tmp_path / "eagle", target)
+    make_head(tmp_path / "eagle3", target, "eagle3")
+    target.save_pretrained(tmp_path / "model")
+    found = [is_draft_head(tmp_path / name) for name in ("eagle", "eagle3", "model", "nothing")]
+    assert found == [True, True, False, False]
+    with pytest.raises(CheckpointError, match="EAGLE head"):
+        load(tmp_path / "eagle3", target)
+    with pytest.raises(ConfigError, match="max_requests"):
+        load(tmp_path / "eagle", target, max_requests=0)
