@@ -185,8 +185,8 @@ def _check_head(settings: EngineSettings, is_v2: bool) -> None:
         )
     if is_v2:
         raise UnsupportedError(
-            f"model_drafter={settings.model_drafter!r} is a draft head, which drafts on vLLM's model runner V1 alone: "
-            "give a small language model, or choose V1 with VLLM_USE_V2_MODEL_RUNNER=0"
+            f"model_drafter={settings.model_drafter!r} is a draft head, which drafts on the CPU alone, with vLLM's "
+            "model runner V1: give a small language model"
         )
 
 
