@@ -169,6 +169,9 @@ class StepObservation:
     """Rejections whose correction was prepared, likewise."""
     wait_s: float = 0.0
     """Part of `step_s`: taking what a draft worker has drafted, and waiting for it."""
+    draft_s: float = 0.0
+    """As the budget learns from the step: what its drafts took beside `step_s`, which then holds neither the wait nor
+    the drafting for the next step."""
 
     @property
     def num_tokens(self) -> int:

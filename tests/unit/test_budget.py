@@ -190,6 +190,12 @@ def test_bandit_learns_from_decode_steps_alone() -> None:
     assert update(state, StepObservation(2, 4, 2, 0, 0.1), settings).bandit.rewards[0][0] == (40.0,)
 
 
+def test_the_bandits_reward_has_drafting_time_in_it() -> None:
+    settings = BudgetSettings(policy="bandit")
+    state = update(BudgetState.initial(settings), StepObservation(2, 4, 2, 0, 0.1, draft_s=0.06), settings)
+    assert state.bandit.rewards[0][0] == (pytest.approx(4 / 0.16),)
+
+
 @pytest.mark.parametrize("policy", ["marginal", "bandit", "thresholds", "fixed", "off"])
 def test_no_policy_exceeds_a_limit(policy: str) -> None:
     settings = BudgetSettings(policy=policy, max_draft_tokens=3)  # type: ignore[arg-type]

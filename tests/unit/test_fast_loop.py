@@ -160,6 +160,20 @@ def test_a_model_drafters_time_is_not_the_targets() -> None:
     assert float(predict_s(loop.budget.decode_time, 3)) == pytest.approx(0.020, rel=0.05)
 
 
+def test_a_step_pays_the_bandit_for_the_drafts_that_it_verified() -> None:
+    """Drafts are made at the end of the step before; those of the next step are not its own."""
+    budget = BudgetSettings(policy="bandit", bandit_strategies=((8, 8),), bandit_batch_sizes=(1,))
+    loop = FastLoop(EngineSettings(drafter="none", model_drafter="there", budget=budget))
+    for drafting_s in (0.030, 0.010, 0.020):
+        loop.propose(query(), 0)
+        loop.observe(step(3, 3, 3, seconds=0.050))
+        loop.receive(ModelDrafts(np.arange(3), np.full(3, 10), batch([[4]] * 3, 0.9), GROWTH, drafting_s))
+    loop.propose(query(), 0)
+    elapsed_s = (0.050 - 0.030, 0.050 - 0.010 + 0.030, 0.050 - 0.020 + 0.010)
+    [[rewards]] = loop.budget.bandit.rewards
+    assert rewards == pytest.approx([6 / seconds for seconds in elapsed_s])
+
+
 def test_drafting_can_be_switched_off_and_on() -> None:
     loop = FastLoop(EngineSettings(budget=FIXED, draft_floor=0.0))
     fill(loop)

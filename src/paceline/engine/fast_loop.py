@@ -141,6 +141,7 @@ class FastLoop:
         self._steering = ModelSteering()
         self._arrived: ModelDrafts | None = None
         self._pending: tuple[StepObservation, float] | None = None
+        self._draft_s = 0.0  # what the model drafts of the present step took
         self._batch_size = 0
         self._num_drafted = 0
         self._expected = 0.0
@@ -432,6 +433,7 @@ class FastLoop:
         arrived, self._arrived = self._arrived, None
         if arrived is None:
             return None
+        self._draft_s = arrived.total_s
         order = np.argsort(arrived.responses, kind="stable")
         found = np.searchsorted(arrived.responses[order], query.responses)
         row = order[np.minimum(found, len(order) - 1)]
@@ -534,7 +536,8 @@ class FastLoop:
             )
         step = replace(step, num_model_tokens=self._model_accepted, num_adopted_tokens=self._adopted)
         self._model_accepted = self._adopted = 0
-        alone = replace(step, step_s=max(step.step_s - wait_s, 1e-6))
+        draft_s, self._draft_s = self._draft_s + wait_s, 0.0
+        alone = replace(step, step_s=max(step.step_s - wait_s, 1e-6), draft_s=draft_s)
         self._pending = alone, self._expected if step.num_draft_tokens else 0.0
         return step
 

@@ -91,6 +91,7 @@ def record(state: BanditState, batch_size: int, num_accepted: int, elapsed_s: fl
     """Lines 7-10 for the strategy that `select_strategy(state, batch_size)` chose.
 
     num_accepted: accepted draft tokens of the step, bonus tokens not counted (sum of accept_lens).
+    elapsed_s: of the step and of making its drafts.
     """
     bucket, arm = _select(state, batch_size)
     accept_length = num_accepted / batch_size + 1.0

@@ -243,9 +243,8 @@ def update(
     else:
         decode_time = update_step_time(decode_time, observation)
         if settings.policy == "bandit":
-            arms = bandit.record(
-                arms, observation.num_requests, observation.num_accepted_tokens, observation.step_s
-            )
+            elapsed_s = observation.step_s + observation.draft_s
+            arms = bandit.record(arms, observation.num_requests, observation.num_accepted_tokens, elapsed_s)
     now = state.num_steps + 1
     last = now if observation.num_draft_tokens > 0 else state.last_drafted_step
     expected, accepted = state.expected_tokens * _CONFIDENCE_DECAY, state.accepted_tokens * _CONFIDENCE_DECAY
