@@ -12,6 +12,7 @@ import interpreted  # noqa: F401  first: it prepares Triton
 import json
 import os
 import sys
+import tempfile
 from collections.abc import Iterable
 from dataclasses import asdict, replace
 from itertools import chain
@@ -28,12 +29,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from vllm import LLM, SamplingParams
 
 from paceline.commands.doctor.gpu_parts import generate_ours, generate_plain
+from paceline.commands.doctor.invariance_check import write_model
 from paceline.config import BudgetSettings, EngineSettings, KvPoolSettings
 from paceline.engine import plugin
 from paceline.engine.profiling import Shape, measure_steps
 from paceline.engine.rollout_engine import RolloutEngine
 from paceline.engine.v2.checks import throw_dice, time_verifying
 from paceline.engine.v2.sampler import accept
+from paceline.errors import UnsupportedError
 from paceline.types import RolloutRequest
 
 MAX_TOKENS = 32
@@ -107,6 +110,20 @@ def move(engine: RolloutEngine) -> dict[str, Any]:
     return {"responses": found, "hits": engine.kv_pool_counters().hits}
 
 
+def refusals(engine: RolloutEngine) -> list[str]:
+    """What an engine on V2 says to what V1 alone can do."""
+    said = []
+    for ask in (
+        lambda: engine.push_drafter([]),
+        lambda: engine.vllm_engine.collective_rpc("collect_states", args=(1.0, 1 << 20)),
+    ):
+        try:
+            ask()
+        except UnsupportedError as error:
+            said.append(str(error))
+    return said
+
+
 class Waits(TorchDispatchMode):
     """Notes operations for whose result a host has to wait."""
 
@@ -153,11 +170,13 @@ def accept_at_random() -> list[Any]:
     return cases
 
 
-def examine(target: str) -> dict[str, Any]:
+def examine() -> dict[str, Any]:
     """What `paceline doctor --gpu` asks a GPU, asked of the interpreter."""
-    requests = [RolloutRequest((1, 5, 9, 13 + sample), 12, key=50 + sample) for sample in range(3)]
-    plain = generate_plain(Path(target), requests, "float32")
-    made = {"plain": plain, **generate_ours(Path(target), requests, "float32")}
+    folder = Path(tempfile.mkdtemp())
+    write_model(folder)
+    requests = [RolloutRequest((1, 5, 9, 13 + sample), 9, key=50 + sample) for sample in range(2)]
+    plain = generate_plain(folder, requests, "float32")
+    made = {"plain": plain, **generate_ours(folder, requests, "float32")}
     return {
         "tokens": {name: [response.tokens for response in responses] for name, responses in made.items()},
         "drafted": {name: sum(r.num_draft_tokens for r in responses) for name, responses in made.items()},
@@ -166,7 +185,7 @@ def examine(target: str) -> dict[str, Any]:
 
 
 def main(target: str, drafter: str, file: str) -> None:
-    made: dict[str, Any] = {"accept": accept_at_random(), "doctor": examine(target)}
+    made: dict[str, Any] = {"accept": accept_at_random(), "doctor": examine()}
     with RolloutEngine(target, None, kv_cache_bytes=1 << 26, **SIZES) as engine:
         plain = decode(engine)
     made["plain"] = {"responses": plain}
@@ -200,6 +219,14 @@ def main(target: str, drafter: str, file: str) -> None:
         made["verifying"] = asdict(time_verifying(runner, 2, 3, 1500, 1))
         points = measure_steps(engine, [Shape(2, 1, 8), Shape(2, 3, 8)], 1)
         made["steps"] = [(point.tokens_per_request, point.step_s) for point in points]
+        made["refused"] = refusals(engine)
+    settings = settings.model_copy(update={"kv_pool": None, "draft_worker": True, "draft_window": 4})
+    with RolloutEngine(target, settings, kv_cache_bytes=1 << 26, **SIZES) as engine:
+        for _ in range(30):  # it may still be loading its model
+            if run(engine, None, names=FEW[:1])["num_model_tokens"]:
+                break
+        made["worker"] = run(engine, None, names=FEW)
+        made["worker and suffix"] = run(engine, engine.scheduler.loop.drafter, names=FEW)
     os.environ |= {"PACELINE": "1", "PACELINE_SETTINGS": json.dumps({"max_draft_tokens": 4})}
     plugin.register()
     llm = LLM(

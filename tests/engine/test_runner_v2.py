@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 HERE = Path(__file__).parent
-MODES = ("none", "suffix", "garbage", "scripted", "mixed", "model")
+MODES = ("none", "suffix", "garbage", "scripted", "mixed", "model", "worker", "worker and suffix")
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed"),
@@ -102,6 +102,19 @@ def test_a_response_that_moves_brings_its_keys_and_values(made: dict[str, Any]) 
     plain = tokens(made["plain"])
     assert tokens(made["moved"]) == {name: plain[name] for name in made["moved"]["responses"]}
     assert made["moved"]["hits"] == 2
+
+
+def test_a_draft_worker_drafts_for_v2(made: dict[str, Any]) -> None:
+    """Alone, and with suffix trees: its drafts meet theirs in the draft tree."""
+    assert made["worker"]["num_model_tokens"] > 50
+    assert made["worker"]["num_accepted_tokens"] > 0.4 * made["worker"]["num_draft_tokens"]
+    assert made["worker and suffix"]["num_draft_tokens"] > made["worker and suffix"]["num_model_tokens"] > 0
+
+
+def test_what_v1_alone_can_do_is_refused_by_name(made: dict[str, Any]) -> None:
+    drafter, states = made["refused"]
+    assert "new weights for the model drafter" in drafter
+    assert "hidden states" in states
 
 
 def test_pushed_weights_take_over(made: dict[str, Any]) -> None:

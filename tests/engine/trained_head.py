@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from transformers import AutoTokenizer
 
 from paceline.distillation.methods import METHODS, MethodName, build_network
 from paceline.distillation.offline import Progress, Schedule, train_offline
-from paceline.distillation.packing import ATTENTION_NAME
+from paceline.distillation.packing import ATTENTION_NAME, Sample
 from paceline.distillation.target import choose_layers, read_samples, share
 from paceline.distillation.trainer import Trainer
 from paceline.distillation.training_folder import Description, describe
@@ -28,9 +29,9 @@ def draw_prompts(count: int) -> list[list[int]]:
     return [tokenizer(row["prompt"])["input_ids"] for row in rows]
 
 
-def learn(target: Any, method: MethodName) -> tuple[Trainer, Description]:
-    """A head after a few steps on what the target writes."""
-    shared = share(target)
+@cache
+def write_samples(target: Any) -> list[Sample]:
+    """What the target writes."""
     layers = choose_layers(target.config.num_hidden_layers)
     torch.manual_seed(0)
     target.set_attn_implementation("sdpa")
@@ -39,12 +40,19 @@ def learn(target: Any, method: MethodName) -> tuple[Trainer, Description]:
         ids = target.generate(torch.tensor([prompt]), max_new_tokens=100, do_sample=True)
         written.append((ids[0], len(prompt)))
     target.set_attn_implementation(ATTENTION_NAME)
-    samples = list(read_samples(target, written, layers, 4096))
+    return list(read_samples(target, written, layers, 4096))
+
+
+@cache
+def learn(target: Any, method: MethodName) -> tuple[Trainer, Description]:
+    """A head after a few steps on what the target writes; the same one for the same target."""
+    samples, shared = write_samples(target), share(target)
+    torch.manual_seed(0)
     chosen = METHODS[method].with_steps(DEPTH)
     network = build_network(chosen, shared, None)
     trainer = Trainer(network, shared, chosen.objective)
     steps = itertools.count()
     schedule, begun = Schedule(60, rate=4e-3), Progress(0.0, 0, 0.0)
     train_offline(trainer, samples, schedule, begun, 0, lambda _: None, lambda: float(next(steps)))
-    fused = layers if network.num_fused else ()
+    fused = choose_layers(target.config.num_hidden_layers) if network.num_fused else ()
     return trainer, describe(network, method, chosen.objective.loss, 1.0, fused)

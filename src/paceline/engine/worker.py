@@ -18,6 +18,7 @@ from paceline.engine.arguments import check_engine
 from paceline.engine.compat import is_cpu, platform_worker, repack_tied_head
 from paceline.engine.kv.connector import PoolConnector, worker_end
 from paceline.engine.runner import Runner
+from paceline.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from paceline.distillation.packing import Sample
@@ -120,7 +121,14 @@ class PacelineWorker(platform_worker()):  # type: ignore[misc]
         self.model_runner.drafter.reload(weights)
 
     def collect_states(self, share: float, max_bytes: int) -> None:
-        """Keep hidden states from the next step on; a share of 0: no more. Called by `collective_rpc`."""
+        """Keep hidden states from the next step on; a share of 0: no more. Called by `collective_rpc`.
+
+        Raises UnsupportedError on model runner V2.
+        """
+        if self.vllm_config.use_v2_model_runner:
+            raise UnsupportedError(
+                "hidden states are collected on model runner V1, the CPU's, alone: this engine has V2"
+            )
         from paceline.engine.v1.hidden_states import StateCollector
 
         self.model_runner.collector = StateCollector(share, max_bytes) if share else None

@@ -51,7 +51,7 @@ def doctor(
         typer.Option(
             "--gpu",
             help="Measure the GPU instead: dice, exactness, batch invariance, cost of the sampler, and with --model "
-            "step times and speed beside plain vLLM. About 5 minutes.",
+            "step times and speed beside plain vLLM.",
         ),
     ] = False,
     model: Annotated[

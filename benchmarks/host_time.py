@@ -1,0 +1,225 @@
+"""What Paceline costs the host in each step, beyond vLLM's own scheduling: no model, no device, no kernel.
+
+    python benchmarks/host_time.py [--json FILE] [--requests 1,64,256] [--steps 200]
+
+The engine is real up to its executor, which a stand-in replaces: it knows what each response will be, takes drafts as
+far as they are right, and its time is not counted. `vllm` is plain vLLM, to which the stand-in gives ready drafts;
+`paceline` is Paceline's engine, which drafts from suffix trees, chooses by its budget, learns from what was accepted,
+and puts the drafts where model runner V2 reads them (its launches are plain CPU copies here). Groups of 8 responses
+repeat a text, with one token in ten changed; up to 8 draft tokens for each request. The systems take turns; medians
+over steps.
+
+`cpu_ms` is the process's processor time, all threads, `wall_ms` the time that passes. `beyond_vllm_ms`: over that of
+`vllm` at as many requests, by the same clock as `cpu_ms`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+from harness import ROOT, Child, median, parser, publish
+
+COLUMNS = (
+    "requests", "system", "policy", "cpu_ms", "wall_ms", "beyond_vllm_ms", "drafts_per_request", "tokens_per_request"
+)  # fmt: skip
+NUM_DRAFTS = 8
+GROUP = 8
+PERIOD = 32
+"""Tokens after which a group's text repeats itself."""
+SHARED = 0.9
+"""Share of a response's tokens that are those of its group."""
+PROMPT_TOKENS = 16
+WARM_UP = 60
+"""Steps before those that count: a group's text has to be known for drafts to be right."""
+
+
+class Device:
+    """Stands in for vLLM's executor: responses are known before; drafts are taken up to the first wrong token."""
+
+    def __init__(self, texts: dict[tuple[int, ...], np.ndarray], put: Callable[[Any], None] | None) -> None:
+        """texts: whole sequences by prompt. put: what the runner does with the drafts; None: give ready ones."""
+        self.texts, self.put = texts, put
+        self.own_s = self.own_cpu_s = 0.0
+        self.num_drafts = self.num_tokens = 0
+        self._place: dict[str, tuple[np.ndarray, int]] = {}
+        self._random = np.random.default_rng(5)
+        self._names: list[str] = []
+
+    def execute_model(self, scheduled: Any, non_block: bool = False) -> Any:
+        if self.put is not None:
+            self.put(scheduled.scheduled_spec_decode_tokens)
+        began_s, cpu_s = time.perf_counter(), time.process_time()
+        output = self._run(scheduled)
+        self.own_s += time.perf_counter() - began_s
+        self.own_cpu_s += time.process_time() - cpu_s
+        return SimpleNamespace(result=lambda: output)
+
+    def _run(self, scheduled: Any) -> Any:
+        from vllm.v1.outputs import ModelRunnerOutput
+
+        for new in scheduled.scheduled_new_reqs:
+            prompt = tuple(new.prompt_token_ids)
+            self._place[new.req_id] = (self.texts[prompt], len(prompt))
+        self._names = list(scheduled.num_scheduled_tokens)
+        made = []
+        for name in self._names:
+            drafts = scheduled.scheduled_spec_decode_tokens.get(name, [])
+            text, at = self._place[name]
+            future = text[at : at + len(drafts) + 1].tolist()
+            right = next((i for i, token in enumerate(drafts) if token != future[i]), len(drafts))
+            made.append(future[: right + 1])
+            self._place[name] = (text, at + right + 1)
+            self.num_drafts += len(drafts)
+            self.num_tokens += right + 1
+        return ModelRunnerOutput(self._names, {n: i for i, n in enumerate(self._names)}, made)
+
+    def take_draft_token_ids(self) -> Any:
+        if self.put is not None:
+            return None
+        began_s, cpu_s = time.perf_counter(), time.process_time()
+        drafts = [text[at : at + NUM_DRAFTS].copy() for text, at in map(self._place.__getitem__, self._names)]
+        for draft in drafts:
+            wrong = self._random.random(NUM_DRAFTS) > SHARED
+            draft[wrong] += 1
+        from vllm.v1.outputs import DraftTokenIds
+
+        ready = DraftTokenIds(list(self._names), [draft.tolist() for draft in drafts])
+        self.own_s += time.perf_counter() - began_s
+        self.own_cpu_s += time.process_time() - cpu_s
+        return ready
+
+
+def make_texts(num_requests: int, length: int) -> dict[tuple[int, ...], np.ndarray]:
+    """Sequences by prompt; a response differs from its group's text where chance wants it."""
+    random = np.random.default_rng(1)
+    texts = {}
+    for group in range(-(-num_requests // GROUP)):
+        common = np.resize(random.integers(100, 8000, PERIOD), length)
+        for sample in range(min(GROUP, num_requests - group * GROUP)):
+            own = np.where(random.random(length) < SHARED, common, random.integers(100, 8000, length))
+            own[:PROMPT_TOKENS] = common[:PROMPT_TOKENS]
+            own[0] = sample  # tells the responses apart; their group is given
+            texts[tuple(own[:PROMPT_TOKENS].tolist())] = own
+    return texts
+
+
+def put_into(max_requests: int, names: list[str]) -> Callable[[dict[str, list[int]]], None]:
+    """Model runner V2's part, on tensors of the CPU."""
+    import torch
+
+    from paceline.engine.v2.runner import KeyedRunnerV2
+
+    states = SimpleNamespace(
+        draft_tokens=torch.zeros(max_requests, NUM_DRAFTS, dtype=torch.int64),
+        req_id_to_index={name: row for row, name in enumerate(names)},
+    )
+    runner = SimpleNamespace(req_states=states, device=torch.device("cpu"))
+    return lambda drafts: KeyedRunnerV2.put_drafts(runner, drafts)
+
+
+def make_system(policy: str | None, num_requests: int, model: Path) -> Callable[[int], dict[str, float]]:
+    """An engine whose requests run; a call takes so many steps. policy: the budget's; None: plain vLLM."""
+    from vllm import SamplingParams
+
+    from paceline.config import BudgetSettings, EngineSettings
+    from paceline.engine.rollout_engine import RolloutEngine
+    from paceline.types import RolloutRequest
+
+    length = 2048
+    sizes: dict[str, Any] = {
+        "dtype": "bfloat16", "max_model_len": length, "max_num_seqs": num_requests, "skip_tokenizer_init": True,
+        "kv_cache_bytes": 3 << 30, "max_num_batched_tokens": 8192,
+    }  # fmt: skip
+    if policy is None:
+        settings = None
+        sizes["speculative_config"] = {
+            "method": "ngram", "num_speculative_tokens": NUM_DRAFTS, "prompt_lookup_max": 3
+        }  # fmt: skip
+    else:
+        budget = BudgetSettings.model_validate({"policy": policy, "fixed_tokens": NUM_DRAFTS})
+        settings = EngineSettings(max_draft_tokens=NUM_DRAFTS, budget=budget, draft_floor=0.0)
+    engine = RolloutEngine(model, settings, **sizes)
+    core = engine.vllm_engine.engine_core.engine_core
+    texts = make_texts(num_requests, length)
+    params = SamplingParams(temperature=1.0, ignore_eos=True)
+    for index, prompt in enumerate(texts):
+        engine.submit(
+            index, RolloutRequest(prompt, length - PROMPT_TOKENS, group=index // GROUP, key=index), params
+        )
+    names = list(engine.scheduler.requests)
+    device = core.model_executor = Device(texts, None if policy is None else put_into(num_requests, names))
+
+    def step(count: int) -> dict[str, float]:
+        walls, cpus = [], []
+        device.num_drafts = device.num_tokens = 0
+        for _ in range(count):
+            device.own_s = device.own_cpu_s = 0.0
+            began_s, cpu_s = time.perf_counter(), time.process_time()
+            _, ran = core.step()
+            core.post_step(ran)
+            walls.append(time.perf_counter() - began_s - device.own_s)
+            cpus.append(time.process_time() - cpu_s - device.own_cpu_s)
+        seen = count * num_requests
+        return {
+            "wall_ms": 1e3 * median(walls),
+            "cpu_ms": 1e3 * median(cpus),
+            "drafts_per_request": device.num_drafts / seen,
+            "tokens_per_request": device.num_tokens / seen,
+        }
+
+    step(WARM_UP)
+    return step
+
+
+def measure(num_requests: int, steps: int, turns: int, model: Path) -> list[dict[str, Any]]:
+    systems = {"vllm": None, "fixed": "fixed", "marginal": "marginal"}
+    children = {
+        name: Child(name, make_system, policy, num_requests, model) for name, policy in systems.items()
+    }
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in children}
+    try:
+        for child in children.values():
+            child.ready()
+        for turn in range(turns):
+            for name in list(children)[:: -1 if turn % 2 else 1]:
+                found[name].append(children[name].call(steps // turns))
+    finally:
+        for child in children.values():
+            child.close()
+    rows = []
+    for name, policy in systems.items():
+        values = {key: median([one[key] for one in found[name]]) for key in found[name][0]}
+        row = {
+            "requests": num_requests,
+            "system": "paceline" if policy else "vllm",
+            "policy": policy,
+            **values,
+        }
+        if policy:
+            row["beyond_vllm_ms"] = row["cpu_ms"] - rows[0]["cpu_ms"]
+        rows.append(row)
+    return rows
+
+
+def main() -> None:
+    made = parser(__doc__)
+    made.add_argument("--requests", default="1,64,256", help="batch sizes")
+    made.add_argument("--steps", type=int, default=200, help="measured steps of each system")
+    made.add_argument("--turns", type=int, default=4, help="turns that the systems take")
+    made.add_argument(
+        "--model", type=Path, default=ROOT / "assets/prose-policy", help="whose vocabulary it is"
+    )
+    options = made.parse_args()
+    rows = []
+    for num_requests in map(int, options.requests.split(",")):
+        rows += measure(num_requests, options.steps, options.turns, options.model)
+    publish("host_time", rows, COLUMNS, options)
+
+
+if __name__ == "__main__":
+    main()

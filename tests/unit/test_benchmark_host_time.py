@@ -1,0 +1,54 @@
+"""The stand-in for a device under `benchmarks/host_time.py`: it takes drafts as a target would."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+from host_time import NUM_DRAFTS, PROMPT_TOKENS, SHARED, Device, make_texts
+
+PROMPT = (7, 8)
+TEXT = np.array([7, 8, 1, 2, 3, 4, 5, 6, 9, 9, 9, 9, 9])
+
+
+def scheduled(drafts: list[int], new: bool = False) -> Any:
+    request = SimpleNamespace(req_id="a", prompt_token_ids=list(PROMPT))
+    return SimpleNamespace(
+        scheduled_new_reqs=[request] if new else [],
+        num_scheduled_tokens={"a": 1 + len(drafts)},
+        scheduled_spec_decode_tokens={"a": drafts} if drafts else {},
+    )
+
+
+def test_drafts_are_taken_up_to_the_first_wrong_one() -> None:
+    device = Device({PROMPT: TEXT}, lambda drafts: None)
+    steps = (scheduled([], new=True), scheduled([2, 3, 7]), scheduled([5, 6]))
+    made = [device.execute_model(step).result().sampled_token_ids for step in steps]
+    assert made == [[[1]], [[2, 3, 4]], [[5, 6, 9]]]
+    assert (device.num_drafts, device.num_tokens) == (5, 7)
+    assert device.take_draft_token_ids() is None
+
+
+def test_plain_vllm_is_given_ready_drafts() -> None:
+    device = Device({PROMPT: np.arange(40)}, None)
+    device.execute_model(scheduled([], new=True))
+    ready = device.take_draft_token_ids()
+    assert ready.req_ids == ["a"]
+    assert len(ready.draft_token_ids[0]) == NUM_DRAFTS
+
+
+def test_responses_of_a_group_share_most_of_their_text() -> None:
+    texts = list(make_texts(9, 2000).items())
+    assert len(texts) == 9
+    assert all(tuple(text[:PROMPT_TOKENS]) == prompt for prompt, text in texts)
+    one, other, stranger = (texts[index][1] for index in (0, 1, 8))
+    assert (one == other).mean() == pytest.approx(SHARED**2, abs=0.05)
+    assert (one == stranger).mean() < 0.05
