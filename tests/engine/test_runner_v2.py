@@ -17,7 +17,8 @@ import numpy as np
 import pytest
 
 HERE = Path(__file__).parent
-MODES = ("none", "suffix", "garbage", "scripted", "mixed", "model", "worker", "worker and suffix")
+INSIDE = ("suffix", "garbage", "scripted", "mixed", "model")
+MODES = ("none", *INSIDE, "worker", "worker and suffix")
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed"),
@@ -65,7 +66,7 @@ def test_drafts_were_verified_and_some_accepted(made: dict[str, Any]) -> None:
     drafted = {mode: made[mode]["num_draft_tokens"] for mode in MODES}
     accepted = {mode: made[mode]["num_accepted_tokens"] for mode in MODES}
     assert drafted["none"] == 0
-    assert all(drafted[mode] > 50 for mode in MODES[1:]), drafted
+    assert all(drafted[mode] > 50 for mode in INSIDE), drafted
     assert accepted["garbage"] < 0.1 * drafted["garbage"]
     assert accepted["scripted"] > 0.4 * drafted["scripted"]
     assert accepted["model"] > 0.4 * drafted["model"], "the draft model does not throw the target's dice"
@@ -106,7 +107,7 @@ def test_a_response_that_moves_brings_its_keys_and_values(made: dict[str, Any]) 
 
 def test_a_draft_worker_drafts_for_v2(made: dict[str, Any]) -> None:
     """Alone, and with suffix trees: its drafts meet theirs in the draft tree."""
-    assert made["worker"]["num_model_tokens"] > 50
+    assert made["worker"]["num_model_tokens"] > 20
     assert made["worker"]["num_accepted_tokens"] > 0.4 * made["worker"]["num_draft_tokens"]
     assert made["worker and suffix"]["num_draft_tokens"] > made["worker and suffix"]["num_model_tokens"] > 0
 
