@@ -7,7 +7,7 @@ told how many undecided tokens it may draft. Called by the fast loop.
 Differs: everyone is planned for, as no placement stands behind `draft_window`, with which a response begins. Coupled, a
 response has at most w undecided draft tokens, so nothing is drafted while these are verified; whether a step waits for
 them is decided as for all others (planning/wait.py). As a step may wait for a refill, and takes what there is of one,
-a refill costs a response of a batch no more than one alone (docs/decisions/0028-live-windows.md).
+a refill costs a response of a batch no more than one alone (docs/decisions/0035-live-windows.md).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What racers are ahead by: tokens that another engine has generated for a response that both generate.
 
 Engines that throw the same dice generate the same tokens, so a lead is a draft that is all but certain
-(docs/decisions/0033-leads.md). It enters the response's draft tree as a source of its own and is verified as every
+(docs/decisions/0034-leads.md). It enters the response's draft tree as a source of its own and is verified as every
 draft is: each racer goes on from where the furthest one is, and one that would generate other tokens is found out.
 Called by the fast loop, one thread.
 """
