@@ -156,8 +156,9 @@ def test_the_process_stops_at_once_and_survives_being_killed(settings: SpotSetti
         while is_alive(first):
             time.sleep(0.01)
         link.pause()  # nothing is there to be paused
-        link.resume()
-        assert link.pid != first
+        while link.pid == first:
+            link.resume()  # a zombie whose threads have not all ended cannot be waited for yet
+            time.sleep(0.01)
         wait_for_save(settings, (Path(settings.folder) / FILE_NAME).stat().st_mtime_ns)
         after = (read_drafter(Path(settings.folder)) or ({}, None))[1]
         assert before is not None
