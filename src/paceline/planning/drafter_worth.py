@@ -156,11 +156,10 @@ def next_rest(rest: Rest, batch: int, is_positive: bool, step_time: StepTimeMode
 
     is_positive: whether it pays at this batch size, as far as is known. step_time: T.
     """
-    step_s = float(predict_s(step_time, rest.batch if rest.left else batch))
     if rest.left and _size(batch) < _size(rest.batch) and is_positive:
         return Rest()
     first = isqrt(batch) if batch > 1 else 0
-    if rest.left and step_s < rest.step_s / RECOVERED:
+    if rest.left and predict_s(step_time, rest.batch) < rest.step_s / RECOVERED:
         return Rest(trial_left=TRIAL_STEPS, sample=first, last=rest.last + 1 - rest.left)
     if rest.left > 1:
         return replace(rest, left=rest.left - 1)
@@ -178,7 +177,7 @@ def next_rest(rest: Rest, batch: int, is_positive: bool, step_time: StepTimeMode
         length=min(2 * rest.length, LONGEST_REST),
         last=rest.length,
         batch=batch,
-        step_s=step_s,
+        step_s=float(predict_s(step_time, batch)),
     )
 
 
