@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,3 +27,16 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     from processes import ByEngines
 
     return ByEngines(config, log)
+
+
+@pytest.fixture(scope="session")
+def ray() -> Iterator[Any]:
+    """Ray on this machine, with more CPUs than there are: the only one of this process, whichever tests run in it."""
+    from paceline.fleet.cluster import import_ray
+
+    module = import_ray()
+    module.init(
+        address="local", num_cpus=16, include_dashboard=False, log_to_driver=False, logging_level="ERROR"
+    )
+    yield module
+    module.shutdown()

@@ -3,8 +3,22 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 VOCAB = 64
+
+
+def scarce_engine(num_blocks: int, *, seats: int = 8, step_tokens: int = 128) -> dict[str, Any]:
+    """Options of an engine with `make_model`'s model in float32: so many KV blocks of 128 tokens, prompts in pieces."""
+    block_bytes = 128 * 2 * 2 * 64 * 4  # tokens x layers x (K, V) x head x bytes
+    return {
+        "dtype": "float32",
+        "max_model_len": 512,
+        "max_num_seqs": seats,
+        "kv_cache_bytes": num_blocks * block_bytes,
+        "max_num_batched_tokens": step_tokens,
+        "enable_chunked_prefill": True,
+    }
 
 
 def make_model(folder: Path, *, layers: int = 2, hidden: int = 128, seed: int = 0, tie: bool = True) -> Path:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from draft_head import make_head
 from safetensors.torch import load_file
-from tiny_model import VOCAB, make_model
+from tiny_model import VOCAB, make_model, scarce_engine
 from trained_head import DEPTH, POLICY, draw_prompts, learn
 
 from paceline.config import BudgetSettings, EngineSettings, KvPoolSettings
@@ -46,16 +46,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RolloutEngine]:
         num_paths=4,
         max_alternatives=8,
     )
-    with RolloutEngine(
-        target,
-        settings,
-        dtype="float32",
-        max_model_len=512,
-        max_num_seqs=8,
-        kv_cache_bytes=30 * 128 * 2 * 2 * 64 * 4,  # blocks x tokens x layers x (K, V) x head x bytes
-        max_num_batched_tokens=128,
-        enable_chunked_prefill=True,
-    ) as made:
+    with RolloutEngine(target, settings, **scarce_engine(30)) as made:
         yield made
 
 

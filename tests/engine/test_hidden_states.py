@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from drafters import ScriptedPaths
-from tiny_model import VOCAB, make_model
+from tiny_model import VOCAB, make_model, scarce_engine
 
 from paceline.config import BudgetSettings, EngineSettings, KvPoolSettings
 from paceline.distillation.packing import Sample
@@ -46,16 +46,7 @@ def engine(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         max_alternatives=8,
         kv_pool=KvPoolSettings(directory=str(folder)),
     )
-    with RolloutEngine(
-        model_dir,
-        settings,
-        dtype="float32",
-        max_model_len=512,
-        max_num_seqs=8,
-        kv_cache_bytes=30 * 128 * 2 * 2 * 64 * 4,  # blocks x tokens x layers x (K, V) x head x bytes
-        max_num_batched_tokens=128,
-        enable_chunked_prefill=True,
-    ) as made:
+    with RolloutEngine(model_dir, settings, **scarce_engine(30)) as made:
         yield made
     shutil.rmtree(folder, ignore_errors=True)
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from drafters import ScriptedDrafter
-from tiny_model import VOCAB
+from tiny_model import VOCAB, scarce_engine
 
 from paceline.config import BudgetSettings, EngineSettings
 from paceline.engine.rollout_engine import RolloutEngine
@@ -24,14 +24,7 @@ def engine(model_dir: Path) -> Iterator[RolloutEngine]:
     """24 tokens a step, and KV blocks for a few of the responses at their full length."""
     settings = EngineSettings(budget=BudgetSettings(policy="fixed", fixed_tokens=8), max_draft_tokens=8)
     with RolloutEngine(
-        model_dir,
-        settings,
-        dtype="float32",
-        max_model_len=512,
-        max_num_seqs=SEATS,
-        kv_cache_bytes=12 * 128 * 2 * 2 * 64 * 4,  # blocks x tokens x layers x (K, V) x head x bytes
-        max_num_batched_tokens=STEP_TOKENS,
-        enable_chunked_prefill=True,
+        model_dir, settings, **scarce_engine(12, seats=SEATS, step_tokens=STEP_TOKENS)
     ) as made:
         yield made
 

@@ -18,19 +18,7 @@ os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 from paceline.config import BudgetSettings, EngineSettings, FleetSettings, RewardSettings
-from paceline.fleet.cluster import import_ray
 from paceline.fleet.fleet import Fleet
-
-
-@pytest.fixture(scope="session")
-def ray() -> Iterator[Any]:
-    """Ray on this machine, with more CPUs than there are."""
-    module = import_ray()
-    module.init(
-        address="local", num_cpus=16, include_dashboard=False, log_to_driver=False, logging_level="ERROR"
-    )
-    yield module
-    module.shutdown()
 
 
 @pytest.fixture(scope="session")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -34,17 +34,7 @@ from paceline.training.step_runner import Summary
 from paceline.types import RolloutRequest
 
 pytest.importorskip("ray", reason="Ray is not installed")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def ray() -> Iterator[None]:
-    """One Ray for all fleets of this process."""
-    module = import_ray()
-    module.init(
-        address="local", num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level="ERROR"
-    )
-    yield
-    module.shutdown()
+pytestmark = pytest.mark.usefixtures("ray")
 
 
 @pytest.fixture(autouse=True)
