@@ -6,6 +6,9 @@
 #include <cmath>
 #include <cstring>
 #include <new>
+#include <numeric>
+
+#include "threads.hpp"
 
 #if defined(__x86_64__) && defined(__gnu_linux__) && defined(__GNUC__) && !defined(__clang__)
 #define PACELINE_SIMD __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
@@ -113,6 +116,15 @@ PACELINE_INLINE void multiply_panels(const float* x, const PackedWeight& weight,
     }
 }
 
+// The panels of a piece of a product, which one thread does.
+constexpr int64_t kPiece = 2 * kPanel;
+
+// Multiply-adds of a product or an attention that are worth sharing: some ten microseconds of one thread.
+constexpr int64_t kWorthSharing = int64_t{1} << 18;
+
+// The threads for so many multiply-adds.
+int64_t threads_for(int64_t work, int64_t threads) { return work >= kWorthSharing ? threads : 1; }
+
 // All rows of x times kPanels panels, with enough sums at a time that none waits for its last multiply-add.
 template <int kPanels, bool kAdd>
 PACELINE_INLINE void multiply_rows(const float* x, int64_t count, const PackedWeight& weight, int64_t first, float* y) {
@@ -125,21 +137,38 @@ PACELINE_INLINE void multiply_rows(const float* x, int64_t count, const PackedWe
   if (t < count) multiply_panels<1, kPanels, kAdd>(x + t * inputs, weight, first, y + t * stride);
 }
 
+// The panels from output `first` on, at most a piece.
 template <bool kAdd>
-PACELINE_INLINE void multiply_all(const float* x, int64_t count, const PackedWeight& weight, float* y) {
-  int64_t first = 0;
-  for (; first + 2 * kPanel <= weight.padded; first += 2 * kPanel) multiply_rows<2, kAdd>(x, count, weight, first, y);
-  if (first < weight.padded) multiply_rows<1, kAdd>(x, count, weight, first, y);
+PACELINE_INLINE void multiply_piece(const float* x, int64_t count, const PackedWeight& weight, int64_t first, float* y) {
+  if (first + 2 * kPanel <= weight.padded)
+    multiply_rows<2, kAdd>(x, count, weight, first, y);
+  else
+    multiply_rows<1, kAdd>(x, count, weight, first, y);
+}
+
+PACELINE_SIMD void set_piece(const float* x, int64_t count, const PackedWeight& weight, int64_t first, float* y) {
+  multiply_piece<false>(x, count, weight, first, y);
+}
+
+PACELINE_SIMD void add_piece(const float* x, int64_t count, const PackedWeight& weight, int64_t first, float* y) {
+  multiply_piece<true>(x, count, weight, first, y);
+}
+
+template <typename Piece>
+void multiply_all(const Piece& piece, const float* x, int64_t count, const PackedWeight& weight, float* y,
+                  int64_t threads) {
+  share(threads_for(count * weight.inputs * weight.padded, threads), (weight.padded + kPiece - 1) / kPiece,
+        [&](int64_t, int64_t i) { piece(x, count, weight, i * kPiece, y); });
 }
 
 // y [count, weight.padded] = x [count, weight.inputs] times the weight, plus its bias.
-PACELINE_SIMD void multiply(const float* x, int64_t count, const PackedWeight& weight, float* y) {
-  multiply_all<false>(x, count, weight, y);
+void multiply(const float* x, int64_t count, const PackedWeight& weight, float* y, int64_t threads) {
+  multiply_all(set_piece, x, count, weight, y, threads);
 }
 
 // y += the same.
-PACELINE_SIMD void add_product(const float* x, int64_t count, const PackedWeight& weight, float* y) {
-  multiply_all<true>(x, count, weight, y);
+void add_product(const float* x, int64_t count, const PackedWeight& weight, float* y, int64_t threads) {
+  multiply_all(add_piece, x, count, weight, y, threads);
 }
 
 // RMS norm without its weight, and smaller by sqrt(size): both are in the weights that follow.
@@ -319,31 +348,31 @@ Decoder::Store Decoder::allocate() const {
   return Store(words);
 }
 
-void Decoder::run(const Tokens& tokens, float* hidden, Scratch& scratch) {
+void Decoder::run(const Tokens& tokens, float* hidden, Scratch& scratch, int64_t threads) {
   for (int64_t t = 0; t < tokens.count; t += kTile)
     run_tile({tokens.ids + t, tokens.rows + t, tokens.positions + t, std::min(kTile, tokens.count - t)},
-             hidden + t * hidden_stride_, scratch);
+             hidden + t * hidden_stride_, scratch, threads);
 }
 
-void Decoder::run_tile(const Tokens& tokens, float* hidden, Scratch& scratch) {
+void Decoder::run_tile(const Tokens& tokens, float* hidden, Scratch& scratch, int64_t threads) {
   for (int64_t t = 0; t < tokens.count; ++t)
     std::copy_n(embedding_.data() + tokens.ids[t] * hidden_, hidden_, hidden + t * hidden_stride_);
   for (size_t layer = 0; layer < layers_.size(); ++layer) {
     normalise_all(hidden, tokens.count, scratch);
-    attend_all(layer, tokens, scratch);
-    add_product(scratch.mixed.data(), tokens.count, layers_[layer].output, hidden);
+    attend_all(layer, tokens, scratch, threads);
+    add_product(scratch.mixed.data(), tokens.count, layers_[layer].output, hidden, threads);
     normalise_all(hidden, tokens.count, scratch);
-    gate_all(layers_[layer], tokens.count, scratch);
-    add_product(scratch.mixed.data(), tokens.count, layers_[layer].down, hidden);
+    gate_all(layers_[layer], tokens.count, scratch, threads);
+    add_product(scratch.mixed.data(), tokens.count, layers_[layer].down, hidden, threads);
   }
 }
 
-void Decoder::project(const float* hidden, int64_t count, float* logits, Scratch& scratch) const {
+void Decoder::project(const float* hidden, int64_t count, float* logits, Scratch& scratch, int64_t threads) const {
   normalise_all(hidden, count, scratch);
   for (int64_t i = 0; i < count; ++i)
     for (int64_t k = 0; k < hidden_; ++k)
       scratch.normed[static_cast<size_t>(i * hidden_ + k)] *= norm_[static_cast<size_t>(k)];
-  multiply(scratch.normed.data(), count, head_, logits);
+  multiply(scratch.normed.data(), count, head_, logits, threads);
 }
 
 void Decoder::copy_row(int64_t source, int64_t target, int64_t known, int64_t length) {
@@ -362,35 +391,45 @@ void Decoder::normalise_all(const float* hidden, int64_t count, Scratch& scratch
 }
 
 // mixed [count, heads * head_dim]: queries, keys and values of the tokens, then each query over its row.
-void Decoder::attend_all(size_t layer, const Tokens& tokens, Scratch& scratch) {
+void Decoder::attend_all(size_t layer, const Tokens& tokens, Scratch& scratch, int64_t threads) {
   const auto& [heads, kv_heads, head_dim, rows, positions, eps, scaling] = shape_;
   const PackedWeight& qkv = layers_[layer].qkv;
-  const int64_t half = head_dim / 2, share = heads / kv_heads;
+  const int64_t room = 2 * (capacity_ + kWidth);
   fit(scratch.wide, tokens.count * qkv.padded);
   fit(scratch.mixed, tokens.count * heads * head_dim);
-  fit(scratch.scores, 2 * (capacity_ + kWidth));
-  multiply(scratch.normed.data(), tokens.count, qkv, scratch.wide.data());
+  multiply(scratch.normed.data(), tokens.count, qkv, scratch.wide.data(), threads);
+  const int64_t context = std::accumulate(tokens.positions, tokens.positions + tokens.count, tokens.count);
+  const int64_t shared = threads_for(2 * context * heads * head_dim, threads);
+  fit(scratch.scores, shared * room);
+  share(shared, kv_heads, [&](int64_t thread, int64_t h) {
+    attend_head(layer, h, tokens, scratch, scratch.scores.data() + thread * room);
+  });
+}
+
+// One key head of it, and the query heads that share it.
+void Decoder::attend_head(size_t layer, int64_t kv_head, const Tokens& tokens, Scratch& scratch, float* scores) {
+  const auto& [heads, kv_heads, head_dim, rows, positions, eps, scaling] = shape_;
+  const int64_t half = head_dim / 2, share = heads / kv_heads, width = layers_[layer].qkv.padded;
   for (int64_t t = 0; t < tokens.count; ++t) {
-    const int64_t position = tokens.positions[t];
-    float* own = scratch.wide.data() + t * qkv.padded;
-    for (int64_t h = 0; h < heads + kv_heads; ++h)
-      rotate(own + h * head_dim, cos_.data() + position * half, sin_.data() + position * half, half);
-    for (int64_t h = 0; h < kv_heads; ++h) {
-      const int64_t start = head_start(tokens.rows[t], h);
-      put_key(own + (heads + h) * head_dim, half, position, keys_[layer].get() + start);
-      put_value(own + (heads + kv_heads + h) * head_dim, head_dim, position, values_[layer].get() + start);
-      attend(share, own + h * share * head_dim, keys_[layer].get() + start, values_[layer].get() + start, position + 1,
-             head_dim, scaling, scratch.scores.data(), capacity_ + kWidth,
-             scratch.mixed.data() + (t * heads + h * share) * head_dim);
-    }
+    const int64_t position = tokens.positions[t], start = head_start(tokens.rows[t], kv_head);
+    float* own = scratch.wide.data() + t * width;
+    float* queries = own + kv_head * share * head_dim;
+    float* key = own + (heads + kv_head) * head_dim;
+    const float *cos = cos_.data() + position * half, *sin = sin_.data() + position * half;
+    for (int64_t h = 0; h < share; ++h) rotate(queries + h * head_dim, cos, sin, half);
+    rotate(key, cos, sin, half);
+    put_key(key, half, position, keys_[layer].get() + start);
+    put_value(key + kv_heads * head_dim, head_dim, position, values_[layer].get() + start);
+    attend(share, queries, keys_[layer].get() + start, values_[layer].get() + start, position + 1, head_dim, scaling,
+           scores, capacity_ + kWidth, scratch.mixed.data() + (t * heads + kv_head * share) * head_dim);
   }
 }
 
-void Decoder::gate_all(const DecoderLayer& layer, int64_t count, Scratch& scratch) const {
+void Decoder::gate_all(const DecoderLayer& layer, int64_t count, Scratch& scratch, int64_t threads) const {
   const int64_t size = layer.down.inputs, width = layer.gate_up.padded;
   fit(scratch.wide, count * width);
   fit(scratch.mixed, count * size);
-  multiply(scratch.normed.data(), count, layer.gate_up, scratch.wide.data());
+  multiply(scratch.normed.data(), count, layer.gate_up, scratch.wide.data(), threads);
   for (int64_t t = 0; t < count; ++t)
     gate(scratch.wide.data() + t * width, scratch.wide.data() + t * width + size, size, scratch.mixed.data() + t * size);
 }

@@ -62,11 +62,12 @@ class Decoder {
   int64_t hidden_stride() const { return hidden_stride_; }
   int64_t logits_stride() const { return head_.padded; }
 
-  // Runs the tokens and fills the cache. hidden: [count, hidden_stride]. Threads may run different rows.
-  void run(const Tokens& tokens, float* hidden, Scratch& scratch);
+  // Runs the tokens and fills the cache. hidden: [count, hidden_stride]. Threads of the caller may run
+  // different rows; `threads` share each product's outputs and each attention's key heads, which changes no bit.
+  void run(const Tokens& tokens, float* hidden, Scratch& scratch, int64_t threads = 1);
 
   // logits [count, logits_stride] from hidden [count, hidden_stride].
-  void project(const float* hidden, int64_t count, float* logits, Scratch& scratch) const;
+  void project(const float* hidden, int64_t count, float* logits, Scratch& scratch, int64_t threads = 1) const;
 
   // Copies the first `length` positions of one row into another, which has the first `known` of them already.
   void copy_row(int64_t source, int64_t target, int64_t known, int64_t length);
@@ -77,9 +78,10 @@ class Decoder {
   };
   using Store = std::unique_ptr<uint32_t[], Free>;
 
-  void run_tile(const Tokens& tokens, float* hidden, Scratch& scratch);
-  void attend_all(size_t layer, const Tokens& tokens, Scratch& scratch);
-  void gate_all(const DecoderLayer& layer, int64_t count, Scratch& scratch) const;
+  void run_tile(const Tokens& tokens, float* hidden, Scratch& scratch, int64_t threads);
+  void attend_all(size_t layer, const Tokens& tokens, Scratch& scratch, int64_t threads);
+  void attend_head(size_t layer, int64_t kv_head, const Tokens& tokens, Scratch& scratch, float* scores);
+  void gate_all(const DecoderLayer& layer, int64_t count, Scratch& scratch, int64_t threads) const;
   void normalise_all(const float* hidden, int64_t count, Scratch& scratch) const;
   Store allocate() const;
   // Words of a row and key head: keys [blocks][head_dim / 2][16], one of d and d + head_dim / 2;

@@ -2,8 +2,8 @@
 //
 // A drafter's pass over a few tokens is some 0.3 million multiplications: any call between two of them costs as much.
 // So one call feeds what is new of each row and then proposes, feeds the proposals and so on while drafts may grow,
-// without the interpreter lock. The rules of growth are those of drafting/proposal.py. Rows of one call differ, so
-// large levels are split among threads. Compiled with -ffp-contract=off for the dice's sake.
+// without the interpreter lock. The rules of growth are those of drafting/proposal.py. Large levels
+// are split among threads by their rows, small ones of a large model by its weights. Compiled with -ffp-contract=off for the dice's sake.
 
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
@@ -14,7 +14,6 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <future>
 #include <numeric>
 #include <optional>
 #include <stdexcept>
@@ -24,6 +23,7 @@
 #include "decoder.hpp"
 #include "dice.hpp"
 #include "keyed_sampling.hpp"
+#include "threads.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -33,7 +33,7 @@ namespace {
 using namespace paceline;
 
 constexpr int64_t kTileRows = 32;    // whose logits are made and sampled together, so that they stay in the cache
-constexpr int64_t kThreadRows = 16;  // fewer take less time than starting a thread
+constexpr int64_t kThreadRows = 8;  // fewer read the weights for too little
 
 template <typename T, size_t kDims>
 using Array = nb::ndarray<T, nb::ndim<kDims>, nb::c_contig, nb::device::cpu>;
@@ -47,18 +47,15 @@ int64_t length(const T& array, size_t axis = 0) {
   return static_cast<int64_t>(array.shape(axis));
 }
 
-// Calls work(part, begin, end) for `parts` shares of 0..count, each on a thread of its own.
-template <typename Work>
-void split(int64_t count, int64_t parts, const Work& work) {
-  std::vector<std::future<void>> others;
-  for (int64_t part = 1; part < parts; ++part)
-    others.push_back(std::async(std::launch::async, work, part, count * part / parts, count * (part + 1) / parts));
-  work(0, 0, count / parts);
-  for (auto& other : others) other.get();
-}
-
-int64_t count_parts(int64_t num_rows, int64_t num_threads) {
-  return std::clamp(num_rows / kThreadRows, int64_t{1}, std::max(num_threads, int64_t{1}));
+// Calls use(part, begin, end, threads) for shares of the rows 0..count, each on a thread of its own; few rows stay
+// together, and the threads share the work over each of their weights.
+template <typename Use>
+void split(int64_t threads, int64_t count, const Use& use) {
+  const int64_t parts = std::clamp(count / kThreadRows, int64_t{1}, threads);
+  if (parts == 1) return use(0, 0, count, threads);
+  share(parts, parts, [&](int64_t, int64_t part) {
+    use(part, count * part / parts, count * (part + 1) / parts, 1);
+  });
 }
 
 // The tokens of one pass, row after row; those of the i-th row end before ends[i].
@@ -77,7 +74,7 @@ struct Pass {
   }
 };
 
-// What one thread needs.
+// What a share of the rows needs.
 struct Room {
   Scratch scratch;
   std::vector<float> hidden, logits, tops;
@@ -97,12 +94,11 @@ class Drafter {
     const Pass pass = read_pass(rows, starts, counts, ids);
     if (length(logits) != length(rows) || length(logits, 1) != decoder_.vocab()) refuse();
     nb::gil_scoped_release release;
-    const int64_t parts = count_parts(length(rows), num_threads);
-    split(length(rows), parts, [&](int64_t, int64_t begin, int64_t end) {
+    split(std::max(num_threads, int64_t{1}), length(rows), [&](int64_t, int64_t begin, int64_t end, int64_t threads) {
       Room room;
       for (int64_t first = begin; first < end; first += kTileRows) {
         const int64_t last = std::min(first + kTileRows, end);
-        run(pass, first, last, room);
+        run(pass, first, last, room, threads);
         for (int64_t i = first; i < last; ++i)
           std::copy_n(room.logits.data() + (i - first) * decoder_.logits_stride(), decoder_.vocab(),
                       logits.data() + i * decoder_.vocab());
@@ -119,19 +115,19 @@ class Drafter {
   }
 
   // Logits of the last tokens of rows first..last of a pass, in room.logits.
-  void run(const Pass& pass, int64_t first, int64_t last, Room& room) {
+  void run(const Pass& pass, int64_t first, int64_t last, Room& room, int64_t threads) {
     const int64_t begin = first > 0 ? pass.ends[static_cast<size_t>(first - 1)] : 0;
     const int64_t end = pass.ends[static_cast<size_t>(last - 1)], stride = decoder_.hidden_stride();
     room.hidden.resize(static_cast<size_t>((end - begin) * stride));
     room.logits.resize(static_cast<size_t>((last - first) * decoder_.logits_stride()));
     float* hidden = room.hidden.data();
     decoder_.run({pass.ids.data() + begin, pass.rows.data() + begin, pass.positions.data() + begin, end - begin}, hidden,
-                 room.scratch);
+                 room.scratch, threads);
     for (int64_t i = first; i < last; ++i) {
       const int64_t from = pass.ends[static_cast<size_t>(i)] - 1 - begin;
       if (from > i - first) std::copy_n(hidden + from * stride, stride, hidden + (i - first) * stride);
     }
-    decoder_.project(hidden, last - first, room.logits.data(), room.scratch);
+    decoder_.project(hidden, last - first, room.logits.data(), room.scratch, threads);
   }
 
   Pass read_pass(const Ints& rows, const Ints& starts, const Ints& counts, const Ints& ids) const {
@@ -232,7 +228,7 @@ struct Draft {
 class Growth {
  public:
   Growth(Drafter& drafter, Pass pass, const Draft& draft, int64_t num_threads)
-      : drafter_(drafter), pass_(std::move(pass)), draft_(draft), num_threads_(num_threads), active_(pass_.ends.size()),
+      : drafter_(drafter), pass_(std::move(pass)), draft_(draft), threads_(std::max(num_threads, int64_t{1})), active_(pass_.ends.size()),
         paths_(pass_.ends.size(), 1.0f) {
     std::iota(active_.begin(), active_.end(), 0);
     for (const int64_t end : pass_.ends) {
@@ -242,12 +238,12 @@ class Growth {
   }
 
   void run() {
-    std::vector<Room> rooms(static_cast<size_t>(std::max(num_threads_, int64_t{1})));
+    std::vector<Room> rooms(static_cast<size_t>(threads_));
     for (Room& room : rooms) room.tops = block_tops(drafter_.decoder().vocab());
     for (int64_t level = 0; !active_.empty(); ++level) {
       const auto count = static_cast<int64_t>(active_.size());
-      split(count, count_parts(count, num_threads_), [&](int64_t part, int64_t begin, int64_t end) {
-        propose(level, begin, end, rooms[static_cast<size_t>(part)]);
+      split(threads_, count, [&](int64_t part, int64_t begin, int64_t end, int64_t threads) {
+        propose(level, begin, end, rooms[static_cast<size_t>(part)], threads);
       });
       advance(level);
     }
@@ -255,10 +251,10 @@ class Growth {
 
  private:
   // One level of active rows begin..end.
-  void propose(int64_t level, int64_t begin, int64_t end, Room& room) {
+  void propose(int64_t level, int64_t begin, int64_t end, Room& room, int64_t threads) {
     for (int64_t first = begin; first < end; first += kTileRows) {
       const int64_t last = std::min(first + kTileRows, end);
-      drafter_.run(pass_, first, last, room);
+      drafter_.run(pass_, first, last, room, threads);
       for (int64_t i = first; i < last; ++i)
         propose_one(level, active_[static_cast<size_t>(i)],
                     room.logits.data() + (i - first) * drafter_.decoder().logits_stride(), room.tops);
@@ -320,7 +316,7 @@ class Growth {
   Drafter& drafter_;
   Pass pass_;  // of the active rows
   const Draft& draft_;
-  int64_t num_threads_;
+  int64_t threads_;
   std::vector<int64_t> active_, rows_, lengths_;  // rows_: of the cache
   std::vector<float> paths_;
 };

@@ -661,6 +661,34 @@ def test_a_native_draft_grows_as_one_in_python_over_the_same_logits(
     assert len(lengths) > 5
 
 
+def test_sharing_the_work_among_threads_changes_no_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Few rows share each product and attention, many are shared out; prompts too."""
+    save_model(
+        tmp_path,
+        "llama",
+        hidden_size=256,
+        intermediate_size=1024,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=2100,
+    )
+    made: list[list[torch.Tensor]] = []
+    for num_threads in (1, 3):
+        monkeypatch.setattr(torch, "get_num_threads", lambda num_threads=num_threads: num_threads)
+        native = ModelDrafter(tmp_path, max_model_len=256, max_requests=40)._native
+        assert native is not None
+        rng, logits = np.random.default_rng(0), []
+        for num_rows, start, count in ((1, 0, 200), (1, 200, 2), (5, 0, 40), (40, 0, 3)):
+            ids = rng.integers(0, 2100, num_rows * count)
+            rows, starts, counts = np.arange(num_rows), np.full(num_rows, start), np.full(num_rows, count)
+            logits.append(native.logits(rows, starts, counts, ids))
+        made.append(logits)
+    for alone, shared in zip(*made, strict=True):
+        assert torch.equal(alone, shared)
+
+
 @pytest.mark.parametrize(
     "sizes",
     [

@@ -1,0 +1,28 @@
+// Loops whose rounds are shared among threads.
+//
+// OpenMP's threads are torch's own where torch uses the same library, as it does on Linux: they still look for work when a
+// step of the target ends, and a loop begins within a microsecond or two. Threads of our own would take turns with them.
+
+#pragma once
+
+#include <cstdint>
+
+#if defined(_OPENMP)
+#include <omp.h>
+#endif
+
+namespace paceline {
+
+// Calls work(thread, i) for i = 0..count, on `threads` threads or, without OpenMP, on the caller's.
+template <typename Work>
+void share(int64_t threads, int64_t count, const Work& work) {
+#if defined(_OPENMP)
+#pragma omp parallel for schedule(dynamic) num_threads(static_cast<int>(threads)) if (threads > 1)
+  for (int64_t i = 0; i < count; ++i) work(static_cast<int64_t>(omp_get_thread_num()), i);
+#else
+  for (int64_t i = 0; i < count; ++i) work(int64_t{0}, i);
+  static_cast<void>(threads);
+#endif
+}
+
+}  // namespace paceline
