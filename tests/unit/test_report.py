@@ -139,6 +139,7 @@ def test_an_adaptive_drafter_has_a_figure_of_its_own(tmp_path: Path) -> None:
             writer.write(train_step(step))
     history = read_history(tmp_path / "run")
     figure = drafter_figure(history)
+    assert isinstance(figure, Figure)
     assert figure.series[0].y == [None, 0.3, 0.6]
     assert "60" in figure.summary
     assert "in sessions of 3" in figure.summary
@@ -146,6 +147,20 @@ def test_an_adaptive_drafter_has_a_figure_of_its_own(tmp_path: Path) -> None:
     rollouts = running_figure(history)
     assert isinstance(rollouts, Choice)
     assert [(mark.x, mark.until) for mark in rollouts.figures[0].marks][-1] == (4.0, 5.0)
+
+
+def test_an_adaptive_drafter_of_which_nothing_is_known_yet_is_told_in_words(tmp_path: Path) -> None:
+    """An empty picture would look like one that is never right."""
+    writer = RecordWriter.create(tmp_path / "run", HEADER)
+    with closing(writer):
+        writer.write(response(1, 15.0))
+        writer.write(
+            DrafterStep(t_s=15.0, step=1, version=0, tried=0, right=0, trained_s=0.0, trained_tokens=0)
+        )
+        writer.write(train_step(1))
+    drawn = drafter_figure(read_history(tmp_path / "run"))
+    assert isinstance(drawn, str)
+    assert drawn.startswith("The engine has not used it yet.")
 
 
 def test_the_page_is_self_contained(page: str) -> None:

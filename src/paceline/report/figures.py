@@ -358,10 +358,10 @@ def acceptance_figure(history: RunHistory) -> Drawing | str:
     )
 
 
-def drafter_figure(history: RunHistory) -> Figure:
+def drafter_figure(history: RunHistory) -> Drawing | str:
     """How often the first token of an adaptive drafter was right in each train step, and what its trainer expected.
 
-    Only for a run that has one.
+    Only for a run that has one; words alone while neither is known.
     """
     steps = [history.drafter_steps[step] for step in sorted(history.drafter_steps)]
     xs = [float(one.step) for one in steps]
@@ -373,17 +373,21 @@ def drafter_figure(history: RunHistory) -> Figure:
         if reached is None
         else f"In its last rollout {percent(reached)} of its first draft tokens were right."
     )
+    summary = (
+        f"{result} Trained for {duration(last.trained_s)} of processor time on {number(last.trained_tokens)} "
+        f"tokens, in sessions of {duration(history.session_s)} together."
+    )
+    expected = [one.agreement for one in steps]
+    if all(share is None for share in used + expected):
+        return summary
     return Figure(
         x=Axis("train step", whole=True),
         y=Axis("share of first draft tokens that are right", low=0.0, high=1.0),
         series=[
             _line("in the engine", xs, used, colour=3),
-            _line("expected by its trainer", xs, [one.agreement for one in steps], colour=6, style="thin"),
+            _line("expected by its trainer", xs, expected, colour=6, style="thin"),
         ],
-        summary=(
-            f"{result} Trained for {duration(last.trained_s)} of processor time on {number(last.trained_tokens)} "
-            f"tokens, in sessions of {duration(history.session_s)} together."
-        ),
+        summary=summary,
     )
 
 
