@@ -17,12 +17,15 @@ namespace paceline {
 template <typename Work>
 void share(int64_t threads, int64_t count, const Work& work) {
 #if defined(_OPENMP)
-#pragma omp parallel for schedule(dynamic) num_threads(static_cast<int>(threads)) if (threads > 1)
-  for (int64_t i = 0; i < count; ++i) work(static_cast<int64_t>(omp_get_thread_num()), i);
+  if (threads > 1) {
+#pragma omp parallel for schedule(dynamic) num_threads(static_cast<int>(threads))
+    for (int64_t i = 0; i < count; ++i) work(static_cast<int64_t>(omp_get_thread_num()), i);
+    return;
+  }
 #else
-  for (int64_t i = 0; i < count; ++i) work(int64_t{0}, i);
   static_cast<void>(threads);
 #endif
+  for (int64_t i = 0; i < count; ++i) work(int64_t{0}, i);
 }
 
 }  // namespace paceline
