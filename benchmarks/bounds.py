@@ -11,6 +11,7 @@ from clock import StepClock, fit_relative, step_features
 from numpy.typing import NDArray
 from recording import SHARPNESS, make_query
 from rollouts import Timed
+from scipy.optimize import nnls
 from steps import Step
 
 
@@ -42,10 +43,40 @@ def _rejected_s(step: Step, clock: StepClock) -> float:
     return verified - kept
 
 
-def clairvoyant_s(off: Timed, clock: StepClock, drafter: str, depth: int) -> float:
-    """Seconds of this rollout if each step verified exactly the tokens that will be accepted, with free drafts of up to
-    `depth` tokens. off: the rollout without drafts."""
-    return steps_s(off, clock, clairvoyant_steps(ModelDrafts(drafter, off, depth), off))
+@dataclass(frozen=True)
+class DraftPrice:
+    """What the model drafter takes of a step in which it drafts: a straight line through measured steps, seconds."""
+
+    step_s: float
+    token_s: float
+
+    @classmethod
+    def fit(cls, runs: Sequence[Timed]) -> DraftPrice:
+        """From the decoding steps with drafts of the model; tokens that the budget cut off are in the price."""
+        steps = [step for run in runs for step in run.steps if step.is_decode and step.drafting_s > 0]
+        if not steps:
+            return cls(0.0, 0.0)
+        tokens = np.array([step.num_tokens - step.num_requests for step in steps])
+        seconds = np.array([step.drafting_s for step in steps])
+        found, _ = nnls(np.stack([np.ones(len(steps)), tokens], axis=1), seconds)
+        return cls(*found.tolist())
+
+    def total_s(self, steps: Sequence[tuple[int, int, int]]) -> float:
+        """Of all these steps: (requests, tokens, context) each."""
+        drafted = [tokens - requests for requests, tokens, _ in steps if tokens > requests]
+        return self.step_s * len(drafted) + self.token_s * sum(drafted)
+
+
+def clairvoyant_s(
+    off: Timed, clock: StepClock, price: DraftPrice, drafter: str, depth: int
+) -> tuple[float, float]:
+    """Seconds of this rollout if each step verified exactly the tokens that will be accepted, up to `depth` a request.
+
+    First with free drafts, then at the drafter's price. off: the rollout without drafts.
+    """
+    steps = clairvoyant_steps(ModelDrafts(drafter, off, depth), off)
+    free_s = steps_s(off, clock, steps)
+    return free_s, free_s + price.total_s(steps)
 
 
 def steps_s(off: Timed, clock: StepClock, steps: Sequence[tuple[int, int, int]]) -> float:

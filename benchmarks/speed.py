@@ -25,7 +25,8 @@ Eager rows are `normalised` to compiled plain vLLM and have an eager plain vLLM 
 
 `without_waste` is the ratio of the same steps if drafting took no time and no rejected token were verified.
 `clairvoyant` is that of the best possible policy with this drafter: each step verifies exactly the tokens that will be
-accepted, drafts are free (bounds.py, on the last repetition, by the step times of the case).
+accepted, drafts are free (bounds.py, on the last repetition, by the step times of the case). `clairvoyant_paid` is the
+same where those tokens take the drafter as long as in the case's own steps.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from bounds import clairvoyant_s, fit_clock, wasted_s
+from bounds import DraftPrice, clairvoyant_s, fit_clock, wasted_s
 from comparison import Bound, Repetitions, add_bound, add_clairvoyant, add_rival, check_bars, summarise
 from harness import Child, parser, publish
 from pairs import PAIRS, TARGETS, Prompt
@@ -66,6 +67,7 @@ COLUMNS = (
     "over_best_rival",
     "without_waste",
     "clairvoyant",
+    "clairvoyant_paid",
     "tail_ratio",
     "normalised_tail",
     "acceptance_length",
@@ -301,8 +303,10 @@ def compare(
             add_bound(row, Bound(*spared), forced)
         if name == "paceline":
             depth = EngineSettings().max_draft_tokens
-            best = [clairvoyant_s(run, clock, drafter, depth) for run in off[-1]]
-            add_clairvoyant(row, sum(best), forced[-1], runs[-1])
+            price = DraftPrice.fit([run for one in runs for run in one])
+            best = [clairvoyant_s(run, clock, price, drafter, depth) for run in off[-1]]
+            free_s, paid_s = map(sum, zip(*best, strict=True))
+            add_clairvoyant(row, free_s, paid_s, forced[-1], runs[-1])
         rows.append({"case": case, **row})
     add_rival(rows, rivals)
     return rows

@@ -10,7 +10,7 @@ import pytest
 from timed_rollouts import decode_step, plain_rollout
 
 from budget import check_rows  # isort: skip
-from bounds import clairvoyant_steps, count_hits, fit_clock, steps_s, wasted_s  # isort: skip
+from bounds import DraftPrice, clairvoyant_steps, count_hits, fit_clock, steps_s, wasted_s  # isort: skip
 from comparison import Bound, add_bound, add_rival, check_bars, summarise  # isort: skip
 from plain_time import PlainTime  # isort: skip
 from rollouts import Timed  # isort: skip
@@ -133,6 +133,18 @@ def test_clairvoyant_verifies_what_will_be_accepted() -> None:
     # Of 9 tokens one comes from prefill; 3 + 3 + 2 follow, the last never drafted. Of 4: 3 in one step.
     assert [step[:2] for step in steps] == [(2, 6), (1, 3), (1, 2)]
     assert steps[0][2] == 2 * 4
+
+
+def test_the_drafter_has_its_price() -> None:
+    """Read off the steps in which it drafts: 2 ms and half a millisecond a token."""
+    plain = plain_rollout(LENGTHS)
+    drafted = [
+        decode_step(2, 100, 0.03, drafts=n, gained=2, drafting_s=0.002 + 0.0005 * n) for n in (1, 4, 9, 16)
+    ]
+    price = DraftPrice.fit([replace(plain, steps=[*plain.steps, *drafted])])
+    assert (price.step_s, price.token_s) == (pytest.approx(0.002), pytest.approx(0.0005))
+    assert price.total_s([(2, 6, 100), (1, 1, 50), (1, 3, 50)]) == pytest.approx(2 * 0.002 + 6 * 0.0005)
+    assert DraftPrice.fit([plain]).total_s([(2, 6, 100)]) == 0.0
 
 
 def test_the_bound_takes_no_slow_decoding_for_prefill() -> None:

@@ -58,7 +58,9 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         monkeypatch.setattr(FakeEngine, name, [])
     monkeypatch.setattr(FakeEngine, "most_alive", 0)
     monkeypatch.setattr(speed.Bench, "start", lambda self, system: FakeEngine(system))
-    monkeypatch.setattr(speed, "clairvoyant_s", lambda off, *_: off.wall_s * 0.95 / 2.1)
+    monkeypatch.setattr(
+        speed, "clairvoyant_s", lambda off, *_: (off.wall_s * 0.95 / 2.1, off.wall_s * 0.95 / 2.05)
+    )
 
     def make(*words: str) -> Any:
         options = speed.parse_options(words)
@@ -92,6 +94,7 @@ def test_the_best_two_settings_are_the_rivals_of_a_case(bench: Any) -> None:
     assert row["over_off"] == pytest.approx(2.0 / 0.95)
     assert row["over_best_rival"] == pytest.approx(2.0 / 1.6, rel=0.03)
     assert row["share_of_clairvoyant"] == pytest.approx(2.0 / 2.1)
+    assert row["clairvoyant_paid"] == pytest.approx(2.05)
     assert rows["paceline_off"]["equal"] is True
 
 
