@@ -203,6 +203,9 @@ class World:
                 case Fail():
                     self.fail(action)
         assert all(len(worker.loads) <= 1 for worker in self.workers.values())
+        for worker in self.controller._workers.values():
+            copies = [number for number, chunk in worker.chunks.items() if chunk.response.owner != number]
+            assert worker.copies == copies
         for name in set(self.rooms) - set(self.workers):
             assert self.failure or self.num_fruitless[name] >= self.settings.max_failed_starts
         self.check_rooms()

@@ -102,6 +102,8 @@ class _Worker:
     has_generated: bool = False
     chunks: dict[int, RunningChunk] = field(default_factory=dict)
     """Those that run here, by number."""
+    second: set[int] = field(default_factory=set)
+    """Of them, those of responses that another worker ran when they came: only these can be copies."""
     new: dict[int, LiveResponse] = field(default_factory=dict)
     """The responses of those that have begun here and brought no token yet."""
     held: list[RunChunk] = field(default_factory=list)
@@ -115,7 +117,7 @@ class _Worker:
     @property
     def copies(self) -> list[int]:
         """The chunks that others own and that run here too."""
-        return [number for number, chunk in self.chunks.items() if chunk.response.owner != number]
+        return sorted(number for number in self.second if self.chunks[number].response.owner != number)
 
     @property
     def place(self) -> Place:
@@ -328,6 +330,8 @@ class Controller:
     def _place(self, worker: _Worker, chunk: RunningChunk, pair: Pair | None = None) -> RunChunk:
         """A chunk runs on a worker from now on."""
         number, response = next(self._numbers), chunk.response
+        if response.runs:
+            worker.second.add(number)
         worker.chunks[number], response.runs[number] = chunk, worker.name
         kind, helped = (None, None) if pair is None else (pair.kind, pair.helped.worker)
         request = response.next_request(chunk.end)
@@ -357,7 +361,7 @@ class Controller:
         """Nothing runs on the worker any more. Gives what had begun there, by number."""
         held = {order.chunk for order in worker.held}
         begun = {number: chunk for number, chunk in worker.chunks.items() if number not in held}
-        for found in (worker.chunks, worker.new, worker.held):
+        for found in (worker.chunks, worker.second, worker.new, worker.held):
             found.clear()
         return begun
 
@@ -465,6 +469,7 @@ class Controller:
     def _remove(self, worker: _Worker, number: int) -> None:
         """A chunk has left its worker."""
         del worker.chunks.pop(number).response.runs[number]
+        worker.second.discard(number)
         worker.new.pop(number, None)
 
     def _cancel_runs(self, response: LiveResponse, *, keep_kv: bool = False) -> list[CancelChunk]:
