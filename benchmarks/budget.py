@@ -29,7 +29,7 @@ CANDIDATES: dict[str, tuple[dict[str, Any], ...]] = {
     "marginal": ({},),
     "bandit": tuple(
         {
-            "bandit_strategies": tuple((depth, n) for depth in sorted({n, min(n + 4, 16) if n else 0})),
+            "bandit_strategies": tuple((depth, 1, n) for depth in sorted({n, min(n + 4, 16) if n else 0})),
             "bandit_batch_sizes": (1,),
         }
         for n in (0, 2, 4, 8, 16)

@@ -169,6 +169,19 @@ class EngineSettings(Section):
         return self
 
     @model_validator(mode="after")
+    def _strategies_fit(self) -> EngineSettings:
+        if self.budget.policy != "bandit":
+            return self
+        for depth, paths, verified in self.budget.bandit_strategies:
+            if depth > self.max_draft_tokens or paths > self.num_paths:
+                raise ValueError(
+                    f"bandit_strategies ({depth}, {paths}, {verified}) needs {depth} draft tokens on {paths} paths, "
+                    f"but max_draft_tokens={self.max_draft_tokens} and num_paths={self.num_paths}: raise these, to 127 "
+                    "and 8 at most, or lower the strategy"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _paths_fit(self) -> EngineSettings:
         if self.num_paths > 1 and self.drafter != "suffix":
             raise ValueError(
@@ -207,15 +220,18 @@ class BudgetSettings(Section):
     threshold_min_probability: float = Field(default=0.3, ge=0.0, le=1.0)
     """thresholds: draft tokens with a lower path probability are dropped."""
 
-    bandit_strategies: tuple[tuple[int, int], ...] = (
-        (16, 8), (12, 8), (8, 8),
-        (8, 4), (6, 4), (4, 4),
-        (4, 2), (3, 2), (2, 2),
-        (0, 0),
+    bandit_strategies: tuple[tuple[int, int, int], ...] = (
+        (16, 1, 16), (12, 1, 16), (8, 1, 16), (4, 1, 16),
+        (12, 1, 8), (8, 1, 8), (5, 1, 8),
+        (8, 1, 4), (6, 1, 4), (4, 1, 4),
+        (4, 1, 2), (3, 1, 2), (2, 1, 2),
     )  # fmt: skip
-    """bandit: pairs (draft depth, draft tokens to verify per request), grouped by the second number."""
-    bandit_batch_sizes: tuple[int, ...] = (1, 4, 16, 33)
+    """bandit: triples (draft depth, draft paths per request, draft tokens to verify per request), grouped by the third
+    number. A model drafter drafts no deeper than the first."""
+    bandit_batch_sizes: tuple[int, ...] = (1, 4, 8, 16)
     """bandit: smallest batch size of each group of strategies, the group that verifies most first."""
+    bandit_elastic_threshold: int = Field(default=32, ge=0)
+    """bandit: batch size from which on nothing is drafted, until measured times tell a better one."""
     bandit_epsilon: float = Field(default=0.05, ge=0.0, le=1.0)
     """bandit: share of the steps that try a random strategy."""
     bandit_window: int = Field(default=32, ge=1, le=1024)
@@ -225,12 +241,19 @@ class BudgetSettings(Section):
 
     @model_validator(mode="after")
     def _bandit_fits(self) -> BudgetSettings:
-        groups = len({verified for _, verified in self.bandit_strategies})
+        groups = len({verified for *_, verified in self.bandit_strategies})
         sizes = list(self.bandit_batch_sizes)
-        if any(depth < verified or verified < 0 for depth, verified in self.bandit_strategies):
-            raise ValueError(
-                f"bandit_strategies {self.bandit_strategies}: each needs draft depth >= tokens to verify >= 0"
-            )
+        for depth, paths, verified in self.bandit_strategies:
+            if depth < 0 or paths < 1 or verified < 0:
+                raise ValueError(
+                    f"bandit_strategies ({depth}, {paths}, {verified}): give a draft depth and tokens to verify of at "
+                    "least 0, and at least one draft path"
+                )
+            if self.policy == "bandit" and depth > self.max_draft_tokens:
+                raise ValueError(
+                    f"bandit_strategies ({depth}, {paths}, {verified}) drafts deeper than "
+                    f"max_draft_tokens={self.max_draft_tokens}: raise that, to 128 at most, or lower the draft depth"
+                )
         if groups == 0 or len(sizes) != groups or sizes != sorted(set(sizes)) or sizes[0] < 1:
             raise ValueError(
                 f"bandit_batch_sizes {sizes}: name ascending sizes from 1, one for each of the {groups} "

@@ -20,6 +20,7 @@ from paceline.config import BudgetSettings, EngineSettings, KvPoolSettings
 from paceline.distillation.export import export
 from paceline.distillation.measuring import Dice, measure
 from paceline.distillation.target import choose_layers, load_model, read_samples, share
+from paceline.drafting.head import HeadDrafter
 from paceline.engine.arguments import engine_arguments
 from paceline.engine.model_steering import ModelSteering
 from paceline.engine.rollout_engine import RolloutEngine
@@ -72,6 +73,38 @@ def test_tokens_are_those_of_plain_decoding(tiny: RolloutEngine) -> None:
     assert [tokens[index] for index in range(len(wanted))] == [r.tokens for r in plain]
     assert tiny.scheduler.num_preemptions > preemptions
     assert (tiny.drafter_score() - score).tried > 50
+
+
+def test_the_bandit_steers_a_head(tiny: RolloutEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It drafts as deep as the strategies say, beside two paths of the suffix tree."""
+    rng = np.random.default_rng(4)
+    wanted = [RolloutRequest((1, *rng.integers(3, VOCAB, 20).tolist()), 60, key=key) for key in range(6)]
+    tiny.set_drafting(False)
+    plain = generate(tiny, wanted)
+    tiny.set_drafting(True)
+    depths, draft = [], HeadDrafter.draft
+
+    def spy(self: HeadDrafter, step: object, query: object, depth: int, **options: object) -> object:
+        made, growth = draft(self, step, query, depth, **options)  # type: ignore[arg-type]
+        depths.append((depth, growth.num_levels))
+        return made, growth
+
+    monkeypatch.setattr(HeadDrafter, "draft", spy)
+    monkeypatch.setattr(ModelSteering, "advance", lambda *_: True)
+    loop = tiny.scheduler.loop
+    before, strategies = loop.policy_state, ((5, 2, 6), (3, 1, 6), (1, 1, 1))
+    loop.use_budget(
+        BudgetSettings(
+            policy="bandit", bandit_strategies=strategies, bandit_batch_sizes=(1, 4), bandit_epsilon=0.3
+        )
+    )
+    try:
+        tokens = [r.tokens for r in generate(tiny, wanted)]
+    finally:
+        loop.use_budget(BudgetSettings(policy="fixed", fixed_tokens=4), before)
+    assert tokens == [r.tokens for r in plain]
+    assert {depth for depth, _ in depths} == {5, 3, 1}
+    assert all(levels <= depth for depth, levels in depths)
 
 
 def test_a_head_drafts_in_the_engine_alone(tiny: RolloutEngine, monkeypatch: pytest.MonkeyPatch) -> None:

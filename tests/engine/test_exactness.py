@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ from paceline.engine.rollout_engine import RolloutEngine
 from paceline.types import Response, RolloutRequest
 
 MAX_TOKENS = 96
+FIXED = BudgetSettings(policy="fixed", fixed_tokens=8)
 
 
 def requests(prompts: int = 6, samples: int = 4) -> list[RolloutRequest]:
@@ -34,7 +36,7 @@ def requests(prompts: int = 6, samples: int = 4) -> list[RolloutRequest]:
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
 def engine(request: pytest.FixtureRequest, model_dir: Path) -> Iterator[RolloutEngine]:
     """An engine that verifies up to eight drafts of every request in every step."""
-    settings = EngineSettings(budget=BudgetSettings(policy="fixed", fixed_tokens=8), max_draft_tokens=8)
+    settings = EngineSettings(budget=FIXED, max_draft_tokens=16)
     with RolloutEngine(
         model_dir, settings, dtype=request.param, max_model_len=1024, kv_cache_bytes=1 << 28
     ) as made:
@@ -90,6 +92,22 @@ def test_drafts_change_no_token(engine: RolloutEngine, plain: list[Response], ri
     low, high = {0.0: (0, 0.2), 0.6: (0.2, 0.7), 1.0: (0.7, 1.0)}[right]  # garbage is right one time in 61
     assert low * tokens < accepted < high * tokens
     assert sum(r.num_steps for r in drafted) == tokens - accepted
+
+
+def test_the_bandits_strategies_change_no_token(engine: RolloutEngine, plain: list[Response]) -> None:
+    """Up to sixteen drafts of a request, in batches of every bucket."""
+    loop = engine.scheduler.loop
+    before = loop.policy_state
+    loop.use_budget(BudgetSettings(policy="bandit", bandit_epsilon=0.2))
+    try:
+        for count in (2, 24):
+            drafter = ScriptedDrafter(known(plain), 0.95, VOCAB, width=16)
+            assert_same(plain[:count], run(engine, requests()[:count], drafter))
+        learned = loop.policy_state.budget.bandit
+    finally:
+        loop.use_budget(FIXED, before)
+    assert all(any(arms) for arms in learned.trials), "a bucket was never drafted for"
+    assert max(trial.verified for trial in chain(*learned.trials[0])) > 8
 
 
 def test_suffix_drafts_change_no_token(engine: RolloutEngine, plain: list[Response]) -> None:

@@ -64,7 +64,7 @@ def test_every_step_of_a_policy_is_served_within_the_memory(
 
 def test_sizes_that_strategies_share_are_captured_once() -> None:
     budget = BudgetSettings(
-        policy="bandit", bandit_strategies=((7, 7), (1, 1), (0, 0)), bandit_batch_sizes=(1, 4, 8)
+        policy="bandit", bandit_strategies=((7, 1, 7), (1, 1, 1), (0, 1, 0)), bandit_batch_sizes=(1, 4, 8)
     )
     shapes = step_shapes(budget, 16, (1, 4, 8))
     assert shapes == [(1, 1), (1, 8), (4, 1), (4, 2), (8, 1)]
@@ -81,12 +81,12 @@ def test_graph_counts_fit_the_papers_memory() -> None:
     The strategies are not published. Fitted, not predicted: batch sizes 1 to 32, a group of its own for each of the
     four numbers of tokens to verify, two different settings of the drafter, and GRAPH_BYTES.
     """
-    strategies = ((8, 8), (8, 6), (4, 4), (4, 2))
+    strategies = ((8, 1, 8), (8, 1, 6), (4, 1, 4), (4, 1, 2))
     batches = range(1, 33)
     budget = BudgetSettings(policy="bandit", bandit_strategies=strategies, bandit_batch_sizes=(1, 8, 16, 24))
     one, naive = 2 * len(batches), 2 * len(batches) * len(strategies)
     verified = [shape for shape in step_shapes(budget, 8, batches) if shape[1] > 1]
-    bucketed = len(verified) + len({depth for depth, _ in strategies}) * len(batches)
+    bucketed = len(verified) + len({depth for depth, *_ in strategies}) * len(batches)
     assert one * GRAPH_BYTES == pytest.approx(7.81e9, rel=0.01)
     assert naive * GRAPH_BYTES == pytest.approx(30.39e9, rel=0.15)
     assert bucketed * GRAPH_BYTES == pytest.approx(10.69e9, rel=0.15)

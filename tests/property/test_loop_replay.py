@@ -17,16 +17,23 @@ from paceline.record.decisions import DecisionReader
 @st.composite
 def engines(draw: st.DrawFn) -> EngineSettings:
     drafter = draw(st.sampled_from(["suffix", "none"]))
+    policy = draw(st.sampled_from(["marginal", "marginal", "bandit", "thresholds", "fixed"]))
+    num_paths = draw(st.integers(1, 3)) if drafter == "suffix" else 1
     return EngineSettings(
         drafter=drafter,
         model_drafter=draw(st.sampled_from(["somewhere", *([None] if drafter == "suffix" else [])])),
-        num_paths=draw(st.integers(1, 3)) if drafter == "suffix" else 1,
+        num_paths=num_paths,
         max_alternatives=draw(st.integers(1, 6)),
         budget=BudgetSettings(
-            policy=draw(st.sampled_from(["marginal", "marginal", "bandit", "thresholds", "fixed"])),
-            max_draft_tokens=draw(st.integers(0, 10)),
+            policy=policy,
+            max_draft_tokens=draw(st.integers(9 if policy == "bandit" else 0, 10)),
             refresh_steps=draw(st.sampled_from([8, 16, 256])),
             min_gain=draw(st.sampled_from([0.0, 0.01, 0.2])),
+            bandit_strategies=draw(
+                st.sampled_from([((6, 1, 4), (0, 1, 0)), ((8, num_paths, 12), (5, 1, 12), (2, num_paths, 2))])
+            ),
+            bandit_batch_sizes=(1, 4),
+            bandit_elastic_threshold=draw(st.sampled_from([3, 5, 32])),
             bandit_seed=draw(st.integers(0, 99)),
         ),
     )

@@ -16,6 +16,7 @@ from paceline.planning.budget import (
     BudgetSnapshot,
     BudgetState,
     decide,
+    draft_depth,
     expected_accepted,
     update,
 )
@@ -176,7 +177,9 @@ def test_thresholds_share_the_batch_limit_and_filter() -> None:
 
 
 def test_bandit_verifies_the_likeliest_tokens_within_its_depth() -> None:
-    settings = BudgetSettings(policy="bandit", bandit_strategies=((3, 2), (0, 0)), bandit_batch_sizes=(1, 8))
+    settings = BudgetSettings(
+        policy="bandit", bandit_strategies=((3, 1, 2), (0, 1, 0)), bandit_batch_sizes=(1, 8)
+    )
     state = BudgetState.initial(settings)
     rows = [[0.9, 0.9, 0.9, 0.9], [0.5, 0.4, 0.3, 0.2]]
     assert lengths(rows, state, settings) == [3, 1]
@@ -186,19 +189,53 @@ def test_bandit_verifies_the_likeliest_tokens_within_its_depth() -> None:
 def test_bandit_learns_from_decode_steps_alone() -> None:
     settings = BudgetSettings(policy="bandit")
     state = BudgetState.initial(settings)
-    assert update(state, StepObservation(2, 4, 2, 64, 0.1), settings).bandit.step == 0
-    assert update(state, StepObservation(2, 4, 2, 0, 0.1), settings).bandit.rewards[0][0] == (40.0,)
+    assert update(state, StepObservation(2, 4, 2, 64, 0.1), settings).bandit.trials == state.bandit.trials
+    [trial] = update(state, StepObservation(2, 4, 2, 0, 0.1), settings).bandit.trials[0][0]
+    assert (trial.reward, trial.verified) == (40.0, 2.0)
 
 
 def test_the_bandits_reward_has_drafting_time_in_it() -> None:
     settings = BudgetSettings(policy="bandit")
     state = update(BudgetState.initial(settings), StepObservation(2, 4, 2, 0, 0.1, draft_s=0.06), settings)
-    assert state.bandit.rewards[0][0] == (pytest.approx(4 / 0.16),)
+    [trial] = state.bandit.trials[0][0]
+    assert trial.reward == pytest.approx(4 / 0.16)
+
+
+@pytest.mark.parametrize(
+    ("accepted", "draft_s", "threshold"),
+    [(12, 0.0, 41), (4, 0.0, 8), (12, 0.1, 8)],
+    ids=["pays", "wrong", "dear"],
+)
+def test_the_bandits_threshold_follows_measured_times(accepted: int, draft_s: float, threshold: int) -> None:
+    """Steps of n tokens take 14 + n ms: two drafts for each of 8 requests take 16 ms and bring 1.5 or 0.5 tokens."""
+    settings = BudgetSettings(policy="bandit", bandit_elastic_threshold=32, bandit_epsilon=0.0)
+    state = state_with(settings, lambda n: 0.014 + 0.001 * n, (1, 2, 4, 8, 16, 24, 32, 40, 64, 96))
+    for batch in (8, 20):
+        tokens = accepted * batch // 8
+        seen = StepObservation(batch, 2 * batch, tokens, 0, 0.014 + 0.003 * batch, draft_s=draft_s)
+        state = update(state, seen, settings)
+    for batch in (40, 8):
+        state = update(state, StepObservation(batch, 0, 0, 0, 0.014 + 0.001 * batch), settings)
+    assert state.bandit.elastic_threshold == threshold
+
+
+def test_a_drafter_is_told_the_depth_of_the_step_to_come() -> None:
+    settings = BudgetSettings(
+        policy="bandit", bandit_strategies=((12, 1, 9), (3, 1, 2)), bandit_batch_sizes=(1, 5)
+    )
+    state = BudgetState.initial(settings)
+    assert [draft_depth(state, settings, batch) for batch in (4, 5, 32)] == [12, 3, 0]
+    assert draft_depth(state, MARGINAL, 4) == MARGINAL.max_draft_tokens
 
 
 @pytest.mark.parametrize("policy", ["marginal", "bandit", "thresholds", "fixed", "off"])
 def test_no_policy_exceeds_a_limit(policy: str) -> None:
-    settings = BudgetSettings(policy=policy, max_draft_tokens=3)  # type: ignore[arg-type]
+    settings = BudgetSettings(
+        policy=policy,  # type: ignore[arg-type]
+        max_draft_tokens=3,
+        bandit_strategies=((3, 1, 2),),
+        bandit_batch_sizes=(1,),
+    )
     state = state_with(settings, lambda n: 0.020)
     rows = [[0.9] * 8, [0.9] * 2 + [0.0] * 6, [0.0] * 8]
     for room in (0, 1, 4, 100):
@@ -228,7 +265,8 @@ def test_arrays_must_fit_the_batch() -> None:
         {"max_growth": 1.0},
         {"bandit_batch_sizes": (1, 4)},
         {"bandit_batch_sizes": (1, 4, 4, 33)},
-        {"bandit_strategies": ((2, 4),), "bandit_batch_sizes": (1,)},
+        {"bandit_strategies": ((2, 0, 4),), "bandit_batch_sizes": (1,)},
+        {"policy": "bandit", "bandit_strategies": ((17, 1, 4),), "bandit_batch_sizes": (1,)},
         {"unknown": 1},
     ],
 )

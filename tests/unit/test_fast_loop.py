@@ -10,6 +10,8 @@ import pytest
 from paceline.config import BudgetSettings, EngineSettings
 from paceline.engine.draft_ahead import TargetSizes
 from paceline.engine.fast_loop import GRID, FastLoop, Proposal, leading_matches, table_of
+from paceline.engine.model_steering import ModelSteering
+from paceline.planning.bandit import select_strategy
 from paceline.planning.latency import StepTimeModel, update_measured_time
 from paceline.types import DraftBatch, DrafterScore, DraftGrowth, DraftQuery, ModelDrafts, StepObservation
 
@@ -162,7 +164,7 @@ def test_a_model_drafters_time_is_not_the_targets() -> None:
 
 def test_a_step_pays_the_bandit_for_the_drafts_that_it_verified() -> None:
     """Drafts are made at the end of the step before; those of the next step are not its own."""
-    budget = BudgetSettings(policy="bandit", bandit_strategies=((8, 8),), bandit_batch_sizes=(1,))
+    budget = BudgetSettings(policy="bandit", bandit_strategies=((8, 1, 8),), bandit_batch_sizes=(1,))
     loop = FastLoop(EngineSettings(drafter="none", model_drafter="there", budget=budget))
     for drafting_s in (0.030, 0.010, 0.020):
         loop.propose(query(), 0)
@@ -170,8 +172,32 @@ def test_a_step_pays_the_bandit_for_the_drafts_that_it_verified() -> None:
         loop.receive(ModelDrafts(np.arange(3), np.full(3, 10), batch([[4]] * 3, 0.9), GROWTH, drafting_s))
     loop.propose(query(), 0)
     elapsed_s = (0.050 - 0.030, 0.050 - 0.010 + 0.030, 0.050 - 0.020 + 0.010)
-    [[rewards]] = loop.budget.bandit.rewards
-    assert rewards == pytest.approx([6 / seconds for seconds in elapsed_s])
+    [[trials]] = loop.budget.bandit.trials
+    assert [trial.reward for trial in trials] == pytest.approx([6 / seconds for seconds in elapsed_s])
+
+
+def test_a_model_drafter_drafts_as_deep_as_the_arm_of_the_step_that_verifies(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ModelSteering, "advance", lambda *_: True)
+    arms = ((9, 1, 4), (3, 1, 4), (6, 1, 4))
+    budget = BudgetSettings(
+        policy="bandit", bandit_strategies=arms, bandit_batch_sizes=(1,), bandit_epsilon=0.5
+    )
+    loop = FastLoop(EngineSettings(drafter="none", model_drafter="there", budget=budget))
+    ordered, played = [], []
+    for number in range(30):
+        loop.propose(query(), 0)
+        played.append(select_strategy(loop.budget.bandit, 3).draft_depth)
+        order = loop.order()
+        assert order is not None
+        ordered.append(order.depth)
+        loop.observe(step(3, 3, number % 4))
+        loop.receive(ModelDrafts(np.arange(3), np.full(3, 10), batch([[4]] * 3, 0.9), GROWTH, 0.01))
+    assert ordered[:-1] == played[1:]
+    assert set(played) == {9, 3, 6}
+    loop.propose(query(count=40), 0)
+    assert loop.order() is None, "nothing is drafted for so many"
 
 
 def test_drafting_can_be_switched_off_and_on() -> None:

@@ -165,13 +165,30 @@ def test_the_other_policies() -> None:
         return made.candidates.tolist(), made.lengths.tolist()
 
     assert choose(policy="off") == ([], [])
-    assert choose(policy="bandit") == ([], [])
+    assert choose(policy="bandit") == ([], [])  # of one path each
     assert choose(policy="fixed", fixed_tokens=2) == ([0, 1, 2], [2, 2, 2])
     assert choose(policy="fixed", fixed_tokens=1) == ([0, 2], [1, 1])
     limits = {"threshold_batch_tokens": 6, "threshold_min_probability": 0.25}
     assert choose(policy="thresholds", **limits) == ([0], [2])
     limits["threshold_batch_tokens"] = 7
     assert choose(policy="thresholds", **limits) == ([0, 1], [2, 2])
+
+
+def test_the_bandits_paths_take_what_the_drafts_left() -> None:
+    paths = [(0, [1, 2, 3], [0.6, 0.5, 0.2]), (0, [1, 4], [0.6, 0.3]), (1, [8, 9], [0.1, 0.1])]
+
+    def choose(arm: tuple[int, int, int]) -> tuple[list[int], list[int]]:
+        settings = BudgetSettings(policy="bandit", bandit_strategies=(arm,), bandit_batch_sizes=(1,))
+        state = BudgetState.initial(settings)
+        pays = may_pay(np.full((2, 2), 0.5, np.float32), np.array([2, 1]), 0, 1.0, state, settings)
+        made = choose_paths(snapshot(paths, requests=2, drafts=3), state, settings, PathTrust())
+        assert pays == (arm[1] > 1)
+        return made.candidates.tolist(), made.lengths.tolist()
+
+    assert choose((4, 1, 4)) == ([], [])
+    assert choose((4, 2, 4)) == ([0, 2], [3, 2])
+    assert choose((2, 3, 4)) == ([0, 1, 2], [2, 2, 1])
+    assert choose((4, 3, 1)) == ([], [])
 
 
 def test_shared_prefix() -> None:

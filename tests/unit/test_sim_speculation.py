@@ -108,7 +108,7 @@ def test_draft_range_shares_the_room() -> None:
 
 
 def test_bandit_settles_on_the_best_strategy() -> None:
-    strategies = (bandit.Strategy(2, 2), bandit.Strategy(8, 2), bandit.Strategy(1, 2))
+    strategies = (bandit.Strategy(2, 1, 2), bandit.Strategy(8, 1, 2), bandit.Strategy(1, 1, 2))
     made = Bandit(SMALL, 0, 16, bandit.initialize(strategies, (1,), 0.0, 8, 0))
     rewards = [rate(made.plan(batch([0.8] * 4), COSTS)) for _ in range(12)]
     assert rewards[-1] == max(rewards)
@@ -157,10 +157,15 @@ def test_draft_range_is_the_budgets_decision(rates: list[float], budget: BudgetS
 
 @given(RATES, st.integers(1, 12), st.integers(0, 12))
 def test_bandit_is_the_budgets_decision(rates: list[float], depth: int, verified: int) -> None:
-    strategy = bandit.Strategy(depth, verified)
+    strategy = bandit.Strategy(depth, 1, verified)
     start = bandit.initialize((strategy,), (1,), 0.0, 8, 0)
     plan = Bandit(TREE, 0, 24, start).plan(batch(rates), COSTS)
-    budget = BudgetSettings(policy="bandit", max_draft_tokens=depth)
+    budget = BudgetSettings(
+        policy="bandit",
+        max_draft_tokens=depth,
+        bandit_strategies=((depth, 1, verified),),
+        bandit_batch_sizes=(1,),
+    )
     path = paths(rates, depth)
     state = replace(BudgetState.initial(budget), bandit=start)
     lengths = decide(BudgetSnapshot(len(rates), 0, path, path.size), state, budget)
@@ -170,7 +175,7 @@ def test_bandit_is_the_budgets_decision(rates: list[float], depth: int, verified
 
 def test_a_bandit_with_second_choices_verifies_trees() -> None:
     branching = replace(SMALL, tree_level=0.8)
-    start = bandit.initialize((bandit.Strategy(6, 24),), (1,), 0.0, 8, 0)
+    start = bandit.initialize((bandit.Strategy(6, 1, 24),), (1,), 0.0, 8, 0)
     rates = [0.5, 0.8]
     plan = Bandit(branching, 0, 16, start).plan(batch(rates), COSTS)
     assert plan.tokens == pytest.approx(tree_tokens(np.array(rates), 0.5, 24, 6))

@@ -459,12 +459,14 @@ class FastLoop:
         if not self.watch.is_used or is_elsewhere or not self.may_draft:
             return None
         batch, step_time = max(self._batch_size, 1), self._now.decode_time
-        if not self._steering.advance(batch, step_time):
+        longest = budget.draft_depth(self._now, self._settings.budget, batch)
+        if not longest or not self._steering.advance(batch, step_time):
             self._log.write_drafter(None)
             return None
         limits = self._steering.limits(batch, self._num_drafted, step_time, self._settings.draft_floor)
         self._log.write_drafter(limits)
-        return DraftOrder(self._settings.max_draft_tokens, self.model.beta, self.model.calibration, *limits)
+        depth = min(longest, self._settings.max_draft_tokens)
+        return DraftOrder(depth, self.model.beta, self.model.calibration, *limits)
 
     def learn(
         self,

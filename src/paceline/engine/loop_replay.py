@@ -11,7 +11,14 @@ import numpy as np
 from paceline.config import EngineSettings
 from paceline.engine.model_steering import ModelSteering
 from paceline.planning import paths
-from paceline.planning.budget import BudgetSnapshot, BudgetState, decide, expected_accepted, update
+from paceline.planning.budget import (
+    BudgetSnapshot,
+    BudgetState,
+    decide,
+    draft_depth,
+    expected_accepted,
+    update,
+)
 from paceline.planning.reconfigure import reconfigure
 from paceline.planning.wait import WaitSnapshot, decide_wait
 from paceline.planning.window import StepTimes
@@ -150,7 +157,8 @@ class _Replay:
         """Whether the model drafter works after the step, and how far its drafts go."""
         batch = max(self._snapshot.num_requests, 1)
         floor, costs, most = None, b"", None
-        if self.steering.advance(batch, self._now.decode_time):
+        longest = draft_depth(self._now, self._settings.budget, batch)
+        if longest and self.steering.advance(batch, self._now.decode_time):
             floor, table, most = self.steering.limits(
                 batch, int(self._lengths.sum()), self._now.decode_time, self._settings.draft_floor
             )

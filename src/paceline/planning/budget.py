@@ -120,6 +120,7 @@ class BudgetState:
                 epsilon=settings.bandit_epsilon,
                 window=settings.bandit_window,
                 seed=settings.bandit_seed,
+                elastic_threshold=settings.bandit_elastic_threshold,
             ),
             num_steps=0,
             last_drafted_step=0,
@@ -146,6 +147,13 @@ def decide(snapshot: BudgetSnapshot, state: BudgetState, settings: BudgetSetting
     if settings.policy == "thresholds":
         return _decide_thresholds(snapshot, probability, room, settings)
     return _even_lengths((probability > 0).sum(axis=1), settings.fixed_tokens, room)
+
+
+def draft_depth(state: BudgetState, settings: BudgetSettings, num_requests: int) -> int:
+    """Longest draft of a drafter whose drafts are for the step after the coming one, if it has so many requests."""
+    if settings.policy == "bandit":
+        return bandit.select_ahead(state.bandit, num_requests).draft_depth
+    return settings.max_draft_tokens
 
 
 def fair_weights(num_tokens: NDArray[np.number], num_steps: NDArray[np.integer]) -> Float64Array:
@@ -240,11 +248,20 @@ def update(
     decode_time, prefill_time, arms = state.decode_time, state.prefill_time, state.bandit
     if observation.num_prefill_tokens > 0:
         prefill_time = update_step_time(prefill_time, observation)
+        arms = bandit.skip(arms)
     else:
         decode_time = update_step_time(decode_time, observation)
         if settings.policy == "bandit":
             elapsed_s = observation.step_s + observation.draft_s
-            arms = bandit.record(arms, observation.num_requests, observation.num_accepted_tokens, elapsed_s)
+            arms = bandit.record(
+                arms,
+                observation.num_requests,
+                observation.num_accepted_tokens,
+                elapsed_s,
+                observation.num_draft_tokens,
+                observation.draft_s,
+            )
+            arms = _judge_drafts(arms, observation, decode_time, settings)
     now = state.num_steps + 1
     last = now if observation.num_draft_tokens > 0 else state.last_drafted_step
     expected, accepted = state.expected_tokens * _CONFIDENCE_DECAY, state.accepted_tokens * _CONFIDENCE_DECAY
@@ -326,6 +343,25 @@ def _decide_bandit(
     values = np.sort(reachable, axis=None)[::-1]
     count = min(strategy.tokens_to_verify * snapshot.num_requests, room, int(np.count_nonzero(values > 0)))
     return _take_best(reachable, values, count)
+
+
+def _judge_drafts(
+    arms: bandit.BanditState, step: StepObservation, model: StepTimeModel, settings: BudgetSettings
+) -> bandit.BanditState:
+    """Move the bandit's elastic threshold: would drafts pay in a step of as many requests as this one?
+
+    Tokens per second with the best strategy's typical drafts against those of a step without, by measured times (E1,
+    E2). TLT 5.1 leaves the threshold to the user.
+    """
+    batch, typical = step.num_requests, bandit.typical_trial(arms, step.num_requests)
+    if typical is None or not _is_known(model, batch):
+        return arms
+    size = batch * (1.0 + typical.verified)
+    if size > largest_known_tokens(model) * settings.max_growth:
+        return arms
+    plain_s, drafts_s = predict_s(at_context(model, step.num_context_tokens), np.array([batch, size]))
+    pays = typical.accept_length * float(plain_s) > float(drafts_s) + typical.draft_s * batch
+    return bandit.move_threshold(arms, batch, pays)
 
 
 def _decide_thresholds(

@@ -42,8 +42,9 @@ def _draft_lengths(budget: BudgetSettings, batch: int) -> Iterable[int]:
     if budget.policy == "thresholds":
         return (min(budget.threshold_request_tokens, budget.threshold_batch_tokens // batch),)
     if budget.policy == "bandit":
-        levels = sorted({verified for _, verified in budget.bandit_strategies}, reverse=True)
-        return (levels[max(bisect_right(budget.bandit_batch_sizes, batch) - 1, 0)],)
+        levels = sorted({verified for *_, verified in budget.bandit_strategies}, reverse=True)
+        level = levels[max(bisect_right(budget.bandit_batch_sizes, batch) - 1, 0)]
+        return {min(d * k, level) for d, k, verified in budget.bandit_strategies if verified == level}
     return range(1, budget.max_draft_tokens + 1)  # marginal: any
 
 

@@ -14,11 +14,13 @@ Invariant: an alternative is never longer than the draft of its request, whose s
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
 
 from paceline.config import BudgetSettings
+from paceline.planning import bandit
 from paceline.planning.budget import BudgetState
 from paceline.planning.latency import StepTimeModel, at_context, largest_known_tokens, predict_s
 from paceline.types import Float32Array, Float64Array, Int32Array, Int64Array
@@ -90,7 +92,7 @@ def choose_paths(
 
     marginal: see above; equally good rows: the earlier candidate, then the shorter. fixed: every path that adds a
     token, to the fixed length. thresholds: likewise its likely tokens, as far as the batch's limit reaches.
-    bandit, off: none; the bandit's arms are single paths.
+    bandit: as many paths as the step's strategy has, with what the drafts have left of its tokens to verify. off: none.
     """
     if settings.policy == "marginal":
         return _choose_marginal(snapshot, state, settings, trust.worth)
@@ -102,6 +104,10 @@ def choose_paths(
         )
         room = settings.threshold_batch_tokens - snapshot.num_draft_tokens
         return _choose_in_order(snapshot, settings.threshold_request_tokens, room, likely.sum(axis=1))
+    if settings.policy == "bandit":
+        arm = bandit.select_strategy(state.bandit, snapshot.num_requests)
+        room = arm.tokens_to_verify * snapshot.num_requests - snapshot.num_draft_tokens
+        return _choose_in_order(snapshot, arm.draft_depth, room, most_rows=arm.top_k - 1)
     return _choice([], [], [], 0.0)
 
 
@@ -120,8 +126,10 @@ def may_pay(
     draft_probability: path probabilities of the drafts. [num_requests, max_draft_tokens]
     lengths: draft tokens chosen. [num_requests]
     """
-    if settings.policy in ("off", "bandit") or not lengths.any():
+    if settings.policy == "off" or not lengths.any():
         return False
+    if settings.policy == "bandit":
+        return bandit.select_strategy(state.bandit, len(lengths)).top_k > 1
     if settings.policy != "marginal":
         return True
     inside = np.arange(draft_probability.shape[1]) < lengths[:, None]
@@ -201,9 +209,16 @@ def _trusted_room(model: StepTimeModel, size: int, settings: BudgetSettings) -> 
 
 
 def _choose_in_order(
-    snapshot: PathSnapshot, most: int, room: int, available: Int64Array | None = None
+    snapshot: PathSnapshot,
+    most: int,
+    room: int,
+    available: Int64Array | None = None,
+    most_rows: int | None = None,
 ) -> PathChoice:
-    """Every candidate that adds tokens, cut to `most` tokens, while rows and tokens last."""
+    """Every candidate that adds tokens, cut to `most` tokens, while rows and tokens last.
+
+    available: tokens of each candidate that count, None: all. most_rows: of a request, None: any number.
+    """
     covered = snapshot.covered.astype(np.int32, copy=True)
     limits = np.minimum(snapshot.limits, most)
     if available is not None:
@@ -212,11 +227,13 @@ def _choose_in_order(
     lengths: list[int] = []
     starts: list[int] = []
     gained = 0.0
-    for row in range(len(snapshot.owners)):
+    rows = Counter[int]()
+    for row, owner in enumerate(snapshot.owners.tolist()):
         length = min(int(limits[row]), room)
-        if len(chosen) == snapshot.max_rows or length <= covered[row]:
+        if len(chosen) == snapshot.max_rows or length <= covered[row] or rows[owner] == most_rows:
             continue
         room -= length
+        rows[owner] += 1
         chosen.append(row)
         lengths.append(length)
         starts.append(int(covered[row]))

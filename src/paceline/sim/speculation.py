@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from typing import Generic, Protocol, TypeVar
 
 import numpy as np
@@ -230,8 +230,13 @@ class Bandit:
     _state: BudgetState = field(init=False)
 
     def __post_init__(self) -> None:
-        deepest = max(strategy.draft_depth for group in self.start.groups for strategy in group)
-        self._settings = BudgetSettings(policy="bandit", max_draft_tokens=deepest)
+        arms = tuple(astuple(strategy) for group in self.start.groups for strategy in group)
+        self._settings = BudgetSettings(
+            policy="bandit",
+            max_draft_tokens=max(depth for depth, *_ in arms),
+            bandit_strategies=arms,
+            bandit_batch_sizes=self.start.thresholds,
+        )
         self._state = replace(BudgetState.initial(self._settings), bandit=self.start)
 
     def plan(self, batch: Batch, costs: EngineCosts) -> RoundPlan:

@@ -214,7 +214,7 @@ def tlt(setup: Setup, options: TltOptions, is_adaptive: bool = True) -> System:
     """
     row, drafter = setup.row(setup.models[0]), setup.models[0]
     drafter = inside(drafter)
-    strategies = tuple(bandit.Strategy(*pair) for pair in options.strategies)
+    strategies = tuple(bandit.Strategy(depth, 1, verified) for depth, verified in options.strategies)
     start = bandit.initialize(strategies, options.batch_sizes, _EPSILON, _REWARDS, seed=0)
     plan = replace(
         bound(setup, lambda: Bandit(drafter, row, options.max_batch, start)),
