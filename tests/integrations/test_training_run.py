@@ -17,6 +17,7 @@ from rich.console import Console
 import paceline.commands.train as train_command
 import paceline.training.run as training_run
 from paceline.distillation.spot_link import SpotLink
+from paceline.drafting.drafter import is_draft_head
 from paceline.drafting.model import ModelDrafter
 from paceline.engine.loop_replay import replay_engine
 from paceline.engine.rollout_engine import RolloutEngine
@@ -218,6 +219,25 @@ def test_a_run_whose_drafter_grows_is_the_same_run(
     assert grown.vocab_size == len(ALPHABET)
 
 
+def test_a_run_with_a_head_that_grows_is_the_same_run(
+    whole: tuple[Path, Summary, str], policy_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From nothing: states from the engine, trained on them in the tails, swapped in, and used."""
+    folder = tmp_path / "head"
+    drafter = {"method": "eagle", "learning_rate": 0.01, "states_share": 1.0}
+    monkeypatch.setattr(SpotLink, "pause", pause_after_a_save(folder, SpotLink.pause))
+    summary, _ = run(make_recipe(policy_dir, adaptive_drafter=drafter), folder)
+    assert summary.reason == "finished"
+    expected = weights(whole[0])
+    for name, weight in weights(folder).items():
+        assert weight.equal(expected[name]), name
+    assert list(map(trained_on, latest_steps(folder))) == list(map(trained_on, latest_steps(whole[0])))
+    last = read(folder, DrafterStep)[-1]
+    assert last.version >= 1
+    assert last.tried > 0
+    assert is_draft_head(folder / "drafter" / "model")
+
+
 def trained_on(step: TrainStep) -> dict[str, float | None]:
     """What of a step's metrics rests on its tokens and log-probabilities."""
     names = ("loss", "grad_norm", "reward", "entropy")
@@ -234,10 +254,10 @@ def latest_steps(folder: Path) -> list[TrainStep]:
     return [found[number] for number in sorted(found)]
 
 
-def pause_after_a_save(folder: Path, pause: Any, killed: list[int]) -> Any:
+def pause_after_a_save(folder: Path, pause: Any, killed: list[int] | None = None) -> Any:
     """Sessions of a run this short would end before anything was learned: they last until something is saved.
 
-    The first trainer that saved something is killed.
+    killed: takes the first trainer that saved something; None: nobody is killed.
     """
     saved = folder / "drafter" / "training.safetensors"
     lesson = folder / "drafter" / "lesson.safetensors"
@@ -248,7 +268,7 @@ def pause_after_a_save(folder: Path, pause: Any, killed: list[int]) -> Any:
             if not lesson.is_file() or (saved.is_file() and saved.stat().st_mtime_ns > before):
                 break
             time.sleep(0.05)
-        if saved.is_file() and not killed:
+        if saved.is_file() and killed == []:
             killed.append(link.pid)
             os.kill(link.pid, signal.SIGKILL)
         pause(link)

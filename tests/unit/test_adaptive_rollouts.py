@@ -11,6 +11,9 @@ import pytest
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 
+import torch
+
+from paceline.distillation.packing import Sample
 from paceline.engine.rollout_engine import TokenEvent
 from paceline.planning.drafter_growth import PATIENCE, Growth
 from paceline.record import DrafterSession, DrafterStep, Note
@@ -29,6 +32,8 @@ class Engine:
     is_dropped: bool = False
     score: DrafterScore = field(default_factory=DrafterScore)
     alarms: int = 0
+    share: float = 0.0
+    """Of the responses whose states are kept."""
 
     def stream(self, requests: Sequence[RolloutRequest], params: Any) -> Iterator[TokenEvent]:
         for index, request in enumerate(requests):
@@ -57,6 +62,12 @@ class Engine:
     def drafter_score(self) -> DrafterScore:
         return self.score
 
+    def collect_states(self, share: float, max_bytes: int) -> None:
+        self.share = share
+
+    def take_samples(self) -> list[Sample]:
+        return [Sample(torch.tensor([1, 2, 7]), 2, torch.ones(3, 4))] if self.share else []
+
 
 @dataclass
 class Link:
@@ -72,8 +83,9 @@ class Link:
     def pause(self) -> None:
         self.calls.append("pause")
 
-    def teach(self, step: int, policy: Any, responses: Any) -> None:
-        self.calls.append((step, policy, responses))
+    def teach(self, step: int, policy: Any, samples: Any) -> None:
+        told = [(tuple(sample.ids.tolist()), sample.num_prompt_tokens) for sample in samples]
+        self.calls.append((step, policy, told))
 
     def take(self) -> Any:
         if not self.saved:
@@ -84,16 +96,15 @@ class Link:
 class Run:
     """Rollouts with everything around them made up."""
 
-    def __init__(self, max_running: int = 2, is_fresh: bool = True) -> None:
+    def __init__(self, max_running: int = 2, is_fresh: bool = True, is_head: bool = False) -> None:
         self.engine, self.link = Engine(), Link()
         self.events: list[Any] = []
         self.shown: list[int] = []
         self.clock = iter(range(10**6))
         record: Any = SimpleNamespace(now_s=lambda: next(self.clock), write=self.write, add_step=self.ignore)
         watcher: Any = SimpleNamespace(show_rollout=lambda meter: self.shown.append(meter.num_finished))
-        drafter: Any = SimpleNamespace(
-            link=self.link, is_fresh=is_fresh, section=SimpleNamespace(max_running=max_running)
-        )
+        section = SimpleNamespace(max_running=max_running, states_share=0.5)
+        drafter: Any = SimpleNamespace(link=self.link, is_fresh=is_fresh, is_head=is_head, section=section)
         quiet: Any = SimpleNamespace(check=lambda: None)
         engine: Any = self.engine
         self.rollouts = AdaptiveRollouts(engine, record, watcher, quiet, drafter)
@@ -151,6 +162,22 @@ def test_lessons_are_the_step_before_with_the_newest_policy() -> None:
     assert lesson == (1, {"w": 3}, [((1, 2, 7, 8), 2)] * len(REQUESTS))
     run.rollouts.push_weights([("w", 3)], None)
     assert [call for call in run.link.calls if isinstance(call, tuple)] == [lesson], "and told once"
+
+
+def test_a_head_learns_from_the_engines_states() -> None:
+    run = Run(is_head=True)
+    shares = []
+    run.rollouts._outer = SimpleNamespace(show_rollout=lambda _: shares.append(run.engine.share))  # type: ignore[assignment]
+    run.step(1)
+    assert set(shares) == {0.5}
+    assert run.engine.share == 0, "evaluations keep none"
+    run.rollouts.push_weights([("w", 3)], None)
+    [lesson] = [call for call in run.link.calls if isinstance(call, tuple)]
+    assert lesson == (1, {"w": 3}, [((1, 2, 7), 2)])
+    run.rollouts._growth = Growth(0.8, PATIENCE)
+    run.step(2)
+    assert run.engine.share == 0
+    assert set(shares[-len(REQUESTS) :]) == {0}, "nor does a rollout from which nothing is learned"
 
 
 def test_the_engine_gets_what_its_trainer_vouches_for() -> None:

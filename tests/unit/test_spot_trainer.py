@@ -16,14 +16,18 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 
 import msgspec
 import torch
+from safetensors.torch import load_file
 from tiny_model import make_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from paceline.distillation import checkpoints
-from paceline.distillation.small_model import make_small_model
+from paceline.distillation import checkpoints, spot
+from paceline.distillation.fresh_drafter import make_head, make_small_model
+from paceline.distillation.packing import Sample
 from paceline.distillation.spot import LESSON, SpotSettings, SpotTrainer, make_lesson, read_drafter
 from paceline.distillation.spot_link import SpotLink
+from paceline.distillation.target import load_model, read_samples
 from paceline.distillation.training_folder import FILE_NAME
+from paceline.drafting.drafter import is_draft_head
 from paceline.drafting.model import ModelDrafter
 from paceline.errors import CheckpointError
 
@@ -37,7 +41,8 @@ def settings(tmp_path: Path) -> SpotSettings:
         parent=os.getpid(),
         folder=str(tmp_path / "drafter"),
         target=str(target),
-        small_model=str(tmp_path / "small"),
+        method="osd",
+        drafter=str(tmp_path / "small"),
         temperature=0.5,
         rate=5e-3,
     )
@@ -47,13 +52,15 @@ def policy_of(settings: SpotSettings) -> dict[str, torch.Tensor]:
     return dict(AutoModelForCausalLM.from_pretrained(settings.target).named_parameters())
 
 
-def responses_of(settings: SpotSettings, count: int = 24) -> list[tuple[list[int], int]]:
-    """What the target writes."""
+def responses_of(settings: SpotSettings, count: int = 24) -> list[Sample]:
+    """What the target writes, with states for a head."""
     model = AutoModelForCausalLM.from_pretrained(settings.target)
     torch.manual_seed(1)
     prompts = torch.randint(3, 64, (count, 4))
     made = model.generate(prompts, do_sample=True, temperature=0.5, max_new_tokens=40, min_new_tokens=40)
-    return [(row, 4) for row in made.tolist()]
+    if settings.method == "osd":
+        return [Sample(row, 4, torch.empty(len(row), 0)) for row in made]
+    return list(read_samples(load_model(Path(settings.target)), [(row, 4) for row in made], (), 4096))
 
 
 def tell(settings: SpotSettings, step: int) -> None:
@@ -66,6 +73,32 @@ def ticking(step_s: float) -> itertools.count[float]:
 
 
 def test_a_drafter_grows_from_nothing_and_goes_on(settings: SpotSettings) -> None:
+    weights = grow(settings)
+    drafter = ModelDrafter(settings.drafter, max_model_len=64, max_requests=2)
+    drafter.reload(weights.items())  # as an engine does
+
+
+def test_a_head_grows_from_the_states_that_it_is_told(
+    settings: SpotSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_head(Path(settings.target), tmp_path / "head", "hass", seed=0)
+    settings = msgspec.structs.replace(settings, method="hass", drafter=str(tmp_path / "head"))
+    monkeypatch.setattr(spot, "read_states", None)  # the target computes nothing
+    weights = grow(settings)
+    begun = load_file(tmp_path / "head" / "model.safetensors")
+    assert {name: weight.shape for name, weight in weights.items()} == {n: w.shape for n, w in begun.items()}
+    assert is_draft_head(tmp_path / "head")
+
+
+def test_a_head_of_another_target_is_refused(settings: SpotSettings, tmp_path: Path) -> None:
+    other = make_model(tmp_path / "other", hidden=64)
+    make_head(other, tmp_path / "head", "eagle", seed=0)
+    with pytest.raises(CheckpointError, match="another network"):
+        SpotTrainer(msgspec.structs.replace(settings, method="eagle", drafter=str(tmp_path / "head")))
+
+
+def grow(settings: SpotSettings) -> dict[str, torch.Tensor]:
+    """Train in two processes' lives, the second of which goes on; returns the weights."""
     trainer = SpotTrainer(settings, ticking(1.0).__next__)
     assert not trainer.learn()
     tell(settings, step=1)
@@ -92,9 +125,7 @@ def test_a_drafter_grows_from_nothing_and_goes_on(settings: SpotSettings) -> Non
     assert first is not None
     assert last is not None
     assert 0.1 < first < last
-
-    drafter = ModelDrafter(settings.small_model, max_model_len=64, max_requests=2)
-    drafter.reload(weights.items())  # as an engine does
+    return weights
 
 
 def test_a_run_that_went_back_to_a_checkpoint_repeats_steps(settings: SpotSettings) -> None:

@@ -15,6 +15,7 @@ from typing import Any, Literal
 import safetensors.torch
 from torch import Tensor
 
+from paceline.distillation.methods import MethodName
 from paceline.distillation.trainer import NETWORK
 from paceline.distillation.training_folder import Description
 from paceline.errors import ConfigError, RecordError
@@ -31,26 +32,23 @@ def export(tensors: Mapping[str, Tensor], made: Description, out: Path, form: Fo
     verifier: name or path of the target, which the `speculators` form carries. Raises ConfigError for a form that the
     method does not have, RecordError if the disk refuses.
     """
-    weights = {
-        name.removeprefix(NETWORK): tensor.contiguous()
-        for name, tensor in tensors.items()
-        if name.startswith(NETWORK)
-    }
+    weights = {name: tensor.contiguous() for name, tensor in drafter_weights(tensors, made.method).items()}
     if form == "speculators":
         weights, config = _speculators(weights, made, verifier)
-    elif made.method == "osd":
-        weights, config = (
-            {name.removeprefix("model."): tensor for name, tensor in weights.items()},
-            made.config,
-        )
     else:
-        config = _head_config(made)
+        config = made.config if made.method == "osd" else _head_config(made)
     try:
         out.mkdir(parents=True, exist_ok=True)
         (out / "model.safetensors").write_bytes(safetensors.torch.save(weights, {"format": "pt"}))
         (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     except OSError as error:
         raise RecordError(f"cannot write {out}: {error.strerror}; choose another place") from error
+
+
+def drafter_weights(tensors: Mapping[str, Tensor], method: MethodName) -> dict[str, Tensor]:
+    """A drafter's weights out of a training file, by the names of its checkpoint."""
+    before = f"{NETWORK}model." if method == "osd" else NETWORK
+    return {name.removeprefix(before): tensor for name, tensor in tensors.items() if name.startswith(before)}
 
 
 def _head_config(made: Description) -> dict[str, Any]:

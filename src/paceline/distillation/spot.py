@@ -2,12 +2,13 @@
 
 Everything passes through one folder, so that either side may stop at any moment:
 
-    lesson.safetensors      from the run: the policy's weights, and the responses of the step before
+    lesson.safetensors      from the run: the policy's weights, and responses of the step before, for a head with states
     samples/                responses that were heard of (sample_buffer.py)
     training.safetensors    the drafter in training, with its optimizers (training_folder.py)
 
-What the target thinks is computed here, by the newest weights, of the responses that are drawn and of no others: there
-are more of them than time. Called by spot_process.py.
+A draft head learns from the hidden states that the engine has read out of its own steps, one update older than the
+weights. For a small language model the states are computed here, by the newest weights, of the responses that are drawn
+and of no others: there are more of them than time. Called by spot_process.py.
 """
 
 from __future__ import annotations
@@ -18,15 +19,18 @@ from pathlib import Path
 
 import msgspec
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from paceline.distillation import checkpoints
 from paceline.distillation.checkpoints import CheckpointWriter, Note
-from paceline.distillation.methods import METHODS, Objective, build_network, compute_loss
+from paceline.distillation.export import drafter_weights
+from paceline.distillation.methods import METHODS, Method, MethodName, Objective, build_network, compute_loss
+from paceline.distillation.networks import Network, Shared, SmallModel
 from paceline.distillation.packing import Pack, Sample, pack_samples
 from paceline.distillation.sample_buffer import SampleBuffer
 from paceline.distillation.target import load_model, read_states, share
-from paceline.distillation.trainer import NETWORK, Trainer
+from paceline.distillation.trainer import NETWORK, Trainer, load_network
 from paceline.distillation.training_folder import FILE_NAME, Description, describe, read_folder
 from paceline.errors import CheckpointError
 
@@ -42,7 +46,7 @@ WARM_UP_TOKENS = 40_000
 SAVE_EVERY_S = 2.0
 """Processor time that is lost with the process at most."""
 MEMORY_BYTES, DISK_BYTES = 256 << 20, 1 << 30
-"""Bounds of the sample buffer; a token takes 4 bytes."""
+"""Bounds of the sample buffer; a token takes 4 bytes, and the state of one as many as it has."""
 
 
 class SpotSettings(msgspec.Struct, frozen=True):
@@ -53,7 +57,9 @@ class SpotSettings(msgspec.Struct, frozen=True):
     folder: str
     target: str
     """Folder of the policy as it was at first."""
-    small_model: str
+    method: MethodName
+    """eagle, hass: a head; osd: a small language model."""
+    drafter: str
     """Folder of the drafter as it was at first."""
     temperature: float
     """At which responses are sampled."""
@@ -62,16 +68,17 @@ class SpotSettings(msgspec.Struct, frozen=True):
 
 
 def make_lesson(
-    step: int, policy: Mapping[str, Tensor], responses: Sequence[tuple[Sequence[int], int]]
+    step: int, policy: Mapping[str, Tensor], samples: Sequence[Sample]
 ) -> tuple[dict[str, Tensor], Note]:
     """What a trainer is told.
 
-    step: the training step that the responses are of. policy: newest weights, by the checkpoint's names.
-    responses: (prompt and response, number of prompt tokens).
+    step: the training step that the samples are of, one at least. policy: newest weights, by the checkpoint's names.
+    samples: for a head with the target's last states, for a small language model with states of no width.
     """
     tensors = {f"{POLICY}{name}": tensor.detach() for name, tensor in policy.items()}
-    tensors["ids"] = torch.tensor([token for ids, _ in responses for token in ids], dtype=torch.int32)
-    tensors["shapes"] = torch.tensor([(len(ids), prompt) for ids, prompt in responses]).reshape(-1, 2)
+    tensors["ids"] = torch.cat([sample.ids.int() for sample in samples])
+    tensors["states"] = torch.cat([sample.states for sample in samples])
+    tensors["shapes"] = torch.tensor([(sample.num_tokens, sample.num_prompt_tokens) for sample in samples])
     return tensors, {STEP: str(step)}
 
 
@@ -82,10 +89,13 @@ class SpotTrainer:
         self._folder, self._rate, self._clock = Path(settings.folder), settings.rate, clock
         self._target = load_model(Path(settings.target)).eval().requires_grad_(False)
         self._shared = share(self._target)
-        method = METHODS["osd"].with_loss("forward_kl").at_temperature(settings.temperature)
-        network = build_network(method, self._shared, Path(settings.small_model))
+        self._is_head = settings.method != "osd"
+        method = METHODS[settings.method].at_temperature(settings.temperature)
+        if not self._is_head:
+            method = method.with_loss("forward_kl")
+        network = _load_drafter(method, self._shared, Path(settings.drafter))
         self._trainer = Trainer(network, self._shared, method.objective)
-        self._made = describe(network, "osd", method.objective.loss, settings.temperature, ())
+        self._made = describe(network, settings.method, method.objective.loss, settings.temperature, ())
         if (found := read_folder(self._folder)) is not None:
             self._trainer.load(found[0])
             self._made = found[1]
@@ -102,13 +112,7 @@ class SpotTrainer:
         drawn = self._buffer.draw(PACK_TOKENS)
         if not drawn:
             return False
-        states = read_states(self._target, [sample.ids.long() for sample in drawn], ())
-        pack = pack_samples(
-            [
-                Sample(sample.ids, sample.num_prompt_tokens, state)
-                for sample, state in zip(drawn, states, strict=True)
-            ]
-        )
+        pack = pack_samples(drawn if self._is_head else self._think(drawn))
         if self._clock() - self._saved_s >= SAVE_EVERY_S:
             self._save(pack)
         warmth = min(self._made.trained_tokens / WARM_UP_TOKENS, 1.0)
@@ -121,6 +125,14 @@ class SpotTrainer:
     def close(self) -> None:
         """Wait until what was saved last is in its file."""
         self._writer.close()
+
+    def _think(self, samples: Sequence[Sample]) -> list[Sample]:
+        """The samples with the states of the newest target."""
+        states = read_states(self._target, [sample.ids.long() for sample in samples], ())
+        return [
+            Sample(sample.ids, sample.num_prompt_tokens, state)
+            for sample, state in zip(samples, states, strict=True)
+        ]
 
     def _hear(self) -> None:
         """Take in the lesson, if there is a new one."""
@@ -142,9 +154,10 @@ class SpotTrainer:
         # A run that went back to its checkpoint repeats steps.
         self._buffer.begin_step(max(int(note[STEP]), self._buffer.step))
         shapes: list[list[int]] = tensors["shapes"].tolist()
-        parts = tensors["ids"].split([length for length, _ in shapes])
-        for number, (ids, (_, num_prompt_tokens)) in enumerate(zip(parts, shapes, strict=True)):
-            self._buffer.add(number, Sample(ids.clone(), num_prompt_tokens, torch.empty(len(ids), 0)))
+        lengths = [length for length, _ in shapes]
+        parts = zip(tensors["ids"].split(lengths), tensors["states"].split(lengths), shapes, strict=True)
+        for number, (ids, states, (_, num_prompt_tokens)) in enumerate(parts):
+            self._buffer.add(number, Sample(ids.clone(), num_prompt_tokens, states.clone()))
         self._buffer.begin_step(self._buffer.step + 1)
 
     def _save(self, coming: Pack) -> None:
@@ -159,13 +172,17 @@ class SpotTrainer:
         self._saved_s = self._clock()
 
 
-def small_model_weights(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A small language model's weights out of a training file, by the names of its checkpoint."""
-    before = f"{NETWORK}model."
-    return {name.removeprefix(before): t for name, t in tensors.items() if name.startswith(before)}
+def _load_drafter(method: Method, shared: Shared, folder: Path) -> Network:
+    """The network that a checkpoint holds. Raises CheckpointError for a head of another target."""
+    if method.network is SmallModel:
+        return build_network(method, shared, folder)
+    network = build_network(method, shared, None)
+    weights = load_file(folder / "model.safetensors")
+    load_network(network, {f"{NETWORK}{name}": weight for name, weight in weights.items()})
+    return network
 
 
 def read_drafter(folder: Path) -> tuple[dict[str, Tensor], Description] | None:
     """The weights of the drafter in training, and what it is; None before the first."""
     found = read_folder(folder)
-    return None if found is None else (small_model_weights(found[0]), found[1])
+    return None if found is None else (drafter_weights(found[0], found[1].method), found[1])

@@ -14,6 +14,7 @@ import msgspec
 from torch import Tensor
 
 from paceline.distillation.checkpoints import CheckpointWriter
+from paceline.distillation.packing import Sample
 from paceline.distillation.spot import LESSON, SpotSettings, make_lesson, read_drafter
 from paceline.distillation.training_folder import FILE_NAME, Description
 from paceline.drafting.child_process import ChildProcess
@@ -49,11 +50,9 @@ class SpotLink:
         """Stop it now."""
         self._child.send(signal.SIGSTOP)
 
-    def teach(
-        self, step: int, policy: Mapping[str, Tensor], responses: Sequence[tuple[Sequence[int], int]]
-    ) -> None:
+    def teach(self, step: int, policy: Mapping[str, Tensor], samples: Sequence[Sample]) -> None:
         """Tell it a lesson (`make_lesson`); copied here, written in the background. Raises RecordError."""
-        self._lessons.save(*make_lesson(step, policy, responses))
+        self._lessons.save(*make_lesson(step, policy, samples))
 
     def take(self) -> tuple[dict[str, Tensor], Description] | None:
         """Weights and description of the drafter that it saved last; None if that was taken before."""

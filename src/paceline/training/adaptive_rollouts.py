@@ -2,7 +2,8 @@
 
 A rollout's tail, in which few responses run, leaves cores idle. There the spot trainer (distillation/spot.py) is let
 go, and stopped again when the rollout ends, because the learner needs every core. It learns from the responses of the
-step before, with the newest weights. Tokens, log-probabilities and gradients are those of a run without it.
+step before, with the newest weights; a draft head from their hidden states, which the engine keeps of a share of them.
+Tokens, log-probabilities and gradients are those of a run without it.
 
 Decisions: planning/harvest.py (when a session opens and ends, for a fleet of one worker) and planning/drafter_growth.py
 (whether training pays at all).
@@ -15,8 +16,11 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+import torch
+
 from paceline.distillation.export import export
-from paceline.distillation.small_model import lend_tokenizer, make_small_model
+from paceline.distillation.fresh_drafter import lend_tokenizer, make_head, make_small_model
+from paceline.distillation.packing import Sample
 from paceline.distillation.spot import SpotSettings
 from paceline.distillation.spot_link import SpotLink
 from paceline.distillation.training_folder import Description, read_folder
@@ -42,36 +46,49 @@ if TYPE_CHECKING:
     from paceline.fleet.journal import Journal
 
 WORKER = "engine"
+KINDS = {False: "a small language model", True: "a draft head"}
+STATES_BYTES = 256 << 20
+"""Most memory of the hidden states of a rollout."""
 
 
 class AdaptiveDrafter:
     """A drafter and its trainer. Use in `with`; at the end the drafter is in `drafter/model` of the run folder."""
 
     def __init__(self, recipe: Recipe, section: AdaptiveDrafterSection, folder: Path) -> None:
-        """folder: of the run. Raises CheckpointError for a width that cannot be, or a drafter that is a draft head."""
+        """folder: of the run. Raises CheckpointError for a width that cannot be, or a drafter of another kind."""
         self.section = section
+        self.is_head = section.method != "osd"
         self.is_fresh = recipe.engine.model_drafter is None
         self._target, self._folder = Path(recipe.model), folder / DRAFTER
         self.model = self._folder / GROWN
         if not self.is_fresh:
             self.model = Path(str(recipe.engine.model_drafter))
-            if is_draft_head(self.model):
+            if (found := is_draft_head(self.model)) != self.is_head:
                 raise CheckpointError(
-                    f"{self.model} is a draft head, and adaptive_drafter grows small language models: give one, or none"
+                    f"{self.model} is {KINDS[found]}, and adaptive_drafter.method={section.method} grows "
+                    f"{KINDS[self.is_head]}: choose another method, or give another drafter or none"
                 )
         elif not self.model.is_dir():
             with unchanged_randomness():
-                make_small_model(self._target, self.model, section.hidden_size, section.layers, recipe.seed)
+                self._make(recipe.seed)
         settings = SpotSettings(
             parent=os.getpid(),
             folder=str(self._folder),
             target=recipe.model,
-            small_model=str(self.model),
+            method=section.method,
+            drafter=str(self.model),
             temperature=recipe.sampling.temperature,
             rate=section.learning_rate,
         )
         self._folder.mkdir(parents=True, exist_ok=True)
         self.link = SpotLink(settings)
+
+    def _make(self, seed: int) -> None:
+        section = self.section
+        if self.is_head:
+            make_head(self._target, self.model, section.method, seed)
+        else:
+            make_small_model(self._target, self.model, section.hidden_size, section.layers, seed)
 
     def __enter__(self) -> Self:
         return self
@@ -80,7 +97,8 @@ class AdaptiveDrafter:
         self.link.close()
         if (found := read_folder(self._folder)) is not None:
             export(*found, self._folder / GROWN, "huggingface", str(self._target))
-            lend_tokenizer(self._target, self._folder / GROWN)
+            if not self.is_head:
+                lend_tokenizer(self._target, self._folder / GROWN)
 
 
 class AdaptiveRollouts(WatchedRollouts):
@@ -99,7 +117,7 @@ class AdaptiveRollouts(WatchedRollouts):
         self._harvest, _ = harvest.worker_up(HarvestState(), WORKER)
         self._growth = Growth()
         self._made: Description | None = None
-        self._lesson: tuple[int, Sequence[Response]] | None = None
+        self._lesson: tuple[int, list[Sample]] | None = None
         self._session_begin_s, self._step = 0.0, 0
         self._link.pause()
         if drafter.is_fresh:
@@ -110,13 +128,9 @@ class AdaptiveRollouts(WatchedRollouts):
             return super().push_weights(weights, version)
         policy = dict(weights)
         pushed = super().push_weights(policy.items(), version)
-        step, responses = self._lesson
-        known = [
-            ((*response.request.prompt, *response.tokens), len(response.request.prompt))
-            for response in responses
-            if response.tokens
-        ]
-        self._link.teach(step, policy, known)
+        step, samples = self._lesson
+        if samples:
+            self._link.teach(step, policy, samples)
         self._lesson = None
         return pushed
 
@@ -132,13 +146,15 @@ class AdaptiveRollouts(WatchedRollouts):
         is_new, before = self._swap(), self._engine.drafter_score()
         self._step = step
         self._carry_out(harvest.rollout_started(self._harvest))
+        self._collect(self._growth.pays)
         try:
             rollout = super().run(requests, params, step, journal)
+            self._lesson = step, self._samples(rollout.responses)
         finally:
             self._carry_out(harvest.rollout_ended(self._harvest))
+            self._collect(False)
         score = self._engine.drafter_score() - before
         self._growth = drafter_growth.observe(self._growth, score.acceptance, is_new)
-        self._lesson = step, rollout.responses
         made = self._made
         self.record.write(
             DrafterStep(
@@ -153,6 +169,23 @@ class AdaptiveRollouts(WatchedRollouts):
             )
         )
         return rollout
+
+    def _collect(self, wanted: bool) -> None:
+        """Have the engine keep hidden states from here on, or no more; a small language model learns without."""
+        if self._drafter.is_head:
+            share = self._drafter.section.states_share if wanted else 0.0
+            self._engine.collect_states(share, STATES_BYTES)
+
+    def _samples(self, responses: Sequence[Response]) -> list[Sample]:
+        """What there is to learn from after a rollout."""
+        if self._drafter.is_head:
+            return self._engine.take_samples()
+        return [
+            Sample(ids, len(response.request.prompt), torch.empty(len(ids), 0))
+            for response in responses
+            if response.tokens
+            for ids in (torch.tensor((*response.request.prompt, *response.tokens)),)
+        ]
 
     def _swap(self) -> bool:
         """Give the engine the newest drafter, once it agrees often enough to be told from a dead one."""

@@ -142,14 +142,18 @@ class OptimizerSection(Section):
 
 
 class AdaptiveDrafterSection(Section):
-    """A small language model that learns to draft while the run goes on (docs/drafter-training.md). It begins with
-    `engine.model_drafter`, or anew where that is unset.
+    """A drafter that learns while the run goes on (docs/drafter-training.md). It begins with `engine.model_drafter`, or
+    anew where that is unset.
     """
 
+    method: Literal["osd", "eagle", "hass"] = "osd"
+    """osd: a small language model; eagle, hass: a draft head, as in `paceline drafter train`."""
     hidden_size: int | None = Field(default=None, ge=64, multiple_of=64)
-    """Width of a new drafter; unset: half the policy's."""
+    """Width of a new small language model; unset: half the policy's."""
     layers: int = Field(default=2, ge=1)
-    """Layers of a new drafter."""
+    """Layers of a new small language model."""
+    states_share: float = Field(default=0.25, gt=0.0, le=1.0)
+    """A draft head learns from the hidden states of so many of the responses."""
     learning_rate: float = Field(default=2e-3, gt=0.0, le=1.0)
     """Of the drafter; constant, as the policy that it follows does not stand still."""
     max_running: int = Field(default=8, ge=0)

@@ -1,4 +1,4 @@
-"""A fresh small language model of a target's tokenizer: what a drafter grows from where there is none."""
+"""A fresh drafter of a target, a small language model or a draft head: what grows where nobody has given one."""
 
 from __future__ import annotations
 
@@ -7,6 +7,11 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from paceline.distillation.export import export
+from paceline.distillation.methods import METHODS, MethodName, build_network
+from paceline.distillation.networks import Shared
+from paceline.distillation.trainer import NETWORK
+from paceline.distillation.training_folder import describe
 from paceline.errors import CheckpointError
 
 HEAD_DIM = 64
@@ -42,6 +47,21 @@ def make_small_model(target: Path, out: Path, hidden_size: int | None, num_layer
         torch.manual_seed(seed)
         LlamaForCausalLM(config).save_pretrained(out)
     lend_tokenizer(target, out)
+
+
+def make_head(target: Path, out: Path, method: MethodName, seed: int) -> None:
+    """Write a head with random weights into a folder; it shares the target's embedding, head and tokenizer.
+
+    method: one of a head on the last state. torch's generator is left as it is found.
+    """
+    config = AutoConfig.from_pretrained(target, local_files_only=True).get_text_config()
+    chosen, nothing = METHODS[method], torch.empty(0)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        network = build_network(chosen, Shared(nothing, nothing, config), None)
+    made = describe(network, method, chosen.objective.loss, chosen.objective.temperature, ())
+    weights = {f"{NETWORK}{name}": weight.detach() for name, weight in network.named_parameters()}
+    export(weights, made, out, "huggingface", str(target))
 
 
 def lend_tokenizer(target: Path, out: Path) -> None:
