@@ -31,6 +31,7 @@ CANDIDATES: dict[str, tuple[dict[str, Any], ...]] = {
         {
             "bandit_strategies": tuple((depth, 1, n) for depth in sorted({n, min(n + 4, 16) if n else 0})),
             "bandit_batch_sizes": (1,),
+            "bandit_elastic_threshold": 1 << 20,  # the table says where it drafts at first
         }
         for n in (0, 2, 4, 8, 16)
     ),

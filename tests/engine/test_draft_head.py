@@ -23,6 +23,7 @@ from paceline.distillation.target import choose_layers, load_model, read_samples
 from paceline.drafting.head import HeadDrafter
 from paceline.engine.arguments import engine_arguments
 from paceline.engine.model_steering import ModelSteering
+from paceline.engine.model_watch import ModelWatch
 from paceline.engine.rollout_engine import RolloutEngine
 from paceline.errors import CheckpointError, ConfigError, UnsupportedError
 from paceline.types import Response, RolloutRequest
@@ -90,8 +91,13 @@ def test_the_bandit_steers_a_head(tiny: RolloutEngine, monkeypatch: pytest.Monke
         return made, growth
 
     monkeypatch.setattr(HeadDrafter, "draft", spy)
-    monkeypatch.setattr(ModelSteering, "advance", lambda *_: True)
+    monkeypatch.setattr(
+        ModelSteering, "advance", lambda *_: True
+    )  # whether the head pays or not, and is dead or not
+    monkeypatch.setattr(ModelWatch, "observe", lambda *_: None)
+    monkeypatch.setattr("paceline.planning.bandit.move_threshold", lambda state, *_: state)
     loop = tiny.scheduler.loop
+    loop.watch.renew()
     before, strategies = loop.policy_state, ((5, 2, 6), (3, 1, 6), (1, 1, 1))
     loop.use_budget(
         BudgetSettings(

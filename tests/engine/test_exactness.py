@@ -94,13 +94,16 @@ def test_drafts_change_no_token(engine: RolloutEngine, plain: list[Response], ri
     assert sum(r.num_steps for r in drafted) == tokens - accepted
 
 
-def test_the_bandits_strategies_change_no_token(engine: RolloutEngine, plain: list[Response]) -> None:
-    """Up to sixteen drafts of a request, in batches of every bucket."""
+def test_the_bandits_strategies_change_no_token(
+    engine: RolloutEngine, plain: list[Response], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Up to sixteen drafts of a request, in batches of every bucket, whether that pays or not."""
+    monkeypatch.setattr("paceline.planning.bandit.move_threshold", lambda state, *_: state)
     loop = engine.scheduler.loop
     before = loop.policy_state
     loop.use_budget(BudgetSettings(policy="bandit", bandit_epsilon=0.2))
     try:
-        for count in (2, 24):
+        for count in (2, 6, 12, 24):
             drafter = ScriptedDrafter(known(plain), 0.95, VOCAB, width=16)
             assert_same(plain[:count], run(engine, requests()[:count], drafter))
         learned = loop.policy_state.budget.bandit
