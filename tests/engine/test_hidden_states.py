@@ -215,17 +215,31 @@ def add(collector: StateCollector, step: TokenStates) -> None:
 
 
 def test_a_bound_drops_whole_responses_that_grew_least_lately() -> None:
-    collector = StateCollector(1.0, 12 * 20)  # 20 bytes a token
+    collector = StateCollector(1.0, 16 * 20)  # 20 bytes a token
     add(collector, step_of([1, 2], [0, 0], [5, 5]))
     add(collector, step_of([2], [5], [2]))
-    assert collector.num_bytes == 240
-    add(collector, step_of([2, 3], [7, 0], [1, 2]))
-    assert collector.num_bytes == 200
-    assert [sample.num_tokens for sample in collector.take()] == [8, 2]
+    add(collector, step_of([3], [0], [4]))
+    assert collector.num_bytes == 16 * 20
+    add(collector, step_of([2], [7], [1]))
+    assert collector.num_bytes == 12 * 20, "a quarter is free"
+    add(collector, step_of([3], [4], [2]))
+    assert sorted(sample.num_tokens for sample in collector.take()) == [6, 8]
     assert collector.num_bytes == 0
     add(collector, step_of([4], [0], [40]))
     assert collector.num_bytes == 0
     assert collector.take() == []
+    add(collector, step_of([5], [0], [0]))  # a step that was withdrawn
+    assert collector.take() == []
+
+
+def test_rows_are_sorted_by_response_and_the_newest_of_a_position_counts() -> None:
+    collector = StateCollector(1.0, 10_000)
+    add(collector, step_of([7, 3], [0, 4], [3, 2]))
+    add(collector, step_of([3, 7], [6, 1], [1, 4]))
+    three, seven = sorted(collector.take(), key=lambda sample: sample.num_tokens)
+    assert three.ids.tolist() == [3, 4, 0]
+    assert seven.ids.tolist() == [0, 1, 2, 3, 4], "of token 1 the newer row, which is the second of its step"
+    assert seven.num_prompt_tokens == 1
 
 
 def test_rows_that_leave_a_gap_begin_anew_and_nan_is_left_out() -> None:
@@ -243,6 +257,6 @@ def test_rows_that_leave_a_gap_begin_anew_and_nan_is_left_out() -> None:
 def test_a_share_is_chosen_by_key() -> None:
     keys = np.arange(20_000, dtype=np.uint64)
     chosen = StateCollector(0.1, 10).chosen(keys)
-    assert len(chosen) == pytest.approx(2000, rel=0.1)
-    assert np.array_equal(chosen, np.flatnonzero(uniform(keys) < 0.1))
+    assert chosen.sum() == pytest.approx(2000, rel=0.1)
+    assert np.array_equal(chosen, uniform(keys) < 0.1)
     assert np.histogram(uniform(keys), 10, (0, 1))[0].min() > 1800

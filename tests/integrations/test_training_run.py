@@ -235,6 +235,8 @@ def test_a_run_with_a_head_that_grows_is_the_same_run(
     last = read(folder, DrafterStep)[-1]
     assert last.version >= 1
     assert last.tried > 0
+    assert last.collected_tokens > 0
+    assert last.collection_s > 0
     assert is_draft_head(folder / "drafter" / "model")
 
 

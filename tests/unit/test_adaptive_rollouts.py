@@ -65,6 +65,9 @@ class Engine:
     def collect_states(self, share: float, max_bytes: int) -> None:
         self.share = share
 
+    def collection_s(self) -> float:
+        return 0.25
+
     def take_samples(self) -> list[Sample]:
         return [Sample(torch.tensor([1, 2, 7]), 2, torch.ones(3, 4))] if self.share else []
 
@@ -174,6 +177,8 @@ def test_a_head_learns_from_the_engines_states() -> None:
     run.rollouts.push_weights([("w", 3)], None)
     [lesson] = [call for call in run.link.calls if isinstance(call, tuple)]
     assert lesson == (1, {"w": 3}, [((1, 2, 7), 2)])
+    [told] = run.of(DrafterStep)
+    assert (told.collected_tokens, told.collection_s) == (3, 0.25)
     run.rollouts._growth = Growth(0.8, PATIENCE)
     run.step(2)
     assert run.engine.share == 0

@@ -188,7 +188,7 @@ def common_prefix(one: Int32Array, other: Int32Array) -> int:
 def ranges(starts: Int64Array, counts: Int64Array) -> Int64Array:
     """starts[i], starts[i] + 1, .. for each i, `counts[i]` numbers each, side by side."""
     ends = np.cumsum(counts)
-    made: Int64Array = np.arange(ends[-1]) + np.repeat(starts - ends + counts, counts)
+    made: Int64Array = np.arange(counts.sum()) + np.repeat(starts - ends + counts, counts)
     return made
 
 

@@ -505,6 +505,11 @@ class RolloutEngine:
         samples: list[Sample] = self._engine.collective_rpc("take_samples")[0]
         return samples
 
+    def collection_s(self) -> float:
+        """Time that steps have spent on keeping hidden states since `collect_states` began it."""
+        seconds: float = self._engine.collective_rpc("collection_s")[0]
+        return seconds
+
     def _check_model_drafter(self) -> None:
         settings = self.settings
         if settings is None or settings.model_drafter is None or settings.draft_worker or settings.draft_help:

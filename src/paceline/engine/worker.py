@@ -138,6 +138,11 @@ class PacelineWorker(platform_worker()):  # type: ignore[misc]
         collector = self.model_runner.collector
         return [] if collector is None else collector.take()
 
+    def collection_s(self) -> float:
+        """Time that steps have spent on keeping hidden states. Called by `collective_rpc`."""
+        collector = self.model_runner.collector
+        return 0.0 if collector is None else collector.seconds
+
     # -- which weights these are, for the KV pool
 
     def _unname_weights(self) -> None:

@@ -221,6 +221,10 @@ class DrafterStep(_Event, frozen=True, tag="drafter_step"):
     trained_s: float = 0.0
     """Processor time spent on it so far, loading included."""
     trained_tokens: int = 0
+    collected_tokens: int = 0
+    """Tokens of the rollout whose hidden states the engine has kept, for a draft head."""
+    collection_s: float = 0.0
+    """Time that the engine's steps have spent on that."""
 
     @property
     def acceptance(self) -> float | None:

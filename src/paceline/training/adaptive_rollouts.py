@@ -149,12 +149,14 @@ class AdaptiveRollouts(WatchedRollouts):
         self._collect(self._growth.pays)
         try:
             rollout = super().run(requests, params, step, journal)
-            self._lesson = step, self._samples(rollout.responses)
+            samples = self._samples(rollout.responses)
+            collection_s = self._engine.collection_s() if self._drafter.is_head else 0.0
         finally:
             self._carry_out(harvest.rollout_ended(self._harvest))
             self._collect(False)
         score = self._engine.drafter_score() - before
         self._growth = drafter_growth.observe(self._growth, score.acceptance, is_new)
+        self._lesson = step, samples
         made = self._made
         self.record.write(
             DrafterStep(
@@ -166,6 +168,8 @@ class AdaptiveRollouts(WatchedRollouts):
                 agreement=None if made is None else made.agreement,
                 trained_s=made.trained_s if made else 0.0,
                 trained_tokens=made.trained_tokens if made else 0,
+                collected_tokens=sum(sample.num_tokens for sample in samples) if self._drafter.is_head else 0,
+                collection_s=collection_s,
             )
         )
         return rollout

@@ -7,10 +7,11 @@ cache, KV pool) have none, so what is kept of a response begins behind them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from paceline.distillation.packing import Sample
 from paceline.drafting.model_cache import ranges
@@ -21,24 +22,30 @@ from paceline.types import Float64Array, Int32Array, Int64Array, UInt64Array
 
 
 def select_standing(
-    hidden: torch.Tensor, sampled: torch.Tensor, scheduled: Int64Array, rows: Rows, verdict: Verdict
+    hidden: torch.Tensor,
+    sampled: torch.Tensor,
+    scheduled: Int64Array,
+    rows: Rows,
+    verdict: Verdict,
+    wanted: NDArray[np.bool_],
 ) -> tuple[Int64Array, torch.Tensor]:
-    """(tokens of each request that stand, their states request by request).
+    """(tokens of each request that stand, their states request by request), copied.
 
     Args:
         hidden: of the step's tokens, request by request; more may follow. [at least sum(scheduled), hidden]
         sampled: of the rows that were sampled. [num_rows, hidden]
         scheduled: tokens of each request, drafts included. [num_requests]
+        wanted: requests of which there is to be any. [num_requests]
     """
-    before = scheduled - 1 - rows.num_drafts[: len(scheduled)]  # prefill, of which no row was sampled
-    counts = before + 1 + verdict.accepted
+    prefill = scheduled - 1 - rows.num_drafts[: len(scheduled)]  # tokens of which no row was sampled
+    before, after = prefill * wanted, (1 + verdict.accepted) * wanted
     winners = rows.first[verdict.winners]
     if not before.any():
-        return counts, sampled[torch.from_numpy(ranges(winners, counts))]
+        return after, sampled[torch.from_numpy(ranges(winners, after))]
     begins = len(sampled) + np.cumsum(scheduled) - scheduled
     places = np.stack([begins, winners], axis=1).ravel()
-    lengths = np.stack([before, 1 + verdict.accepted], axis=1).ravel()
-    return counts, torch.cat([sampled, hidden])[torch.from_numpy(ranges(places, lengths))]
+    lengths = np.stack([before, after], axis=1).ravel()
+    return before + after, torch.cat([sampled, hidden])[torch.from_numpy(ranges(places, lengths))]
 
 
 def uniform(keys: UInt64Array) -> Float64Array:
@@ -50,34 +57,42 @@ def uniform(keys: UInt64Array) -> Float64Array:
     return made
 
 
-@dataclass(slots=True)
-class _Collected:
-    """Tokens `start` to `stop` of one response."""
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Tokens of some responses, response by response."""
 
-    start: int
-    stop: int
-    num_prompt_tokens: int
-    ids: list[Int32Array] = field(default_factory=list)
-    states: list[torch.Tensor] = field(default_factory=list)
+    responses: Int64Array  # [num_responses]
+    starts: Int64Array  # [num_responses] position of the first
+    counts: Int64Array  # [num_responses]
+    num_prompt_tokens: Int64Array  # [num_responses]
+    ids: Int32Array  # [sum(counts)]
+    states: torch.Tensor  # [sum(counts), hidden]
 
     @property
     def num_bytes(self) -> int:
-        return sum(part.nbytes for part in (*self.ids, *self.states))
+        return int(self.ids.nbytes + self.states.nbytes)
 
-    def cut(self, stop: int) -> None:
-        """Keep what lies before `stop`; outside of what there is: nothing, to begin there."""
-        length = stop - self.start if self.start <= stop <= self.stop else 0
-        self.ids = [np.concatenate(self.ids)[:length].copy()] if length else []
-        self.states = [torch.cat(self.states)[:length].clone()] if length else []
-        self.start, self.stop = stop - length, stop
+    def without(self, count: int) -> _Part:
+        """All but the first `count` responses."""
+        begin = int(self.counts[:count].sum())
+        return _Part(
+            self.responses[count:],
+            self.starts[count:],
+            self.counts[count:],
+            self.num_prompt_tokens[count:],
+            self.ids[begin:].copy(),
+            self.states[begin:].clone(),
+        )
 
 
 class StateCollector:
     """Keeps the hidden states of some responses while they are generated, and hands them over as samples.
 
+    A step's rows are put aside as they are and sorted by response when they are asked for, or do not fit any more.
+
     share: of the responses, chosen by their keys, so that a response that moves is chosen everywhere or nowhere.
-    max_bytes: of all that is kept. Whole responses go, those that have grown least lately first, which are the finished
-    ones. Raises ConfigError for values out of range.
+    max_bytes: of all that is kept. Beyond it whole responses go until a quarter is free, those that have grown least
+    lately first, which are the finished ones. Raises ConfigError for values out of range.
     """
 
     def __init__(self, share: float, max_bytes: int) -> None:
@@ -87,59 +102,83 @@ class StateCollector:
                 "most 1, and at least a byte"
             )
         self._share, self._max_bytes = share, max_bytes
-        self._kept: dict[int, _Collected] = {}  # by response, the one that has just grown last
+        self._parts: list[_Part] = []
         self.num_bytes = 0
+        self.seconds = 0.0
+        """Time that steps have spent on it."""
 
-    def chosen(self, keys: UInt64Array) -> Int64Array:
-        """Which of these responses are kept. keys: [num_requests]"""
-        return np.flatnonzero(uniform(keys) < self._share)
+    def chosen(self, keys: UInt64Array) -> NDArray[np.bool_]:
+        """Which of these responses are kept. keys, result: [num_requests]"""
+        return uniform(keys) < self._share
 
     def add(self, step: TokenStates, requests: Int64Array, num_prompt_tokens: Int64Array) -> None:
-        """Take over what a step has shown of `requests`; rows that begin before the last ones' end replace them.
+        """Take over what a step has shown of `requests`, and of no others; a newer row of a position replaces an older.
 
         num_prompt_tokens: of each of `requests`.
         """
-        ends = np.cumsum(step.counts)
-        for request, num_prompt in zip(requests.tolist(), num_prompt_tokens.tolist(), strict=True):
-            if not step.counts[request]:
-                continue
-            rows = slice(int(ends[request] - step.counts[request]), int(ends[request]))
-            self._put(
-                int(step.responses[request]),
-                int(step.starts[request]),
-                step.ids[rows].copy(),
-                step.states[rows].clone(),
-                num_prompt,
-            )
-        while self.num_bytes > self._max_bytes:
-            self.num_bytes -= self._kept.pop(next(iter(self._kept))).num_bytes
-
-    def _put(self, response: int, start: int, ids: Int32Array, states: torch.Tensor, num_prompt: int) -> None:
-        kept = self._kept.pop(response, None) or _Collected(start, start, num_prompt)
-        self._kept[response] = kept
-        if start != kept.stop:
-            self.num_bytes -= kept.num_bytes
-            kept.cut(start)
-            self.num_bytes += kept.num_bytes
-        kept.ids.append(ids)
-        kept.states.append(states)
-        kept.stop += len(ids)
-        self.num_bytes += ids.nbytes + states.nbytes
+        responses, starts, counts = step.responses[requests], step.starts[requests], step.counts[requests]
+        part = _Part(responses, starts, counts, num_prompt_tokens, step.ids, step.states)
+        self._parts.append(part)
+        self.num_bytes += part.num_bytes
+        if self.num_bytes > self._max_bytes:
+            part = _merge(self._parts)
+            bytes_of_all = np.cumsum(part.counts[::-1]) * (part.num_bytes / max(len(part.ids), 1))
+            kept = int((bytes_of_all <= 0.75 * self._max_bytes).sum())
+            self._parts = [part.without(len(part.counts) - kept)]
+            self.num_bytes = self._parts[0].num_bytes
 
     def take(self) -> list[Sample]:
         """What has been collected since the last call; a running response goes on being collected from here.
 
-        A sample begins with the first token that was computed here. Responses without a response token, or with a state
-        that is not finite, are left out.
+        A sample begins with the first token behind which there is no gap in what was computed here. Responses without a
+        response token, or with a state that is not finite, are left out.
         """
-        kept, self._kept, self.num_bytes = list(self._kept.values()), {}, 0
+        if not self._parts:
+            return []
+        part = _merge(self._parts)
+        self._parts, self.num_bytes = [], 0
+        counts = part.counts.tolist()
+        prompts = np.maximum(part.num_prompt_tokens - part.starts, 1).tolist()
+        pieces = zip(
+            torch.from_numpy(part.ids).split(counts), prompts, part.states.split(counts), strict=True
+        )
         return [
-            Sample(
-                torch.from_numpy(np.concatenate(one.ids)),
-                max(one.num_prompt_tokens - one.start, 1),
-                states,
-            )
-            for one in kept
-            if one.stop > max(one.num_prompt_tokens, one.start + 1)
-            and (states := torch.cat(one.states)).isfinite().all()
+            Sample(ids.clone(), num_prompt, states.clone())
+            for ids, num_prompt, states in pieces
+            if len(ids) > num_prompt and states.isfinite().all()
         ]
+
+
+def _merge(parts: list[_Part]) -> _Part:
+    """What is known of each response without gaps up to its last token; those that grew last come last."""
+    responses, starts, counts, prompts = (
+        np.concatenate([getattr(part, name) for part in parts])
+        for name in ("responses", "starts", "counts", "num_prompt_tokens")
+    )
+    owners, positions = np.repeat(responses, counts), ranges(starts, counts)
+    order = np.lexsort((positions, owners))  # stable: of equal positions the newest comes last
+    owners, positions = owners[order], positions[order]
+    is_newest = np.append((owners[1:] != owners[:-1]) | (positions[1:] != positions[:-1]), True)[
+        : len(owners)
+    ]
+    owners, positions, order = owners[is_newest], positions[is_newest], order[is_newest]
+    begins = np.flatnonzero(
+        np.append(True, (owners[1:] != owners[:-1]) | (positions[1:] != positions[:-1] + 1))[: len(owners)]
+    )
+    lengths = np.diff(np.append(begins, len(owners)))
+    is_last = np.append(owners[begins][1:] != owners[begins][:-1], True)[: len(begins)]
+    begins, lengths = begins[is_last], lengths[is_last]
+    grew = np.flatnonzero(counts)[::-1]
+    _, newest = np.unique(responses[grew], return_index=True)  # by response, as `begins`
+    newest = grew[newest]
+    by_growth = np.argsort(newest)
+    begins, lengths, newest = begins[by_growth], lengths[by_growth], newest[by_growth]
+    tokens = order[ranges(begins, lengths)]
+    return _Part(
+        responses[newest],
+        positions[begins],
+        lengths,
+        prompts[newest],
+        np.concatenate([part.ids for part in parts])[tokens],
+        torch.cat([part.states for part in parts])[torch.from_numpy(tokens)],
+    )

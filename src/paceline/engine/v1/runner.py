@@ -6,10 +6,12 @@ else of vLLM's.
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from paceline.drafting.model_cache import ranges
 from paceline.drafting.token_states import TokenStates
@@ -160,25 +162,30 @@ class KeyedRunner:
 
     def collect(self: Any, collector: StateCollector) -> None:
         """Keep the step's hidden states of the responses that the collector has chosen."""
-        chosen = collector.chosen(self.batch_keys())
+        started_s = time.perf_counter()
+        wanted = collector.chosen(self.batch_keys())
+        chosen = np.flatnonzero(wanted)
         if len(chosen):
             states = [self.requests[self.input_batch.req_ids[request]] for request in chosen.tolist()]
             lengths = np.array([len(state.prompt_token_ids) - _num_carried(state) for state in states])
-            collector.add(self.token_states(), chosen, lengths)
+            collector.add(self.token_states(wanted), chosen, lengths)
+        collector.seconds += time.perf_counter() - started_s
 
-    def token_states(self: Any) -> TokenStates:
-        """What the present step has shown of each request, in the batch's order; once its tokens are decided."""
+    def token_states(self: Any, wanted: NDArray[np.bool_] | None = None) -> TokenStates:
+        """What the present step has shown of each request, in the batch's order; once its tokens are decided.
+
+        wanted: requests of which it is to be told, None: all. [num_requests]
+        """
         batch, (rows, verdict) = self.input_batch, self.decided
         names, count = batch.req_ids, batch.num_reqs
         planned = self.step.scheduler_output.num_scheduled_tokens
         scheduled = np.fromiter(map(planned.__getitem__, names), np.int64, count)
-        counts, states = select_standing(
-            self.step.hidden_states, self.step.sample_hidden_states, scheduled, rows, verdict
-        )
+        wanted = np.ones(count, np.bool_) if wanted is None else wanted
         if without := {*self.withdrawn, *self.undrawable}:
-            stands = np.array([name not in without for name in names])
-            states = states[torch.from_numpy(np.repeat(stands, counts))]
-            counts = np.where(stands, counts, 0)
+            wanted = wanted & np.array([name not in without for name in names])
+        counts, states = select_standing(
+            self.step.hidden_states, self.step.sample_hidden_states, scheduled, rows, verdict, wanted
+        )
         starts = batch.num_computed_tokens_cpu[:count].astype(np.int64)
         owners, positions = np.repeat(np.arange(count), counts), ranges(starts, counts)
         ids, next_ids = (batch.token_ids_cpu[owners, positions + shift] for shift in (0, 1))
