@@ -82,7 +82,7 @@ def make_engine(system: str, target: str, drafter: str, options: Any) -> Callabl
         target, settings, dtype="bfloat16", max_num_seqs=max(options.running), kv_cache_bytes=1 << 30
     )
     if has_worker:
-        os.sched_setaffinity(engine.scheduler.loop.ahead.link.child.pid, cores[-1:])
+        os.sched_setaffinity(engine.scheduler.loop.ahead.links[0].child.pid, cores[-1:])
     return lambda requests, running: generate(engine, requests, running)
 
 

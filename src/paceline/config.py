@@ -77,6 +77,10 @@ class EngineSettings(Section):
     """Run the model drafter in a process of its own, which drafts ahead while the target verifies
     (docs/draft-worker.md). For a drafter that takes a tenth of the target's time or more, where a core is free."""
 
+    further_drafters: tuple[str, ...] = Field(default=(), max_length=3)
+    """Draft worker: folders of further small models, each in a process of its own. All draft for every response, and
+    their drafts meet in its draft tree; where two propose the same token, the one that is named first is believed."""
+
     draft_help: bool = False
     """Let other workers draft ahead for this engine with the model drafter; a fleet switches it on
     (`FleetSettings.help`)."""
@@ -166,6 +170,16 @@ class EngineSettings(Section):
             )
         if self.draft_help and (self.model_drafter is None or self.draft_worker):
             raise ValueError("draft_help needs a model_drafter, and no draft_worker of the engine's own")
+        if self.further_drafters and not self.draft_worker:
+            raise ValueError(
+                f"further_drafters {list(self.further_drafters)} draft in processes of their own beside the "
+                "model_drafter: set draft_worker too"
+            )
+        if len({self.model_drafter, *self.further_drafters}) <= len(self.further_drafters):
+            raise ValueError(
+                f"further_drafters {list(self.further_drafters)} name a folder twice, or the model_drafter's: the same "
+                "model would draft the same tokens"
+            )
         return self
 
     @model_validator(mode="after")

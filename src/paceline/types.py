@@ -159,10 +159,14 @@ class StepObservation:
     """Tokens that attention reads: of the decoding requests so far, and once more for each alternative."""
     num_model_tokens: int = 0
     """Accepted draft tokens for which a model drafter's estimate stood."""
+    further_tokens: tuple[int, ...] = ()
+    """Of these, those of each of the engine's further drafters."""
     num_adopted_tokens: int = 0
     """Of the accepted draft tokens, those that another engine had generated before (a race)."""
     num_wasted_tokens: int = 0
     """Tokens that a draft worker had drafted behind a rejected one, as far as was heard since the step before."""
+    further_wasted_tokens: tuple[int, ...] = ()
+    """Of these, those of each further drafter's worker."""
     num_branches: int = 0
     """Likely corrections that a draft worker has prepared since the step before, as far as was heard."""
     num_branch_hits: int = 0

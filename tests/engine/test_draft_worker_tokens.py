@@ -64,7 +64,7 @@ def generate(engine: RolloutEngine, between: Callable[[int], None] = lambda _: N
 
 
 def link_of(engine: RolloutEngine) -> worker_link.WorkerLink:
-    link: worker_link.WorkerLink = engine.scheduler.loop.ahead.link
+    link: worker_link.WorkerLink = engine.scheduler.loop.ahead.links[0]
     return link
 
 

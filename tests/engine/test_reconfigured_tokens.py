@@ -11,7 +11,7 @@ import pytest
 from vllm import SamplingParams
 
 from paceline.config import BudgetSettings, EngineSettings
-from paceline.engine.draft_ahead import DraftAhead
+from paceline.engine import draft_ahead
 from paceline.engine.loop_replay import replay_engine
 from paceline.engine.rollout_engine import RolloutEngine
 from paceline.record.decisions import DecisionReader, WindowsLine, find_decisions
@@ -40,12 +40,12 @@ def test_changes_of_window_and_mode_change_no_token(
         decision_log=str(tmp_path),
     )
     measured = itertools.cycle([1e-9] * 20 + [0.002] * 20 + [10.0] * 20)  # seconds of a draft token
-    monkeypatch.setattr(DraftAhead, "level_s", property(lambda _: next(measured)))
+    monkeypatch.setattr(draft_ahead._Worker, "level_s", property(lambda _: next(measured)))
     with RolloutEngine(model_dir, settings, **SIZES) as engine:
         engine.set_drafting(False)
         wanted = [response.tokens for response in engine.generate(REQUESTS, PARAMS)]
         engine.set_drafting(True)
-        windows = engine.scheduler.loop._windows
+        windows = engine.scheduler.loop.ahead._workers[0].windows
         deadline_s = time.monotonic() + 240.0
         accepted = 0
         while time.monotonic() < deadline_s and (windows.num_changes < 20 or accepted < 100):

@@ -72,7 +72,7 @@ def test_one_worker_drafts_for_two_engines(engines: list[RolloutEngine], wanted:
         target=serve, args=(worker, addresses, lambda: not stop.is_set(), 0.01), daemon=True
     )
     thread.start()
-    links = [engine.scheduler.loop.ahead.link for engine in engines]
+    links = [engine.scheduler.loop.ahead.links[0] for engine in engines]
     try:
         for _ in range(40):
             for engine in engines:

@@ -69,6 +69,7 @@ def value_of(claims: dict[tuple[int, ...], dict[int, float]], chain: tuple[int, 
     return total
 
 
+SOURCES = st.sampled_from(range(Source.LEAD + 1))
 chain = st.lists(st.tuples(st.integers(0, TOKENS), st.sampled_from([0.125, 0.5, 0.75, 1.0])), max_size=6)
 branches = st.lists(
     st.tuples(st.integers(0, TOKENS), st.sampled_from([0.125, 0.5, 0.75, 1.0]), st.integers(0, 9)), max_size=8
@@ -77,8 +78,8 @@ branches = st.lists(
 event = st.one_of(
     st.tuples(st.just("grow"), st.lists(st.integers(0, TOKENS), min_size=1, max_size=4)),
     st.tuples(st.just("follow"), st.integers(1, 4)),
-    st.tuples(st.just("add"), st.sampled_from(Source), st.integers(0, 5), chain, st.booleans()),
-    st.tuples(st.just("pack"), st.sampled_from(Source), st.integers(0, 5), branches),
+    st.tuples(st.just("add"), SOURCES, st.integers(0, 5), chain, st.booleans()),
+    st.tuples(st.just("pack"), SOURCES, st.integers(0, 5), branches),
 )
 
 
@@ -134,7 +135,7 @@ def test_the_best_chain_is_the_models(events: list[tuple], limit: int) -> None:
         assert trees.num_nodes == len(model.claims())
 
 
-def pack(trees: DraftTrees, model: Model, source: Source, back: int, branches: list[tuple]) -> None:
+def pack(trees: DraftTrees, model: Model, source: int, back: int, branches: list[tuple]) -> None:
     """The last decided tokens, and branches behind them."""
     start = max(len(model.text) - back, 0)
     behind = model.text[start:]

@@ -117,15 +117,16 @@ def test_what_an_engine_plans_is_planned_again_from_its_log(seed: int, every: in
     with TemporaryDirectory() as folder:
         log = open_log(EngineSettings(decision_log=folder))
         link = Link()
-        windows = DraftWindows(link, every, 8, log)  # type: ignore[arg-type]
+        windows = DraftWindows(link, Source.MODEL, every, 8, log)  # type: ignore[arg-type]
         model = step_time(0.01, 0.0003)
         num_plans = 0
         for step in range(120):
             count = int(rng.integers(1, 9))
             names = np.arange(count, dtype=np.int64)
             link.allowed.clear()
-            windows.advance(names, model, float(rng.choice([0.0, 1e-5, 0.002, 0.02])))
-            num_plans += bool(link.allowed)
+            has_planned = windows.advance(names, model, float(rng.choice([0.0, 1e-5, 0.002, 0.02])))
+            assert has_planned == bool(link.allowed)
+            num_plans += has_planned
             assert set(link.allowed) in (set(), set(range(count)))
             assert all(0 <= most <= 16 for most in link.allowed.values())
             seen = rng.integers(0, 5, count).astype(np.int32)
@@ -143,7 +144,7 @@ def test_what_an_engine_plans_is_planned_again_from_its_log(seed: int, every: in
 
 def test_a_response_that_drafts_badly_is_told_from_one_that_drafts_well() -> None:
     link = Link()
-    windows = DraftWindows(link, 32, 8, open_log(EngineSettings()))  # type: ignore[arg-type]
+    windows = DraftWindows(link, Source.MODEL, 32, 8, open_log(EngineSettings()))  # type: ignore[arg-type]
     names, model = np.array([3, 4], np.int64), step_time(0.01, 0.0)
     for _ in range(40):
         windows.learn(

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paceline.drafting.tree import DraftTrees
+from paceline.drafting.tree import DraftTrees, Source
 from paceline.drafting.worker_wire import DraftCounts, Drafts, pack_draft
 from paceline.engine.draft_ahead import DraftAhead
 from paceline.planning.latency import StepTimeModel, update_measured_time
@@ -65,11 +65,12 @@ def query(room: int = 16) -> DraftQuery:
 class Ahead:
     """One response at position 10, and steps of 20 s."""
 
-    def __init__(self, *script: Drafts | None) -> None:
+    def __init__(self, *script: Drafts | None, further: Link | None = None) -> None:
         self.link, self.trees, self.snapshots = Link(list(script)), DraftTrees(most_ahead=2 * WINDOW), []
+        links = [self.link] if further is None else [self.link, further]
         self.trees.open(0, np.arange(10, dtype=np.int32))
-        log: Any = SimpleNamespace(write_wait=lambda snapshot, wait_s: self.snapshots.append(snapshot))
-        self.ahead = DraftAhead(self.link, self.trees, log)  # type: ignore[arg-type]
+        log: Any = SimpleNamespace(write_wait=lambda snapshot, *_: self.snapshots.append(snapshot))
+        self.ahead = DraftAhead(links, self.trees, log)  # type: ignore[arg-type]
         self.snapshots: list[WaitSnapshot]
         self.step_time = StepTimeModel.initial()
         for size in (1, 2, 4, 8, 16):
@@ -131,6 +132,35 @@ def test_a_wait_in_vain_is_the_last_until_the_worker_is_heard() -> None:
 def test_one_that_has_not_heard_of_the_step_needs_longer() -> None:
     heard, unheard = Ahead(drafts([1], call_s=10.0)), Ahead(drafts([1], number=0, call_s=10.0))
     for made in (heard, unheard):
-        made.ahead._since_s = time.perf_counter()
+        made.ahead._workers[0].since_s = time.perf_counter()
         made.best()
     assert unheard.snapshots[0].arrival_s > heard.snapshots[0].arrival_s + 1.0
+
+
+def test_drafts_of_several_workers_meet_and_the_first_to_come_are_waited_for() -> None:
+    further = Link([drafts([1, 2, 3], call_s=5.0), *[None] * 9])
+    made = Ahead(drafts([1, 9], call_s=0.001), None, further=further)
+    found = made.ahead.best(query(), made.step_time, 0, may_wait=True)
+    assert found.tokens[0, :2].tolist() == [1, 9]
+    assert found.sources[0, :2].tolist() == [Source.MODEL, Source.MODEL], (
+        "both propose 1: the first is believed"
+    )
+    assert made.link.timeouts_s[1] > 0.0
+    assert all(timeout_s == 0.0 for timeout_s in further.timeouts_s[:1])
+    assert made.snapshots[0].arrival_s < 0.1
+    assert [one.number for one in (made.link, further)] == [1, 1], "all are told of what has grown"
+    further.script = [drafts([7, 8], call_s=0.001), None]
+    made.link.script = [None]
+    made.ahead.best(query(), made.step_time, 0, may_wait=True)
+    assert made.link.timeouts_s[2:] == [0.0], "it was waited for in vain"
+    assert further.timeouts_s[-1] > 0.0
+
+
+def test_a_worker_that_is_gone_is_not_waited_for_and_the_other_is() -> None:
+    further = Link([drafts([1, 2]), None])
+    made = Ahead(drafts([1]), further=further)
+    made.link.is_there = False
+    assert made.ahead.is_there
+    assert made.best() == [1, 2]
+    assert made.link.timeouts_s == [0.0]
+    assert [timeout_s > 0.0 for timeout_s in further.timeouts_s] == [False, True]

@@ -272,6 +272,8 @@ OBSERVATIONS = st.builds(
     num_prefill_tokens=st.integers(0, 9999),
     step_s=st.floats(1e-4, 0.2),
     num_waiting=st.just(3),
+    further_tokens=st.sampled_from([(), (3,), (1, 4)]),
+    further_wasted_tokens=st.sampled_from([(), (5, 0)]),
     num_branches=st.integers(0, 99),
     num_branch_hits=st.integers(0, 99),
 )
@@ -300,6 +302,10 @@ def test_merging_engine_steps_keeps_every_sum(
         assert sum(s.num_draft_tokens for s in mine) == sum(o.num_draft_tokens for o in theirs)
         assert sum(s.num_accepted_tokens for s in mine) == sum(o.num_accepted_tokens for o in theirs)
         assert sum(s.num_prefill_tokens for s in mine) == sum(o.num_prefill_tokens for o in theirs)
+        for name in ("further_tokens", "further_wasted_tokens"):
+            for place in range(2):
+                sums = [sum((*getattr(one, name), 0, 0)[place] for one in ones) for ones in (mine, theirs)]
+                assert sums[0] == sums[1]
         assert sum(s.num_branches for s in mine) == sum(o.num_branches for o in theirs)
         assert sum(s.num_branch_hits for s in mine) == sum(o.num_branch_hits for o in theirs)
         assert sum(s.num_generated_tokens for s in mine) == sum(o.num_requests for o in theirs)

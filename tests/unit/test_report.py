@@ -53,7 +53,7 @@ from paceline.report.figures import (
     running_figure,
 )
 from paceline.report.headline import headline, missing, saving_of, verdict
-from paceline.report.history import MAX_POINTS, MAX_ROLLOUTS, RunHistory, collect, read_history
+from paceline.report.history import MAX_POINTS, MAX_ROLLOUTS, RunHistory, Speculation, collect, read_history
 from paceline.report.page import SECTIONS, render
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "run"
@@ -178,6 +178,28 @@ def test_prepared_corrections_are_told(run_dir: Path) -> None:
     )
     history.add(sample)
     assert tile(history, "Acceptance length")[1].endswith(unspaced("; 40 corrections prepared, 9 came"))
+
+
+def test_what_each_of_several_drafters_has_supplied_is_told(run_dir: Path) -> None:
+    history = read_history(run_dir)
+    history.total = Speculation()
+    sample = EngineStepSample(
+        t_s=99.0,
+        num_steps=2,
+        step_s=0.1,
+        num_running=50.0,
+        num_draft_tokens=200,
+        num_accepted_tokens=100,
+        num_model_tokens=80,
+        further_tokens=(20, 10),
+        num_wasted_tokens=9,
+        further_wasted_tokens=(4, 0),
+        step=3,
+    )
+    history.add(sample)
+    told = tile(history, "Acceptance length")[1]
+    assert "80 % of these from the model drafter (50 % + 20 % + 10 % by drafter)" in told
+    assert "9 drafted ahead in vain (5 + 4 + 0 by drafter)" in told
 
 
 def test_headline_numbers_are_those_of_the_record(run_dir: Path, history: RunHistory) -> None:

@@ -30,9 +30,10 @@ class Source(IntEnum):
 
     FREE = 0
     """The model-free drafter."""
-    MODEL = 1
-    """The model drafter, in the engine or in a draft worker."""
-    LEAD = 2
+    MODEL = 4
+    """The model drafter, in the engine or in a draft worker. The numbers before it are for further draft workers, of
+    which the first is `MODEL` - 1."""
+    LEAD = 5
     """Another engine that generates the response too, and has these tokens already."""
 
 
@@ -41,7 +42,7 @@ class DraftTrees:
 
     def __init__(self, max_nodes: int = MAX_NODES, most_ahead: int = 0) -> None:
         """most_ahead: undecided tokens of a response that may be drafted ahead, until `allow` says otherwise."""
-        self._native = _tree.DraftTrees(len(Source), max_nodes, most_ahead)
+        self._native = _tree.DraftTrees(Source.LEAD + 1, max_nodes, most_ahead)
 
     def open(self, response: int, text: Int32Array) -> None:
         """A response runs; `text` are its tokens so far, prompt included. An open one begins anew."""
@@ -65,14 +66,14 @@ class DraftTrees:
 
     def add(
         self,
-        source: Source,
+        source: int,
         responses: Int64Array,
         starts: Int64Array,
         chains: DraftChains,
         *,
         anew: bool = False,
     ) -> None:
-        """A source proposes a chain for each of these responses.
+        """A source (`Source`, or a further drafter's number) proposes a chain for each of these responses.
 
         starts: position of each chain's first token, at most the response's next one: behind a decided token.
         [num_chains]
@@ -81,7 +82,7 @@ class DraftTrees:
         """
         self._native.add(source, responses, starts, chains.tokens, chains.num_tokens, chains.acceptance, anew)
 
-    def add_packed(self, source: Source, drafts: bytes) -> None:
+    def add_packed(self, source: int, drafts: bytes) -> None:
         """A source proposes trees of tokens, behind decided ones too (`worker_wire.pack_draft`).
 
         Raises ValueError for what was not packed so; what stands before the damage has been added.

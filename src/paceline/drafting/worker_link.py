@@ -72,7 +72,7 @@ class WorkerLink:
     ) -> None:
         """settings: the worker's; its address and parent are filled in here. window: w, draft tokens.
 
-        trees: have the text of every running response, and are told how far may be drafted ahead.
+        trees: have the text of every running response.
         has_child: start a worker and keep it alive; False: whoever comes drafts.
 
         Raises ConfigError where there is no place for a socket.
@@ -164,7 +164,12 @@ class WorkerLink:
         for response, most in zip(responses, most_ahead, strict=True):
             if (one := self._running.get(response)) is not None:
                 one.most_ahead = self._allowed[response] = most
-        self._trees.allow(np.array(responses, np.int64), np.array(most_ahead, np.int32))
+
+    def most_ahead(self, responses: Sequence[int]) -> Int32Array:
+        """Undecided tokens of each response that this worker may draft. [num_responses]"""
+        most = 2 * self._window
+        found = (one.most_ahead if (one := self._running.get(name)) else most for name in responses)
+        return np.fromiter(found, np.int32, len(responses))
 
     def close(self, response: int) -> None:
         """A response has ended. The worker hears of it with the next step, or now if nothing runs any more."""

@@ -10,7 +10,7 @@ what has changed, one numbered `Step` a step. On the second, whose address stand
 from __future__ import annotations
 
 import struct
-from operator import add
+from operator import add, sub
 from typing import TypeAlias
 
 import msgspec
@@ -92,6 +92,10 @@ class DraftCounts(msgspec.Struct, array_like=True):
     def __add__(self, other: DraftCounts) -> DraftCounts:
         """What both have done."""
         return DraftCounts(*map(add, astuple(self), astuple(other)))
+
+    def __sub__(self, other: DraftCounts) -> DraftCounts:
+        """What this one has done and the other not."""
+        return DraftCounts(*map(sub, astuple(self), astuple(other)))
 
 
 class Drafts(msgspec.Struct, frozen=True, array_like=True):

@@ -176,12 +176,15 @@ def _check_head(settings: EngineSettings, is_v2: bool) -> None:
         return
     from paceline.drafting.drafter import is_draft_head
 
-    if not is_draft_head(Path(settings.model_drafter)):
+    heads = [
+        name for name in (settings.model_drafter, *settings.further_drafters) if is_draft_head(Path(name))
+    ]
+    if not heads:
         return
     if settings.draft_worker or settings.draft_help:
         raise ConfigError(
-            f"model_drafter={settings.model_drafter!r} is a draft head, which needs the target's hidden states and "
-            "drafts in the engine alone: switch draft_worker and draft_help off, or give a small language model"
+            f"the drafter {heads[0]!r} is a draft head, which needs the target's hidden states and drafts in the "
+            "engine alone: switch draft_worker and draft_help off, or give a small language model"
         )
     if is_v2:
         raise UnsupportedError(

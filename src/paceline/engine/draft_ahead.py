@@ -1,15 +1,20 @@
-"""The fast loop's end of a draft worker: feeds the draft trees, waits for drafts where that pays (planning/wait.py)."""
+"""The fast loop's end of its draft workers: feeds the draft trees and waits for drafts where it pays (planning/wait)."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import numpy as np
+from msgspec.structs import replace
 
 from paceline.config import EngineSettings
 from paceline.drafting.tree import DraftTrees, Source
 from paceline.drafting.worker_link import WorkerLink
-from paceline.drafting.worker_wire import Drafts, WorkerSettings
+from paceline.drafting.worker_wire import DraftCounts, Drafts, WorkerSettings
+from paceline.engine.draft_windows import DraftWindows
 from paceline.engine.loop_log import EngineLog
 from paceline.planning.latency import MAX_TOKENS, StepTimeModel, predict_s
 from paceline.planning.wait import WaitSnapshot, decide_wait
@@ -38,102 +43,210 @@ class TargetSizes:
 UNKNOWN_SIZES = TargetSizes()
 
 
-class DraftAhead:
-    """One per engine with a draft worker."""
+class _Worker:
+    """What an engine knows of one of its draft workers."""
 
-    def __init__(self, link: WorkerLink, trees: DraftTrees, log: EngineLog) -> None:
-        self.link, self._trees, self._log = link, trees, log
+    def __init__(self, link: WorkerLink, source: int, windows: DraftWindows | None) -> None:
+        """source: its number in the draft trees. windows: None: they stay as they are."""
+        self.link, self.source, self.windows = link, source, windows
+        self.latest: Drafts | None = None
+        self.since_s = 0.0
+        """When it was told of the last step, or said something about it."""
+        self.is_late = False
+        """Whether the last wait for it was in vain."""
+
+    @property
+    def level_s(self) -> float:
+        """What it takes for one more token of all responses that it drafts for; 0 before it has drafted."""
+        return self.latest.call_s / max(self.latest.num_levels, 1) if self.latest is not None else 0.0
+
+    def take(self, trees: DraftTrees, timeout_s: float = 0.0) -> bool:
+        """Put what arrives into the trees; returns whether something has."""
+        drafts = self.link.take(timeout_s)
+        if drafts is None:
+            return False
+        trees.add_packed(self.source, drafts.trees)
+        self.latest, self.is_late = drafts, False
+        if drafts.number == self.link.number:
+            self.since_s = time.perf_counter()
+        return True
+
+    def arrival_s(self, latest: Drafts, now_s: float) -> float:
+        """Until it says something more. latest: what it has said last."""
+        calls = 1.0 if latest.number == self.link.number else UNHEARD_CALLS
+        return max(latest.call_s * calls - (now_s - self.since_s), _SOONEST * latest.call_s)
+
+
+class DraftAhead:
+    """One per engine with draft workers, its own or others that help it."""
+
+    def __init__(
+        self,
+        links: Sequence[WorkerLink],
+        trees: DraftTrees,
+        log: EngineLog,
+        every: int = 0,
+        max_window: int = 0,
+    ) -> None:
+        """links: of the model drafter's worker, and of further ones.
+
+        every, max_window: as `DraftWindows`; 0: windows are not planned.
+        """
+        self.links, self._trees, self._log = tuple(links), trees, log
+        self._workers = []
+        for place, link in enumerate(links):
+            source = Source.MODEL - place
+            windows = DraftWindows(link, source, every, max_window, log) if every and max_window else None
+            self._workers.append(_Worker(link, source, windows))
         self.wait_s = 0.0
         """Of all steps."""
         self.step_wait_s = 0.0
         """Of the present step."""
-        self._latest: Drafts | None = None
-        self._since_s = 0.0
-        """When the worker was told of the last step, or said something about it."""
-        self._is_late = False
-        """Whether the last wait was in vain."""
         self._step_s = 0.0
         """What a step takes, as far as is known."""
 
-    @property
-    def acceptance(self) -> float:
-        """Of the worker's tokens, as it has told; 0 before it has drafted."""
-        return self._latest.mean_acceptance if self._latest is not None else 0.0
+    # -- responses
 
-    @property
-    def level_s(self) -> float:
-        """What the worker takes for one more token of all responses that it drafts for; 0 before it has drafted."""
-        return self._latest.call_s / max(self._latest.num_levels, 1) if self._latest is not None else 0.0
+    def open(self, response: int, key: int, temperature: float, limit: int) -> None:
+        """A response is to run, as `WorkerLink.open`."""
+        for link in self.links:
+            link.open(response, key, temperature, limit)
 
     def grow(self, responses: Int64Array, offsets: Int32Array, tokens: Int32Array) -> None:
         """Responses have grown, as `DraftTrees.advance`, which has heard of it."""
-        self.link.grow(responses, offsets, tokens, self._step_s)
-        self._since_s = time.perf_counter()
+        for worker in self._workers:
+            worker.link.grow(responses, offsets, tokens, self._step_s)
+            worker.since_s = time.perf_counter()
+
+    def close(self, response: int) -> None:
+        """A response has ended."""
+        for worker in self._workers:
+            worker.link.close(response)
+            if worker.windows is not None:
+                worker.windows.close(response)
+
+    def forget(self) -> None:
+        """Forget all responses: the policy has changed."""
+        for worker in self._workers:
+            worker.link.forget()
+            if worker.windows is not None:
+                worker.windows.clear()
+
+    def shut_down(self) -> None:
+        """End the workers."""
+        for link in self.links:
+            link.shut_down()
+
+    # -- what is known of the workers
+
+    @property
+    def is_there(self) -> bool:
+        """Whether any worker may be counted on."""
+        return any(link.is_there for link in self.links)
+
+    @property
+    def counts(self) -> tuple[DraftCounts, ...]:
+        """What each worker has done, as far as was heard."""
+        return tuple(link.counts for link in self.links)
+
+    @property
+    def acceptance(self) -> float:
+        """Of the model drafter's tokens, as its worker has told; 0 before it has drafted."""
+        latest = self._workers[0].latest
+        return latest.mean_acceptance if latest is not None else 0.0
+
+    @property
+    def level_s(self) -> float:
+        """What the model drafter takes for one more token of all responses; 0 before it has drafted."""
+        return self._workers[0].level_s
+
+    # -- a step
+
+    def plan(self, responses: Int64Array, step_time: StepTimeModel) -> None:
+        """A step begins: plan how far each worker drafts ahead, where it is time.
+
+        responses: that draft in it. step_time: of the target's steps without prefill.
+        """
+        planned = [
+            worker.windows.advance(responses, step_time, worker.level_s)
+            for worker in self._workers
+            if worker.windows is not None
+        ]
+        if any(planned):
+            names = responses.tolist()
+            self._trees.allow(responses, np.max([link.most_ahead(names) for link in self.links], axis=0))
+
+    def learn(self, responses: Int64Array, drafts: MetDrafts, right: Int32Array, seen: Int32Array) -> None:
+        """What has become of a step's drafts, as `DraftWindows.learn`."""
+        for worker in self._workers:
+            if worker.windows is not None:
+                worker.windows.learn(responses, drafts, right, seen)
 
     def best(
         self, query: DraftQuery, step_time: StepTimeModel, num_drafted: int, may_wait: bool
     ) -> MetDrafts:
         """Take what has arrived, wait for more where that pays, and return the best chains.
 
-        step_time: of the target's steps without prefill. num_drafted: draft tokens of the last step.
+        What is waited for are the drafts that are expected first. step_time: of the target's steps without prefill.
+        num_drafted: draft tokens of the last step.
         """
         started_s = time.perf_counter()
-        self._take(0.0)
+        for worker in self._workers:
+            worker.take(self._trees)
         drafts = self._trees.best(query.responses, query.positions, query.max_tokens)
         began_s = time.perf_counter()
-        while may_wait and not self._is_late and self.link.is_there and self._latest and self._latest.call_s:
-            snapshot = self._snapshot(query, drafts, step_time, num_drafted, self._latest)
+        while may_wait and (soonest := self._soonest()) is not None:
+            worker, latest, arrival_s = soonest
+            snapshot = _snapshot(query, drafts, step_time, num_drafted, latest, arrival_s)
             self._step_s = snapshot.step_s
             wait_s = decide_wait(snapshot)
-            self._log.write_wait(snapshot, wait_s)
+            self._log.write_wait(snapshot, wait_s, worker.source)
             if not wait_s or time.perf_counter() - began_s > snapshot.step_s:
                 break
-            self._is_late = not self._take(wait_s)
+            worker.is_late = not worker.take(self._trees, wait_s)
             drafts = self._trees.best(query.responses, query.positions, query.max_tokens)
         self.step_wait_s = time.perf_counter() - started_s
         self.wait_s += self.step_wait_s
         return drafts
 
-    def _take(self, timeout_s: float) -> bool:
-        """Put what arrives into the trees; returns whether something has."""
-        drafts = self.link.take(timeout_s)
-        if drafts is None:
-            return False
-        self._trees.add_packed(Source.MODEL, drafts.trees)
-        self._latest, self._is_late = drafts, False
-        if drafts.number == self.link.number:
-            self._since_s = time.perf_counter()
-        return True
+    def _soonest(self) -> tuple[_Worker, Drafts, float] | None:
+        """Whose drafts are expected first, what it has said last, and when they come; of equal ones the first."""
+        now_s = time.perf_counter()
+        expected = [
+            (worker, worker.latest, worker.arrival_s(worker.latest, now_s))
+            for worker in self._workers
+            if worker.latest and worker.latest.call_s and worker.link.is_there and not worker.is_late
+        ]
+        return min(expected, key=lambda one: one[2], default=None)
 
-    def _snapshot(
-        self,
-        query: DraftQuery,
-        drafts: MetDrafts,
-        step_time: StepTimeModel,
-        num_drafted: int,
-        latest: Drafts,
-    ) -> WaitSnapshot:
-        count = len(query.responses)
-        calls = 1.0 if latest.number == self.link.number else UNHEARD_CALLS
-        arrival_s = latest.call_s * calls - (time.perf_counter() - self._since_s)
-        num_tokens = count + num_drafted
-        more = latest.num_levels * drafts.num_open
-        step_s, longer_step_s = predict_s(step_time, [num_tokens, num_tokens + more]).tolist()
-        return WaitSnapshot(
-            count,
-            drafts.open_probability,
-            latest.mean_acceptance,
-            latest.num_levels,
-            max(arrival_s, _SOONEST * latest.call_s),
-            step_s,
-            longer_step_s,
-        )
+
+def _snapshot(
+    query: DraftQuery,
+    drafts: MetDrafts,
+    step_time: StepTimeModel,
+    num_drafted: int,
+    latest: Drafts,
+    arrival_s: float,
+) -> WaitSnapshot:
+    count = len(query.responses)
+    num_tokens = count + num_drafted
+    more = latest.num_levels * drafts.num_open
+    step_s, longer_step_s = predict_s(step_time, [num_tokens, num_tokens + more]).tolist()
+    return WaitSnapshot(
+        count,
+        drafts.open_probability,
+        latest.mean_acceptance,
+        latest.num_levels,
+        arrival_s,
+        step_s,
+        longer_step_s,
+    )
 
 
 def start_draft_ahead(
     settings: EngineSettings, sizes: TargetSizes, trees: DraftTrees, log: EngineLog
 ) -> DraftAhead | None:
-    """An engine's end of its own draft worker, or of other workers' help; None if there is to be neither.
+    """An engine's end of its own draft workers, or of another worker's help; None if there is to be neither.
 
     Raises CheckpointError for a model drafter that does not fit the target, ConfigError where no worker can be.
     """
@@ -141,11 +254,13 @@ def start_draft_ahead(
         return None
     from paceline.drafting.checkpoint import check_drafter_folder
 
-    check_drafter_folder(Path(settings.model_drafter), sizes.vocab_size)
+    folders = (settings.model_drafter, *settings.further_drafters)
+    for folder in folders:
+        check_drafter_folder(Path(folder), sizes.vocab_size)
     wanted = WorkerSettings(
         address="",
         parent=0,
-        model=settings.model_drafter,
+        model="",
         dtype=settings.model_drafter_dtype,
         max_model_len=sizes.max_model_len,
         max_requests=sizes.max_requests,
@@ -154,5 +269,11 @@ def start_draft_ahead(
         sharpness=settings.sharpness,
         num_branches=settings.draft_branches,
     )
-    link = WorkerLink(wanted, settings.draft_window, trees, has_child=settings.draft_worker)
-    return DraftAhead(link, trees, log)
+    links = [
+        WorkerLink(
+            replace(wanted, model=folder), settings.draft_window, trees, has_child=settings.draft_worker
+        )
+        for folder in folders
+    ]
+    longest = min(settings.max_draft_tokens, settings.budget.max_draft_tokens)
+    return DraftAhead(links, trees, log, settings.reconfigure_steps, longest)

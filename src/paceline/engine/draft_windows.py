@@ -16,7 +16,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from paceline.drafting.tree import Source
 from paceline.drafting.worker_link import WorkerLink
 from paceline.engine.loop_log import EngineLog
 from paceline.planning.draft_ahead import most_ahead
@@ -43,11 +42,12 @@ class _Drafts:
 
 
 class DraftWindows:
-    """One per engine with a draft worker."""
+    """One per draft worker of an engine."""
 
-    def __init__(self, link: WorkerLink, every: int, max_window: int, log: EngineLog) -> None:
-        """every: steps from plan to plan. max_window: longest window that is planned, tokens."""
-        self._link, self._every, self._log = link, every, log
+    def __init__(self, link: WorkerLink, source: int, every: int, max_window: int, log: EngineLog) -> None:
+        """source: the worker's, in the draft trees. every: steps from plan to plan. max_window: longest window that is
+        planned, tokens."""
+        self._link, self._source, self._every, self._log = link, source, every, log
         self._windows = np.arange(max_window + 1)
         self._drafts: dict[int, _Drafts] = {}
         self._num_steps = 0
@@ -58,35 +58,36 @@ class DraftWindows:
     def learn(self, responses: Int64Array, drafts: MetDrafts, right: Int32Array, seen: Int32Array) -> None:
         """What has become of a step's drafts: of the first `seen` tokens of each, `right` are the target's."""
         place = np.arange(drafts.tokens.shape[1])
-        is_model = drafts.sources == Source.MODEL
-        accepted = (is_model & (place < right[:, None])).sum(axis=1).tolist()
-        told = (is_model & (place < np.minimum(right + 1, seen)[:, None])).sum(axis=1).tolist()
+        is_own = drafts.sources == self._source
+        accepted = (is_own & (place < right[:, None])).sum(axis=1).tolist()
+        told = (is_own & (place < np.minimum(right + 1, seen)[:, None])).sum(axis=1).tolist()
         for row, response in enumerate(responses.tolist()):
             if told[row]:
                 one = self._drafts.setdefault(response, _Drafts())
                 one.accepted += accepted[row]
                 one.drafted += told[row]
 
-    def advance(self, responses: Int64Array, step_time: StepTimeModel, draft_s: float) -> None:
-        """A step begins: plan anew where it is time.
+    def advance(self, responses: Int64Array, step_time: StepTimeModel, draft_s: float) -> bool:
+        """A step begins: plan anew where it is time; returns whether it was.
 
         responses: that draft in it. draft_s: D, seconds per draft token of all of them; 0 while it is not known.
         """
         self._num_steps += 1
         count = len(responses)
         if not draft_s or not is_due(self._num_steps, count, self._planned_batch, self._every):
-            return
+            return False
         self._num_steps, self._planned_batch = 0, count
         names = responses.tolist()
         acceptance = self._estimate(names)
         times = StepTimes(1, draft_s, predict_s(step_time, count * (self._windows + 1)))
         plan = reconfigure(acceptance, times, everyone=True)
-        self._log.write_windows(acceptance, times, plan)
+        self._log.write_windows(acceptance, times, plan, self._source)
         self._link.allow(names, most_ahead(plan.windows, plan.is_coupled).tolist())
         for response, is_coupled in zip(names, plan.is_coupled.tolist(), strict=True):
             one = self._drafts.setdefault(response, _Drafts())
             self.num_changes += one.is_coupled != is_coupled
             one.is_coupled = is_coupled
+        return True
 
     def _estimate(self, names: list[int]) -> Float64Array:
         """Acceptance rate of each response, drawn to the mean of all. [num_requests]"""

@@ -27,7 +27,6 @@ from paceline.drafting.learned import Learned
 from paceline.drafting.tree import DraftTrees, Source
 from paceline.drafting.worker_wire import DraftCounts
 from paceline.engine.draft_ahead import UNKNOWN_SIZES, TargetSizes, start_draft_ahead
-from paceline.engine.draft_windows import DraftWindows
 from paceline.engine.leads import Leads
 from paceline.engine.loop_log import open_log
 from paceline.engine.model_steering import ModelSteering
@@ -55,6 +54,9 @@ from paceline.types import (
 )
 
 GRID = np.asarray(sharpness.SHARPNESS_GRID, dtype=np.float32)
+
+NO_TOKENS = np.zeros(Source.LEAD + 1, np.int64)
+"""Of any source."""
 
 FAR_TOKENS = 8
 """Draft tokens of each request up to which the cost of a further one is told."""
@@ -152,25 +154,16 @@ class FastLoop:
         self.ahead = (
             None if self._trees is None else start_draft_ahead(settings, sizes, self._trees, self._log)
         )
-        self._windows = self._plan_windows()
         self._leads = Leads(self._trees) if settings.adopt_leads and self._trees is not None else None
         self._recent = _Recent()
-        self._ahead_before = DraftCounts()
-        self._model_accepted = self._adopted = 0
+        self._ahead_before = () if self.ahead is None else self.ahead.counts
+        self._accepted = NO_TOKENS  # of the present step, by source
         self.watch = ModelWatch(settings.model_drafter)
         self._sharing = _connect(settings, sizes.vocab_size)
         self._numbers: dict[int, int] = {}  # the drafter's, of each open response
         self._running: set[tuple[int, int]] = set()  # group and drafter's number of each
         self.drafting = True
         self._resting: Drafter | None = None
-
-    def _plan_windows(self) -> DraftWindows | None:
-        """Windows are planned while running where drafts are made ahead, and any are verified."""
-        settings = self._settings
-        longest = min(settings.max_draft_tokens, settings.budget.max_draft_tokens)
-        if self.ahead is None or not settings.reconfigure_steps or not longest:
-            return None
-        return DraftWindows(self.ahead.link, settings.reconfigure_steps, longest, self._log)
 
     # -- responses
 
@@ -196,7 +189,7 @@ class FastLoop:
         if self._trees is not None and self.drafting:
             self._trees.open(response, np.asarray([*prompt, *generated], np.int32))
         if self.ahead is not None and self.may_draft and limit:
-            self.ahead.link.open(response, key, temperature, limit)
+            self.ahead.open(response, key, temperature, limit)
         if self.drafter is None:
             return
         with contextlib.suppress(RequestError):
@@ -242,9 +235,7 @@ class FastLoop:
         if self._trees is not None:
             self._trees.close(response)
         if self.ahead is not None:
-            self.ahead.link.close(response)
-        if self._windows is not None:
-            self._windows.close(response)
+            self.ahead.close(response)
         if self._leads is not None:
             self._leads.close(response)
 
@@ -259,7 +250,7 @@ class FastLoop:
     def shut_down(self) -> None:
         """Disconnect from the draft servers, end the draft worker and the decision log."""
         if self.ahead is not None:
-            self.ahead.link.shut_down()
+            self.ahead.shut_down()
             self.ahead = None
         if self._sharing is not None:
             self._sharing.close_client()
@@ -276,9 +267,7 @@ class FastLoop:
         if self._trees is not None:
             self._trees.clear()
         if self.ahead is not None:
-            self.ahead.link.forget()
-        if self._windows is not None:
-            self._windows.clear()
+            self.ahead.forget()
         if self._leads is not None:
             self._leads.clear()
         self._arrived = None
@@ -409,9 +398,8 @@ class FastLoop:
                 self._trees.add(source, query.responses, query.positions, made, anew=True)
         if self._leads:
             self._leads.propose(query)
-        if self._windows is not None and self.ahead is not None:
-            self._windows.advance(query.responses, self._now.decode_time, self.ahead.level_s)
         if self.ahead is not None:
+            self.ahead.plan(query.responses, self._now.decode_time)
             return self.ahead.best(query, self._now.decode_time, self._num_drafted, may_wait)
         return self._trees.best(query.responses, query.positions, query.max_tokens)
 
@@ -455,7 +443,7 @@ class FastLoop:
 
     def order(self) -> DraftOrder | None:
         """What the model drafter shall do after the coming step; None without one, and while it rests."""
-        is_elsewhere = self._settings.draft_worker or (self.ahead is not None and self.ahead.link.is_there)
+        is_elsewhere = self._settings.draft_worker or (self.ahead is not None and self.ahead.is_there)
         if not self.watch.is_used or is_elsewhere or not self.may_draft:
             return None
         batch, step_time = max(self._batch_size, 1), self._now.decode_time
@@ -505,15 +493,14 @@ class FastLoop:
             learned.learn(cells, outcomes)
         if isinstance(proposal.batch, MetDrafts):
             taken = np.arange(proposal.batch.tokens.shape[1]) < accepted[:, None]
-            sources = proposal.batch.sources[taken]
-            self._model_accepted = int((sources == Source.MODEL).sum())
-            self._adopted = int((sources == Source.LEAD).sum())
-            if self._windows is not None:
+            self._accepted = np.bincount(proposal.batch.sources[taken], minlength=len(NO_TOKENS))
+            if self.ahead is not None:
                 seen = np.minimum(proposal.batch.num_tokens, num_decided)
                 right = leading_matches(proposal.batch.tokens, seen, decided)
-                self._windows.learn(proposal.responses, proposal.batch, right, seen)
-        elif proposal.candidates[Source.MODEL] is not None:
-            self._model_accepted = int(accepted.sum())
+                self.ahead.learn(proposal.responses, proposal.batch, right, seen)
+        elif proposal.candidates[1] is not None:
+            self._accepted = NO_TOKENS.copy()
+            self._accepted[Source.MODEL] = accepted.sum()
 
     def observe(self, step: StepObservation) -> StepObservation:
         """A measured step, returned with what the loop knows of it: whose drafts were accepted, what waiting took.
@@ -528,20 +515,31 @@ class FastLoop:
         wait_s = 0.0
         if self.ahead is not None:
             wait_s, self.ahead.step_wait_s = self.ahead.step_wait_s, 0.0
-            before, self._ahead_before = self._ahead_before, self.ahead.link.counts
-            step = replace(
-                step,
-                wait_s=wait_s,
-                num_wasted_tokens=self._ahead_before.num_wasted - before.num_wasted,
-                num_branches=self._ahead_before.num_branches - before.num_branches,
-                num_branch_hits=self._ahead_before.num_hits - before.num_hits,
-            )
-        step = replace(step, num_model_tokens=self._model_accepted, num_adopted_tokens=self._adopted)
-        self._model_accepted = self._adopted = 0
+            step = replace(self._count_ahead(step, self.ahead.counts), wait_s=wait_s)
+        by_drafter = self._accepted[Source.MODEL : Source.FREE : -1]
+        step = replace(
+            step,
+            num_model_tokens=int(by_drafter.sum()),
+            further_tokens=tuple(by_drafter[1 : 1 + len(self._settings.further_drafters)].tolist()),
+            num_adopted_tokens=int(self._accepted[Source.LEAD]),
+        )
+        self._accepted = NO_TOKENS
         draft_s, self._draft_s = self._draft_s + wait_s, 0.0
         alone = replace(step, step_s=max(step.step_s - wait_s, 1e-6), draft_s=draft_s)
         self._pending = alone, self._expected if step.num_draft_tokens else 0.0
         return step
+
+    def _count_ahead(self, step: StepObservation, counts: tuple[DraftCounts, ...]) -> StepObservation:
+        """The step with what the draft workers have done since the one before."""
+        news = [now - before for now, before in zip(counts, self._ahead_before, strict=True)]
+        self._ahead_before, total = counts, sum(news, DraftCounts())
+        return replace(
+            step,
+            num_wasted_tokens=total.num_wasted,
+            further_wasted_tokens=tuple(own.num_wasted for own in news[1:]),
+            num_branches=total.num_branches,
+            num_branch_hits=total.num_hits,
+        )
 
     def step_costs(self) -> StepCosts | None:
         """What the steps of the present batch cost and bring; None before any was measured."""
@@ -551,7 +549,7 @@ class FastLoop:
         near_s, far_s = predict_s(self._now.decode_time, [batch, batch * far]).tolist()
         token_s = max(far_s - near_s, 0.0) / (batch * FAR_TOKENS)
         draft_s, acceptance = self._steering.level_s(batch), self._recent.acceptance
-        is_helped = self.ahead is not None and self.ahead.link.is_there
+        is_helped = self.ahead is not None and self.ahead.is_there
         if self.ahead is not None and is_helped and self.ahead.level_s:
             draft_s, acceptance = self.ahead.level_s, self.ahead.acceptance
         return StepCosts(

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from paceline.config import EngineSettings
+from paceline.drafting.tree import Source
 from paceline.planning.budget import BudgetSnapshot
 from paceline.planning.paths import PathChoice, PathSnapshot
 from paceline.planning.reconfigure import Reconfiguration
@@ -93,8 +94,8 @@ class EngineLog:
         if self._writer is not None and self._has_paths:
             self._writer.write(PathsGainLine(promised=promised, gained=gained))
 
-    def write_wait(self, snapshot: WaitSnapshot, wait_s: float) -> None:
-        """Whether a step waits for drafts that are under way."""
+    def write_wait(self, snapshot: WaitSnapshot, wait_s: float, source: int) -> None:
+        """Whether a step waits for drafts that are under way. source: whose (drafting/tree.py)."""
         if self._writer is None:
             return
         line = WaitLine(
@@ -106,11 +107,14 @@ class EngineLog:
             step_s=snapshot.step_s,
             longer_step_s=snapshot.longer_step_s,
             wait_s=wait_s,
+            drafter=Source.MODEL - source,
         )
         self._writer.write(line)
 
-    def write_windows(self, acceptance: Float64Array, times: StepTimes, plan: Reconfiguration) -> None:
-        """Windows and modes, planned anew for every response that drafts."""
+    def write_windows(
+        self, acceptance: Float64Array, times: StepTimes, plan: Reconfiguration, source: int
+    ) -> None:
+        """A draft worker's windows and modes, planned anew for every response that drafts."""
         if self._writer is None:
             return
         line = WindowsLine(
@@ -119,6 +123,7 @@ class EngineLog:
             verify_s=times.verify_s.tobytes(),
             windows=tuple(plan.windows.tolist()),
             is_coupled=tuple(plan.is_coupled.tolist()),
+            drafter=Source.MODEL - source,
         )
         self._writer.write(line)
 

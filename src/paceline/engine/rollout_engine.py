@@ -558,18 +558,18 @@ class RolloutEngine:
         """Where other workers may draft for this engine; None: nowhere (`EngineSettings.draft_help`)."""
         if self.settings is None or not self.settings.draft_help:
             return None
-        address: str = self.scheduler.loop.ahead.link.settings.address
+        address: str = self.scheduler.loop.ahead.links[0].settings.address
         return address
 
     def make_draft_worker(self) -> DraftWorker:
         """What drafts for other engines with this one's model drafter, loaded once more."""
         from paceline.drafting.draft_worker import load_worker
 
-        return load_worker(self.scheduler.loop.ahead.link.settings)
+        return load_worker(self.scheduler.loop.ahead.links[0].settings)
 
     def lose_drafter(self) -> None:
         """Whoever drafted for this engine does so no more."""
-        self.scheduler.loop.ahead.link.let_go()
+        self.scheduler.loop.ahead.links[0].let_go()
 
     def step_costs(self) -> StepCosts | None:
         """What steps cost and bring, as measured lately; None before any was, or without Paceline's settings."""

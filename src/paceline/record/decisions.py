@@ -169,6 +169,8 @@ class WaitLine(_Line, frozen=True, tag="wait"):
     longer_step_s: float
     wait_s: float
     """The decision, 0: it does not."""
+    drafter: int = 0
+    """Whose drafts are expected: 0 the model drafter's, 1 the first further one's."""
 
 
 class WindowsLine(_Line, frozen=True, tag="windows"):
@@ -181,6 +183,8 @@ class WindowsLine(_Line, frozen=True, tag="windows"):
     windows: tuple[int, ...]
     """The decision, as is the next."""
     is_coupled: tuple[bool, ...]
+    drafter: int = 0
+    """Whose windows they are, as in WaitLine."""
 
 
 class StepLine(_Line, frozen=True, tag="step"):

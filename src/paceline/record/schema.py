@@ -84,8 +84,12 @@ class EngineStepSample(_Event, frozen=True, tag="engine"):
     """Accepted draft tokens, bonus tokens not counted."""
     num_model_tokens: int = 0
     """Of these, drafted by a model drafter, in the engine or ahead of it."""
+    further_tokens: tuple[int, ...] = ()
+    """Of these, drafted by each of the engine's further drafters."""
     num_wasted_tokens: int = 0
     """Drafted ahead of the engine behind a rejected one."""
+    further_wasted_tokens: tuple[int, ...] = ()
+    """Of these, drafted by each further drafter."""
     num_branches: int = 0
     """Likely corrections that a draft worker has prepared."""
     num_branch_hits: int = 0

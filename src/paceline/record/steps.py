@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import zip_longest
+
 from paceline.record.schema import EngineStepSample
 from paceline.types import StepObservation
+
+
+def add_counts(one: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, ...]:
+    """Sums place by place; what the shorter lacks counts 0."""
+    return tuple(map(sum, zip_longest(one, other, fillvalue=0))) if other else one
 
 
 class StepMerger:
@@ -23,6 +30,8 @@ class StepMerger:
         self._waiting = 0
         self._tokens = [0] * 6  # drafted, accepted, generated, prefilled, the model's accepted, wasted
         self._branches = [0] * 2  # prepared, hit
+        self._further: tuple[int, ...] = ()  # accepted tokens of each further drafter
+        self._further_wasted: tuple[int, ...] = ()
 
     def add(self, t_s: float, seen: StepObservation, num_generated_tokens: int) -> bool:
         """Add the step that began at `t_s`; True when the bucket is full and should be taken."""
@@ -41,6 +50,8 @@ class StepMerger:
         tokens[5] += seen.num_wasted_tokens
         self._branches[0] += seen.num_branches
         self._branches[1] += seen.num_branch_hits
+        self._further = add_counts(self._further, seen.further_tokens)
+        self._further_wasted = add_counts(self._further_wasted, seen.further_wasted_tokens)
         return t_s + seen.step_s - self._t_s >= self.bucket_s
 
     def take(self) -> EngineStepSample | None:
@@ -58,6 +69,8 @@ class StepMerger:
             num_accepted_tokens=accepted,
             num_model_tokens=model,
             num_wasted_tokens=wasted,
+            further_tokens=self._further,
+            further_wasted_tokens=self._further_wasted,
             num_branches=self._branches[0],
             num_branch_hits=self._branches[1],
             num_generated_tokens=generated,

@@ -85,11 +85,23 @@ def _acceptance(history: RunHistory) -> Tile:
     rate = f"; {percent(accepted / drafted)} of drafts accepted" if drafted else ""
     if model := history.total.model:
         rate += f", {percent(model / accepted)} of these from the model drafter"
+        rate += _split([percent(tokens / accepted) for tokens in _parts(model, history.total.further)])
     if wasted := history.total.wasted:
         rate += f"; {number(wasted)} drafted ahead in vain"
+        rate += _split([number(tokens) for tokens in _parts(wasted, history.total.further_wasted)])
     if branches := history.total.branches:
         rate += f"; {number(branches)} corrections prepared, {number(history.total.branch_hits)} came"
     return Tile("Acceptance length", f"{mean:.2f}", f"tokens per request and engine step{rate}")
+
+
+def _parts(total: int, further: tuple[int, ...]) -> list[int]:
+    """What the model drafter and each further drafter have of all."""
+    return [total - sum(further), *further]
+
+
+def _split(parts: list[str]) -> str:
+    """By drafter, where there are several."""
+    return f" ({' + '.join(parts)} by drafter)" if len(parts) > 1 else ""
 
 
 def _tail(history: RunHistory) -> Tile:

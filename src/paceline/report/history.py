@@ -29,6 +29,7 @@ from paceline.record import (
     end_of,
     measure_tail,
 )
+from paceline.record.steps import add_counts
 from paceline.report.bins import Bins
 from paceline.report.chunks import Piece, thin_pieces
 
@@ -51,7 +52,11 @@ class Speculation:
     accepted: int = 0
     model: int = 0
     """Of the accepted tokens those of a model drafter."""
+    further: tuple[int, ...] = ()
+    """Of these, those of each further drafter."""
     wasted: int = 0
+    further_wasted: tuple[int, ...] = ()
+    """Of the wasted tokens, likewise."""
     branches: int = 0
     branch_hits: int = 0
     generated: int = 0
@@ -63,7 +68,9 @@ class Speculation:
         self.drafted += sample.num_draft_tokens
         self.accepted += sample.num_accepted_tokens
         self.model += sample.num_model_tokens
+        self.further = add_counts(self.further, sample.further_tokens)
         self.wasted += sample.num_wasted_tokens
+        self.further_wasted = add_counts(self.further_wasted, sample.further_wasted_tokens)
         self.branches += sample.num_branches
         self.branch_hits += sample.num_branch_hits
         self.generated += sample.num_generated_tokens

@@ -27,6 +27,7 @@ FREE_ON_RESUME = frozenset(
 PATHS = (
     ("model",),
     ("engine", "model_drafter"),
+    ("engine", "further_drafters"),
     ("engine", "draft_secret_file"),
     ("engine", "decision_log"),
     ("engine", "kv_pool", "directory"),
@@ -301,8 +302,15 @@ def _resolve_paths(fields: dict[str, Any], folder: Path) -> None:
         holder: Any = fields
         for key in keys[:-1]:
             holder = holder.get(key) if isinstance(holder, dict) else None
-        if isinstance(holder, dict) and isinstance(value := holder.get(keys[-1]), str):
-            holder[keys[-1]] = str((folder / Path(value).expanduser()).resolve())
+        value = holder.get(keys[-1]) if isinstance(holder, dict) else None
+        if isinstance(value, str):
+            holder[keys[-1]] = _resolve(value, folder)
+        elif isinstance(value, list):
+            holder[keys[-1]] = [_resolve(one, folder) if isinstance(one, str) else one for one in value]
+
+
+def _resolve(path: str, folder: Path) -> str:
+    return str((folder / Path(path).expanduser()).resolve())
 
 
 def _flatten(fields: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -166,6 +166,7 @@ def build_settings(
     *,
     compiled: bool,
     draft_worker: bool = False,
+    further_drafters: Sequence[Path] = (),
 ) -> EngineSettings:
     """Paceline's settings for the engine, which may run in another folder; without any drafter the budget is off too.
 
@@ -181,6 +182,7 @@ def build_settings(
         "drafter": drafter,
         "model_drafter": None if model_drafter is None else str(model_drafter.resolve()),
         "draft_worker": draft_worker,
+        "further_drafters": tuple(str(folder.resolve()) for folder in further_drafters),
         "draft_servers": tuple(draft_servers),
         "draft_secret_file": None if draft_secret_file is None else str(draft_secret_file.resolve()),
         "decision_log": None if decisions is None else str(decisions.resolve()),

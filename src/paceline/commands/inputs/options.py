@@ -60,6 +60,15 @@ DraftWorker = Annotated[
         rich_help_panel="Engine",
     ),
 ]
+FurtherDrafter = Annotated[
+    list[Path] | None,
+    typer.Option(
+        metavar="DIR",
+        help="Folder of a further small model, with --draft-worker: it drafts for the same responses, in one more "
+        "process; may be given up to three times.",
+        rich_help_panel="Engine",
+    ),
+]
 Dtype = Annotated[
     Literal["auto", "float32", "bfloat16", "float16"],
     typer.Option(

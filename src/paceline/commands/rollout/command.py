@@ -22,6 +22,7 @@ from paceline.commands.inputs.options import (
     Compiled,
     DraftWorker,
     Dtype,
+    FurtherDrafter,
     KvCacheGib,
     MaxNumSeqs,
     MaxTokens,
@@ -73,6 +74,7 @@ def rollout(
     ] = "suffix",
     model_drafter: ModelDrafter = None,
     draft_worker: DraftWorker = False,
+    further_drafter: FurtherDrafter = None,
     draft_server: Annotated[
         list[str] | None,
         typer.Option(
@@ -237,6 +239,7 @@ def rollout(
         decisions,
         compiled=compiled,
         draft_worker=draft_worker,
+        further_drafters=further_drafter or (),
     )
     if planned is not None:
         settings = carry_out(planned, settings)
@@ -245,7 +248,8 @@ def rollout(
         if record is not None:
             refuse_existing_record(record)
     checkpoint = read_checkpoint(model)
-    check_model_drafter(model_drafter, checkpoint)
+    for folder in (model_drafter, *(further_drafter or ())):
+        check_model_drafter(folder, checkpoint)
     if sampling.stop:
         load_tokenizer(checkpoint)
     known_prompts = read_prompts(prompts, checkpoint, RESERVED)
