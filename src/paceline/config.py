@@ -78,8 +78,10 @@ class EngineSettings(Section):
     (docs/draft-worker.md). For a drafter that takes a tenth of the target's time or more, where a core is free."""
 
     further_drafters: tuple[str, ...] = Field(default=(), max_length=3)
-    """Draft worker: folders of further small models, each in a process of its own. All draft for every response, and
-    their drafts meet in its draft tree; where two propose the same token, the one that is named first is believed."""
+    """Folders of further small models. With `draft_worker` each drafts in a process of its own for every response, and
+    the drafts meet in its draft tree; where two propose the same token, the one that is named first is believed.
+    Without, the engine drafts with one model at a time (`RolloutEngine.use_drafter`), in training runs with the one of
+    which the draft ladder promises most."""
 
     draft_help: bool = False
     """Let other workers draft ahead for this engine with the model drafter; a fleet switches it on
@@ -170,10 +172,10 @@ class EngineSettings(Section):
             )
         if self.draft_help and (self.model_drafter is None or self.draft_worker):
             raise ValueError("draft_help needs a model_drafter, and no draft_worker of the engine's own")
-        if self.further_drafters and not self.draft_worker:
+        if self.further_drafters and (self.model_drafter is None or self.draft_help):
             raise ValueError(
-                f"further_drafters {list(self.further_drafters)} draft in processes of their own beside the "
-                "model_drafter: set draft_worker too"
+                f"further_drafters {list(self.further_drafters)} need a model_drafter, which is the first, and no "
+                "draft_help"
             )
         if len({self.model_drafter, *self.further_drafters}) <= len(self.further_drafters):
             raise ValueError(

@@ -1,90 +1,85 @@
-"""The draft ladder: its rungs, and the choices read off it."""
+"""The draft ladder: its rungs, the choices read off it, and what is remembered of acceptance."""
 
 from __future__ import annotations
 
-import numpy as np
+from pathlib import Path
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from paceline.errors import ConfigError, EngineError
-from paceline.planning.ladder import Ladder, LadderSettings, Rung, build_ladder, choose_first, rank_drafters
-from paceline.planning.latency_profile import AffineLatency, LatencyModel
-from paceline.planning.window import Mode
+from paceline.errors import ConfigError, RecordError
+from paceline.planning.ladder import choose_first, observe, rank_drafters, rate_of
+from paceline.record.ladder_file import Ladder, LadderFile, Rungs, Tried, read_ladder, write_ladder
 
-VERIFY = AffineLatency(0.030, 0.0001)
-DRAFTERS: dict[str, LatencyModel] = {
-    "ngram": AffineLatency(0.00001, 0.0),
-    "0.5B": AffineLatency(0.002, 0.00001),
-    "1.5B": AffineLatency(0.005, 0.00002),
-}
-SETTINGS = LadderSettings(batch=32, max_window=16)
-
-
-def ladder() -> Ladder:
-    return build_ladder(DRAFTERS, VERIFY, SETTINGS)
+LADDER = Ladder(
+    batch=8,
+    rates=(0.3, 0.5, 0.9),
+    drafters=(Rungs("tiny", (0.9, 1.1, 1.9)), Rungs("small", (0.8, 1.2, 3.0)), Rungs("big", (0.5, 0.7, 1.4))),
+)
 
 
-def test_a_rung_is_the_gain_over_plain_decoding() -> None:
-    built = build_ladder({"0.5B": DRAFTERS["0.5B"]}, VERIFY, LadderSettings(batch=32, max_window=1), [0.75])
-    plain_s, draft_s, verify_s = 0.0332, 0.00232, 0.0364
-    assert built.speedup[0, 0] == pytest.approx(1.75 / (draft_s + verify_s) * plain_s)
-    assert built.window[0, 0] == 1
-
-
-def test_speed_rises_with_acceptance_and_falls_with_the_cost_of_drafting() -> None:
-    built = ladder()
-    assert built.speedup.shape == built.window.shape == (3, 101)
-    assert (np.diff(built.speedup, axis=1) >= -1e-12).all()
-    assert (np.diff(built.speedup, axis=0) <= 1e-12).all()
-    assert built.speedup[:, 0] == pytest.approx([1.0, 1.0, 1.0])
-    assert (built.window[:, 0] == 0).all()
-    assert built.speedup[0, -1] > 5.0
-
-
-def test_the_first_choice_weighs_acceptance_against_cost() -> None:
-    assert choose_first(ladder(), {"ngram": 0.2, "0.5B": 0.8, "1.5B": 0.85}).drafter == "0.5B"
-    assert choose_first(ladder(), {"ngram": 0.8, "0.5B": 0.8, "1.5B": 0.85}).drafter == "ngram"
-    assert choose_first(ladder(), {"ngram": 0.2, "0.5B": 0.5, "1.5B": 0.95}).drafter == "1.5B"
-
-
-def test_the_rank_is_by_speed_at_each_drafters_own_rate() -> None:
-    rungs = rank_drafters(ladder(), {"ngram": 0.3, "0.5B": 0.7, "1.5B": 0.8})
-    assert {rung.drafter for rung in rungs} == set(DRAFTERS)
-    speedups = [rung.speedup for rung in rungs]
-    assert speedups == sorted(speedups, reverse=True)
-    built = ladder()
-    at = list(DRAFTERS).index(rungs[0].drafter)
-    point = {"ngram": 30, "0.5B": 70, "1.5B": 80}[rungs[0].drafter]
-    assert rungs[0] == Rung(
-        rungs[0].drafter, pytest.approx(built.speedup[at, point]), built.window[at, point]
-    )
-
-
-def test_between_points_the_speed_is_interpolated() -> None:
-    built = build_ladder(DRAFTERS, VERIFY, SETTINGS, [0.5, 0.7])
-    rate = dict.fromkeys(DRAFTERS, 0.55)
-    rung = next(rung for rung in rank_drafters(built, rate) if rung.drafter == "ngram")
-    assert rung.speedup == pytest.approx(0.75 * built.speedup[0, 0] + 0.25 * built.speedup[0, 1])
-    assert rung.window == built.window[0, 0]
+def test_between_and_beyond_the_measured_rates() -> None:
+    at = rank_drafters(LADDER, dict.fromkeys(("tiny", "small", "big"), 0.7))
+    assert [(rung.drafter, rung.speedup) for rung in at] == [
+        ("small", pytest.approx(2.1)),
+        ("tiny", pytest.approx(1.5)),
+        ("big", pytest.approx(1.05)),
+    ]
+    ends = rank_drafters(LADDER, {"tiny": 0.0, "small": 1.0, "big": 0.3})
+    assert {rung.drafter: rung.speedup for rung in ends} == {"tiny": 0.9, "small": 3.0, "big": 0.5}
 
 
 def test_equal_drafters_stand_in_the_ladders_order() -> None:
-    twins = build_ladder({"b": DRAFTERS["0.5B"], "a": DRAFTERS["0.5B"]}, VERIFY, SETTINGS)
+    twins = Ladder(1, (0.5,), (Rungs("b", (1.0,)), Rungs("a", (1.0,))))
     assert [rung.drafter for rung in rank_drafters(twins, {"a": 0.5, "b": 0.5})] == ["b", "a"]
 
 
-def test_a_decoupled_ladder_hides_the_time_of_drafting() -> None:
-    settings = LadderSettings(batch=32, max_window=8, mode=Mode.DECOUPLED)
-    decoupled = build_ladder(DRAFTERS, VERIFY, settings, [0.95])
-    coupled = build_ladder(DRAFTERS, VERIFY, LadderSettings(batch=32, max_window=8), [0.95])
-    assert decoupled.speedup[2, 0] > coupled.speedup[2, 0]
+def test_a_drafter_without_a_rate_is_named() -> None:
+    with pytest.raises(ConfigError, match="'small'"):
+        rank_drafters(LADDER, {"tiny": 0.5})
 
 
-def test_incomplete_questions_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"'1\.5B'"):
-        rank_drafters(ladder(), {"ngram": 0.3, "0.5B": 0.7})
-    with pytest.raises(EngineError, match="not between 0 and 1"):
-        choose_first(ladder(), dict.fromkeys(DRAFTERS, 1.5))
-    with pytest.raises(ConfigError, match="0 drafters"):
-        build_ladder({}, VERIFY, SETTINGS)
-    with pytest.raises(ConfigError, match="at least 1"):
-        build_ladder(DRAFTERS, VERIFY, LadderSettings(batch=0, max_window=8))
+def run_steps(rates: dict[str, float], num_steps: int, begin: str = "tiny") -> list[str]:
+    """Which drafter each step begins with, where each is right so often."""
+    tried: dict[str, Tried] = {}
+    used = [begin]
+    for _ in range(num_steps):
+        tried = observe(tried, used[-1], round(1000 * rates[used[-1]]), 1000)
+        used.append(choose_first(LADDER, tried).drafter)
+    return used
+
+
+def test_an_unknown_drafter_is_tried_while_it_could_be_the_best() -> None:
+    used = run_steps({"tiny": 0.6, "small": 0.4, "big": 0.9}, 20)
+    assert used[:3] == ["tiny", "small", "big"], "small could be 3.0, big 1.4 times as fast, and tiny is 1.3"
+    assert run_steps({"tiny": 0.9, "small": 0.4, "big": 0.9}, 20)[2:] == ["tiny"] * 19, "big cannot be faster"
+    assert set(run_steps({"tiny": 0.6, "small": 0.9, "big": 0.9}, 20)[1:]) == {"small"}
+
+
+def test_what_is_not_used_is_tried_again_some_day_and_seldom() -> None:
+    used = run_steps({"tiny": 0.6, "small": 0.4, "big": 0.1}, 300)
+    trials = [step for step, name in enumerate(used) if name == "small"]
+    assert 3 <= len(trials) <= 15
+    assert used.count("tiny") > 270
+
+
+@given(st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 50), st.integers(0, 50)), max_size=30))
+def test_rates_are_shares_and_recent_steps_count_most(steps: list[tuple[str, int, int]]) -> None:
+    tried: dict[str, Tried] = {}
+    for name, right, wrong in steps:
+        tried = observe(tried, name, right, right + wrong)
+        assert all(0.0 < rate_of(one) <= 1.0 for one in tried.values())
+    assert rate_of(Tried()) == 1.0
+    late = observe(observe({}, "a", 0, 100), "a", 100, 100)
+    early = observe(observe({}, "a", 100, 100), "a", 0, 100)
+    assert rate_of(late["a"]) > rate_of(early["a"])
+
+
+def test_the_file_comes_back_and_another_version_is_refused(tmp_path: Path) -> None:
+    file = LadderFile(ladder=LADDER, tried={"tiny": Tried(3.5, 7.0)})
+    write_ladder(file, tmp_path / "ladder.json")
+    assert read_ladder(tmp_path / "ladder.json") == file
+    (tmp_path / "old.json").write_text('{"version": 0}')
+    with pytest.raises(RecordError, match="version 0"):
+        read_ladder(tmp_path / "old.json")

@@ -1,4 +1,4 @@
-"""`profile`, `ladder` and `plan` without an engine: the file, the choices, the pages, bad input."""
+"""`profile`, `ladder` and `plan` without an engine: the file, the choices, bad input."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from command_line import CONFIG, Run, make_model
+from command_line import CONFIG, Run, make_model, write
 
 from paceline.commands.inputs.lists import read_counts, read_rates
 from paceline.errors import ConfigError, RecordError
 from paceline.planning.placement import Cluster, place
 from paceline.planning.profile_fit import fit_profile
 from paceline.record import describe_machine
+from paceline.record.ladder_file import Ladder, Rungs
 from paceline.record.profile import (
     PROFILE_VERSION,
     DrafterProfile,
@@ -26,6 +27,7 @@ from paceline.record.profile import (
     read_profile,
     write_profile,
 )
+from paceline.report.plan_page import build_ladder_page
 
 
 def step_s(tokens: int, context: int) -> float:
@@ -102,36 +104,6 @@ def test_a_drafter_of_one_batch_is_level() -> None:
     assert fits["alone"].model.seconds([1, 64]).tolist() == pytest.approx([0.001, 0.001])
 
 
-def test_the_ladder_ranks_and_draws(profile_file: Path, tmp_path: Path, run: Run) -> None:
-    page = tmp_path / "ladder.html"
-    told = run(
-        "ladder",
-        profile_file,
-        "--acceptance",
-        "0.5",
-        "--acceptance",
-        "small=0.9",
-        "--batch",
-        4,
-        "--html",
-        page,
-    )
-    assert told.code == 0
-    assert "begin with: small" in told.out
-    assert "https://" not in page.read_text()
-    assert "small" in page.read_text()
-
-
-def test_a_hopeless_drafter_drafts_nothing(profile_file: Path, run: Run) -> None:
-    assert "begin with: no drafts" in run("ladder", profile_file, "--acceptance", "0.02", "--batch", 64).out
-
-
-def test_a_ladder_never_begins_with_a_slower_drafter(profile_file: Path, run: Run) -> None:
-    for options in ((), ("--mode", "decoupled"), ("--paper", "--mode", "decoupled")):
-        told = run("ladder", profile_file, "--acceptance", "0.02", "--batch", 64, *options)
-        assert "begin with: no drafts" in told.out, options
-
-
 def rows(table: str) -> list[list[str]]:
     """Cells of the body rows of a printed table: a cell stands where its heading begins or ends."""
     lines = table.splitlines()
@@ -148,16 +120,14 @@ def rows(table: str) -> list[list[str]]:
 
 
 def test_what_lies_beyond_the_profile_is_said(profile_file: Path, run: Run) -> None:
-    done = run("ladder", profile_file, "--acceptance", "small=0.7", "--context", 513, "--batch", 65)
-    beyond = ["context of 513", "batch of 65", "batch of drafter small of 65"]
-    assert [line.split(" is extrapolated")[0] for line in done.error.splitlines()] == [
-        f"note: a {what}" for what in beyond
-    ]
-    assert "the profile of policy (1 per engine) ends at 512:" in done.error
-    assert not run("ladder", profile_file, "--acceptance", 0.7, "--context", 512, "--batch", 16).error
     done = run("plan", profile_file, "--acceptance", "suffix=0.7", "--devices", 4, "--requests", 256)
     assert "a batch of 128 is extrapolated" in done.error  # of two engines that share a drafter
-    assert "a batch of drafter suffix of 128 is extrapolated" in done.error
+    assert (
+        "a batch of drafter suffix of 128 is extrapolated, the profile of policy (1 per engine)" in done.error
+    )
+    done = run("plan", profile_file, "--acceptance", 0.7, "--context", 513, "--requests", 16)
+    assert "a context of 513 is extrapolated" in done.error
+    assert not run("plan", profile_file, "--acceptance", 0.7, "--context", 512, "--requests", 16).error
 
 
 def test_the_plan_shows_what_it_beat(profile_file: Path, run: Run) -> None:
@@ -275,3 +245,35 @@ def test_a_drafter_may_not_be_named_as_the_suffix_trees(model: Path, run: Run, t
     )
     assert told.code == 2
     assert "'suffix' is taken" in told.error
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--batch", "0"], "--batch 0: must be at least 1"),
+        (["--max-tokens", "0"], "--max-tokens 0"),
+        (["--acceptance", "1.5"], "give a rate from 0 to 1"),
+        (["--acceptance", "big=0.5"], "there is no drafter 'big', only small"),
+        (["--out", "."], "is a folder"),
+        (["--html", "."], "is a folder"),
+        (["--drafter", "small"], "name a folder twice"),
+    ],
+)
+def test_bad_ladders_are_refused_before_any_work(
+    model: Path, run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, options: list[str], message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    make_model(tmp_path / "small", CONFIG)
+    write(tmp_path / "prompts.jsonl", {"prompt_ids": [1, 2]})
+    told = run("ladder", model, "prompts.jsonl", "--drafter", "small", *options)
+    assert told.code == 2
+    assert message in told.error
+
+
+def test_the_page_of_a_ladder_is_self_contained(tmp_path: Path) -> None:
+    made = Ladder(8, (0.3, 0.9), (Rungs("small", (0.9, 1.5)), Rungs("tiny", (1.0, 1.4))))
+    build_ladder_page(tmp_path / "ladder.html", made, {"small": 0.7, "tiny": 0.5}, {"target": "policy"})
+    page = (tmp_path / "ladder.html").read_text()
+    assert "https://" not in page
+    assert "small" in page
+    assert "tiny" in page

@@ -69,6 +69,8 @@ def strategy_of(type_: Any) -> st.SearchStrategy[Any]:
     parts = get_args(type_)
     if getattr(type_, "__origin__", None) is dict:
         return st.dictionaries(strategy_of(parts[0]), strategy_of(parts[1]), max_size=4)
+    if getattr(type_, "__origin__", None) is tuple:
+        return st.lists(strategy_of(parts[0]), max_size=4).map(tuple)
     return st.none() | strategy_of(next(part for part in parts if part is not type(None)))
 
 

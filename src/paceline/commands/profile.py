@@ -74,7 +74,7 @@ def profile(
 ) -> None:
     """Measure step times over batch, tokens per request and context, and each drafter's time.
 
-    `paceline ladder` and `paceline plan` read the file. Suffix trees are profiled always.
+    `paceline plan` and `paceline simulate` read the file. Suffix trees are profiled always.
 
     Example: paceline profile models/policy --drafter models/small --out policy.json
     """

@@ -161,6 +161,9 @@ def _v2_remedies(vllm_config: Any, settings: EngineSettings) -> dict[str, bool]:
         "no watermark_config": vllm_config.watermark_config is not None,
         "enable_trace_replay=False": model.enable_trace_replay,
         "enable_batch_sharded_sampling=False": vllm_config.parallel_config.enable_batch_sharded_sampling,
+        "EngineSettings.draft_worker=True (further_drafters inside the engine are for model runner V1)": (
+            bool(settings.further_drafters) and not settings.draft_worker
+        ),
         "EngineSettings.num_paths=1 (more are for model runner V1)": settings.num_paths > 1,
         "EngineSettings.compiled unset (on the CPU it is for model runner V1)": is_cpu()
         and bool(settings.compiled),
@@ -181,10 +184,11 @@ def _check_head(settings: EngineSettings, is_v2: bool) -> None:
     ]
     if not heads:
         return
-    if settings.draft_worker or settings.draft_help:
+    if settings.draft_worker or settings.draft_help or settings.further_drafters:
         raise ConfigError(
             f"the drafter {heads[0]!r} is a draft head, which needs the target's hidden states and drafts in the "
-            "engine alone: switch draft_worker and draft_help off, or give a small language model"
+            "engine, as the only model: switch draft_worker and draft_help off, without further_drafters, or give a "
+            "small language model"
         )
     if is_v2:
         raise UnsupportedError(

@@ -1,4 +1,4 @@
-"""The fast loop's end of its draft workers: feeds the draft trees and waits for drafts where it pays (planning/wait)."""
+"""The fast loop's end of its draft workers: feeds the draft trees, waits for drafts where that pays (planning/wait)."""
 
 from __future__ import annotations
 

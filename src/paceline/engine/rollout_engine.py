@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
     from paceline.distillation.packing import Sample
     from paceline.drafting.draft_worker import DraftWorker
+    from paceline.drafting.synthetic import Play
 
 FINISH_REASONS = {"stop", "length", "abort", "repetition"}
 """Ways to end that are no failure."""
@@ -473,6 +474,28 @@ class RolloutEngine:
         self.scheduler.loop.renew_model()
         self.drafter_version += 1
         return self.drafter_version
+
+    def use_drafter(self, place: int, played: Play | None = None) -> None:
+        """Draft with another of the engine's models from now on: 0 is `model_drafter`, then come `further_drafters`.
+
+        What was learned of the one before is forgotten. played: with another acceptance rate than its own, to measure
+        what a drafter gains at it (engine/rungs.py). Raises EngineError while responses are running, ConfigError for a
+        place that has no model, UnsupportedError where none drafts inside this engine, or with model runner V2.
+        """
+        self._check_idle()
+        self._check_model_drafter()
+        assert self.settings is not None
+        if self._engine.vllm_config.use_v2_model_runner:
+            raise UnsupportedError(
+                "vLLM's model runner V2 has one draft model: use_drafter is for V1, the CPU's"
+            )
+        if not 0 <= place <= len(self.settings.further_drafters):
+            raise ConfigError(
+                f"drafter {place}: the engine has a model_drafter, 0, and {len(self.settings.further_drafters)} "
+                "further_drafters"
+            )
+        self._engine.collective_rpc("use_drafter", args=(place, played))
+        self.scheduler.loop.renew_model()
 
     def drop_drafter(self) -> None:
         """Draft without the model drafter until weights are pushed to it: those that it has are no good."""

@@ -22,6 +22,7 @@ from paceline.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from paceline.distillation.packing import Sample
+    from paceline.drafting.synthetic import Play
 
 _LOGGER = logging.getLogger("vllm.paceline")
 
@@ -119,6 +120,10 @@ class PacelineWorker(platform_worker()):  # type: ignore[misc]
     def reload_drafter(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Give the model drafter other weights. Called by `collective_rpc`."""
         self.model_runner.drafter.reload(weights)
+
+    def use_drafter(self, place: int, played: Play | None) -> None:
+        """Draft with another of the model drafters. Called by `collective_rpc`, on model runner V1."""
+        self.model_runner.drafter.use(place, played)
 
     def collect_states(self, share: float, max_bytes: int) -> None:
         """Keep hidden states from the next step on; a share of 0: no more. Called by `collective_rpc`.

@@ -18,7 +18,7 @@ Decisions of the fast loop (every engine step, tens of microseconds each):
     bandit.py       TLT's bucketed epsilon-greedy bandit, one of the budget's policies
 
 Decisions of speculation across workers (SpecActor), once per rollout or every thousand steps; made by the simulator and
-the commands `ladder` and `plan`, in live rollouts only where it says so:
+the command `plan`, in live rollouts only where it says so:
 
     latency_profile.py how long do drafting and verifying take, by profile?
     profile_fit.py  the same, from a profile file
@@ -26,7 +26,7 @@ the commands `ladder` and `plan`, in live rollouts only where it says so:
     placement.py    on how many GPUs do drafters and verifiers run?
     composition.py  do drafters draft inside the engine, ahead on devices of their own, or not at all?
     reconfigure.py  which window and mode does a request that drafts badly go on with? (live, with a draft worker)
-    ladder.py       how fast is each drafter, and with which does a rollout begin?
+    ladder.py       with which drafter does a rollout begin? (live, on one engine)
     help.py         what does a worker that has fallen free do for the one that ends last? (live: draft for it)
     racing.py       which drafters join which requests when workers fall free?
 

@@ -1,11 +1,11 @@
-"""The draft ladder: how much faster is decoding with each drafter, at which acceptance rate? (SpecActor 4.2)
+"""The draft ladder: with which drafter does a rollout begin? (SpecActor 4.2)
 
-Owns the ladder and the choices read off it: the drafter a rollout begins with, and the rank that racing hands drafters
-out by. Invariant: every rung stands for the drafter's best window at that acceptance rate.
+The ladder has been measured on the running engine (engine/rungs.py): the speed-up of each drafter over plain decoding
+at several acceptance rates, between which it is interpolated. A drafter's own rate is that of earlier steps. Owns the
+choice, and what the rates are made of.
 
-Differs: the paper measures each rung by running the drafter and accepting tokens at random; here a rung follows from
-the profiled latencies and the acceptance model (`window.py`), so a ladder costs microseconds and can be drawn for any
-batch. With `Mode.COUPLED` a drafter that is not worth its time has window 0 and speed-up 1.
+Differs: the paper's history is given. Here a drafter that was never used counts as always right, and what is known of
+one that is not used fades, so that each is tried again while it could be the best, and never where it could not be.
 """
 
 from __future__ import annotations
@@ -14,44 +14,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import ArrayLike
 
 from paceline.errors import ConfigError
-from paceline.planning.latency_profile import LatencyModel, VerifyLatency
-from paceline.planning.window import (
-    BestWindow,
-    Mode,
-    Rules,
-    best_window,
-    checked_acceptance,
-    profiled_times,
-)
-from paceline.types import Float64Array, Int32Array
+from paceline.record.ladder_file import Ladder, Tried
 
-ACCEPTANCE_POINTS = np.linspace(0.0, 1.0, 101)
-"""Where a ladder is drawn unless told otherwise."""
-
-
-@dataclass(frozen=True, slots=True)
-class LadderSettings:
-    """Where the ladder stands."""
-
-    batch: int
-    """b, requests drafted for and verified together."""
-    max_window: int
-    """Longest draft window, tokens."""
-    mode: Mode = Mode.COUPLED
-    rules: Rules = Rules.PROTOCOL
-
-
-@dataclass(frozen=True, slots=True)
-class Ladder:
-    """Speed-up of every drafter over plain decoding as a function of its acceptance rate."""
-
-    drafters: tuple[str, ...]
-    acceptance: Float64Array  # [num_points] ascending
-    speedup: Float64Array  # [num_drafters, num_points] 1 = as fast as plain decoding
-    window: Int32Array  # [num_drafters, num_points] the window that gives it, draft tokens
+KEPT = 0.9
+"""Of what is known of every drafter, from step to step: after some 70 steps a thousand tokens have faded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,66 +27,43 @@ class Rung:
     """One drafter at one acceptance rate."""
 
     drafter: str
+    acceptance: float
     speedup: float
     """Over plain decoding."""
-    window: int
-    """Draft tokens; 0: draft nothing."""
-
-
-def build_ladder(
-    drafters: Mapping[str, LatencyModel],
-    verify: VerifyLatency,
-    settings: LadderSettings,
-    acceptance: ArrayLike = ACCEPTANCE_POINTS,
-) -> Ladder:
-    """The ladder of `drafters` (D by name) before one verifier, at acceptance rates [num_points] ascending.
-
-    Raises EngineError for rates outside [0, 1]; ConfigError without drafters, or for a batch or max_window below 1.
-    """
-    if not drafters:
-        raise ConfigError("a ladder of 0 drafters offers no choice: name at least 1, or turn speculation off")
-    p = checked_acceptance(acceptance)
-    rungs = [_rungs(draft, verify, settings, p) for draft in drafters.values()]
-    return Ladder(
-        tuple(drafters),
-        p,
-        np.array([rung.tokens_per_s for rung in rungs]),
-        np.array([rung.window for rung in rungs], dtype=np.int32),
-    )
 
 
 def rank_drafters(ladder: Ladder, acceptance: Mapping[str, float]) -> tuple[Rung, ...]:
-    """Every drafter at its own (historical) acceptance rate, the fastest first; ties in the ladder's order.
+    """Every drafter at its own acceptance rate, the fastest first; ties in the ladder's order.
 
-    Between two points the speed-up is interpolated and the window is that of the nearer point, the lower of two.
-    Raises ConfigError for a drafter of the ladder without an acceptance rate, EngineError for one outside [0, 1].
+    Beyond the rates that were measured the speed-up is that of the nearest. Raises ConfigError for a drafter of the
+    ladder without a rate.
     """
-    missing = [name for name in ladder.drafters if name not in acceptance]
+    missing = [rungs.drafter for rungs in ladder.drafters if rungs.drafter not in acceptance]
     if missing:
         raise ConfigError(
-            f"no historical acceptance rate of drafter {missing[0]!r}, only of {sorted(acceptance)}: profile it, "
-            "or build the ladder without it"
+            f"no acceptance rate of drafter {missing[0]!r}, only of {sorted(acceptance)}: give one, or measure it"
         )
-    rungs = [_rung(ladder, at, acceptance[name]) for at, name in enumerate(ladder.drafters)]
+    rungs = [
+        Rung(one.drafter, rate, float(np.interp(rate, ladder.rates, one.speedup)))
+        for one in ladder.drafters
+        for rate in [acceptance[one.drafter]]
+    ]
     return tuple(sorted(rungs, key=lambda rung: -rung.speedup))
 
 
-def choose_first(ladder: Ladder, acceptance: Mapping[str, float]) -> Rung:
-    """The drafter to begin a rollout with: the top of `rank_drafters` (SpecActor v2, figure 11 b). Raises as it."""
-    return rank_drafters(ladder, acceptance)[0]
+def choose_first(ladder: Ladder, tried: Mapping[str, Tried]) -> Rung:
+    """The drafter to begin a rollout with (SpecActor v2, figure 11 b): the first of `rank_drafters` by history."""
+    names = [rungs.drafter for rungs in ladder.drafters]
+    return rank_drafters(ladder, {name: rate_of(tried.get(name, Tried())) for name in names})[0]
 
 
-def _rung(ladder: Ladder, at: int, acceptance: float) -> Rung:
-    rate = float(checked_acceptance(acceptance))
-    nearest = int(np.abs(ladder.acceptance - rate).argmin())
-    speedup = float(np.interp(rate, ladder.acceptance, ladder.speedup[at]))
-    return Rung(ladder.drafters[at], speedup, int(ladder.window[at, nearest]))
+def rate_of(tried: Tried) -> float:
+    """The acceptance rate, as if one token more had been right: 1 where nothing is known."""
+    return (tried.right + 1.0) / (tried.tried + 1.0)
 
 
-def _rungs(
-    draft: LatencyModel, verify: VerifyLatency, settings: LadderSettings, acceptance: Float64Array
-) -> BestWindow:
-    """`best_window` with the rate as a multiple of plain decoding's, 1 / V_0(b)."""
-    times = profiled_times(draft, verify, settings.batch, settings.max_window)
-    best = best_window(acceptance, times, settings.mode, settings.rules)
-    return BestWindow(best.window, best.tokens_per_s * times.verify_s[0])
+def observe(tried: Mapping[str, Tried], drafter: str, num_right: int, num_tried: int) -> dict[str, Tried]:
+    """What is known after a step in which this drafter was used."""
+    known = {name: Tried(KEPT * one.right, KEPT * one.tried) for name, one in tried.items()}
+    before = known.get(drafter, Tried())
+    return {**known, drafter: Tried(before.right + num_right, before.tried + num_tried)}

@@ -2,8 +2,8 @@
 
 A model is a function of the tokens of one forward pass: D_g(b) = seconds(b), one drafted token for each of b requests
 on g GPUs, and V_{g,w}(b) = seconds(b (w + 1)), w draft tokens and the token before them of each. Invariants: seconds
-are non-negative and never fall as tokens rise, so that a planner may take bounds. Called by placement, reconfiguration
-and ladder; the running engine learns its step time online instead (`latency.py`).
+are non-negative and never fall as tokens rise, so that a planner may take bounds. Called by placement and
+reconfiguration; the running engine learns its step time online instead (`latency.py`).
 
 Differs from the paper, which fits a line in b for every (g, w): a line in b (w + 1) needs one profile per g instead of
 one per window, and implies V'_{g,w} = (w + 1) x slope and beta_{g,w} = base. The piecewise linear model covers what no

@@ -1,6 +1,6 @@
 """The models that plans and simulations are made of, from a profile that was measured.
 
-Called by `paceline ladder`, `plan` and `simulate`.
+Called by `paceline plan` and `simulate`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The draft window: how many tokens does a draft of w tokens yield, at what rate, and which w is best?
 
-Owns the acceptance model of SpecActor 4.1; placement, reconfiguration and ladder ask nothing else. Every function is a
+Owns the acceptance model of SpecActor 4.1; placement and reconfiguration ask nothing else. Every function is a
 closed form on arrays that broadcast against each other, so one call serves a cluster of plans or thousands of requests.
 
 A draft token is accepted with probability p if those before it were. S_w = 1 + p + .. + p^(w-1) is the expected number

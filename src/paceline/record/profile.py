@@ -1,6 +1,6 @@
 """A profile: measured step times of one target and drafting times of its drafters, on one machine, as a JSON file.
 
-Written by `paceline profile`, read by `ladder` and `plan`. It holds what was measured, not what was fitted, so that a
+Written by `paceline profile`, read by `plan` and `simulate`. It holds what was measured, not what was fitted, so that a
 better fit needs no new measurement. Invariant: a file of another version is refused, never guessed at.
 """
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from paceline.planning.ladder import Ladder
 from paceline.planning.latency_profile import AffineLatency, LatencyFit, StepLatency
+from paceline.record.ladder_file import Ladder
 from paceline.record.profile import Profile
 from paceline.report.figures import Axis, Figure, Mark, Series, percent
 from paceline.report.shell import canvas, document, embed, facts_table, write_page
@@ -49,7 +49,7 @@ def build_ladder_page(
     """Write a ladder's page. acceptance: where each drafter stands. Raises RecordError when it cannot be written."""
     figures = {"ladder": _ladder_figure(ladder, acceptance)}
     titles = {"ladder": "Speed-up over plain decoding"}
-    lead = "Every point stands for the drafter's best window at that acceptance rate."
+    lead = f"Measured on the engine with {ladder.batch} responses, whose right tokens were known."
     write_page(path, _page("Draft ladder", "Paceline", "", lead, titles, figures, facts))
 
 
@@ -121,14 +121,14 @@ def _drafting_figure(profile: Profile, fits: Mapping[str, LatencyFit[AffineLaten
 
 def _ladder_figure(ladder: Ladder, acceptance: Mapping[str, float]) -> Figure:
     series = [
-        _series(name, ladder.acceptance.tolist(), ladder.speedup[at].tolist(), at % MAX_COLOURS + 1, "line")
-        for at, name in enumerate(ladder.drafters)
+        _series(one.drafter, ladder.rates, one.speedup, at % MAX_COLOURS + 1, "line")
+        for at, one in enumerate(ladder.drafters)
     ]
     return Figure(
         x=Axis("acceptance rate of a draft token", low=0.0, high=1.0),
         y=Axis("times plain decoding"),
         series=series,
-        summary="1 is plain decoding; a drafter that is not worth its time drafts nothing.",
+        summary="1 is plain decoding; the marks are the drafters' own rates.",
         marks=[Mark(rate, name) for name, rate in acceptance.items()],
     )
 

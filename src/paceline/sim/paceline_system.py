@@ -17,9 +17,8 @@ from paceline.errors import ConfigError
 from paceline.planning.composition import Candidate, Devices, Option, best_of, describe, rank_options
 from paceline.planning.dispatch import DispatchSettings
 from paceline.planning.harvest import HarvestSettings
-from paceline.planning.ladder import LadderSettings, build_ladder, choose_first
 from paceline.planning.latency_profile import VerifyLatency
-from paceline.planning.window import Mode
+from paceline.planning.window import Mode, best_window, profiled_times
 from paceline.sim.acceptance_model import moved_logit, sibling_level
 from paceline.sim.budgeted import Budgeted
 from paceline.sim.costs import Drafter
@@ -85,7 +84,7 @@ def paceline(setup: Setup, options: PacelineOptions, stage: PacelineStage = "ful
 def plan_composition(setup: Setup, options: PacelineOptions) -> tuple[Option, ...]:
     """Ways to use the GPUs, the best first: acceptance as the median response has it, suffix trees with all siblings.
 
-    Of the models only the first of the draft ladder drafts ahead, drawn for a response alone: as a rollout ends so.
+    Of the models only the one that is fastest for a response alone drafts ahead: as a rollout ends so.
     """
     size = setup.engine.num_gpus
     verify = setup.engine.step.for_requests_of(setup.mean_context_tokens)
@@ -111,9 +110,12 @@ def _first_ahead(setup: Setup, verify: VerifyLatency, max_window: int) -> str | 
     models = {one.name: one for one in setup.models if not one.is_attached}
     if not models:
         return None
-    settings = LadderSettings(1, max_window, Mode.DECOUPLED)
-    ladder = build_ladder({name: one.token for name, one in models.items()}, verify, settings)
-    return choose_first(ladder, {name: one.acceptance.level for name, one in models.items()}).drafter
+
+    def rate(name: str) -> float:
+        times = profiled_times(models[name].token, verify, 1, max_window)
+        return float(best_window(models[name].acceptance.level, times, Mode.DECOUPLED).tokens_per_s)
+
+    return max(models, key=rate)
 
 
 def _coupled(

@@ -4,6 +4,7 @@
     checkpoints/          the trainer's checkpoints, from which --resume continues exactly
     rollouts/             what the rollouts since the last checkpoint have, for --resume (rollout_journals.py)
     drafter/              the drafter that grew in the run, if asked for (adaptive_rollouts.py)
+    ladder.json           what each of several drafters gains, and how often it was right (ladder_rollouts.py)
     decisions/            what was decided, if asked for (paceline.record.decisions)
     policy/               the trained policy in Hugging Face format, once the run has finished
     report.html           the page of the run
@@ -24,6 +25,7 @@ from typing import Any
 from paceline.errors import ConfigError
 from paceline.record import FILE_NAME, Comparison, Evaluation, RecordReader
 from paceline.record.decisions import DECISIONS_FOLDER
+from paceline.record.ladder_file import FILE_NAME as LADDER
 from paceline.report.side_by_side import FILE_NAME as SIDE_BY_SIDE
 
 CHECKPOINTS, ROLLOUTS, POLICY, DRAFTER = "checkpoints", "rollouts", "policy", "drafter"
@@ -75,7 +77,7 @@ def clear_folder(folder: Path) -> None:
     """Delete what an earlier run left in its folder, and nothing else."""
     for name in (CHECKPOINTS, ROLLOUTS, POLICY, DRAFTER, DECISIONS_FOLDER):
         shutil.rmtree(folder / name, ignore_errors=True)
-    for name in (REPORT, SIDE_BY_SIDE):
+    for name in (REPORT, SIDE_BY_SIDE, LADDER):
         (folder / name).unlink(missing_ok=True)
 
 

@@ -1,4 +1,4 @@
-"""What `ladder` and `plan` are given: profiles that were measured, and how far to trust them."""
+"""What `plan` is given: profiles that were measured, and how far to trust them."""
 
 from __future__ import annotations
 

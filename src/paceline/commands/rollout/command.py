@@ -223,6 +223,8 @@ def rollout(
         on_failure,
     )
     sampling = Sampling(max_tokens, temperature, top_p, top_k, min_p, tuple(stop or ()))
+    if further_drafter and not draft_worker:
+        raise ConfigError("--further-drafter drafts in a process of its own: give --draft-worker too")
     _check_switches(samples, resume, overwrite, plain, model_drafter)
     if retry_failed and not resume:
         raise ConfigError("--retry-failed goes on with an output that is there: give --resume too")

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from paceline.config import EngineSettings
+from paceline.drafting.synthetic import Play, PlayedDrafter
 from paceline.engine.arguments import read_settings
 from paceline.engine.runner import FreshDrafts
 from paceline.planning.sharpness import SHARPNESS_GRID
@@ -35,7 +36,8 @@ class Proposer:
         self.order: DraftOrder | None = None
         self._config = vllm_config
         self._runner: Any = None
-        self._model: Any = None
+        self._models: list[Any] = []
+        self._model: Any = None  # the one of them that drafts
         self._reads_states = False  # the model drafter is a head, which has to see every step's tokens
         self._fresh: FreshDrafts | None = None
 
@@ -59,10 +61,20 @@ class Proposer:
         }
         self._reads_states = is_draft_head(Path(folder))
         if self._reads_states:
-            self._model = HeadDrafter(folder, _ends(target, self._config.model_config), **options)
+            self._models = [HeadDrafter(folder, _ends(target, self._config.model_config), **options)]
         else:
             vocab_size = self._config.model_config.get_vocab_size()
-            self._model = ModelDrafter(folder, vocab_size=vocab_size, **options)
+            folders = (folder, *self.settings.further_drafters)
+            self._models = [ModelDrafter(name, vocab_size=vocab_size, **options) for name in folders]
+        self._model = self._models[0]
+
+    def use(self, place: int, played: Play | None) -> None:
+        """Draft with another of the models, by its place in the settings, between two rollouts.
+
+        played: with another acceptance rate than its own.
+        """
+        model = self._models[place]
+        self._model, self._fresh = model if played is None else PlayedDrafter(model, played), None
 
     def reload(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Give the model drafter other weights, between two steps (ModelDrafter.reload)."""
@@ -121,11 +133,11 @@ class Proposer:
 
     def forget(self, finished: Iterable[str]) -> None:
         """Free the model drafter's cache rows of requests that have ended."""
-        if self._model is not None:
-            known = (self._runner.requests.get(name) for name in finished)
-            self._model.forget(
-                s.sampling_params.extra_args["paceline_response"] for s in known if s is not None
-            )
+        if self._models:
+            known = [self._runner.requests.get(name) for name in finished]
+            ended = [s.sampling_params.extra_args["paceline_response"] for s in known if s is not None]
+            for model in self._models:
+                model.forget(ended)
 
     def take(self) -> FreshDrafts | None:
         """The fresh model drafts for the scheduler, once; None when there are none."""

@@ -1,0 +1,99 @@
+"""Measures the draft ladder's rungs on the running engine: what does each drafter gain at which acceptance rate?
+
+Responses of an earlier run are generated again, plainly and with each of the engine's model drafters, which really
+drafts while its tokens are right as often as wanted (drafting/synthetic.py). The tokens are the same every time; the
+time of the steps is the measurement. Called by the `ladder` command and by training runs, between rollouts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from paceline.config import EngineSettings
+from paceline.drafting.synthetic import Play
+from paceline.engine.rollout_engine import RolloutEngine
+from paceline.record.ladder_file import Ladder, Rungs
+from paceline.types import Response, RolloutRequest
+
+if TYPE_CHECKING:
+    from vllm import SamplingParams
+
+RATES = (0.3, 0.5, 0.7, 0.85, 0.95)
+"""Acceptance rates at which rungs are measured."""
+
+MOST_TOKENS = 128
+"""Of a response that are generated again."""
+
+
+def drafter_names(settings: EngineSettings) -> tuple[str, ...]:
+    """What the engine's model drafters are called: their folders' names, or the folders where these are not unique."""
+    folders = [
+        folder for folder in (settings.model_drafter, *settings.further_drafters) if folder is not None
+    ]
+    names = tuple(Path(folder).name for folder in folders)
+    return names if len(set(names)) == len(names) else tuple(folders)
+
+
+def measure_ladder(
+    engine: RolloutEngine,
+    responses: Sequence[Response],
+    params: SamplingParams,
+    rates: Sequence[float] = RATES,
+    tell: Callable[[str], None] = lambda text: None,
+) -> Ladder:
+    """The ladder at the batch of these responses, which the engine has generated with the present weights.
+
+    The model-free drafter rests meanwhile. rates: ascending. tell: called before each run. Afterwards the engine drafts
+    with its first model, of which it has learned nothing.
+
+    Raises UnsupportedError as `RolloutEngine.use_drafter`.
+    """
+    assert engine.settings is not None
+    requests = [
+        replace(one.request, key=one.key, max_tokens=min(len(one.tokens), MOST_TOKENS), generated=())
+        for one in responses
+    ]
+    known = {one.key: np.array([*one.request.prompt, *one.tokens], np.int32) for one in responses}
+    names = drafter_names(engine.settings)
+    loop = engine.scheduler.loop
+    seconds: dict[str, list[float]] = {}
+    free, loop.drafter = loop.drafter, None
+    try:
+        _generate_s(engine, requests, params)  # prompts come from the prefix cache from now on
+        plain_s = [_plain_s(engine, requests, params)]
+        for place, name in enumerate(names):
+            for rate in rates:
+                tell(f"{name} at an acceptance rate of {rate:g}")
+                engine.use_drafter(place, Play(known, rate))
+                seconds.setdefault(name, []).append(_generate_s(engine, requests, params))
+        plain_s.append(_plain_s(engine, requests, params))
+    finally:
+        loop.drafter = free
+        engine.use_drafter(0)
+    drafters = [Rungs(name, _speedups(sum(plain_s) / 2, own)) for name, own in seconds.items()]
+    return Ladder(len(requests), tuple(rates), tuple(drafters))
+
+
+def _speedups(plain_s: float, seconds: Sequence[float]) -> tuple[float, ...]:
+    """By rate; whoever is right more often is not slower."""
+    return tuple(np.maximum.accumulate(plain_s / np.array(seconds)).tolist())
+
+
+def _plain_s(engine: RolloutEngine, requests: Sequence[RolloutRequest], params: SamplingParams) -> float:
+    engine.set_drafting(False)
+    try:
+        return _generate_s(engine, requests, params)
+    finally:
+        engine.set_drafting(True)
+
+
+def _generate_s(engine: RolloutEngine, requests: Sequence[RolloutRequest], params: SamplingParams) -> float:
+    """Seconds of the steps that prefill nothing."""
+    engine.take_observations()
+    engine.generate(requests, params)
+    return sum(step.step_s for step in engine.take_observations() if not step.num_prefill_tokens)

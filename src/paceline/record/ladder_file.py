@@ -1,0 +1,60 @@
+"""A ladder as a file: what each drafter was measured to gain, and how often its tokens were right so far.
+
+Written by `paceline ladder --out` and into the run folder of a training run that has several drafters. Invariant: a
+file of another version is refused, never guessed at.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from paceline.record.whole_file import read_json, write_json
+
+LADDER_VERSION = 1
+FILE_NAME = "ladder.json"
+"""In a run folder."""
+
+
+class Rungs(msgspec.Struct, frozen=True):
+    """One drafter."""
+
+    drafter: str
+    speedup: tuple[float, ...]  # [num_rates] over plain decoding; not falling
+
+
+class Ladder(msgspec.Struct, frozen=True):
+    """Speed-up of every drafter as a function of its acceptance rate, measured on one engine."""
+
+    batch: int
+    """Responses that ran at once."""
+    rates: tuple[float, ...]  # ascending
+    drafters: tuple[Rungs, ...]
+
+
+class Tried(msgspec.Struct, frozen=True):
+    """How often a drafter's tokens were right; older steps count less."""
+
+    right: float = 0.0
+    tried: float = 0.0
+
+
+class LadderFile(msgspec.Struct, frozen=True, kw_only=True):
+    """A ladder and what is known of its drafters' acceptance."""
+
+    version: int = LADDER_VERSION
+    ladder: Ladder | None
+    """None: not measured yet."""
+    tried: dict[str, Tried] = {}
+    """By drafter; what was never used is not there."""
+
+
+def write_ladder(file: LadderFile, path: Path) -> None:
+    """Write the file, whole or not at all. Raises RecordError when it cannot be written."""
+    write_json(file, path)
+
+
+def read_ladder(path: Path) -> LadderFile:
+    """Read the file. Raises RecordError when it is missing, damaged or of another version."""
+    return read_json(path, LadderFile, LADDER_VERSION, "ladder", "paceline ladder --out")

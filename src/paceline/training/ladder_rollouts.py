@@ -1,0 +1,104 @@
+"""Rollouts on an engine with several model drafters: each step begins with the one that promises most.
+
+After the first rollout the ladder is measured with its responses, whose right tokens are known then (engine/rungs.py).
+From there on every step drafts with the best rung at the acceptance of earlier steps (planning/ladder.py). Both are
+kept in the run folder, for a resumed run. Nothing here changes a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from paceline.engine.rollout_engine import RolloutEngine
+from paceline.engine.rungs import drafter_names, measure_ladder
+from paceline.planning.ladder import Rung, choose_first, observe
+from paceline.record import Note, RecordWriter
+from paceline.record.ladder_file import FILE_NAME, Ladder, LadderFile, read_ladder, write_ladder
+from paceline.terminal.interruption import Interruption
+from paceline.training.randomness import unchanged_randomness
+from paceline.training.rollouts import Rollout, WatchedRollouts, Watcher
+from paceline.types import Response, RolloutRequest
+
+if TYPE_CHECKING:
+    from vllm import SamplingParams
+
+    from paceline.fleet.journal import Journal
+
+MEASURED = 8
+"""Responses with which the ladder is measured: the longest ones, as drafts count in the tail."""
+
+
+class LadderRollouts(WatchedRollouts):
+    """Rollouts on one engine that chooses its drafter."""
+
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        record: RecordWriter,
+        watcher: Watcher,
+        interruption: Interruption,
+        folder: Path,
+    ) -> None:
+        """folder: of the run. Raises RecordError for a ladder there that cannot be read."""
+        super().__init__(engine, record, watcher, interruption)
+        assert engine.settings is not None
+        self._path = folder / FILE_NAME
+        self._names = drafter_names(engine.settings)
+        self._drafter = self._names[0]
+        self._known = read_ladder(self._path) if self._path.exists() else LadderFile(ladder=None)
+
+    def run(
+        self,
+        requests: Sequence[RolloutRequest],
+        params: SamplingParams,
+        step: int | None,
+        journal: Journal | None = None,
+    ) -> Rollout:
+        if step is None:
+            return super().run(requests, params, step, journal)
+        if self._known.ladder is not None:
+            self._begin_with(choose_first(self._known.ladder, self._known.tried), step)
+        before = self._engine.drafter_score()
+        rollout = super().run(requests, params, step, journal)
+        score = self._engine.drafter_score() - before
+        tried = observe(self._known.tried, self._drafter, score.right, score.tried)
+        ladder = self._known.ladder or self._measure(rollout.responses, params)
+        self._known = LadderFile(ladder=ladder, tried=tried)
+        write_ladder(self._known, self._path)
+        return rollout
+
+    def _begin_with(self, rung: Rung, step: int) -> None:
+        if rung.drafter == self._drafter:
+            return
+        self._drafter = rung.drafter
+        self._engine.use_drafter(self._names.index(rung.drafter))
+        self._note(
+            f"drafter {rung.drafter} from step {step} on: {rung.speedup:.2f} times plain decoding by the ladder at an "
+            f"acceptance rate of {rung.acceptance:.2f}"
+        )
+
+    def _measure(self, responses: Sequence[Response], params: SamplingParams) -> Ladder | None:
+        """None where there is nothing to measure with."""
+        longest = sorted(
+            (one for one in responses if one.failure is None and one.tokens), key=lambda one: -len(one.tokens)
+        )
+        if not longest:
+            return None
+        begin_s = self.record.now_s()
+        with unchanged_randomness():
+            ladder = measure_ladder(self._engine, longest[:MEASURED], params)
+        self._drafter = self._names[0]
+        gains = "; ".join(
+            f"{one.drafter} {', '.join(f'{gain:.2f}' for gain in one.speedup)}" for one in ladder.drafters
+        )
+        rates = ", ".join(f"{rate:g}" for rate in ladder.rates)
+        self._note(
+            f"the draft ladder was measured in {self.record.now_s() - begin_s:.0f} s: times plain decoding at "
+            f"acceptance rates of {rates}, {ladder.batch} responses: {gains}"
+        )
+        return ladder
+
+    def _note(self, text: str) -> None:
+        self.record.write(Note(t_s=self.record.now_s(), text=text))

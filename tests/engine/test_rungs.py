@@ -1,0 +1,105 @@
+"""The ladder measured on a running engine: drafters are right as often as wanted, and no token changes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tiny_model import make_model
+from vllm import SamplingParams
+
+from paceline.config import EngineSettings
+from paceline.drafting.synthetic import Play
+from paceline.engine.model_steering import ModelSteering
+from paceline.engine.rollout_engine import RolloutEngine
+from paceline.engine.rungs import drafter_names, measure_ladder
+from paceline.errors import ConfigError, EngineError
+from paceline.types import Response, RolloutRequest
+
+PARAMS = SamplingParams(temperature=1.0, ignore_eos=True)
+REQUESTS = [RolloutRequest((1, 5, 9, 13 + i), 96, key=100 + i) for i in range(4)]
+
+
+@pytest.fixture(scope="module")
+def engine(
+    model_dir: Path, drafter_dir: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[RolloutEngine]:
+    """One drafter is the target, nearly; the other one is random."""
+    other = make_model(tmp_path_factory.mktemp("other") / "random", layers=1, hidden=64, seed=9)
+    settings = EngineSettings(model_drafter=str(drafter_dir), further_drafters=(str(other),))
+    sizes: dict[str, Any] = {"dtype": "float32", "max_model_len": 128, "max_num_seqs": 4}
+    with RolloutEngine(model_dir, settings, kv_cache_bytes=1 << 26, **sizes) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def plain(engine: RolloutEngine) -> list[Response]:
+    engine.set_drafting(False)
+    responses = engine.generate(REQUESTS, PARAMS)
+    engine.set_drafting(True)
+    return responses
+
+
+@pytest.fixture
+def never_rests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside so small a target no drafter is worth its time."""
+    monkeypatch.setattr(ModelSteering, "advance", lambda *_: True)
+
+
+def tokens_of(responses: list[Response]) -> list[tuple[int, ...]]:
+    return [response.tokens for response in responses]
+
+
+@pytest.mark.usefixtures("never_rests")
+def test_each_of_the_models_drafts_when_it_is_to(engine: RolloutEngine, plain: list[Response]) -> None:
+    rates = []
+    for place in (0, 1, 0):
+        engine.use_drafter(place)
+        before = engine.drafter_score()
+        assert tokens_of(engine.generate(REQUESTS, PARAMS)) == tokens_of(plain)
+        rates.append((engine.drafter_score() - before).acceptance)
+    assert rates[0] > 0.5 > rates[1]
+    assert rates[2] == pytest.approx(rates[0], abs=0.1)
+
+
+@pytest.mark.usefixtures("never_rests")
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_played_drafter_is_right_as_often_as_wanted(
+    engine: RolloutEngine, plain: list[Response], place: int
+) -> None:
+    known = {one.key: np.array([*one.request.prompt, *one.tokens], np.int32) for one in plain}
+    engine.use_drafter(place, Play(known, 0.7))
+    before = engine.drafter_score()
+    assert tokens_of(engine.generate(REQUESTS, PARAMS)) == tokens_of(plain)
+    score = engine.drafter_score() - before
+    assert score.tried > 20
+    assert score.acceptance == pytest.approx(0.7, abs=4.5 * np.sqrt(0.21 / score.tried))
+    engine.use_drafter(0)
+
+
+def test_the_ladder_is_measured_and_the_engine_is_as_before(
+    engine: RolloutEngine, plain: list[Response]
+) -> None:
+    told: list[str] = []
+    drafter = engine.scheduler.loop.drafter
+    ladder = measure_ladder(engine, plain, PARAMS, (0.4, 0.9), told.append)
+    names = drafter_names(engine.settings)
+    assert (ladder.batch, ladder.rates) == (4, (0.4, 0.9))
+    assert tuple(one.drafter for one in ladder.drafters) == names
+    assert all(0.0 < one.speedup[0] <= one.speedup[1] for one in ladder.drafters)
+    assert len(told) == 4
+    assert engine.scheduler.loop.drafter is drafter is not None
+    assert engine.scheduler.loop.drafting
+    assert tokens_of(engine.generate(REQUESTS, PARAMS)) == tokens_of(plain)
+
+
+def test_what_cannot_be_chosen_is_refused(engine: RolloutEngine) -> None:
+    with pytest.raises(ConfigError, match="1 further_drafters"):
+        engine.use_drafter(2)
+    engine.submit(0, REQUESTS[0], PARAMS)
+    with pytest.raises(EngineError, match="are running"):
+        engine.use_drafter(1)
+    engine.abort([0], keep_kv=False)

@@ -1,0 +1,120 @@
+"""Which drafter each step of a training run begins with, and what is kept of it; without engines."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers", reason="transformers is not installed")
+
+from paceline.config import EngineSettings
+from paceline.engine.rollout_engine import TokenEvent
+from paceline.record import Note
+from paceline.record.ladder_file import Ladder, Rungs, read_ladder
+from paceline.training import ladder_rollouts
+from paceline.training.ladder_rollouts import LadderRollouts
+from paceline.types import DrafterScore, Response, RolloutRequest
+
+REQUESTS = [RolloutRequest(prompt=(1, 2), max_tokens=9, key=key) for key in range(12)]
+LADDER = Ladder(8, (0.3, 0.9), (Rungs("small", (0.9, 1.5)), Rungs("tiny", (1.0, 1.4))))
+
+
+class Engine:
+    """Each of its drafters is right in so many of a hundred tokens of a response."""
+
+    def __init__(self, right: tuple[int, int]) -> None:
+        self.settings = EngineSettings(model_drafter="models/small", further_drafters=("models/tiny",))
+        self.policy_version, self.place, self.right = 0, 0, right
+        self.score = DrafterScore()
+
+    def stream(self, requests: Sequence[RolloutRequest], params: Any) -> Iterator[TokenEvent]:
+        for index, request in enumerate(requests):
+            self.score += DrafterScore(100, self.right[self.place])
+            tokens = tuple(range(1 + index % 9))
+            logprobs = (-0.5,) * len(tokens)
+            yield TokenEvent(
+                index, tokens, logprobs, Response(request, tokens, logprobs, "stop", 0, 0, 0, 0, 0, 2)
+            )
+
+    def take_observations(self) -> list[Any]:
+        return []
+
+    def use_drafter(self, place: int) -> None:
+        self.place = place
+
+    def drafter_score(self) -> DrafterScore:
+        return self.score
+
+
+class Run:
+    """Rollouts with everything around them made up."""
+
+    def __init__(self, folder: Path, right: tuple[int, int]) -> None:
+        self.engine, self.notes = Engine(right), []
+        clock = itertools.count()
+        record: Any = SimpleNamespace(now_s=lambda: next(clock), write=self.write, add_step=None)
+        quiet: Any = SimpleNamespace(check=lambda: None, show_rollout=lambda meter: None)
+        engine: Any = self.engine
+        self.rollouts = LadderRollouts(engine, record, quiet, quiet, folder)
+        self.notes: list[str]
+
+    def write(self, event: Note) -> None:
+        self.notes.append(event.text)
+
+    def step(self, number: int | None) -> int:
+        """Returns the drafter's place."""
+        params: Any = None
+        self.rollouts.run(REQUESTS, params, number)
+        return self.engine.place
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """Lengths of the responses that the ladder was measured with, each time."""
+    times: list[list[int]] = []
+
+    def measure(engine: Engine, responses: Sequence[Response], params: Any) -> Ladder:
+        times.append([len(one.tokens) for one in responses])
+        engine.use_drafter(0)
+        return LADDER
+
+    monkeypatch.setattr(ladder_rollouts, "measure_ladder", measure)
+    return times
+
+
+def test_the_ladder_is_measured_once_and_steps_begin_with_the_best(
+    tmp_path: Path, measured: list[list[int]]
+) -> None:
+    run = Run(tmp_path, right=(40, 80))
+    assert run.step(None) == 0
+    assert measured == [], "an evaluation is no step"
+    assert [run.step(number) for number in (1, 2, 3, 4)] == [0, 1, 1, 1]
+    assert measured == [[9, 8, 7, 6, 5, 4, 3, 3]]
+    assert [note.split(":")[0].partition(" in ")[0] for note in run.notes] == [
+        "the draft ladder was measured",
+        "drafter tiny from step 2 on",
+    ]
+
+
+def test_a_resumed_run_goes_on_with_what_it_knew(tmp_path: Path, measured: list[list[int]]) -> None:
+    before = Run(tmp_path, right=(40, 80))
+    for number in (1, 2):
+        before.step(number)
+    kept = read_ladder(tmp_path / "ladder.json")
+    assert kept.ladder == LADDER
+    assert set(kept.tried) == {"small", "tiny"}
+    assert Run(tmp_path, right=(40, 80)).step(3) == 1
+    assert len(measured) == 1
+
+
+def test_the_first_drafter_stays_where_no_other_could_be_faster(
+    tmp_path: Path, measured: list[list[int]]
+) -> None:
+    run = Run(tmp_path, right=(90, 90))
+    assert [run.step(number) for number in range(1, 6)] == [0] * 5
+    assert len(run.notes) == 1
