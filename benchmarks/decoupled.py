@@ -6,10 +6,13 @@ arithmetic, and `d_over_v` is what was measured while both processes were busy. 
 of its own; they take turns, and every one generates the same prompts. `running` responses of different prompts run at
 once, which are what is left in a tail.
 
-    coupled, one core     drafts and verifies by turns; the other core idles
+    vanilla               drafts a fixed window, then verifies all of it, on one core; the other one idles
+    coupled, one core     the same with the draft budget, which drafts as far as it pays
     coupled, two threads  the same, with both cores for either
-    decoupled             core 0 verifies, core 1 drafts and prepares likely corrections
-    chain                 the same without corrections
+    naive                 core 1 drafts a fixed window, then core 0 verifies it: by turns, in lock-step
+    chain                 core 0 verifies, core 1 drafts ahead
+    reconfigured          the same, with windows and modes planned anew every 64 steps
+    decoupled             the same, and core 1 prepares likely corrections
     suffix only, plain    both cores; plain is the target alone, with the same dice
 
 `equal`: the tokens are those of plain. `model_share`: of the accepted tokens, those that the model drafted. The result
@@ -35,8 +38,11 @@ SIZES = {
 }
 """What the drafter is inflated to, by the share of a verification that a draft token shall take, about."""
 
-COUPLED, TWO_THREADS, DECOUPLED, CHAIN = "coupled, one core", "coupled, two threads", "decoupled", "chain"
-SYSTEMS = (COUPLED, TWO_THREADS, DECOUPLED, CHAIN, "suffix only", "plain")
+VANILLA, COUPLED, TWO_THREADS = "vanilla", "coupled, one core", "coupled, two threads"
+NAIVE, CHAIN, RECONFIGURED, DECOUPLED = "naive", "chain", "reconfigured", "decoupled"
+AHEAD = (NAIVE, CHAIN, RECONFIGURED, DECOUPLED)
+"""With a draft worker."""
+SYSTEMS = (VANILLA, COUPLED, TWO_THREADS, *AHEAD, "suffix only", "plain")
 BARS = {(1, 0.1): 1.2, (1, 0.2): 1.3, (4, 0.1): 1.1, (4, 0.2): 1.25}
 """Tokens per second, decoupled over coupled on one core, by running responses and drafter cost."""
 BRANCHES_BAR = 1.05
@@ -60,7 +66,8 @@ COLUMNS = (
 
 def make_engine(system: str, target: str, drafter: str, options: Any) -> Callable[..., dict[str, Any]]:
     """Start a system's engine in this process; returns what generates once."""
-    one_core, has_worker = system in (COUPLED, DECOUPLED, CHAIN), system in (DECOUPLED, CHAIN)
+    has_worker = system in AHEAD
+    one_core = has_worker or system in (VANILLA, COUPLED)
     cores = sorted(os.sched_getaffinity(0))[:2]
     os.environ["OMP_NUM_THREADS"] = "1" if one_core else "2"
     if one_core:
@@ -69,13 +76,16 @@ def make_engine(system: str, target: str, drafter: str, options: Any) -> Callabl
     from paceline.engine.rollout_engine import RolloutEngine, prepare_environment
 
     prepare_environment()
+    policy = {"plain": "off", VANILLA: "fixed", NAIVE: "fixed"}.get(system, "marginal")
     settings = EngineSettings(
         drafter="suffix" if system == "suffix only" else "none",
         model_drafter=drafter if one_core or system == TWO_THREADS else None,
         draft_worker=has_worker,
-        draft_window=options.window,
-        draft_branches=0 if system == CHAIN else 16,
-        budget=BudgetSettings(policy="off" if system == "plain" else "marginal"),
+        draft_window=options.fixed_window if system == NAIVE else options.window,
+        draft_branches=16 if system == DECOUPLED else 0,
+        reconfigure_steps=64 if system in (RECONFIGURED, DECOUPLED) else 0,
+        draft_by_turns=system == NAIVE,
+        budget=BudgetSettings(policy=policy, fixed_tokens=options.fixed_window),
         compiled=not options.eager,
     )
     engine = RolloutEngine(
@@ -128,6 +138,7 @@ def main() -> None:
     )
     made.add_argument("--max-tokens", type=int, default=256)
     made.add_argument("--window", type=int, default=8)
+    made.add_argument("--fixed-window", type=int, default=4, help="of vanilla and naive")
     options = made.parse_args()
     target = options.model or PAIRS["countdown"].make_target(TARGETS / "countdown")
     rows: list[dict[str, Any]] = []

@@ -102,6 +102,10 @@ class EngineSettings(Section):
     """Draft worker: decode steps after which the window of each response, and whether it is drafted for ahead, is
     planned anew from measured times and acceptance; also when the batch has changed by a quarter. 0: never."""
 
+    draft_by_turns: bool = False
+    """Draft worker: it drafts w tokens of every response, then a step verifies them, by turns: a drafter that was
+    merely moved to another device (SpecActor's naive disaggregation). For comparison alone."""
+
     max_draft_tokens: int = Field(default=32, ge=1, le=127)
     """Longest draft of one request in one step. vLLM refuses more than 128 tokens."""
 
@@ -156,6 +160,11 @@ class EngineSettings(Section):
     """Where responses that go on later, perhaps on another worker, leave their keys and values. Unset: nowhere; a
     response that goes on elsewhere is prefilled again."""
 
+    @property
+    def most_ahead(self) -> int:
+        """Undecided tokens of a response that a draft worker drafts, until they are planned anew."""
+        return self.draft_window if self.draft_by_turns else 2 * self.draft_window
+
     @model_validator(mode="after")
     def _sharing_fits(self) -> EngineSettings:
         if self.draft_servers and self.drafter != "suffix":
@@ -176,6 +185,10 @@ class EngineSettings(Section):
             raise ValueError(
                 f"further_drafters {list(self.further_drafters)} need a model_drafter, which is the first, and no "
                 "draft_help"
+            )
+        if self.draft_by_turns and (not self.draft_worker or self.further_drafters):
+            raise ValueError(
+                "draft_by_turns is for an engine with one draft worker: set draft_worker, and no others"
             )
         if len({self.model_drafter, *self.further_drafters}) <= len(self.further_drafters):
             raise ValueError(

@@ -65,12 +65,12 @@ def query(room: int = 16) -> DraftQuery:
 class Ahead:
     """One response at position 10, and steps of 20 s."""
 
-    def __init__(self, *script: Drafts | None, further: Link | None = None) -> None:
+    def __init__(self, *script: Drafts | None, further: Link | None = None, by_turns: bool = False) -> None:
         self.link, self.trees, self.snapshots = Link(list(script)), DraftTrees(most_ahead=2 * WINDOW), []
         links = [self.link] if further is None else [self.link, further]
         self.trees.open(0, np.arange(10, dtype=np.int32))
         log: Any = SimpleNamespace(write_wait=lambda snapshot, *_: self.snapshots.append(snapshot))
-        self.ahead = DraftAhead(links, self.trees, log)  # type: ignore[arg-type]
+        self.ahead = DraftAhead(links, self.trees, log, by_turns=by_turns)  # type: ignore[arg-type]
         self.snapshots: list[WaitSnapshot]
         self.step_time = StepTimeModel.initial()
         for size in (1, 2, 4, 8, 16):
@@ -164,3 +164,14 @@ def test_a_worker_that_is_gone_is_not_waited_for_and_the_other_is() -> None:
     assert made.best() == [1, 2]
     assert made.link.timeouts_s == [0.0]
     assert [timeout_s > 0.0 for timeout_s in further.timeouts_s] == [False, True]
+
+
+def test_by_turns_whole_windows_are_waited_for_whatever_it_takes() -> None:
+    slow = [drafts(list(range(1, length + 1)), call_s=0.01) for length in range(1, 2 * WINDOW + 1)]
+    made = Ahead(*slow, by_turns=True)
+    made.step_time = StepTimeModel.initial()  # steps that take next to nothing
+    assert made.best() == list(range(1, 2 * WINDOW + 1))
+    assert made.snapshots == [], "that is no decision"
+    made.link.script = [drafts([1]), None]
+    assert made.best() == [1], "the worker has died meanwhile"
+    assert made.best(room=1) == [1]

@@ -341,3 +341,18 @@ def draft(loop: FastLoop, first: int) -> bool:
     proposal = loop.propose(asked, 0)
     loop.learn(proposal, proposal.lengths, table_of([[first]] * 3))
     return True
+
+
+def test_under_a_fixed_budget_a_model_drafts_so_many_tokens_and_never_rests() -> None:
+    loop = FastLoop(EngineSettings(drafter="none", model_drafter="somewhere", budget=FIXED))
+    for _ in range(200):
+        order = loop.order()
+        assert order is not None
+        assert (order.depth, order.floor, order.most_requests) == (4, 0.0, None)
+        loop.receive(ModelDrafts(np.arange(3), np.full(3, 10), batch([[4]] * 3, 0.01), GROWTH, 1.0))
+        loop.propose(query(), 0)
+        loop.observe(step(3, 3, 0))
+    none = EngineSettings(
+        drafter="none", model_drafter="somewhere", budget=BudgetSettings(policy="fixed", fixed_tokens=0)
+    )
+    assert FastLoop(none).order() is None

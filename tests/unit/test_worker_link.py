@@ -54,7 +54,7 @@ def trees() -> DraftTrees:
 def link(monkeypatch: pytest.MonkeyPatch, trees: DraftTrees) -> Iterator[WorkerLink]:
     monkeypatch.setattr(worker_link, "ChildProcess", NoProcess)
     monkeypatch.setattr(worker_link, "LOOK_S", 0.0)
-    made = WorkerLink(SETTINGS, 3, trees)
+    made = WorkerLink(SETTINGS, 6, trees)
     yield made
     made.shut_down()
 
@@ -228,7 +228,7 @@ def test_a_silent_helper_is_counted_on_again_when_it_speaks(
 ) -> None:
     monkeypatch.setattr(worker_link, "LOOK_S", 0.0)
     monkeypatch.setattr(worker_link, "HELPER_SILENCE_S", 0.05)
-    link = WorkerLink(SETTINGS, 3, trees, has_child=False)
+    link = WorkerLink(SETTINGS, 6, trees, has_child=False)
     try:
         worker = Worker(link)
         worker.greet(link)
@@ -251,4 +251,4 @@ def test_a_silent_helper_is_counted_on_again_when_it_speaks(
 def test_without_a_place_for_a_socket_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_link, "make_socket_folder", lambda _: None)
     with pytest.raises(ConfigError, match="TMPDIR"):
-        WorkerLink(SETTINGS, 3, DraftTrees())
+        WorkerLink(SETTINGS, 6, DraftTrees())

@@ -68,10 +68,11 @@ class WorkerLink:
     """One engine's draft worker. Shut it down."""
 
     def __init__(
-        self, settings: WorkerSettings, window: int, trees: DraftTrees, *, has_child: bool = True
+        self, settings: WorkerSettings, most_ahead: int, trees: DraftTrees, *, has_child: bool = True
     ) -> None:
-        """settings: the worker's; its address and parent are filled in here. window: w, draft tokens.
+        """settings: the worker's; its address and parent are filled in here.
 
+        most_ahead: undecided tokens of a response that may be drafted, until `allow` says otherwise.
         trees: have the text of every running response.
         has_child: start a worker and keep it alive; False: whoever comes drafts.
 
@@ -82,7 +83,7 @@ class WorkerLink:
         folder = make_socket_folder("worker")
         if folder is None:
             raise ConfigError("a draft worker needs a folder for its socket: set TMPDIR to a short path")
-        self._folder, self._window, self._trees = folder, window, trees
+        self._folder, self._most_ahead, self._trees = folder, most_ahead, trees
         address = f"ipc://{folder / 'worker'}"
         self._drafts_to = f"ipc://{folder / 'drafts'}"
         self._context = zmq.Context()
@@ -116,7 +117,7 @@ class WorkerLink:
 
         The worker is told when it grows for the first time.
         """
-        self._waiting[response] = _Response(key, temperature, limit, 2 * self._window)
+        self._waiting[response] = _Response(key, temperature, limit, self._most_ahead)
         if len(self._waiting) + len(self._running) == 1:
             self._silent_since_s = time.monotonic()
 
@@ -160,14 +161,14 @@ class WorkerLink:
         return Open(response, one.key, one.temperature, one.limit, one.most_ahead, text)
 
     def allow(self, responses: Sequence[int], most_ahead: Sequence[int]) -> None:
-        """So many undecided tokens of these running responses may be drafted from now on; 2w until it is said."""
+        """So many undecided tokens of these running responses may be drafted from now on."""
         for response, most in zip(responses, most_ahead, strict=True):
             if (one := self._running.get(response)) is not None:
                 one.most_ahead = self._allowed[response] = most
 
     def most_ahead(self, responses: Sequence[int]) -> Int32Array:
         """Undecided tokens of each response that this worker may draft. [num_responses]"""
-        most = 2 * self._window
+        most = self._most_ahead
         found = (one.most_ahead if (one := self._running.get(name)) else most for name in responses)
         return np.fromiter(found, np.int32, len(responses))
 

@@ -24,6 +24,9 @@ UNHEARD_CALLS = 1.5
 """Drafting calls until the next drafts of a worker that has not heard of the last step: half of the one in which it is,
 and its next. One that has heard of it needs one."""
 
+TURN_CALLS = 20.0
+"""Drafting calls after which a turn goes on without drafts: the worker has died."""
+
 _SOONEST = 0.1
 """Of a call: drafts that are overdue are expected so soon."""
 
@@ -87,12 +90,15 @@ class DraftAhead:
         log: EngineLog,
         every: int = 0,
         max_window: int = 0,
+        *,
+        by_turns: bool = False,
     ) -> None:
         """links: of the model drafter's worker, and of further ones.
 
-        every, max_window: as `DraftWindows`; 0: windows are not planned.
+        every, max_window: as `DraftWindows`; 0: windows are not planned. by_turns: each step waits for whole windows.
         """
         self.links, self._trees, self._log = tuple(links), trees, log
+        self._by_turns = by_turns
         self._workers = []
         for place, link in enumerate(links):
             source = Source.MODEL - place
@@ -199,9 +205,13 @@ class DraftAhead:
             worker, latest, arrival_s = soonest
             snapshot = _snapshot(query, drafts, step_time, num_drafted, latest, arrival_s)
             self._step_s = snapshot.step_s
-            wait_s = decide_wait(snapshot)
-            self._log.write_wait(snapshot, wait_s, worker.source)
-            if not wait_s or time.perf_counter() - began_s > snapshot.step_s:
+            if self._by_turns:
+                wait_s = TURN_CALLS * latest.call_s if drafts.num_open else 0.0
+            else:
+                wait_s = decide_wait(snapshot)
+                self._log.write_wait(snapshot, wait_s, worker.source)
+            is_over = time.perf_counter() - began_s > snapshot.step_s and not self._by_turns
+            if not wait_s or is_over:
                 break
             worker.is_late = not worker.take(self._trees, wait_s)
             drafts = self._trees.best(query.responses, query.positions, query.max_tokens)
@@ -265,15 +275,14 @@ def start_draft_ahead(
         max_model_len=sizes.max_model_len,
         max_requests=sizes.max_requests,
         vocab_size=sizes.vocab_size,
-        floor=settings.draft_floor,
+        floor=0.0 if settings.draft_by_turns else settings.draft_floor,
         sharpness=settings.sharpness,
-        num_branches=settings.draft_branches,
+        num_branches=0 if settings.draft_by_turns else settings.draft_branches,
     )
     links = [
-        WorkerLink(
-            replace(wanted, model=folder), settings.draft_window, trees, has_child=settings.draft_worker
-        )
+        WorkerLink(replace(wanted, model=folder), settings.most_ahead, trees, has_child=settings.draft_worker)
         for folder in folders
     ]
     longest = min(settings.max_draft_tokens, settings.budget.max_draft_tokens)
-    return DraftAhead(links, trees, log, settings.reconfigure_steps, longest)
+    every = 0 if settings.draft_by_turns else settings.reconfigure_steps
+    return DraftAhead(links, trees, log, every, longest, by_turns=settings.draft_by_turns)

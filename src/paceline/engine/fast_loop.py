@@ -55,6 +55,9 @@ from paceline.types import (
 
 GRID = np.asarray(sharpness.SHARPNESS_GRID, dtype=np.float32)
 
+NO_COSTS = np.zeros(1, np.float32)
+"""Of a draft's levels."""
+
 NO_TOKENS = np.zeros(Source.LEAD + 1, np.int64)
 """Of any source."""
 
@@ -149,8 +152,7 @@ class FastLoop:
         self._expected = 0.0
         self._log = open_log(settings)
         self._paths = AlternativePaths(settings, self._log)
-        most_ahead = 2 * settings.draft_window
-        self._trees = DraftTrees(most_ahead=most_ahead) if _has_several_drafts(settings) else None
+        self._trees = DraftTrees(most_ahead=settings.most_ahead) if _has_several_drafts(settings) else None
         self.ahead = (
             None if self._trees is None else start_draft_ahead(settings, sizes, self._trees, self._log)
         )
@@ -442,10 +444,17 @@ class FastLoop:
             self._pending = replace(step, step_s=max(step.step_s - drafts.total_s, 1e-6)), expected
 
     def order(self) -> DraftOrder | None:
-        """What the model drafter shall do after the coming step; None without one, and while it rests."""
+        """What the model drafter shall do after the coming step; None without one, and while it rests.
+
+        Under a fixed budget it never rests: that is speculation as it is commonly done.
+        """
         is_elsewhere = self._settings.draft_worker or (self.ahead is not None and self.ahead.is_there)
         if not self.watch.is_used or is_elsewhere or not self.may_draft:
             return None
+        if self._settings.budget.policy == "fixed":
+            length = self._settings.budget.fixed_tokens
+            order = DraftOrder(length, self.model.beta, self.model.calibration, 0.0, NO_COSTS)
+            return order if length else None
         batch, step_time = max(self._batch_size, 1), self._now.decode_time
         longest = budget.draft_depth(self._now, self._settings.budget, batch)
         if not longest or not self._steering.advance(batch, step_time):
