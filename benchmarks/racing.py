@@ -1,9 +1,10 @@
 """Help for stragglers: how much sooner does a rollout end if the worker that has fallen free helps the other one?
 
 One fleet of two workers for each drafter cost. A few long responses run on one worker, and as many short ones as take
-the same room on the other, which falls free soon. The variants take turns on the very same requests and differ in
-`FleetSettings.help` alone, so that "no help" has the same engines, dispatcher, pool and drafters:
+the same room on the other, which falls free soon. The variants take turns on the very same requests. But for plain
+decoding they differ in `FleetSettings.help` alone, so "no help" has the same engines, dispatcher, pool and drafters:
 
+    plain               nobody drafts: both workers verify, with the same dice
     none                no help
     draft, copy, take   that kind, where it shortens the predicted end
     auto                whichever shortens it most
@@ -26,7 +27,7 @@ from decoupled import SIZES, inflate_drafter
 from harness import median, parser, publish, save
 from pairs import PAIRS, TARGETS
 
-VARIANTS = ("none", "draft", "copy", "take", "auto")
+VARIANTS = ("plain", "none", "draft", "copy", "take", "auto")
 SHORT_TOKENS = 24
 COLUMNS = (
     "case", "stragglers", "cost", "wall_s", "tail_s", "tail_ratio", "ratio_range", "helps", "races_won", "leads",
@@ -76,7 +77,8 @@ def roll_out(fleet: Any, requests: list[Any], variant: str) -> dict[str, Any]:
 
     from paceline.control.controller import HELP_KINDS
 
-    fleet._controller._helping.kinds = HELP_KINDS[variant]
+    fleet.set_drafting(variant != "plain")
+    fleet._controller._helping.kinds = HELP_KINDS.get(variant, HELP_KINDS["none"])
     fleet.reset_prefix_cache()
     fleet.take_observations()
     fleet.helps.take()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +97,10 @@ def test_the_ladder_is_measured_and_the_engine_is_as_before(
     assert tokens_of(engine.generate(REQUESTS, PARAMS)) == tokens_of(plain)
 
 
-def test_what_cannot_be_chosen_is_refused(engine: RolloutEngine) -> None:
+def test_what_cannot_be_chosen_or_measured_is_refused(engine: RolloutEngine, plain: list[Response]) -> None:
+    short = [replace(one, tokens=one.tokens[:15]) for one in plain]
+    with pytest.raises(EngineError, match="the longest of 4 responses has 15 tokens"):
+        measure_ladder(engine, short, PARAMS)
     with pytest.raises(ConfigError, match="1 further_drafters"):
         engine.use_drafter(2)
     engine.submit(0, REQUESTS[0], PARAMS)

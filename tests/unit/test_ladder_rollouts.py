@@ -29,13 +29,13 @@ class Engine:
 
     def __init__(self, right: tuple[int, int]) -> None:
         self.settings = EngineSettings(model_drafter="models/small", further_drafters=("models/tiny",))
-        self.policy_version, self.place, self.right = 0, 0, right
+        self.policy_version, self.place, self.right, self.longest = 0, 0, right, 24
         self.score = DrafterScore()
 
     def stream(self, requests: Sequence[RolloutRequest], params: Any) -> Iterator[TokenEvent]:
         for index, request in enumerate(requests):
             self.score += DrafterScore(100, self.right[self.place])
-            tokens = tuple(range(1 + index % 9))
+            tokens = tuple(range(self.longest - index % 9))
             logprobs = (-0.5,) * len(tokens)
             yield TokenEvent(
                 index, tokens, logprobs, Response(request, tokens, logprobs, "stop", 0, 0, 0, 0, 0, 2)
@@ -94,7 +94,7 @@ def test_the_ladder_is_measured_once_and_steps_begin_with_the_best(
     assert run.step(None) == 0
     assert measured == [], "an evaluation is no step"
     assert [run.step(number) for number in (1, 2, 3, 4)] == [0, 1, 1, 1]
-    assert measured == [[9, 8, 7, 6, 5, 4, 3, 3]]
+    assert measured == [[24, 24, 23, 23, 22, 22, 21, 20]]
     assert [note.split(":")[0].partition(" in ")[0] for note in run.notes] == [
         "the draft ladder was measured",
         "drafter tiny from step 2 on",
@@ -118,3 +118,13 @@ def test_the_first_drafter_stays_where_no_other_could_be_faster(
     run = Run(tmp_path, right=(90, 90))
     assert [run.step(number) for number in range(1, 6)] == [0] * 5
     assert len(run.notes) == 1
+
+
+def test_short_responses_are_not_measured_with(tmp_path: Path, measured: list[list[int]]) -> None:
+    run = Run(tmp_path, right=(40, 80))
+    run.engine.longest = 15
+    assert [run.step(number) for number in (1, 2)] == [0, 0]
+    assert measured == []
+    run.engine.longest = 16
+    assert [run.step(number) for number in (3, 4)] == [0, 1]
+    assert len(measured) == 1

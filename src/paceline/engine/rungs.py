@@ -17,6 +17,7 @@ import numpy as np
 from paceline.config import EngineSettings
 from paceline.drafting.synthetic import Play
 from paceline.engine.rollout_engine import RolloutEngine
+from paceline.errors import EngineError
 from paceline.record.ladder_file import Ladder, Rungs
 from paceline.types import Response, RolloutRequest
 
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
 
 RATES = (0.3, 0.5, 0.7, 0.85, 0.95)
 """Acceptance rates at which rungs are measured."""
+
+LEAST_TOKENS = 16
+"""Of the longest response: the steps of shorter ones tell nothing."""
 
 MOST_TOKENS = 128
 """Of a response that are generated again."""
@@ -51,9 +55,14 @@ def measure_ladder(
     The model-free drafter rests meanwhile. rates: ascending. tell: called before each run. Afterwards the engine drafts
     with its first model, of which it has learned nothing.
 
-    Raises UnsupportedError as `RolloutEngine.use_drafter`.
+    Raises UnsupportedError as `RolloutEngine.use_drafter`, EngineError for responses that are too short.
     """
     assert engine.settings is not None
+    if (longest := max((len(one.tokens) for one in responses), default=0)) < LEAST_TOKENS:
+        raise EngineError(
+            f"the longest of {len(responses)} responses has {longest} tokens: the ladder is measured with at least "
+            f"{LEAST_TOKENS}"
+        )
     requests = [
         replace(one.request, key=one.key, max_tokens=min(len(one.tokens), MOST_TOKENS), generated=())
         for one in responses

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline.engine.rollout_engine import RolloutEngine
-from paceline.engine.rungs import drafter_names, measure_ladder
+from paceline.engine.rungs import LEAST_TOKENS, drafter_names, measure_ladder
 from paceline.planning.ladder import Rung, choose_first, observe
 from paceline.record import Note, RecordWriter
 from paceline.record.ladder_file import FILE_NAME, Ladder, LadderFile, read_ladder, write_ladder
@@ -80,11 +80,10 @@ class LadderRollouts(WatchedRollouts):
         )
 
     def _measure(self, responses: Sequence[Response], params: SamplingParams) -> Ladder | None:
-        """None where there is nothing to measure with."""
-        longest = sorted(
-            (one for one in responses if one.failure is None and one.tokens), key=lambda one: -len(one.tokens)
-        )
-        if not longest:
+        """None where the responses are too short to measure with."""
+        whole = [one for one in responses if one.failure is None]
+        longest = sorted(whole, key=lambda one: -len(one.tokens))
+        if not longest or len(longest[0].tokens) < LEAST_TOKENS:
             return None
         begin_s = self.record.now_s()
         with unchanged_randomness():
