@@ -17,7 +17,7 @@ from paceline.errors import ConfigError, RecordError
 from paceline.planning.placement import Cluster, place
 from paceline.planning.profile_fit import fit_profile
 from paceline.record import describe_machine
-from paceline.record.ladder_file import Ladder, Rungs
+from paceline.record.ladder_file import Ladder, LadderFile, Rungs, Tried, write_ladder
 from paceline.record.profile import (
     PROFILE_VERSION,
     DrafterProfile,
@@ -138,6 +138,16 @@ def test_the_plan_shows_what_it_beat(profile_file: Path, run: Run) -> None:
     assert {row[1] for row in found} == {"", "suffix", "small"}
     rates = [float(row[6]) for row in found]
     assert rates == sorted(rates, reverse=True)
+
+
+def test_a_plan_takes_acceptance_as_measured(profile_file: Path, run: Run, tmp_path: Path) -> None:
+    file = LadderFile(ladder=None, tried={"small": Tried(79.0, 99.0)})
+    write_ladder(file, tmp_path / "ladder.json")
+    told = run("plan", profile_file, "--ladder", tmp_path / "ladder.json")
+    assert told.out == run("plan", profile_file, "--acceptance", "small=0.8").out
+    both = run("plan", profile_file, "--ladder", tmp_path / "ladder.json", "--acceptance", "small=0.3")
+    assert both.out == run("plan", profile_file, "--acceptance", "small=0.3").out, "what is typed counts"
+    assert "no drafter has an acceptance rate" in run("plan", profile_file).error
 
 
 def test_a_plan_is_what_the_placement_says(profile_file: Path, run: Run) -> None:

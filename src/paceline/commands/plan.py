@@ -22,9 +22,11 @@ from paceline.commands.inputs.profiles import (
 )
 from paceline.errors import ConfigError
 from paceline.planning.composition import Candidate, Devices, Option, best_of, rank_options
+from paceline.planning.ladder import rate_of
 from paceline.planning.latency_profile import LatencyModel, RequestLatency
 from paceline.planning.profile_fit import load_fits
 from paceline.planning.window import Mode, Rules
+from paceline.record.ladder_file import read_ladder
 from paceline.record.plan_file import PlanFile, write_plan
 from paceline.record.profile import Profile
 from paceline.terminal.tables import make_table
@@ -56,7 +58,14 @@ def plan(
             metavar="PROFILE...", help="One per engine size (tensor parallel size) of the target."
         ),
     ],
-    acceptance: Acceptance,
+    acceptance: Acceptance = None,
+    ladder: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Take acceptance rates as measured: a file of 'paceline ladder --out', or a run folder's.",
+        ),
+    ] = None,
     drafter: Annotated[
         str | None, typer.Option(help="Name of the drafter; default: every one with an acceptance rate.")
     ] = None,
@@ -73,14 +82,15 @@ def plan(
 ) -> None:
     """Rank plans: drafters on devices of their own (SpecActor, algorithm 1), inside the engine, and plain decoding.
 
-    Example: paceline plan policy.json --acceptance 0.8 --devices 8 --requests 512
+    Example: paceline plan policy.json --ladder ladder.json --acceptance suffix=0.6 --devices 8 --requests 512
     """
     check_least(
         {"--devices": devices, "--requests": requests, "--context": context, "--max-window": max_window}
     )
     if alternatives < 0:
         raise ConfigError(f"--alternatives {alternatives}: must be at least 0")
-    job = _read_job(profiles, acceptance, drafter, devices, requests, context, max_window, paper)
+    rates = [*_measured_rates(ladder), *(acceptance or ())]
+    job = _read_job(profiles, rates, drafter, devices, requests, context, max_window, paper)
     candidates = [
         Candidate(name, job.acceptance[name], job.draft[name][min(job.draft[name])], job.draft[name])
         for name in job.acceptance
@@ -97,6 +107,12 @@ def plan(
     _show_plans(options, job)
     if out is not None:
         write_plan(_to_file(options[0], job), out)
+
+
+def _measured_rates(ladder: Path | None) -> list[str]:
+    """As `--acceptance` has them."""
+    tried = {} if ladder is None else read_ladder(ladder).tried
+    return [f"{name}={rate_of(one)}" for name, one in tried.items()]
 
 
 def _read_job(

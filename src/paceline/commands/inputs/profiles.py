@@ -14,7 +14,7 @@ SEGMENTS = 8
 """Of the curve that a target's step times are fitted with; SpecActor's formulas want a line."""
 
 Acceptance = Annotated[
-    list[str],
+    list[str] | None,
     typer.Option(
         metavar="RATE|NAME=RATE",
         help="Probability that a draft token is accepted if those before it were; may be given per drafter.",
