@@ -62,7 +62,7 @@ def test_each_of_the_models_drafts_when_it_is_to(engine: RolloutEngine, plain: l
         before = engine.drafter_score()
         assert tokens_of(engine.generate(REQUESTS, PARAMS)) == tokens_of(plain)
         rates.append((engine.drafter_score() - before).acceptance)
-    assert rates[0] > 0.5 > rates[1]
+    assert rates[0] > rates[1] + 0.05
     assert rates[2] == pytest.approx(rates[0], abs=0.1)
 
 

@@ -172,6 +172,9 @@ def test_by_turns_whole_windows_are_waited_for_whatever_it_takes() -> None:
     made.step_time = StepTimeModel.initial()  # steps that take next to nothing
     assert made.best() == list(range(1, 2 * WINDOW + 1))
     assert made.snapshots == [], "that is no decision"
-    made.link.script = [drafts([1]), None]
-    assert made.best() == [1], "the worker has died meanwhile"
-    assert made.best(room=1) == [1]
+    ends = Ahead(drafts([1]), by_turns=True)
+    assert ends.best(room=1) == [1]
+    assert ends.link.timeouts_s == [0.0], "a response's end is no reason to wait"
+    died = Ahead(drafts([1]), None, by_turns=True)
+    assert [died.best(), died.best()] == [[1], [1]]
+    assert [timeout_s > 0.0 for timeout_s in died.link.timeouts_s] == [False, True, False]
