@@ -50,20 +50,26 @@ def never_rests(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ModelSteering, "advance", lambda *_: True)
 
 
+def drafting_model(engine: RolloutEngine) -> str:
+    """Folder of the model that drafts."""
+    found = engine.vllm_engine.collective_rpc(lambda worker: worker.model_runner.drafter._model.checkpoint)
+    return str(found[0])
+
+
 def tokens_of(responses: list[Response]) -> list[tuple[int, ...]]:
     return [response.tokens for response in responses]
 
 
 @pytest.mark.usefixtures("never_rests")
 def test_each_of_the_models_drafts_when_it_is_to(engine: RolloutEngine, plain: list[Response]) -> None:
-    rates = []
+    settings = engine.settings
+    folders = (settings.model_drafter, *settings.further_drafters)
     for place in (0, 1, 0):
         engine.use_drafter(place)
         before = engine.drafter_score()
         assert tokens_of(engine.generate(REQUESTS, PARAMS)) == tokens_of(plain)
-        rates.append((engine.drafter_score() - before).acceptance)
-    assert rates[0] > rates[1] + 0.05
-    assert rates[2] == pytest.approx(rates[0], abs=0.1)
+        assert (engine.drafter_score() - before).tried > 20
+        assert drafting_model(engine) == folders[place]
 
 
 @pytest.mark.usefixtures("never_rests")

@@ -64,7 +64,7 @@ def generate(engine: RolloutEngine, between: Callable[[int], None] = lambda _: N
 
 def generate_until_both_draft(engine: RolloutEngine, wanted: list[Tokens]) -> list[StepObservation]:
     """Generate until tokens of both workers are accepted in one turn; returns its steps."""
-    deadline_s = time.monotonic() + 240.0
+    deadline_s = time.monotonic() + 500.0
     while time.monotonic() < deadline_s:
         engine.take_observations()
         assert generate(engine) == wanted

@@ -230,7 +230,7 @@ def test_tokens_of_the_old_policy_are_forgotten() -> None:
 
 
 def test_the_model_drafter_rests_while_it_does_not_pay() -> None:
-    loop = FastLoop(EngineSettings(drafter="none", model_drafter="somewhere", budget=FIXED))
+    loop = FastLoop(EngineSettings(drafter="none", model_drafter="somewhere", budget=BudgetSettings()))
     slow = DraftGrowth(num_levels=2, num_rows=6, seconds=1.0)
     worked = []
     for _ in range(40):
