@@ -451,8 +451,8 @@ class FastLoop:
         is_elsewhere = self._settings.draft_worker or (self.ahead is not None and self.ahead.is_there)
         if not self.watch.is_used or is_elsewhere or not self.may_draft:
             return None
-        if self._settings.budget.policy == "fixed":
-            length = self._settings.budget.fixed_tokens
+        if (fixed := self._settings.budget).policy == "fixed":
+            length = min(fixed.fixed_tokens, fixed.max_draft_tokens, self._settings.max_draft_tokens)
             order = DraftOrder(length, self.model.beta, self.model.calibration, 0.0, NO_COSTS)
             return order if length else None
         batch, step_time = max(self._batch_size, 1), self._now.decode_time
