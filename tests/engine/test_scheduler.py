@@ -19,7 +19,7 @@ from paceline.config import EngineSettings
 from paceline.dice import derive_key
 from paceline.engine.arguments import check_engine
 from paceline.engine.rollout_engine import RolloutEngine
-from paceline.engine.scheduler import PacelineScheduler
+from paceline.engine.scheduler import LiveBatch, LiveResponse, PacelineScheduler
 from paceline.engine.waiting import front_of
 from paceline.errors import UnsupportedError
 from paceline.types import RolloutRequest
@@ -135,7 +135,7 @@ def test_long_prompts_are_told_as_vllm_divides_them(threshold: int, is_adaptive:
     scheduler = a_scheduler([*decoding, chunked], waiting_lengths=(3000, 4), num_free_blocks=1000)
     scheduler.scheduler_config.long_prefill_token_threshold = threshold
     scheduler.adaptive_long_prefill_threshold = is_adaptive
-    assert scheduler._num_other_tokens(4) == told
+    assert scheduler._num_other_tokens(4, [chunked]) == told
 
 
 def test_the_pool_is_asked_for_what_has_blocks_to_go_to_and_no_more() -> None:
@@ -147,7 +147,7 @@ def test_the_pool_is_asked_for_what_has_blocks_to_go_to_and_no_more() -> None:
         return request.num_tokens - num_computed_tokens - 1, False
 
     scheduler.kv_pool = SimpleNamespace(get_num_new_matched_tokens=look_up)
-    assert scheduler._num_other_tokens(0) == 2
+    assert scheduler._num_other_tokens(0, []) == 2
     assert asked == scheduler.waiting[:2]
 
 
@@ -159,9 +159,9 @@ def test_requests_that_wait_for_something_else_are_not_told() -> None:
         a_waiting_request(90, num_computed_tokens=60),  # a session that goes on
     ]
     scheduler.num_waiting_for_streaming_input = 1
-    assert scheduler._num_other_tokens(0) == 50 + 30
+    assert scheduler._num_other_tokens(0, []) == 50 + 30
     scheduler.max_num_active_reqs = 2
-    assert scheduler._num_other_tokens(0) == 30
+    assert scheduler._num_other_tokens(0, []) == 30
 
 
 @dataclass
@@ -174,6 +174,35 @@ class Waiting:
     def __lt__(self, other: Waiting) -> bool:
         Waiting.compared += 1
         return self.priority < other.priority
+
+
+def test_a_draft_ends_where_the_response_must() -> None:
+    scheduler = a_scheduler([], waiting_lengths=(), num_free_blocks=0)
+    vars(scheduler).update(max_model_len=100, num_spec_tokens=8)
+    lengths = [(20, 0), (20, 15), (20, 19), (20, 20), (90, 2), (97, 2), (99, 3), (100, 4)]
+    ready: list[Any] = [
+        SimpleNamespace(num_tokens=known, num_output_tokens=made, max_tokens=20) for known, made in lengths
+    ]
+    scheduler._positions = np.array([known for known, _ in lengths])
+    expected = [max(min(8, 100 - known - 1, 20 - made - 1), 0) for known, made in lengths]
+    assert scheduler._room(ready).tolist() == expected == [8, 4, 0, 0, 8, 2, 0, 0]
+
+
+def test_a_batch_is_that_of_the_responses_that_draft_now() -> None:
+    scheduler = a_scheduler([], waiting_lengths=(), num_free_blocks=0)
+    scheduler.live = {
+        str(i): LiveResponse(i, i // 2, 2**63 + i, temperature=i / 4, drafts_allowed=True) for i in range(6)
+    }
+    scheduler._batch = LiveBatch.of([])
+    for queried in (["0", "1", "2"], ["0", "1", "2"], ["1", "2"], ["1", "5"], []):
+        scheduler._queried = queried
+        found, before = scheduler._live_batch(), scheduler._batch
+        numbers = [int(name) for name in queried]
+        assert found.numbers.tolist() == numbers
+        assert found.groups.tolist() == [i // 2 for i in numbers]
+        assert found.keys.tolist() == [2**63 + i for i in numbers]
+        assert found.temperatures.tolist() == [i / 4 for i in numbers]
+        assert scheduler._live_batch() is before
 
 
 def test_a_look_at_a_priority_queue_costs_what_it_shows() -> None:

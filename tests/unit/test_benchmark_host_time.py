@@ -9,11 +9,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 from host_time import NUM_DRAFTS, PROMPT_TOKENS, SHARED, Device, make_texts
+
+from paceline.engine.v2.runner import KeyedRunnerV2
 
 PROMPT = (7, 8)
 TEXT = np.array([7, 8, 1, 2, 3, 4, 5, 6, 9, 9, 9, 9, 9])
@@ -43,6 +46,19 @@ def test_plain_vllm_is_given_ready_drafts() -> None:
     ready = device.take_draft_token_ids()
     assert ready.req_ids == ["a"]
     assert len(ready.draft_token_ids[0]) == NUM_DRAFTS
+
+
+def test_drafts_of_any_length_are_put_where_their_request_is() -> None:
+    states = SimpleNamespace(
+        draft_tokens=torch.full((4, NUM_DRAFTS), -1), req_id_to_index={"a": 2, "b": 0, "c": 3}
+    )
+    runner = SimpleNamespace(req_states=states, device=torch.device("cpu"))
+    KeyedRunnerV2.put_drafts(runner, {"c": [5], "a": [6, 7, 8], "b": [9, 10]})
+    assert [row[:3] for row in states.draft_tokens.tolist()][:1] == [[9, 10, 0]]
+    assert states.draft_tokens[2, :3].tolist() == [6, 7, 8]
+    assert states.draft_tokens[3, 0] == 5
+    assert (states.draft_tokens[1] == -1).all()
+    assert (states.draft_tokens[:, 3:] == -1).all()
 
 
 def test_responses_of_a_group_share_most_of_their_text() -> None:

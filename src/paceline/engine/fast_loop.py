@@ -490,7 +490,8 @@ class FastLoop:
                 continue
             learned.learn_sharpness(candidate.probes[known], first[known])
             seen = np.minimum(np.minimum(verified, candidate.num_tokens), num_decided)
-            right = leading_matches(candidate.tokens, seen, decided)
+            is_alone = candidate is proposal.batch
+            right = accepted if is_alone else leading_matches(candidate.tokens, seen, decided)
             told, is_right = judge(candidate.cells.shape[1], seen, right)
             cells, outcomes = candidate.cells[told], is_right[told]
             if learned is self.model:

@@ -33,12 +33,42 @@ from paceline.engine.runner import FreshDrafts, StepOrder, give_order, undrawabl
 from paceline.engine.waiting import num_admissible_tokens
 from paceline.errors import RequestError
 from paceline.planning.budget import fair_weights
-from paceline.types import DraftQuery, Float64Array, Int64Array, StepObservation
+from paceline.types import (
+    DraftQuery,
+    Float32Array,
+    Float64Array,
+    Int32Array,
+    Int64Array,
+    StepObservation,
+    UInt64Array,
+)
 
 LOGGER = logging.getLogger(__name__)
 
 MAX_KEPT_STEPS = 1 << 14
 """Step observations kept for a reader in the same process (RolloutEngine); older ones are dropped."""
+
+
+@dataclass(frozen=True, slots=True)
+class LiveBatch:
+    """Responses that draft together, and what of them stays as it is from step to step. Arrays: [num_requests]"""
+
+    responses: list[LiveResponse]
+    groups: Int64Array
+    numbers: Int64Array
+    keys: UInt64Array
+    temperatures: Float32Array
+
+    @classmethod
+    def of(cls, responses: list[LiveResponse]) -> LiveBatch:
+        """The batch of these responses."""
+        return cls(
+            responses,
+            groups=np.array([x.group for x in responses], np.int64),
+            numbers=np.array([x.response for x in responses], np.int64),
+            keys=np.array([x.key for x in responses], np.uint64),
+            temperatures=np.array([x.temperature for x in responses], np.float32),
+        )
 
 
 @dataclass(slots=True)
@@ -84,6 +114,7 @@ class PacelineScheduler(Scheduler):  # type: ignore[misc]
         self._next_response = 0
         self._proposal: Proposal | None = None
         self._queried: list[str] = []
+        self._batch = LiveBatch.of([])
         self._positions: Int64Array = np.empty(0, np.int64)
         self._context = 0
         self._new_tokens: list[tuple[LiveResponse, list[int]]] = []
@@ -203,12 +234,18 @@ class PacelineScheduler(Scheduler):  # type: ignore[misc]
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         self._started_s = time.perf_counter()
-        ready = [request for request in self.running if self._can_draft(request)]
+        ready: list[Request] = []
+        others: list[Request] = []
+        for request in self.running:
+            (ready if self._can_draft(request) else others).append(request)
         self._queried = [request.request_id for request in ready]
-        self._context = sum(request.num_tokens for request in self.running if not request.is_prefill_chunk)
+        self._positions = np.array([request.num_tokens for request in ready], np.int64)
+        self._context = int(self._positions.sum())
+        self._context += sum(request.num_tokens for request in others if not request.is_prefill_chunk)
         spare = 0 if self.spare_blocks is None else self.spare_blocks.hold(self._block_demand())
         wanted = ready and self.loop.may_draft
-        self._proposal = self._propose(ready, min(spare, self.settings.max_alternatives)) if wanted else None
+        most = min(spare, self.settings.max_alternatives)
+        self._proposal = self._propose(ready, others, most) if wanted else None
         output = super().schedule(*args, **kwargs)
         paths = self._plan_paths(output)
         give_order(output, StepOrder(self.loop.order(), paths))
@@ -255,24 +292,31 @@ class PacelineScheduler(Scheduler):  # type: ignore[misc]
             and not request.num_output_placeholders
         )
 
-    def _propose(self, ready: list[Request], max_alternatives: int) -> Proposal:
-        count = len(ready)
-        lives = [self.live[request.request_id] for request in ready]
+    def _propose(self, ready: list[Request], others: list[Request], max_alternatives: int) -> Proposal:
+        batch = self._live_batch()
         query = DraftQuery(
-            groups=np.fromiter((x.group for x in lives), np.int64, count),
-            responses=np.fromiter((x.response for x in lives), np.int64, count),
-            keys=np.fromiter((x.key for x in lives), np.uint64, count),
-            positions=np.fromiter((r.num_tokens for r in ready), np.int64, count),
-            temperatures=np.fromiter((x.temperature for x in lives), np.float32, count),
-            max_tokens=np.fromiter((self._room(r) for r in ready), np.int32, count),
+            groups=batch.groups,
+            responses=batch.numbers,
+            keys=batch.keys,
+            positions=self._positions,
+            temperatures=batch.temperatures,
+            max_tokens=self._room(ready),
         )
-        self._positions = query.positions
-        others = self._num_other_tokens(count)
-        proposal = self.loop.propose(query, others, max_alternatives, self._weights(lives))
-        tokens = proposal.batch.tokens
-        for row, (request, length) in enumerate(zip(ready, proposal.lengths.tolist(), strict=True)):
-            request.spec_token_ids = tokens[row, :length].tolist() if length else []
+        num_other_tokens = self._num_other_tokens(len(ready), others)
+        weights = self._weights(batch.responses)
+        proposal = self.loop.propose(query, num_other_tokens, max_alternatives, weights)
+        for request, drafts, length in zip(
+            ready, proposal.batch.tokens.tolist(), proposal.lengths.tolist(), strict=True
+        ):
+            request.spec_token_ids = drafts[:length]
         return proposal
+
+    def _live_batch(self) -> LiveBatch:
+        """The requests that draft; most often they are those of the step before."""
+        lives = [self.live[name] for name in self._queried]
+        if lives != self._batch.responses:
+            self._batch = LiveBatch.of(lives)
+        return self._batch
 
     def _weights(self, lives: list[LiveResponse]) -> Float64Array | None:
         """What a token of each response counts in the draft budget, by its tokens per step in this engine."""
@@ -282,15 +326,16 @@ class PacelineScheduler(Scheduler):  # type: ignore[misc]
         accepted = np.fromiter((x.num_accepted_tokens for x in lives), np.int64, len(lives))
         return fair_weights(steps + accepted, steps)
 
-    def _num_other_tokens(self, num_ready: int) -> int:
-        """Tokens that the coming step should have beside the next ones of the requests that draft, and their drafts."""
+    def _num_other_tokens(self, num_ready: int, others: list[Request]) -> int:
+        """Tokens that the coming step should have beside the next ones of the requests that draft, and their drafts.
+
+        others: running requests that do not draft.
+        """
         longest = self._longest_prefill()
-        running = sum(
-            min(request.num_tokens - request.num_computed_tokens, longest) for request in self.running
-        )
+        running = sum(min(request.num_tokens - request.num_computed_tokens, longest) for request in others)
         room: int = self.max_num_scheduled_tokens - num_ready
-        others: int = running - num_ready + num_admissible_tokens(self, room, longest)
-        return min(others, room)
+        total: int = running + num_admissible_tokens(self, room, longest)
+        return min(total, room)
 
     def _longest_prefill(self) -> int:
         """Most tokens of one prompt in a step: vLLM's `long_prefill_token_threshold`, while there are others."""
@@ -301,14 +346,12 @@ class PacelineScheduler(Scheduler):  # type: ignore[misc]
         fair = self.scheduler_config.max_num_batched_tokens // count
         return max(limit, fair) if self.adaptive_long_prefill_threshold else limit
 
-    def _room(self, request: Request) -> int:
-        """Longest draft whose tokens can all still become part of the response."""
-        room: int = min(
-            self.num_spec_tokens,
-            self.max_model_len - request.num_tokens - 1,
-            request.max_tokens - request.num_output_tokens - 1,
-        )
-        return max(room, 0)
+    def _room(self, ready: list[Request]) -> Int32Array:
+        """Longest draft of each request whose tokens can all still become part of the response. [num_requests]"""
+        left = np.array([request.max_tokens - request.num_output_tokens for request in ready], np.int64)
+        room = np.minimum(left, self.max_model_len - self._positions) - 1
+        longest: Int32Array = np.minimum(np.maximum(room, 0), self.num_spec_tokens).astype(np.int32)
+        return longest
 
     def update_draft_token_ids(self, draft_token_ids: FreshDrafts) -> None:
         """Take the model drafter's fresh drafts; they are weighed against the others when the next step is made."""
@@ -365,13 +408,14 @@ class PacelineScheduler(Scheduler):  # type: ignore[misc]
         proposal, self._proposal = self._proposal, None
         sampled, index = output.sampled_token_ids, output.req_id_to_index
         rows = [sampled[index[name]] if name in index else [] for name in self._queried]
-        num_requests = sum(map(bool, rows))  # vLLM may have left some out, or preempted them
+        made = np.array(list(map(len, rows)), np.int64)
+        num_requests = int(np.count_nonzero(made))  # vLLM may have left some out, or preempted them
         drafted = accepted = num_alternatives = 0
         context = self._context
         if proposal is not None:
             sent = scheduled.scheduled_spec_decode_tokens
-            verified = np.fromiter((len(sent.get(name, ())) for name in self._queried), np.int32, len(rows))
-            drafts, accepted = verified, sum(max(len(row) - 1, 0) for row in rows)
+            verified = np.array([len(sent.get(name, ())) for name in self._queried], np.int32)
+            drafts, accepted = verified, int(made.sum()) - num_requests
             others = proposal.alternatives
             self.loop.learn(proposal, verified, table_of(rows))
             if others is not None:

@@ -326,10 +326,13 @@ def _take_best(score: NDArray[np.floating], ranked: NDArray[np.floating], count:
     if not count:
         return np.zeros(len(score), dtype=np.int32)
     lowest = ranked[count - 1]
+    lengths: Int32Array = np.count_nonzero(score >= lowest, axis=1).astype(np.int32)
+    if int(lengths.sum()) == count:  # all that are tied are taken
+        return lengths
     above = np.count_nonzero(score > lowest, axis=1)
     tied = np.count_nonzero(score == lowest, axis=1)
     left = count - int(above.sum()) - (np.cumsum(tied) - tied)
-    lengths: Int32Array = (above + np.minimum(np.maximum(left, 0), tied)).astype(np.int32)
+    lengths = (above + np.minimum(np.maximum(left, 0), tied)).astype(np.int32)
     return lengths
 
 

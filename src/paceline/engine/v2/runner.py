@@ -8,6 +8,7 @@ for nothing that is on the device.
 from __future__ import annotations
 
 import copy
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -85,9 +86,9 @@ class KeyedRunnerV2:
         """Scatter the step's draft tokens, by request, to where V2 reads them."""
         if not drafts:
             return
-        table = np.zeros((len(drafts), max(map(len, drafts.values()))), np.int64)
-        for row, tokens in enumerate(drafts.values()):
-            table[row, : len(tokens)] = tokens
+        lengths = np.array(list(map(len, drafts.values())), np.int64)
+        table = np.zeros((len(drafts), int(lengths.max())), np.int64)
+        table[np.arange(table.shape[1]) < lengths[:, None]] = list(chain.from_iterable(drafts.values()))
         rows = np.fromiter(map(self.req_states.req_id_to_index.__getitem__, drafts), np.int64, len(drafts))
         target = self.req_states.draft_tokens[:, : table.shape[1]]
         target.index_copy_(
