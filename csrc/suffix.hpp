@@ -117,7 +117,7 @@ struct Evidence {
 };
 
 inline uint32_t step_class(uint32_t value, uint32_t a, uint32_t b, uint32_t c) {
-  return value <= a ? 0 : value <= b ? 1 : value <= c ? 2 : 3;
+  return (value > a) + (value > b) + (value > c);  // no branches: which class comes next cannot be foreseen
 }
 
 // 12 classes of contexts with one continuation: how often, and in whose responses; 12 with several.
@@ -218,6 +218,35 @@ struct Candidate {
   int32_t token;
   uint32_t mask;  // responses it occurred in after the longest context that has it (groups, if that is shared)
   double probability;
+};
+
+// The candidates of one prediction, in the order in which contexts name them. Every context names many again, so each
+// token's place is remembered.
+class Candidates {
+ public:
+  void clear() { list_.clear(); }
+
+  void add(int32_t token, uint32_t mask, double probability) {
+    uint32_t& place = places_[static_cast<uint32_t>(token) % places_.size()];
+    if (place >= list_.size() || list_[place].token != token) {  // another token's, or another prediction's
+      place = 0;
+      while (place < list_.size() && list_[place].token != token) ++place;
+      if (place == list_.size()) {
+        list_.push_back({token, mask, probability});
+        return;
+      }
+    }
+    list_[place].probability += probability;
+  }
+
+  size_t size() const { return list_.size(); }
+  const Candidate& operator[](size_t i) const { return list_[i]; }
+  auto begin() const { return list_.begin(); }
+  auto end() const { return list_.end(); }
+
+ private:
+  std::vector<Candidate> list_;
+  std::array<uint32_t, 256> places_{};
 };
 
 // The text of one group, or (shared, without a prompt) of all groups.
@@ -346,21 +375,22 @@ class Trie {
 
   // Add what a context of `depth` tokens says about the next one; `reach` is the mass that longer contexts left.
   void offer(const Entry& entry, uint32_t depth, uint32_t own, const Mixture& mixture, double& reach,
-             std::vector<Candidate>& out) const {
+             Candidates& out) const {
+    if (shared_ && is_own(entry, own)) return;
     const Evidence evidence = evidence_of(entry);
-    if (evidence.total == 0 || (shared_ && is_own(entry, own))) return;
+    if (evidence.total == 0) return;
     const double escape = mixture.escape(bucket_of(shared_, depth, evidence, own));
     const double weight = reach * (1.0 - escape) / evidence.total;
     reach *= escape;
     if (entry.node == kImplicit) {
       const Record& record = records_[entry.record];
-      add(out, record.text[entry.offset], record.bit, weight);
+      out.add(record.text[entry.offset], record.bit, weight);
       return;
     }
     uint32_t child = nodes_[entry.node].first_child;
     for (uint32_t i = 0; child != 0 && i < kWidth; ++i, child = nodes_[child].next) {
       const Node& node = nodes_[child];
-      add(out, node.token, node.mask, weight * node.count);
+      out.add(node.token, node.mask, weight * node.count);
     }
   }
 
@@ -557,16 +587,6 @@ class Trie {
     const Node& node = nodes_[child];
     following = node.is_leaf() ? Entry{kImplicit, node.record(), node.offset()} : Entry{child, 0, 0};
     return true;
-  }
-
-  static void add(std::vector<Candidate>& out, int32_t token, uint32_t mask, double probability) {
-    for (Candidate& candidate : out) {
-      if (candidate.token == token) {
-        candidate.probability += probability;
-        return;
-      }
-    }
-    out.push_back({token, mask, probability});
   }
 
   bool matches_leaf(uint32_t leaf, std::span<const int32_t> rest) const {

@@ -113,7 +113,7 @@ class Choice {
     }
   }
 
-  std::vector<Candidate> candidates_;
+  Candidates candidates_;
   std::vector<double> logs_;
   std::vector<double> noise_;
   double unseen_ = 0.0;

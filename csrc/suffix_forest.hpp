@@ -154,7 +154,7 @@ class Forest {
 
   // The interpolated distribution of the next token, truncated: from the longest contexts down, at equal length the
   // group's before the shared one. Unordered; the first candidates come from the longest context.
-  void predict(const Group& group, const Contexts& contexts, uint32_t own, std::vector<Candidate>& out) const {
+  void predict(const Group& group, const Contexts& contexts, uint32_t own, Candidates& out) const {
     out.clear();
     double reach = 1.0;
     for (size_t d = std::max(contexts.group.size(), contexts.shared.size()); d-- > 1 && reach > kNegligible;) {
