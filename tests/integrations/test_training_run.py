@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import shutil
 import signal
 import time
 from collections.abc import Sequence
@@ -28,12 +29,14 @@ from paceline.record import (
     DrafterStep,
     EngineStepSample,
     Evaluation,
+    Note,
     RecordReader,
     ResponseDone,
     RunEnd,
     TrainStep,
 )
 from paceline.record.decisions import DecisionReader, find_decisions
+from paceline.record.ladder_file import read_ladder
 from paceline.tasks.alphabet import ALPHABET
 from paceline.training.recipe import Recipe
 from paceline.training.run import TrainingRun
@@ -335,3 +338,22 @@ def test_a_killed_run_goes_on_within_the_rollout(
     for name, weight in weights(folder).items():
         assert weight.equal(expected[name]), name
     assert summary.solve_rates == whole[1].solve_rates
+
+
+@pytest.mark.slow
+def test_a_run_that_chooses_its_drafter_measures_its_ladder_and_ends_the_same(
+    whole: tuple[Path, Summary, str], policy_dir: Path, tmp_path: Path
+) -> None:
+    twin = shutil.copytree(policy_dir, tmp_path / "twin")
+    engine = {"compiled": False, "model_drafter": str(policy_dir), "further_drafters": [str(twin)]}
+    folder = tmp_path / "run"
+    summary, _ = run(make_recipe(policy_dir, engine=engine), folder)
+    assert (summary.reason, summary.diverged_tokens) == ("finished", 0)
+    kept = read_ladder(folder / "ladder.json")
+    assert kept.ladder is not None
+    assert [one.drafter for one in kept.ladder.drafters] == [policy_dir.name, "twin"]
+    assert kept.tried[policy_dir.name].tried > 0
+    assert any("the draft ladder was measured" in note.text for note in read(folder, Note))
+    expected = weights(whole[0])
+    for name, weight in weights(folder).items():
+        assert weight.equal(expected[name]), name
