@@ -159,7 +159,7 @@ def kill_parts(fleet: Any, requests: list[Any], options: argparse.Namespace) -> 
 
 @dataclass(frozen=True)
 class Drive:
-    """A `paceline rollout` that is killed and resumed."""
+    """A `paceline rollout` that is killed and resumed, eager as the fleet that it is compared with."""
 
     folder: Path
     dtype: str
@@ -173,7 +173,7 @@ class Drive:
     def start(self) -> subprocess.Popen[bytes]:
         words = ["rollout", MODEL, self.folder / "prompts.jsonl", "--out", self.out, "--resume"]
         words += ["--samples", DRIVER_SAMPLES, "--max-tokens", self.options.max_tokens, "--dtype", self.dtype]
-        words += ["--workers", self.options.workers, "--chunk-tokens", 64, "--kv-cache-gib", 0.125]
+        words += ["--workers", self.options.workers, "--chunk-tokens", 64, "--kv-cache-gib", 0.125, "--eager"]
         command = [sys.executable, "-m", "paceline.cli", *map(str, words)]
         return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
