@@ -107,7 +107,7 @@ class Policies:
         """Generate under a policy with these settings."""
         from paceline.config import BudgetSettings
 
-        settings = BudgetSettings(policy=policy, **table)
+        settings = BudgetSettings.model_validate({"policy": policy, **table})
         key = settings.model_dump_json()
         loop = self.engine.scheduler.loop
         loop.use_budget(settings, self._states.get(key))

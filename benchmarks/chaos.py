@@ -26,6 +26,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -119,7 +120,7 @@ def roll_out(fleet: Any, requests: list[Any], killer: Killer | None, tally: Coun
     return found
 
 
-def count_differences(mine: Any, theirs: Any) -> int:
+def count_differences(mine: Sequence[int], theirs: Sequence[int]) -> int:
     """Tokens in which two responses differ; where one of them ends, the other's further ones."""
     return sum(a != b for a, b in zip(mine, theirs, strict=False)) + abs(len(mine) - len(theirs))
 

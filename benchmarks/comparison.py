@@ -78,7 +78,7 @@ def _identical(name: str, runs: Repetitions, others: Repetitions) -> dict[str, A
 
 
 def _total(runs: Repetitions, name: str) -> float:
-    return sum(getattr(run, name) for one in runs for run in one)
+    return float(sum(getattr(run, name) for one in runs for run in one))
 
 
 def _ids(runs: Repetitions) -> list[list[list[tuple[int, ...]]]]:

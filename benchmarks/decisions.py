@@ -139,7 +139,8 @@ def step_of_draft_worker(num_responses: int) -> float:
     settings = WorkerSettings("", 0, "", "auto", 4096, num_responses, 512, 0.05, None)
     link = WorkerLink(settings, 16, trees, has_child=False)
     ahead = DraftAhead([link], trees, EngineLog(None, 1))
-    steps, drafts = zmq.Context.instance().socket(zmq.DEALER), zmq.Context.instance().socket(zmq.PUSH)
+    steps: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
+    drafts: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
     steps.connect(link.settings.address)
     steps.send(HELLO)
     while not link.is_there:

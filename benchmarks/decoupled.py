@@ -85,7 +85,7 @@ def make_engine(system: str, target: str, drafter: str, options: Any) -> Callabl
         draft_branches=16 if system == DECOUPLED else 0,
         reconfigure_steps=64 if system in (RECONFIGURED, DECOUPLED) else 0,
         draft_by_turns=system == NAIVE,
-        budget=BudgetSettings(policy=policy, fixed_tokens=options.fixed_window),
+        budget=BudgetSettings.model_validate({"policy": policy, "fixed_tokens": options.fixed_window}),
         compiled=not options.eager,
     )
     engine = RolloutEngine(

@@ -26,7 +26,7 @@ from pairs import PAIRS, Pair
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from paceline.distillation.measuring import Dice, measure
-from paceline.distillation.methods import METHODS, Method, build_network
+from paceline.distillation.methods import METHODS, Method, MethodName, build_network
 from paceline.distillation.networks import Network, Shared, SmallModel
 from paceline.distillation.offline import Progress, Schedule, train_offline
 from paceline.distillation.packing import ATTENTION_NAME, Sample
@@ -36,7 +36,7 @@ from paceline.distillation.trainer import Trainer
 
 FOLDER = ROOT / "runs/drafters"
 READ_TOKENS = 4096
-VARIANTS: tuple[tuple[str, str | None, int | None], ...] = (
+VARIANTS: tuple[tuple[MethodName, str | None, int | None], ...] = (
     ("eagle", None, None),
     ("eagle", "forward_kl", None),
     ("eagle", "disagreement", None),
@@ -76,7 +76,16 @@ def roll_out(policy: Path, prompts: Path) -> list[Response]:
     """Two responses to each prompt, from the file of an earlier run if there is one."""
     out = prompts.with_name(prompts.name.replace("-prompts", ""))
     if not out.is_file():
-        command = [sys.executable, "-m", "paceline.cli", "rollout", policy, prompts, "--out", out]
+        command: list[str | Path] = [
+            sys.executable,
+            "-m",
+            "paceline.cli",
+            "rollout",
+            policy,
+            prompts,
+            "--out",
+            out,
+        ]
         subprocess.run([*command, "--samples", "2", "--dtype", "float32"], check=True)
     return read_responses(out)
 

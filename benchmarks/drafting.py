@@ -257,7 +257,9 @@ def compare(rows: list[dict[str, Any]]) -> None:
         key=lambda row: row["acceptance_length"],
         default=None,
     )
-    for row in rows if best is not None else ():
+    if best is None:
+        return
+    for row in rows:
         row["length_ratio"] = row["acceptance_length"] / best["acceptance_length"]
         row["time_ratio"] = best["us_per_token"] / row["us_per_token"]
 

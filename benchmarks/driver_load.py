@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from harness import parser, publish
 
@@ -166,7 +167,8 @@ def measure_ray(num_calls: int) -> dict[str, object]:
         def report(self) -> Report:
             return report  # type: ignore[no-any-return]
 
-    workers = [Worker.remote() for _ in range(4)]
+    remote: Any = Worker
+    workers = [remote.remote() for _ in range(4)]
     ray.get([worker.report.remote() for worker in workers])
     calls = {worker.report.remote(): worker for worker in workers}
     begin_s = time.process_time()

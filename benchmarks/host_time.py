@@ -191,7 +191,7 @@ def measure(num_requests: int, steps: int, turns: int, model: Path) -> list[dict
     finally:
         for child in children.values():
             child.close()
-    rows = []
+    rows: list[dict[str, Any]] = []
     for name, policy in systems.items():
         values = {key: median([one[key] for one in found[name]]) for key in found[name][0]}
         row = {

@@ -53,7 +53,8 @@ def make_engine(model: str, settings: EngineSettings, options: argparse.Namespac
         max_num_seqs=4,
         kv_cache_bytes=1 << 30,
     )
-    return lambda task, *args: {"cut": cut, "go_on": go_on}[task](engine, *args)
+    tasks: dict[str, Callable[..., Any]] = {"cut": cut, "go_on": go_on}
+    return lambda task, *args: tasks[task](engine, *args)
 
 
 def cut(engine: Any, request: RolloutRequest, keep_kv: bool) -> tuple[float, tuple[int, ...]]:

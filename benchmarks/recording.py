@@ -80,7 +80,8 @@ class Recorder:
         def timed_observe(step: StepObservation) -> StepObservation:
             if step.num_requests and not step.num_prefill_tokens:
                 last.append((step.num_requests, step.num_tokens, step.num_context_tokens))
-            return observe(step)
+            observed: StepObservation = observe(step)
+            return observed
 
         def timed_schedule(*args: Any, **kwargs: Any) -> Any:
             now = time.perf_counter()

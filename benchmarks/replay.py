@@ -47,6 +47,7 @@ from recording import (
 from rollouts import TAIL_SHARE
 
 from paceline.config import BudgetSettings, EngineSettings
+from paceline.dice import NO_TOKEN
 from paceline.planning.budget import fair_weights
 from paceline.types import DraftGrowth, DraftQuery, ModelDrafts, StepObservation
 
@@ -235,7 +236,7 @@ class Policy:
             tokens = replay.rollout.tokens[rows, places, levels].astype(np.int64)
             cells = replay.rollout.cells[rows, places, levels].astype(np.int32)
             rows_fed += len(grown)
-            grown = grown[draft.put(grown, levels, tokens, cells)]
+            grown = grown[draft.put(grown, levels, tokens, cells, np.full_like(tokens, NO_TOKEN))]
             levels += 1
         growth = DraftGrowth(levels, rows_fed, 0.0)
         seconds = 1e-6 if self.free_drafts else replay.clock.drafting_s(growth)

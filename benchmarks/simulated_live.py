@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import os
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -93,7 +94,7 @@ def acceptance_length(results: list[RolloutResult]) -> float:
 
 def fit_acceptance(machine: Machine, runs: list[Timed], samples: int) -> AcceptanceProcess:
     """The level at which the simulated acceptance length is the measured one; the spread is that of the responses."""
-    measured = sum(r.num_tokens for r in runs) / sum(sum(r.num_steps) for r in runs)
+    measured = tokens_per_round(runs)
     lengths = np.concatenate([np.array(r.lengths) / np.maximum(r.num_steps, 1) for r in runs])
     rates = np.clip(1.0 - 1.0 / lengths, 0.3, 0.98)
     spread = float(np.std(np.log(rates / (1.0 - rates))))
@@ -106,6 +107,12 @@ def fit_acceptance(machine: Machine, runs: list[Timed], samples: int) -> Accepta
         else:
             high = level
     return process
+
+
+def tokens_per_round(runs: Sequence[Timed]) -> float:
+    """The measured acceptance length: tokens per request and step."""
+    num_rounds = sum(sum(run.num_steps) for run in runs)
+    return sum(run.num_tokens for run in runs) / num_rounds
 
 
 def compare(
@@ -220,11 +227,10 @@ def measure(options: argparse.Namespace, model: str) -> list[dict[str, Any]]:
         for drafts in (False, True):
             runs = rollouts(case, drafts, count, 900)
             simulated = simulate(machine, runs, samples, process if drafts else None)
-            steps = sum(r["tokens"] / r["acceptance_length"] for r in runs)
             compared = compare(
-                sum(r["wall_s"] for r in runs),
-                sum(r.rollout_s for r in simulated),
-                sum(r["tokens"] for r in runs) / steps,
+                sum(run.wall_s for run in runs),
+                sum(run.rollout_s for run in simulated),
+                tokens_per_round(runs),
                 acceptance_length(simulated),
             )
             rows.append({"case": case, "drafts": drafts, **compared})

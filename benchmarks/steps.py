@@ -41,13 +41,15 @@ def watch_steps(scheduler: Any) -> Iterator[StepLog]:
     """Log the engine's steps while the context lasts; the last one ends with it."""
     log = StepLog([])
     schedule, loop = scheduler.schedule, getattr(scheduler, "loop", None)
-    receive = getattr(loop, "receive", None)
+    receive: Any = getattr(loop, "receive", None)
     last: tuple[int, int, int, bool, float] | None = None
 
     def close(now: float) -> None:
         if last is not None:
-            *what, since = last
-            log.steps.append(Step(*what[:3], log.num_gained, what[3], log.drafting_s, now - since))  # type: ignore[arg-type]
+            requests, tokens, context, is_decode, since = last
+            log.steps.append(
+                Step(requests, tokens, context, log.num_gained, is_decode, log.drafting_s, now - since)
+            )
         log.num_gained, log.drafting_s = 0, 0.0
 
     def timed_schedule(*args: Any, **kwargs: Any) -> Any:

@@ -9,7 +9,16 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
-from simulated_live import compare
+from rollouts import Timed
+from simulated_live import compare, tokens_per_round
+
+
+def test_the_measured_acceptance_length_counts_each_request_s_steps() -> None:
+    runs = [
+        Timed([1.0, 2.0], [], [(1,), (1,)], [1, 2], ids, steps, 0.0)
+        for ids, steps in (([(5,) * 6, (5,) * 4], [2, 3]), ([(5,) * 9, (5,)], [4, 1]))
+    ]
+    assert tokens_per_round(runs) == 20 / 10
 
 
 def test_the_time_s_error_is_that_of_the_rounds_and_of_each_round() -> None:
