@@ -161,6 +161,16 @@ class EngineSettings(Section):
     response that goes on elsewhere is prefilled again."""
 
     @property
+    def model_drafters(self) -> tuple[str, ...]:
+        """Folders of all model drafters, the first one first; none without `model_drafter`."""
+        return () if self.model_drafter is None else (self.model_drafter, *self.further_drafters)
+
+    @property
+    def chooses_drafter(self) -> bool:
+        """Whether the engine has several model drafters, of which one drafts at a time."""
+        return bool(self.further_drafters) and not self.draft_worker
+
+    @property
     def most_ahead(self) -> int:
         """Undecided tokens of a response that a draft worker drafts, until they are planned anew."""
         return self.draft_window if self.draft_by_turns else 2 * self.draft_window

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from plain_tokens import plain_tokens
 from vllm import SamplingParams
 
 from paceline.config import BudgetSettings, EngineSettings
@@ -32,10 +33,7 @@ def engine(model_dir: Path) -> Iterator[RolloutEngine]:
 @pytest.fixture(scope="module")
 def wanted(engine: RolloutEngine) -> list[Tokens]:
     """Tokens of plain decoding."""
-    engine.set_drafting(False)
-    tokens = [response.tokens for response in engine.generate(REQUESTS, PARAMS)]
-    engine.set_drafting(True)
-    return tokens
+    return plain_tokens(engine, REQUESTS, PARAMS)
 
 
 def generate(engine: RolloutEngine, leads: dict[int, list[tuple[int, int, Tokens]]]) -> list[Tokens]:

@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from plain_tokens import plain_tokens
 from vllm import SamplingParams
 
 from paceline.config import BudgetSettings, EngineSettings
@@ -28,9 +29,7 @@ def test_steps_wait_for_whole_windows_and_little_is_wasted(model_dir: Path, draf
     )
     sizes: dict[str, Any] = {"dtype": "float32", "max_model_len": 128, "max_num_seqs": 4}
     with RolloutEngine(model_dir, settings, kv_cache_bytes=1 << 26, **sizes) as engine:
-        engine.set_drafting(False)
-        wanted = [response.tokens for response in engine.generate(REQUESTS, PARAMS)]
-        engine.set_drafting(True)
+        wanted = plain_tokens(engine, REQUESTS, PARAMS)
         deadline_s, whole = time.monotonic() + 240.0, 0.0
         while whole < 0.7 and time.monotonic() < deadline_s:  # it may still be loading its model
             engine.take_observations()

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from plain_tokens import plain_tokens
 from tiny_model import make_model
 from transformers import AutoModelForCausalLM
 from vllm import SamplingParams
@@ -52,10 +53,7 @@ def engine(
 
 @pytest.fixture(scope="module")
 def plain(engine: RolloutEngine) -> list[tuple[int, ...]]:
-    engine.set_drafting(False)
-    tokens = [response.tokens for response in engine.generate(REQUESTS, PARAMS)]
-    engine.set_drafting(True)
-    return tokens
+    return plain_tokens(engine, REQUESTS, PARAMS)
 
 
 def score_of(engine: RolloutEngine, plain: list[tuple[int, ...]]) -> DrafterScore:

@@ -19,8 +19,9 @@ from paceline.config import BudgetSettings, EngineSettings, KvPoolSettings
 from paceline.distillation.packing import Sample
 from paceline.drafting.token_states import TokenStates
 from paceline.engine.rollout_engine import RolloutEngine
-from paceline.engine.v1.hidden_states import StateCollector, uniform
+from paceline.engine.v1.hidden_states import StateCollector
 from paceline.errors import ConfigError, UnsupportedError
+from paceline.noise import uniform
 from paceline.types import Response, RolloutRequest
 
 MAX_TOKENS = 60
@@ -258,5 +259,5 @@ def test_a_share_is_chosen_by_key() -> None:
     keys = np.arange(20_000, dtype=np.uint64)
     chosen = StateCollector(0.1, 10).chosen(keys)
     assert chosen.sum() == pytest.approx(2000, rel=0.1)
-    assert np.array_equal(chosen, uniform(keys) < 0.1)
-    assert np.histogram(uniform(keys), 10, (0, 1))[0].min() > 1800
+    assert np.array_equal(chosen, uniform(0, 0, keys) < 0.1)
+    assert np.histogram(uniform(0, 0, keys), 10, (0, 1))[0].min() > 1800

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from plain_tokens import plain_tokens
 from vllm import SamplingParams
 
 from paceline.config import BudgetSettings, EngineSettings
@@ -42,9 +43,7 @@ def test_changes_of_window_and_mode_change_no_token(
     measured = itertools.cycle([1e-9] * 20 + [0.002] * 20 + [10.0] * 20)  # seconds of a draft token
     monkeypatch.setattr(draft_ahead._Worker, "level_s", property(lambda _: next(measured)))
     with RolloutEngine(model_dir, settings, **SIZES) as engine:
-        engine.set_drafting(False)
-        wanted = [response.tokens for response in engine.generate(REQUESTS, PARAMS)]
-        engine.set_drafting(True)
+        wanted = plain_tokens(engine, REQUESTS, PARAMS)
         windows = engine.scheduler.loop.ahead._workers[0].windows
         deadline_s = time.monotonic() + 240.0
         accepted = 0

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from plain_tokens import plain_tokens
 from vllm import SamplingParams
 
 from paceline.config import BudgetSettings, EngineSettings
@@ -46,10 +47,7 @@ def engine(
 @pytest.fixture(scope="module")
 def wanted(engine: RolloutEngine) -> list[Tokens]:
     """Tokens of plain decoding."""
-    engine.set_drafting(False)
-    tokens = [response.tokens for response in engine.generate(REQUESTS, PARAMS)]
-    engine.set_drafting(True)
-    return tokens
+    return plain_tokens(engine, REQUESTS, PARAMS)
 
 
 def generate(engine: RolloutEngine, between: Callable[[int], None] = lambda _: None) -> list[Tokens]:

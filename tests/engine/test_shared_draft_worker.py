@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from plain_tokens import plain_tokens
 from vllm import SamplingParams
 
 from paceline.config import BudgetSettings, EngineSettings
@@ -47,9 +48,7 @@ def wanted(engines: list[RolloutEngine]) -> list[list[Tokens]]:
     """Tokens of plain decoding."""
     found = []
     for engine, requests in zip(engines, REQUESTS, strict=True):
-        engine.set_drafting(False)
-        found.append([response.tokens for response in engine.generate(requests, PARAMS)])
-        engine.set_drafting(True)
+        found.append(plain_tokens(engine, requests, PARAMS))
     return found
 
 

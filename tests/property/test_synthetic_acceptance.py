@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.drafting.synthetic import Play, draw, play
+from paceline.drafting.synthetic import Play, play
+from paceline.noise import uniform
 from paceline.types import DraftQuery
 
 KNOWN = {key: np.random.default_rng(key).integers(0, 9, 4000).astype(np.int32) for key in (3, 2**64 - 1)}
@@ -64,14 +65,16 @@ def test_a_higher_rate_is_right_wherever_a_lower_one_is() -> None:
 
 
 def test_unknown_responses_and_what_follows_a_known_one_stay_the_drafters() -> None:
-    made = play(np.full((2, 6), 7, np.int32), query([5, 3], [10, 3996]), Play(KNOWN, 1.0))
-    assert made[0].tolist() == [7] * 6
-    assert made[1].tolist() == [*KNOWN[3][3996:].tolist(), 7, 7]
+    for rate in (0.0, 1.0):
+        made = play(np.full((2, 6), 7, np.int32), query([5, 3], [10, 3996]), Play(KNOWN, rate))
+        assert made[0].tolist() == [7] * 6
+        assert made[1, 4:].tolist() == [7, 7]
+        assert ((made[1, :4] == KNOWN[3][3996:]) == bool(rate)).all()
 
 
 def test_seeds_keys_and_positions_draw_alike_nowhere() -> None:
     keys, positions = np.arange(200, dtype=np.uint64)[:, None], np.arange(200)
-    drawn = np.stack([draw(seed, keys, positions) for seed in range(3)])
+    drawn = np.stack([uniform(seed, keys, positions) for seed in range(3)])
     assert len(np.unique(drawn)) == drawn.size
     assert abs(drawn.mean() - 0.5) < 4 / np.sqrt(12 * drawn.size)
     assert ((drawn >= 0.0) & (drawn < 1.0)).all()

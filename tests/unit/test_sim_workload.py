@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from paceline.errors import ConfigError
-from paceline.sim.noise import normal, uniform
+from paceline.noise import normal, uniform
 from paceline.sim.workload import (
     HistogramLengths,
     LogNormalLengths,

@@ -162,7 +162,7 @@ def _v2_remedies(vllm_config: Any, settings: EngineSettings) -> dict[str, bool]:
         "enable_trace_replay=False": model.enable_trace_replay,
         "enable_batch_sharded_sampling=False": vllm_config.parallel_config.enable_batch_sharded_sampling,
         "EngineSettings.draft_worker=True (further_drafters inside the engine are for model runner V1)": (
-            bool(settings.further_drafters) and not settings.draft_worker
+            settings.chooses_drafter
         ),
         "EngineSettings.num_paths=1 (more are for model runner V1)": settings.num_paths > 1,
         "EngineSettings.compiled unset (on the CPU it is for model runner V1)": is_cpu()
@@ -179,9 +179,7 @@ def _check_head(settings: EngineSettings, is_v2: bool) -> None:
         return
     from paceline.drafting.drafter import is_draft_head
 
-    heads = [
-        name for name in (settings.model_drafter, *settings.further_drafters) if is_draft_head(Path(name))
-    ]
+    heads = [name for name in settings.model_drafters if is_draft_head(Path(name))]
     if not heads:
         return
     if settings.draft_worker or settings.draft_help or settings.further_drafters:

@@ -264,8 +264,7 @@ def start_draft_ahead(
         return None
     from paceline.drafting.checkpoint import check_drafter_folder
 
-    folders = (settings.model_drafter, *settings.further_drafters)
-    for folder in folders:
+    for folder in settings.model_drafters:
         check_drafter_folder(Path(folder), sizes.vocab_size)
     wanted = WorkerSettings(
         address="",
@@ -281,7 +280,7 @@ def start_draft_ahead(
     )
     links = [
         WorkerLink(replace(wanted, model=folder), settings.most_ahead, trees, has_child=settings.draft_worker)
-        for folder in folders
+        for folder in settings.model_drafters
     ]
     longest = min(settings.max_draft_tokens, settings.budget.max_draft_tokens)
     every = 0 if settings.draft_by_turns else settings.reconfigure_steps

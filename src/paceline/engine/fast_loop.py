@@ -391,7 +391,7 @@ class FastLoop:
     def _meet(
         self, query: DraftQuery, fresh: tuple[DraftBatch | None, DraftBatch | None], may_wait: bool
     ) -> DraftChains:
-        """Each request's draft. fresh: what the drafters in the engine have made for this step, by `Source`."""
+        """Each request's draft. fresh: what has been drafted in the engine, model-free and by the model."""
         if self._trees is None:
             alone = next((made for made in fresh if made is not None), None)
             return _no_drafts(len(query.groups)) if alone is None else alone
@@ -451,19 +451,19 @@ class FastLoop:
         is_elsewhere = self._settings.draft_worker or (self.ahead is not None and self.ahead.is_there)
         if not self.watch.is_used or is_elsewhere or not self.may_draft:
             return None
-        if (fixed := self._settings.budget).policy == "fixed":
-            length = min(fixed.fixed_tokens, fixed.max_draft_tokens, self._settings.max_draft_tokens)
-            order = DraftOrder(length, self.model.beta, self.model.calibration, 0.0, NO_COSTS)
-            return order if length else None
         batch, step_time = max(self._batch_size, 1), self._now.decode_time
-        longest = budget.draft_depth(self._now, self._settings.budget, batch)
+        longest = min(
+            budget.draft_depth(self._now, self._settings.budget, batch), self._settings.max_draft_tokens
+        )
+        if self._settings.budget.policy == "fixed":
+            order = DraftOrder(longest, self.model.beta, self.model.calibration, 0.0, NO_COSTS)
+            return order if longest else None
         if not longest or not self._steering.advance(batch, step_time):
             self._log.write_drafter(None)
             return None
         limits = self._steering.limits(batch, self._num_drafted, step_time, self._settings.draft_floor)
         self._log.write_drafter(limits)
-        depth = min(longest, self._settings.max_draft_tokens)
-        return DraftOrder(depth, self.model.beta, self.model.calibration, *limits)
+        return DraftOrder(longest, self.model.beta, self.model.calibration, *limits)
 
     def learn(
         self,
@@ -508,7 +508,7 @@ class FastLoop:
                 seen = np.minimum(proposal.batch.num_tokens, num_decided)
                 right = leading_matches(proposal.batch.tokens, seen, decided)
                 self.ahead.learn(proposal.responses, proposal.batch, right, seen)
-        elif proposal.candidates[1] is not None:
+        elif proposal.candidates[-1] is not None:  # the model's, which were alone
             self._accepted = NO_TOKENS.copy()
             self._accepted[Source.MODEL] = accepted.sum()
 

@@ -36,11 +36,8 @@ MOST_TOKENS = 128
 
 def drafter_names(settings: EngineSettings) -> tuple[str, ...]:
     """What the engine's model drafters are called: their folders' names, or the folders where these are not unique."""
-    folders = [
-        folder for folder in (settings.model_drafter, *settings.further_drafters) if folder is not None
-    ]
-    names = tuple(Path(folder).name for folder in folders)
-    return names if len(set(names)) == len(names) else tuple(folders)
+    names = tuple(Path(folder).name for folder in settings.model_drafters)
+    return names if len(set(names)) == len(names) else settings.model_drafters
 
 
 def measure_ladder(

@@ -153,6 +153,8 @@ def draft_depth(state: BudgetState, settings: BudgetSettings, num_requests: int)
     """Longest draft of a drafter whose drafts are for the step after the coming one, if it has so many requests."""
     if settings.policy == "bandit":
         return bandit.select_ahead(state.bandit, num_requests).draft_depth
+    if settings.policy == "fixed":
+        return min(settings.fixed_tokens, settings.max_draft_tokens)
     return settings.max_draft_tokens
 
 
@@ -248,7 +250,8 @@ def update(
     decode_time, prefill_time, arms = state.decode_time, state.prefill_time, state.bandit
     if observation.num_prefill_tokens > 0:
         prefill_time = update_step_time(prefill_time, observation)
-        arms = bandit.skip(arms)
+        if settings.policy == "bandit":
+            arms = bandit.skip(arms)
     else:
         decode_time = update_step_time(decode_time, observation)
         if settings.policy == "bandit":

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from paceline.errors import ConfigError
-from paceline.sim.noise import normal
+from paceline.noise import normal
 from paceline.types import Float64Array, Int64Array
 
 _SHARED_STREAM, _GROUP_STREAM, _OWN_STREAM = 1000, 1001, 1002  # and from there on, four for each drafter

@@ -17,7 +17,7 @@ from typing import Protocol
 import numpy as np
 
 from paceline.errors import ConfigError
-from paceline.sim.noise import normal
+from paceline.noise import normal
 from paceline.types import Float64Array, Int32Array
 
 _ERF = np.frompyfunc(math.erf, 1, 1)

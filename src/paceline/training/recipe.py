@@ -260,8 +260,7 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _drafter_can_be_chosen(self) -> Recipe:
-        is_chosen = bool(self.engine.further_drafters) and not self.engine.draft_worker
-        if is_chosen and (self.fleet is not None or self.adaptive_drafter is not None):
+        if self.engine.chooses_drafter and (self.fleet is not None or self.adaptive_drafter is not None):
             raise ValueError(
                 "engine.further_drafters are chosen from on one engine so far, and by no adaptive_drafter: remove "
                 "fleet and adaptive_drafter, or set engine.draft_worker"

@@ -83,9 +83,8 @@ class TrainingRun:
         prepare_environment()
         self._task = load_task(recipe.task.name, **recipe.task.options)
         model = check_checkpoint(recipe.model)
-        for drafter in (recipe.engine.model_drafter, *recipe.engine.further_drafters):
-            if drafter is not None:
-                check_checkpoint(drafter)
+        for drafter in recipe.engine.model_drafters:
+            check_checkpoint(drafter)
         self._tokenizer = load_tokenizer(model)
         self._train_rows = self._task.train_rows(recipe.task.problems, recipe.task.seed)
         self._held_out = self._choose_held_out()
@@ -149,7 +148,7 @@ class TrainingRun:
 
                     assert isinstance(engine, RolloutEngine)
                     rollouts = AdaptiveRollouts(engine, record, progress, interruption, drafter)
-                elif isinstance(engine, RolloutEngine) and self._chooses_drafter:
+                elif isinstance(engine, RolloutEngine) and self.recipe.engine.chooses_drafter:
                     from paceline.training.ladder_rollouts import LadderRollouts
 
                     rollouts = LadderRollouts(engine, record, progress, interruption, self.folder)
@@ -179,11 +178,6 @@ class TrainingRun:
         finally:
             record.close()
         return runner.summarize(reason, self._report())
-
-    @property
-    def _chooses_drafter(self) -> bool:
-        """Whether the engine has several model drafters, of which one drafts at a time."""
-        return bool(self.recipe.engine.further_drafters) and not self.recipe.engine.draft_worker
 
     def _open_record(self) -> RecordWriter:
         if self._resume:

@@ -18,7 +18,8 @@ from paceline.drafting.model_cache import ranges
 from paceline.drafting.token_states import TokenStates
 from paceline.engine.v1.sampler import Rows, Verdict
 from paceline.errors import ConfigError
-from paceline.types import Float64Array, Int32Array, Int64Array, UInt64Array
+from paceline.noise import uniform
+from paceline.types import Int32Array, Int64Array, UInt64Array
 
 
 def select_standing(
@@ -46,15 +47,6 @@ def select_standing(
     places = np.stack([begins, winners], axis=1).ravel()
     lengths = np.stack([before, after], axis=1).ravel()
     return before + after, torch.cat([sampled, hidden])[torch.from_numpy(ranges(places, lengths))]
-
-
-def uniform(keys: UInt64Array) -> Float64Array:
-    """A number in [0, 1) for each key, the same everywhere: SplitMix64's output function (Steele, Lea, Flood 2014)."""
-    z = keys + np.uint64(0x9E3779B97F4A7C15)
-    z = (z ^ z >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ z >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
-    made: Float64Array = ((z ^ z >> np.uint64(31)) >> np.uint64(11)).astype(np.float64) * 2.0**-53
-    return made
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +101,7 @@ class StateCollector:
 
     def chosen(self, keys: UInt64Array) -> NDArray[np.bool_]:
         """Which of these responses are kept. keys, result: [num_requests]"""
-        return uniform(keys) < self._share
+        return uniform(0, 0, keys) < self._share
 
     def add(self, step: TokenStates, requests: Int64Array, num_prompt_tokens: Int64Array) -> None:
         """Take over what a step has shown of `requests`, and of no others; a newer row of a position replaces an older.
@@ -157,23 +149,17 @@ def _merge(parts: list[_Part]) -> _Part:
     )
     owners, positions = np.repeat(responses, counts), ranges(starts, counts)
     order = np.lexsort((positions, owners))  # stable: of equal positions the newest comes last
-    owners, positions = owners[order], positions[order]
-    is_newest = np.append((owners[1:] != owners[:-1]) | (positions[1:] != positions[:-1]), True)[
-        : len(owners)
-    ]
-    owners, positions, order = owners[is_newest], positions[is_newest], order[is_newest]
-    begins = np.flatnonzero(
-        np.append(True, (owners[1:] != owners[:-1]) | (positions[1:] != positions[:-1] + 1))[: len(owners)]
-    )
-    lengths = np.diff(np.append(begins, len(owners)))
-    is_last = np.append(owners[begins][1:] != owners[begins][:-1], True)[: len(begins)]
-    begins, lengths = begins[is_last], lengths[is_last]
+    newest_rows = order[_is_last(owners[order], positions[order])]
+    owners, positions = owners[newest_rows], positions[newest_rows]
+    ends = np.flatnonzero(_is_last(owners, positions - np.arange(len(owners)))) + 1  # of what has no gaps
+    lengths, is_last = np.diff(ends, prepend=0), _is_last(owners[ends - 1])
+    begins, lengths = (ends - lengths)[is_last], lengths[is_last]
     grew = np.flatnonzero(counts)[::-1]
     _, newest = np.unique(responses[grew], return_index=True)  # by response, as `begins`
     newest = grew[newest]
     by_growth = np.argsort(newest)
     begins, lengths, newest = begins[by_growth], lengths[by_growth], newest[by_growth]
-    tokens = order[ranges(begins, lengths)]
+    tokens = newest_rows[ranges(begins, lengths)]
     return _Part(
         responses[newest],
         positions[begins],
@@ -182,3 +168,10 @@ def _merge(parts: list[_Part]) -> _Part:
         np.concatenate([part.ids for part in parts])[tokens],
         torch.cat([part.states for part in parts])[torch.from_numpy(tokens)],
     )
+
+
+def _is_last(*columns: NDArray[np.integer]) -> NDArray[np.bool_]:
+    """Which rows are the last ones of rows that are equal in every column. [num_rows]"""
+    last = np.ones(len(columns[0]), np.bool_)
+    last[:-1] = np.any([column[1:] != column[:-1] for column in columns], axis=0)
+    return last

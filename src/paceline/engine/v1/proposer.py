@@ -64,8 +64,9 @@ class Proposer:
             self._models = [HeadDrafter(folder, _ends(target, self._config.model_config), **options)]
         else:
             vocab_size = self._config.model_config.get_vocab_size()
-            folders = (folder, *self.settings.further_drafters)
-            self._models = [ModelDrafter(name, vocab_size=vocab_size, **options) for name in folders]
+            self._models = [
+                ModelDrafter(name, vocab_size=vocab_size, **options) for name in self.settings.model_drafters
+            ]
         self._model = self._models[0]
 
     def use(self, place: int, played: Play | None) -> None:
