@@ -15,8 +15,12 @@ once, which are what is left in a tail.
     decoupled             the same, and core 1 prepares likely corrections
     suffix only, plain    both cores; plain is the target alone, with the same dice
 
-`equal`: the tokens are those of plain. `model_share`: of the accepted tokens, those that the model drafted. The result
-file is written after every repetition, with the rows so far.
+`equal`: the tokens are those of plain. `model_share`: of the accepted tokens, those that the model drafted.
+`of_protocol`: the speed of the steps in which all of them ran, over what the decoupled protocol gives
+(docs/decisions/0003-decoupled-rounds.md) for the draft time, the step times and the acceptance rate measured in
+the same rollouts; the chain's at its window, else at the best.
+At most five engines are alive: systems run in blocks, each with one of the coupled pair, whose speed `ratio` compares
+with in the same repetition. The result file is written after every repetition, with the rows so far.
 """
 
 from __future__ import annotations
@@ -28,6 +32,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from harness import Child, median, parser, publish, save
 from pairs import PAIRS, TARGETS
 
@@ -40,6 +45,7 @@ SIZES = {
 
 VANILLA, COUPLED, TWO_THREADS = "vanilla", "coupled, one core", "coupled, two threads"
 NAIVE, CHAIN, RECONFIGURED, DECOUPLED = "naive", "chain", "reconfigured", "decoupled"
+PLAIN_ONE_CORE = "plain, one core"
 AHEAD = (NAIVE, CHAIN, RECONFIGURED, DECOUPLED)
 """With a draft worker."""
 SYSTEMS = (VANILLA, COUPLED, TWO_THREADS, *AHEAD, "suffix only", "plain")
@@ -47,6 +53,9 @@ BARS = {(1, 0.1): 1.2, (1, 0.2): 1.3, (4, 0.1): 1.1, (4, 0.2): 1.25}
 """Tokens per second, decoupled over coupled on one core, by running responses and drafter cost."""
 BRANCHES_BAR = 1.05
 """Decoupled over the chain, one response."""
+PROTOCOL_BAR = 0.9
+"""Chain and decoupled over what the protocol gives, everywhere."""
+MAX_ENGINES = 5
 COLUMNS = (
     "system",
     "running",
@@ -54,7 +63,10 @@ COLUMNS = (
     "d_over_v",
     "tokens_per_s",
     "ratio",
+    "ratio_range",
+    "of_protocol",
     "acceptance_length",
+    "acceptance_rate",
     "wasted_tokens",
     "branches",
     "branch_hits",
@@ -67,7 +79,7 @@ COLUMNS = (
 def make_engine(system: str, target: str, drafter: str, options: Any) -> Callable[..., dict[str, Any]]:
     """Start a system's engine in this process; returns what generates once."""
     has_worker = system in AHEAD
-    one_core = has_worker or system in (VANILLA, COUPLED)
+    one_core = has_worker or system in (VANILLA, COUPLED, PLAIN_ONE_CORE)
     cores = sorted(os.sched_getaffinity(0))[:2]
     os.environ["OMP_NUM_THREADS"] = "1" if one_core else "2"
     if one_core:
@@ -76,10 +88,11 @@ def make_engine(system: str, target: str, drafter: str, options: Any) -> Callabl
     from paceline.engine.rollout_engine import RolloutEngine, prepare_environment
 
     prepare_environment()
-    policy = {"plain": "off", VANILLA: "fixed", NAIVE: "fixed"}.get(system, "marginal")
+    policies = {"plain": "off", PLAIN_ONE_CORE: "off", VANILLA: "fixed", NAIVE: "fixed"}
+    policy = policies.get(system, "marginal")
     settings = EngineSettings(
         drafter="suffix" if system == "suffix only" else "none",
-        model_drafter=drafter if one_core or system == TWO_THREADS else None,
+        model_drafter=drafter if has_worker or system in (VANILLA, COUPLED, TWO_THREADS) else None,
         draft_worker=has_worker,
         draft_window=options.fixed_window if system == NAIVE else options.window,
         draft_branches=16 if system == DECOUPLED else 0,
@@ -111,7 +124,8 @@ def generate(engine: Any, requests: list[Any], running: int) -> dict[str, Any]:
     tokens = sum(len(response.tokens) for response in responses)
     accepted = sum(step.num_accepted_tokens for step in steps)
     ahead = engine.scheduler.loop.ahead
-    full = [step.step_s - step.wait_s for step in steps if step.num_requests == running]
+    full = [step for step in steps if step.num_requests == running and not step.num_prefill_tokens]
+    verified = [(step.num_tokens, step.step_s - step.wait_s) for step in full]
     return {
         "tokens_per_s": tokens / seconds,
         "acceptance_length": tokens / sum(response.num_steps for response in responses),
@@ -120,7 +134,14 @@ def generate(engine: Any, requests: list[Any], running: int) -> dict[str, Any]:
         "branch_hits": sum(step.num_branch_hits for step in steps),
         "wait_s": sum(step.wait_s for step in steps),
         "model_share": sum(step.num_model_tokens for step in steps) / accepted if accepted else None,
-        "d_over_v": ahead.level_s / median(full) if ahead is not None and full else None,
+        "d_over_v": ahead.level_s / median([s for _, s in verified]) if ahead is not None and full else None,
+        "acceptance_rate": ahead.acceptance if ahead is not None else None,
+        "draft_s": ahead.level_s if ahead is not None else None,
+        "verified": verified,
+        "full_tokens_per_s": sum(step.num_requests + step.num_accepted_tokens for step in full)
+        / sum(step.step_s for step in full)
+        if full
+        else None,
         "ids": [response.tokens for response in responses],
     }
 
@@ -145,7 +166,7 @@ def main() -> None:
     for cost in options.costs:
         for running, found in measure(cost, target, options):
             rows = [row for row in rows if (row["cost"], row["running"]) != (cost, running)]
-            rows += [summarise(system, running, cost, found) for system in found]
+            rows += [summarise(system, running, cost, options.window, found) for system in found]
             save("decoupled", rows, options, bars=check_rows(rows))
     bars = check_rows(rows)
     for bar in bars:
@@ -158,33 +179,37 @@ def main() -> None:
 def measure(cost: float, target: str, options: Any) -> Iterator[tuple[int, dict[str, list[dict[str, Any]]]]]:
     """After every repetition its number of running responses and, by system, what was found with it so far."""
     drafter = inflate_drafter(cost, TARGETS / f"countdown-drafter-{cost:g}")
-    children = {
-        system: Child(system, make_engine, system, target, drafter, options) for system in options.systems
-    }
-    for child in children.values():
-        child.ready()
-    for running in options.running:
-        found: dict[str, list[dict[str, Any]]] = {system: [] for system in children}
-        for repetition in range(-1, options.repetitions):
-            requests = make_requests(
-                options, max(options.responses, running), 1000 * running + repetition + 1
-            )
-            for system in list(children)[:: 1 if repetition % 2 else -1]:
-                result = children[system].call(requests, running)
-                if repetition >= 0:
-                    found[system].append(result)
-                    print(
-                        system,
-                        running,
-                        cost,
-                        f"{result['tokens_per_s']:.1f} tokens/s",
-                        file=sys.stderr,
-                        flush=True,
-                    )
-            if repetition >= 0:
-                yield running, found
-    for child in children.values():
-        child.close()
+    found: dict[int, dict[str, list[dict[str, Any]]]] = {running: {} for running in options.running}
+    for block in blocks(options.systems):
+        children = {system: Child(system, make_engine, system, target, drafter, options) for system in block}
+        for child in children.values():
+            child.ready()
+        for running in options.running:
+            for repetition in range(-1, options.repetitions):
+                count, seed = max(options.responses, running), 1000 * running + repetition + 1
+                requests = make_requests(options, count, seed)
+                results = {
+                    system: children[system].call(requests, running)
+                    for system in block[:: 1 if repetition % 2 else -1]
+                }
+                if repetition < 0:
+                    continue
+                for system, result in results.items():
+                    rate = result["tokens_per_s"]
+                    ratio = rate / results[COUPLED]["tokens_per_s"]
+                    result |= {"ratio": ratio, "repetition": repetition}
+                    found[running].setdefault(system, []).append(result)
+                    print(system, running, cost, f"{rate:.1f} tokens/s", file=sys.stderr, flush=True)
+                yield running, found[running]
+        for child in children.values():
+            child.close()
+
+
+def blocks(systems: list[str]) -> Iterator[list[str]]:
+    """The systems that are alive together, the coupled pair always the first of them."""
+    others = [system for system in systems if system != COUPLED]
+    for at in range(0, len(others), MAX_ENGINES - 1):
+        yield [COUPLED, *others[at : at + MAX_ENGINES - 1]]
 
 
 def inflate_drafter(cost: float, folder: Path) -> str:
@@ -206,10 +231,10 @@ def make_requests(options: Any, count: int, seed: int) -> list[Any]:
 
 
 def summarise(
-    system: str, running: int, cost: float, found: dict[str, list[dict[str, Any]]]
+    system: str, running: int, cost: float, window: int, found: dict[str, list[dict[str, Any]]]
 ) -> dict[str, Any]:
-    """The row of one system; medians over the repetitions, and the range of the speed."""
-    own, base = found[system], found.get(COUPLED, found[system])
+    """The row of one system; medians over the repetitions, and the range of the speed. window: of the draft worker."""
+    own = found[system]
     row: dict[str, Any] = {"system": system, "running": running, "cost": cost}
     for key in (
         "tokens_per_s",
@@ -220,14 +245,34 @@ def summarise(
         "wait_s",
         "model_share",
         "d_over_v",
+        "acceptance_rate",
     ):
         values = [one[key] for one in own if one[key] is not None]
         row[key] = median(values) if values else None
-    ratios = [one["tokens_per_s"] / other["tokens_per_s"] for one, other in zip(own, base, strict=True)]
+    ratios = [one["ratio"] for one in own]
     row |= {"ratio": median(ratios), "ratio_range": [min(ratios), max(ratios)]}
-    plain = found.get("plain", own)
-    row["equal"] = [one["ids"] for one in own] == [one["ids"] for one in plain]
+    if system in (CHAIN, RECONFIGURED, DECOUPLED):
+        given = [protocol_tokens_per_s(one, running, window, is_fixed=system == CHAIN) for one in own]
+        row["of_protocol"] = median(
+            [one["full_tokens_per_s"] / best for one, best in zip(own, given, strict=True)]
+        )
+    plain = {one["repetition"]: one["ids"] for one in found.get("plain", ())}
+    row["equal"] = all(one["ids"] == plain[one["repetition"]] for one in own) if plain else None
     return row
+
+
+def protocol_tokens_per_s(one: dict[str, Any], running: int, window: int, *, is_fixed: bool) -> float:
+    """What the decoupled protocol gives for a rollout's own draft time, step times and acceptance rate.
+
+    is_fixed: at this window, and not at the best one up to it.
+    """
+    from paceline.planning.latency_profile import fit_affine, verify_s
+    from paceline.planning.window import Mode, StepTimes, tokens_per_s
+
+    verify = fit_affine(*zip(*one["verified"], strict=True)).model
+    windows = np.arange(window if is_fixed else 1, window + 1)
+    times = StepTimes(running, one["draft_s"], verify_s(verify, running, windows))
+    return running * float(tokens_per_s(one["acceptance_rate"], windows, times, Mode.DECOUPLED).max())
 
 
 def check_rows(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -239,6 +284,11 @@ def check_rows(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
             met = row["ratio"] >= needed and (row["model_share"] or 0.0) >= 0.1
             case = f"{row['running']} running, D/V {row['cost']}"
             bars.append({"case": case, "needed": needed, "reached": row["ratio"], "met": met})
+    for row in rows:
+        if row["system"] in (CHAIN, DECOUPLED) and row.get("of_protocol") is not None:
+            case = f"{row['system']} over the protocol, {row['running']} running, D/V {row['cost']}"
+            met = row["of_protocol"] >= PROTOCOL_BAR
+            bars.append({"case": case, "needed": PROTOCOL_BAR, "reached": row["of_protocol"], "met": met})
     speeds = {(row["cost"], row["system"]): row["tokens_per_s"] for row in rows if row["running"] == 1}
     for cost in sorted({cost for cost, _ in speeds}):
         if (cost, DECOUPLED) in speeds and (cost, CHAIN) in speeds:
