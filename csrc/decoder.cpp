@@ -89,24 +89,62 @@ PACELINE_INLINE Lane exponential(Lane x) {
   return reinterpret_cast<Lane>(reinterpret_cast<LaneInt>(p) + (whole << 23));
 }
 
-// kTokens rows of x times kPanels panels: added to y where kAdd, in place of it otherwise.
-template <int kTokens, int kPanels, bool kAdd>
-PACELINE_INLINE void multiply_panels(const float* x, const PackedWeight& weight, int64_t first, float* y) {
-  const int64_t inputs = weight.inputs;
-  const uint32_t* panel = weight.panels.data() + first * inputs / 2;
-  Lane acc[kTokens][kPanels * kLanes];
-  for (int t = 0; t < kTokens; ++t)
-    for (int j = 0; j < kPanels * kLanes; ++j) acc[t][j] = load(weight.bias.data() + first + j * kWidth);
-  for (int64_t k = 0; k < inputs; ++k) {
-    Lane w[kPanels * kLanes];
-    for (int j = 0; j < kPanels * kLanes; j += 2) {
-      const LaneWords words = load(panel + ((j / kLanes * inputs + k) * kPanel + j % kLanes * kWidth) / 2);
+// A panel's weights of one input after the other, as floats.
+struct Words {
+  const uint32_t* at;
+
+  PACELINE_INLINE void begin(const PackedWeight& weight, int64_t first) {
+    at = weight.words.data() + first * weight.inputs / 2;
+  }
+  PACELINE_INLINE void begin_group(const PackedWeight&, int64_t, int64_t) {}
+  PACELINE_INLINE void next(Lane* w) {
+    for (int j = 0; j < kLanes; j += 2, at += kWidth) {
+      const LaneWords words = load(at);
       w[j] = low(words);
       w[j + 1] = high(words);
     }
-    for (int t = 0; t < kTokens; ++t) {
-      const float value = x[t * inputs + k];
-      for (int j = 0; j < kPanels * kLanes; ++j) acc[t][j] += w[j] * value;
+  }
+};
+
+struct Octets {
+  const uint32_t* at;
+  Lane scales[kLanes];
+
+  PACELINE_INLINE void begin(const PackedWeight& weight, int64_t first) {
+    at = weight.words.data() + first * weight.inputs / 4;
+  }
+  PACELINE_INLINE void begin_group(const PackedWeight& weight, int64_t first, int64_t group) {
+    const float* own = weight.scales.data() + first * weight.groups() + group * kPanel;
+    for (int j = 0; j < kLanes; ++j) scales[j] = load(own + j * kWidth);
+  }
+  PACELINE_INLINE void next(Lane* w) {
+    const LaneWords words = load_ahead(at);
+    at += kWidth;
+    for (int j = 0; j < kLanes; ++j) {
+      const LaneWords top = words << (24 - 8 * j) & 0xFF000000u;  // the octet times 2^24, which is in the scale
+      w[j] = __builtin_convertvector(reinterpret_cast<LaneInt>(top), Lane) * scales[j];
+    }
+  }
+};
+
+// kTokens rows of x times kPanels panels: added to y where kAdd, in place of it otherwise.
+template <typename Panel, int kTokens, int kPanels, bool kAdd>
+PACELINE_INLINE void multiply_panels(const float* x, const PackedWeight& weight, int64_t first, float* y) {
+  const int64_t inputs = weight.inputs;
+  Lane acc[kTokens][kPanels * kLanes];
+  for (int t = 0; t < kTokens; ++t)
+    for (int j = 0; j < kPanels * kLanes; ++j) acc[t][j] = load(weight.bias.data() + first + j * kWidth);
+  Panel panels[kPanels];
+  for (int p = 0; p < kPanels; ++p) panels[p].begin(weight, first + p * kPanel);
+  for (int64_t k = 0, group = 0; k < inputs; ++group) {
+    for (int p = 0; p < kPanels; ++p) panels[p].begin_group(weight, first + p * kPanel, group);
+    for (const int64_t end = std::min(k + PackedWeight::kGroup, inputs); k < end; ++k) {
+      Lane w[kPanels * kLanes];
+      for (int p = 0; p < kPanels; ++p) panels[p].next(w + p * kLanes);
+      for (int t = 0; t < kTokens; ++t) {
+        const float value = x[t * inputs + k];
+        for (int j = 0; j < kPanels * kLanes; ++j) acc[t][j] += w[j] * value;
+      }
     }
   }
   for (int t = 0; t < kTokens; ++t)
@@ -126,33 +164,36 @@ constexpr int64_t kWorthSharing = int64_t{1} << 18;
 int64_t threads_for(int64_t work, int64_t threads) { return work >= kWorthSharing ? threads : 1; }
 
 // All rows of x times kPanels panels, with enough sums at a time that none waits for its last multiply-add.
-template <int kPanels, bool kAdd>
+template <typename Panel, int kPanels, bool kAdd>
 PACELINE_INLINE void multiply_rows(const float* x, int64_t count, const PackedWeight& weight, int64_t first, float* y) {
   const int64_t inputs = weight.inputs, stride = weight.padded;
   int64_t t = 0;
   for (; t + 6 <= count; t += 6)
     for (int p = 0; p < kPanels; ++p)
-      multiply_panels<6, 1, kAdd>(x + t * inputs, weight, first + p * kPanel, y + t * stride);
-  for (; t + 2 <= count; t += 2) multiply_panels<2, kPanels, kAdd>(x + t * inputs, weight, first, y + t * stride);
-  if (t < count) multiply_panels<1, kPanels, kAdd>(x + t * inputs, weight, first, y + t * stride);
+      multiply_panels<Panel, 6, 1, kAdd>(x + t * inputs, weight, first + p * kPanel, y + t * stride);
+  for (; t + 2 <= count; t += 2)
+    multiply_panels<Panel, 2, kPanels, kAdd>(x + t * inputs, weight, first, y + t * stride);
+  if (t < count) multiply_panels<Panel, 1, kPanels, kAdd>(x + t * inputs, weight, first, y + t * stride);
 }
 
 // The panels from output `first` on, at most a piece.
-template <bool kAdd>
+template <typename Panel, bool kAdd>
 PACELINE_INLINE void multiply_piece(const float* x, int64_t count, const PackedWeight& weight, int64_t first, float* y) {
   if (first + 2 * kPanel <= weight.padded)
-    multiply_rows<2, kAdd>(x, count, weight, first, y);
+    multiply_rows<Panel, 2, kAdd>(x, count, weight, first, y);
   else
-    multiply_rows<1, kAdd>(x, count, weight, first, y);
+    multiply_rows<Panel, 1, kAdd>(x, count, weight, first, y);
 }
 
-PACELINE_SIMD void set_piece(const float* x, int64_t count, const PackedWeight& weight, int64_t first, float* y) {
-  multiply_piece<false>(x, count, weight, first, y);
-}
-
-PACELINE_SIMD void add_piece(const float* x, int64_t count, const PackedWeight& weight, int64_t first, float* y) {
-  multiply_piece<true>(x, count, weight, first, y);
-}
+#define PACELINE_PIECE(name, Panel, kAdd)                                                                    \
+  PACELINE_SIMD void name(const float* x, int64_t count, const PackedWeight& weight, int64_t first, float* y) { \
+    multiply_piece<Panel, kAdd>(x, count, weight, first, y);                                                  \
+  }
+PACELINE_PIECE(set_words, Words, false)
+PACELINE_PIECE(add_words, Words, true)
+PACELINE_PIECE(set_octets, Octets, false)
+PACELINE_PIECE(add_octets, Octets, true)
+#undef PACELINE_PIECE
 
 template <typename Piece>
 void multiply_all(const Piece& piece, const float* x, int64_t count, const PackedWeight& weight, float* y,
@@ -163,12 +204,12 @@ void multiply_all(const Piece& piece, const float* x, int64_t count, const Packe
 
 // y [count, weight.padded] = x [count, weight.inputs] times the weight, plus its bias.
 void multiply(const float* x, int64_t count, const PackedWeight& weight, float* y, int64_t threads) {
-  multiply_all(set_piece, x, count, weight, y, threads);
+  multiply_all(weight.storage == Storage::kInt8 ? set_octets : set_words, x, count, weight, y, threads);
 }
 
 // y += the same.
 void add_product(const float* x, int64_t count, const PackedWeight& weight, float* y, int64_t threads) {
-  multiply_all(add_piece, x, count, weight, y, threads);
+  multiply_all(weight.storage == Storage::kInt8 ? add_octets : add_words, x, count, weight, y, threads);
 }
 
 // RMS norm without its weight, and smaller by sqrt(size): both are in the weights that follow.
@@ -308,22 +349,50 @@ void fit(std::vector<float>& room, int64_t size) {
 
 }  // namespace
 
-PackedWeight::PackedWeight(const MatrixView& weight, const float* added)
-    : outputs(weight.outputs), inputs(weight.inputs), padded(round_up(weight.outputs, kPanel)) {
-  panels.assign(static_cast<size_t>(padded * inputs / 2), 0u);
+PackedWeight::PackedWeight(const MatrixView& weight, const float* added, Storage storage)
+    : outputs(weight.outputs), inputs(weight.inputs), padded(round_up(weight.outputs, kPanel)), storage(storage) {
   bias.assign(static_cast<size_t>(padded), 0.0f);
+  if (added != nullptr) std::copy_n(added, outputs, bias.begin());
+  if (storage == Storage::kInt8)
+    pack_octets(weight);
+  else
+    pack_words(weight);
+}
+
+void PackedWeight::pack_words(const MatrixView& weight) {
+  words.assign(static_cast<size_t>(padded * inputs / 2), 0u);
   for (int64_t o = 0; o < outputs; ++o) {
     // Of 32 outputs the first 16 are the low halves of 16 words, the others the high ones.
     const int64_t word = o % kPanel / (2 * kWidth) * kWidth + o % kWidth, shift = o / kWidth % 2 * 16;
     for (int64_t k = 0; k < inputs; ++k)
-      panels[static_cast<size_t>((o / kPanel * inputs + k) * kPanel / 2 + word)] |= rounded(weight.data[o * inputs + k])
-                                                                                    << shift;
+      words[static_cast<size_t>((o / kPanel * inputs + k) * kPanel / 2 + word)] |= rounded(weight.data[o * inputs + k])
+                                                                                   << shift;
   }
-  if (added != nullptr) std::copy_n(added, outputs, bias.begin());
 }
 
-Decoder::Decoder(const DecoderShape& shape, const MatrixView& embedding, const MatrixView& head, const float* norm,
-                 std::vector<DecoderLayer> layers, const float* cos, const float* sin)
+// Symmetric: the largest of a group's weights becomes 127. A group with one that is not finite gives NaN, as it would.
+void PackedWeight::pack_octets(const MatrixView& weight) {
+  words.assign(static_cast<size_t>(padded * inputs / 4), 0u);
+  scales.assign(static_cast<size_t>(padded * groups()), 0.0f);
+  for (int64_t o = 0; o < outputs; ++o) {
+    const float* own = weight.data + o * inputs;
+    const int64_t shift = o % kPanel / kWidth * 8;
+    for (int64_t group = 0; group < groups(); ++group) {
+      const int64_t begin = group * kGroup, end = std::min(begin + kGroup, inputs);
+      float largest = 0.0f;
+      for (int64_t k = begin; k < end; ++k) largest = std::isfinite(own[k]) ? std::max(largest, std::abs(own[k])) : NAN;
+      scales[static_cast<size_t>((o / kPanel * groups() + group) * kPanel + o % kPanel)] = largest / 127.0f * 0x1p-24f;
+      if (!(largest > 0.0f)) continue;
+      for (int64_t k = begin; k < end; ++k) {
+        const auto octet = static_cast<uint32_t>(std::lround(own[k] * (127.0f / largest))) & 0xFFu;
+        words[static_cast<size_t>((o / kPanel * inputs + k) * kWidth + o % kWidth)] |= octet << shift;
+      }
+    }
+  }
+}
+
+Decoder::Decoder(const DecoderShape& shape, const MatrixView& embedding, const MatrixView& head, Storage storage,
+                 const float* norm, std::vector<DecoderLayer> layers, const float* cos, const float* sin)
     : shape_(shape),
       hidden_(embedding.inputs),
       hidden_stride_(round_up(hidden_, kPanel)),
@@ -333,7 +402,7 @@ Decoder::Decoder(const DecoderShape& shape, const MatrixView& embedding, const M
       norm_(norm, norm + hidden_),
       cos_(cos, cos + shape.positions * shape.head_dim / 2),
       sin_(sin, sin + shape.positions * shape.head_dim / 2),
-      head_(head, nullptr),
+      head_(head, nullptr, storage),
       layers_(std::move(layers)) {
   for (size_t layer = 0; layer < layers_.size(); ++layer) {
     keys_.push_back(allocate());

@@ -1,8 +1,8 @@
 // A small Llama-like decoder's forward pass on the CPU, with its own key-value cache: one row per response.
 //
-// Weights, keys and values are bfloat16, arithmetic is float32. Weights are packed once into panels of outputs, so that
-// a product streams them in order; keys lie in blocks of 16 positions, so that 16 scores are made side by side, and the
-// query heads that share a key head read it once. Nothing is padded or masked.
+// Keys and values are bfloat16, weights too or, of large models, integers of 8 bits; arithmetic is float32. Weights are
+// packed once into panels of outputs, so that a product streams them in order; keys lie in blocks of 16 positions, so that
+// 16 scores are made side by side, and the query heads that share a key head read it once. Nothing is padded or masked.
 // What it computes decides which tokens are drafted, never which are accepted: the last bits do not matter.
 
 #pragma once
@@ -20,13 +20,26 @@ struct MatrixView {
   int64_t outputs, inputs;
 };
 
-// A weight as panels [outputs / 64][inputs][32 words], two bfloat16 a word, the last panel filled up with zeros.
+// How a model's weights are kept.
+enum class Storage { kBfloat16, kInt8 };
+
+// A weight as panels of 64 outputs, the last one filled up with zeros: words [panels][inputs][32] of two bfloat16, or
+// [panels][inputs][16] of four octets with a scale for each output of kGroup inputs, scales [panels][groups][64].
 struct PackedWeight {
-  PackedWeight(const MatrixView& weight, const float* added);  // added: the bias, nullptr without one
+  static constexpr int64_t kGroup = 64;
+
+  PackedWeight(const MatrixView& weight, const float* added, Storage storage);  // added: the bias, nullptr without one
 
   int64_t outputs, inputs, padded;
-  std::vector<uint32_t> panels;
-  std::vector<float> bias;
+  Storage storage;
+  std::vector<uint32_t> words;
+  std::vector<float> scales, bias;
+
+  int64_t groups() const { return (inputs + kGroup - 1) / kGroup; }
+
+ private:
+  void pack_words(const MatrixView& weight);
+  void pack_octets(const MatrixView& weight);
 };
 
 struct DecoderLayer {
@@ -52,9 +65,9 @@ struct Scratch {
 
 class Decoder {
  public:
-  // cos, sin: [positions, head_dim / 2]. head: its outputs are the ids of which logits are wanted.
-  Decoder(const DecoderShape& shape, const MatrixView& embedding, const MatrixView& head, const float* norm,
-          std::vector<DecoderLayer> layers, const float* cos, const float* sin);
+  // cos, sin: [positions, head_dim / 2]. head: its outputs are the ids of which logits are wanted; kept as `storage` says.
+  Decoder(const DecoderShape& shape, const MatrixView& embedding, const MatrixView& head, Storage storage,
+          const float* norm, std::vector<DecoderLayer> layers, const float* cos, const float* sin);
 
   const DecoderShape& shape() const { return shape_; }
   int64_t context_ids() const { return context_ids_; }

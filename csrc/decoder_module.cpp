@@ -83,9 +83,10 @@ struct Room {
 class Drafter {
  public:
   Drafter(const Matrix& embedding, const Matrix& head, const Floats& norm, const std::vector<LayerArrays>& layers,
-          const Matrix& cos, const Matrix& sin, float eps, float scaling, int64_t num_kv_heads, int64_t max_requests)
+          const Matrix& cos, const Matrix& sin, float eps, float scaling, int64_t num_kv_heads, int64_t max_requests,
+          bool int8)
       : decoder_(shape_of(layers, cos, eps, scaling, num_kv_heads, max_requests), view(embedding), view(head),
-                 norm.data(), pack(layers), cos.data(), sin.data()) {}
+                 storage(int8), norm.data(), pack(layers, storage(int8)), cos.data(), sin.data()) {}
   Drafter(const Drafter&) = delete;
 
   // Feeds counts[i] of the ids to row rows[i] from position starts[i] on; logits [num_rows, vocab] of each one's last.
@@ -173,11 +174,15 @@ class Drafter {
     return {heads - 2 * num_kv_heads, num_kv_heads, head_dim, max_requests, length(cos), eps, scaling};
   }
 
-  static std::vector<DecoderLayer> pack(const std::vector<LayerArrays>& layers) {
+  static Storage storage(bool int8) { return int8 ? Storage::kInt8 : Storage::kBfloat16; }
+
+  static std::vector<DecoderLayer> pack(const std::vector<LayerArrays>& layers, Storage storage) {
     std::vector<DecoderLayer> packed;
     for (const auto& [qkv, qkv_bias, output, output_bias, gate_up, down] : layers)
-      packed.push_back({{view(qkv), view(qkv_bias)}, {view(output), view(output_bias)}, {view(gate_up), nullptr},
-                        {view(down), nullptr}});
+      packed.push_back({{view(qkv), view(qkv_bias), storage},
+                        {view(output), view(output_bias), storage},
+                        {view(gate_up), nullptr, storage},
+                        {view(down), nullptr, storage}});
     return packed;
   }
 
@@ -327,9 +332,9 @@ NB_MODULE(_decoder, m) {
   m.doc() = "A small decoder that drafts with the shared dice. Use paceline.drafting.native_decoder.";
   nb::class_<Drafter>(m, "Decoder")
       .def(nb::init<const Matrix&, const Matrix&, const Floats&, const std::vector<LayerArrays>&, const Matrix&,
-                    const Matrix&, float, float, int64_t, int64_t>(),
+                    const Matrix&, float, float, int64_t, int64_t, bool>(),
            "embedding"_a, "head"_a, "norm"_a, "layers"_a, "cos"_a, "sin"_a, "eps"_a, "scaling"_a, "num_kv_heads"_a,
-           "max_requests"_a)
+           "max_requests"_a, "int8"_a)
       .def("feed", &Drafter::feed, "rows"_a, "starts"_a, "counts"_a,
            "ids"_a, "num_threads"_a, "logits"_a.noconvert(),
            "Feed counts[i] ids to row rows[i] from starts[i] on; fill logits[num_rows, vocab] of each one's last.")

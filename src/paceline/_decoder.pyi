@@ -27,6 +27,7 @@ class Decoder:
         scaling: float,
         num_kv_heads: int,
         max_requests: int,
+        int8: bool,
     ) -> None: ...
     def feed(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +17,7 @@ transformers = pytest.importorskip("transformers")
 from paceline import dice  # noqa: E402
 from paceline.drafting import model as model_module  # noqa: E402
 from paceline.drafting import model_cache  # noqa: E402
+from paceline.drafting import native_decoder as native_module  # noqa: E402
 from paceline.drafting.model import ModelDrafter  # noqa: E402
 from paceline.drafting.proposal import (  # noqa: E402
     NUM_CELLS,
@@ -59,6 +61,13 @@ def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     """Drafters run in this form, where they have it."""
     if request.param == "torch":
         monkeypatch.setattr(model_module, "native_decoder", lambda *_: None)
+    return str(request.param)
+
+
+@pytest.fixture(params=["bfloat16", "int8"])
+def storage(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """How the native form keeps its weights, whatever their number."""
+    monkeypatch.setattr(native_module, "INT8_WEIGHTS", 0 if request.param == "int8" else sys.maxsize)
     return str(request.param)
 
 
@@ -661,6 +670,7 @@ def test_a_native_draft_grows_as_one_in_python_over_the_same_logits(
     assert len(lengths) > 5
 
 
+@pytest.mark.usefixtures("storage")
 def test_sharing_the_work_among_threads_changes_no_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -705,7 +715,9 @@ def test_sharing_the_work_among_threads_changes_no_bit(
     ],
     ids=str,
 )
-def test_the_native_form_gives_the_logits_of_transformers(tmp_path: Path, sizes: dict[str, Any]) -> None:
+def test_the_native_form_gives_the_logits_of_transformers(
+    tmp_path: Path, sizes: dict[str, Any], storage: str
+) -> None:
     """Ragged pieces on rows of many lengths, one token and several, in the middle of what the row has."""
     stock = save_model(tmp_path, "llama", **sizes)
     drafter = ModelDrafter(tmp_path, max_model_len=256, max_requests=9)
@@ -725,7 +737,62 @@ def test_the_native_form_gives_the_logits_of_transformers(tmp_path: Path, sizes:
             made = drafter._forward(rows[fed], starts[fed], counts[fed], ids)
         for row, logits in zip(rows[fed], made, strict=True):
             expected = stock(input_ids=torch.tensor([prompts[row]])).logits[0, -1]
-            torch.testing.assert_close(logits, expected, rtol=0.0, atol=0.05 * float(expected.abs().max()))
+            room = {"bfloat16": 0.05, "int8": 0.15}[storage] * float(expected.abs().max())
+            torch.testing.assert_close(logits, expected, rtol=0.0, atol=room)
+
+
+def test_every_group_of_inputs_has_a_scale_of_its_own(tmp_path: Path) -> None:
+    """Channels of very different size, as in large models: a scale for a whole output would drown the small ones."""
+    stock = save_model(tmp_path, "llama", hidden_size=192, intermediate_size=176)
+    with torch.no_grad():
+        for layer in stock.model.layers:
+            layer.input_layernorm.weight[:64] *= 1000.0
+            layer.self_attn.q_proj.weight[:, :64] /= 1000.0
+            layer.self_attn.k_proj.weight[:, :64] /= 1000.0
+            layer.mlp.down_proj.weight[:, :64] *= 1000.0
+            layer.mlp.up_proj.weight[:64] /= 1000.0
+            layer.self_attn.v_proj.weight[:, :64] = 0.0
+    stock.save_pretrained(tmp_path)
+    drafter = ModelDrafter(tmp_path, max_model_len=64, max_requests=1)
+    ids = np.array(random_prompts([40])[0])
+    row = np.zeros(1, np.int64)
+    with torch.inference_mode():
+        expected = stock(input_ids=torch.from_numpy(ids)[None]).logits[0, -1]
+    made = []
+    for int8 in (False, True):
+        native = native_module.NativeDecoder(drafter._lean, VOCAB, 2, 1, int8=int8)
+        made.append(native.logits(row, row, row + len(ids), ids)[0])
+    spread = float(expected.std())
+    errors = [float((one - expected).pow(2).mean().sqrt()) / spread for one in made]
+    assert (
+        0 < errors[1] < 8 * errors[0] < 0.4
+    )  # 8 bits are rounded five times as much; one scale would give noise
+
+
+@pytest.mark.usefixtures("storage")
+def test_a_weight_that_is_nan_gives_nan(tmp_path: Path) -> None:
+    stock = save_model(tmp_path, "llama", tie_word_embeddings=False)
+    with torch.no_grad():
+        stock.lm_head.weight[5, 3] = torch.nan
+    stock.save_pretrained(tmp_path)
+    row = np.zeros(1, np.int64)
+    with torch.inference_mode():
+        logits = ModelDrafter(tmp_path, max_model_len=64, max_requests=1)._forward(row, row, row + 1, row)
+    assert logits[0].isnan().nonzero().tolist() == [[5]]
+
+
+def test_a_model_too_large_for_a_cache_is_kept_in_8_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stock, kept = save_model(tmp_path, "llama"), []
+    monkeypatch.setattr(native_module, "NativeDecoder", lambda *_, int8: kept.append(int8))
+    count = sum(
+        one.numel() for name, one in stock.named_parameters() if "norm" not in name and "bias" not in name
+    )
+    for limit in (count, count + 1):
+        monkeypatch.setattr(native_module, "INT8_WEIGHTS", limit)
+        ModelDrafter(tmp_path, max_model_len=64, max_requests=1)
+    assert kept == [True, False]
 
 
 def test_sizes_without_a_native_form_keep_the_lean_one(tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ LOGGER = logging.getLogger(__name__)
 PREFILL_CHUNK_TOKENS = 512
 """Most tokens that one forward pass feeds while rows catch up."""
 
-TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2, torch.int8: 0.15}
 """Difference of another form's logits from transformers', as a share of the largest, that its rounding explains."""
 
 
@@ -233,7 +233,7 @@ class ModelDrafter:
                         self._lean, self.vocab_size, self._cache.num_kv_heads(0), self._cache.max_requests
                     )
                 if self._native is not None and not _agrees(
-                    logits, self._forward(row, row, row + count, ids), torch.bfloat16
+                    logits, self._forward(row, row, row + count, ids), self._native.weight_dtype
                 ):
                     self._native = None
                 if self._native is not None:

@@ -1,9 +1,9 @@
 """A Llama-like decoder in C++ that drafts by itself: the lean form's weights in csrc/decoder.cpp.
 
 A pass of a small drafter over a few tokens costs less than the calls that it takes in Python, and a draft is as many
-passes as it has tokens, so a whole draft is one native call. Weights, keys and values are kept in bfloat16, which is
-half of what has to be read; arithmetic is float32. Owns its key/value rows. On the CPU, for sizes that are multiples
-of 16.
+passes as it has tokens, so a whole draft is one native call. Keys and values are kept in bfloat16, weights too or,
+where they are too many for a cache, in integers of 8 bits: what has to be read decides the time. Arithmetic is
+float32. Owns its key/value rows. On the CPU, for sizes that are multiples of 16.
 """
 
 from __future__ import annotations
@@ -19,12 +19,22 @@ from paceline.types import Float32Array, Int64Array
 MULTIPLE = 16
 """Sizes that the native loops take: whole registers of 16 floats."""
 
+INT8_WEIGHTS = 1 << 22
+"""A model of so many weights keeps them in 8 bits: 8 MiB in bfloat16 stay in no core's own cache beside the target's
+steps, and are read again for every draft token (docs/decisions/0026-native-drafter.md)."""
+
 
 class NativeDecoder:
     """One loaded model and its key/value rows; keeps packed copies of the weights."""
 
-    def __init__(self, lean: LeanDecoder, vocab_size: int, num_kv_heads: int, max_requests: int) -> None:
-        """vocab_size: ids of which logits are wanted. Rows are as long as the lean form's positions."""
+    def __init__(
+        self, lean: LeanDecoder, vocab_size: int, num_kv_heads: int, max_requests: int, *, int8: bool
+    ) -> None:
+        """vocab_size: ids of which logits are wanted. Rows are as long as the lean form's positions.
+
+        int8: the weights in 8 bits, with a scale for each output of 64 inputs.
+        """
+        self.weight_dtype = torch.int8 if int8 else torch.bfloat16
         self._vocab_size = vocab_size
         self._decoder = Decoder(
             _array(lean.embedding),
@@ -47,6 +57,7 @@ class NativeDecoder:
             lean.scaling,
             num_kv_heads,
             max_requests,
+            int8,
         )
 
     def logits(
@@ -119,7 +130,11 @@ def native_decoder(
     sizes = {weight.shape[1], 2 * lean.cos.shape[2], *(layer.down.shape[1] for layer in lean.layers)}
     if weight.device.type != "cpu" or any(size % MULTIPLE for size in sizes):
         return None
-    return NativeDecoder(lean, vocab_size, num_kv_heads, max_requests)
+    products = [weight[:vocab_size]]
+    for layer in lean.layers:
+        products += [layer.qkv, layer.output, layer.gate_up, layer.down]
+    int8 = sum(one.numel() for one in products) >= INT8_WEIGHTS
+    return NativeDecoder(lean, vocab_size, num_kv_heads, max_requests, int8=int8)
 
 
 def _array(tensor: torch.Tensor) -> Float32Array:
