@@ -166,6 +166,12 @@ class EngineSettings(Section):
         return () if self.model_drafter is None else (self.model_drafter, *self.further_drafters)
 
     @property
+    def drafter_names(self) -> tuple[str, ...]:
+        """What the model drafters are called: their folders' names, or the folders where these are not unique."""
+        names = tuple(Path(folder).name for folder in self.model_drafters)
+        return names if len(set(names)) == len(names) else self.model_drafters
+
+    @property
     def chooses_drafter(self) -> bool:
         """Whether the engine has several model drafters, of which one drafts at a time."""
         return bool(self.further_drafters) and not self.draft_worker
@@ -443,7 +449,7 @@ class FleetSettings(Section):
     silence_s: float = Field(default=300.0, gt=0.0)
     """A worker whose engine finished no step for so long, with chunks to run, counts as lost."""
     start_timeout_s: float = Field(default=900.0, gt=0.0)
-    """An engine that takes longer to start, or to load weights, counts as lost."""
+    """An engine that takes longer to start, or to load weights, counts as lost. A draft ladder may take as long."""
     max_failed_starts: int = Field(default=3, ge=1)
     """A worker that is lost so many times in a row without generating anything is given up."""
     max_crashes: int = Field(default=3, ge=0)

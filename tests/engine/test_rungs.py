@@ -16,7 +16,7 @@ from paceline.config import EngineSettings
 from paceline.drafting.synthetic import Play
 from paceline.engine.model_steering import ModelSteering
 from paceline.engine.rollout_engine import RolloutEngine
-from paceline.engine.rungs import drafter_names, measure_ladder
+from paceline.engine.rungs import measure_ladder
 from paceline.errors import ConfigError, EngineError
 from paceline.types import Response, RolloutRequest
 
@@ -92,12 +92,13 @@ def test_the_ladder_is_measured_and_the_engine_is_as_before(
 ) -> None:
     told: list[str] = []
     drafter = engine.scheduler.loop.drafter
+    names, score = engine.settings.drafter_names, engine.drafter_score()
     ladder = measure_ladder(engine, plain, PARAMS, (0.4, 0.9), told.append)
-    names = drafter_names(engine.settings)
     assert (ladder.batch, ladder.rates) == (4, (0.4, 0.9))
     assert tuple(one.drafter for one in ladder.drafters) == names
     assert all(0.0 < one.speedup[0] <= one.speedup[1] for one in ladder.drafters)
     assert len(told) == 4
+    assert engine.drafter_score() == score, "played drafters do not count"
     assert engine.scheduler.loop.drafter is drafter is not None
     assert engine.scheduler.loop.drafting
     assert tokens_of(engine.generate(REQUESTS, PARAMS)) == tokens_of(plain)

@@ -1,4 +1,6 @@
-"""Orders to an actor are watched: one that fails is the loss of its worker, one that is done is no news."""
+"""Orders to an actor are watched: one that fails is the loss of its worker, one that is done is no news. What all are
+told once is told those that come later too.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ def make_worker() -> type:
         """No engine; fails on any order for chunk 13."""
 
         def __init__(self, spec: EngineSpec, pace: Pace) -> None:
-            pass
+            self.places: list[int] = []
 
         def start(self) -> Facts:
             return Facts(10, 16, 4, 64, os.getpid())
@@ -33,6 +35,14 @@ def make_worker() -> type:
 
         def report(self, wait_s: float) -> None:
             time.sleep(wait_s)
+
+        def use_drafter(self, place: int) -> None:
+            self.places.append(place)
+
+        def told(self, most: int) -> list[int]:
+            if len(self.places) > most:
+                raise RuntimeError("too many")
+            return self.places
 
     return Deaf
 
@@ -68,3 +78,13 @@ def test_an_order_that_fails_is_a_loss(ray: Any, actors: Actors) -> None:
     lost = hear(ray, actors, lambda event: isinstance(event, WorkerLost))
     assert lost == WorkerLost("w0", 4, "these parameters cannot be read")
     assert actors.process("w0") is None, "it has been killed"
+
+
+def test_who_comes_later_is_told_what_the_others_were(ray: Any, actors: Actors) -> None:
+    actors.settle("use_drafter", 1)
+    actors.start("w0", 0)
+    hear(ray, actors, lambda event: isinstance(event, WorkerUp))
+    assert actors.ask("w0", "told", 2, timeout_s=60.0) == [1]
+    actors.settle("use_drafter", 0)
+    assert actors.ask("w0", "told", 2, timeout_s=60.0) == [1, 0]
+    assert actors.ask("w0", "told", 1, timeout_s=60.0) is None, "it failed"

@@ -1,8 +1,9 @@
-"""Training on a fleet: the same tokens, rewards and weights as on one engine."""
+"""Training on a fleet: the same tokens, rewards and weights as on one engine, whichever drafter each step has."""
 
 from __future__ import annotations
 
 import io
+import shutil
 import sys
 from collections.abc import Iterable
 from itertools import pairwise
@@ -18,15 +19,19 @@ import paceline.training.run as training_run
 from paceline.control.events import Kept
 from paceline.fleet.cluster import import_ray
 from paceline.fleet.journal import Journal
+from paceline.planning.ladder import Rung
 from paceline.record import (
     ChunkDone,
     Comparison,
     EngineStepSample,
+    Note,
     RecordReader,
     ResponseDone,
     TrainStep,
 )
+from paceline.record.ladder_file import read_ladder
 from paceline.report.trace import write_trace
+from paceline.training import ladder_rollouts
 from paceline.training.fleet_rollouts import FleetRollouts
 from paceline.training.recipe import Recipe
 from paceline.training.run import TrainingRun
@@ -96,6 +101,17 @@ def check_chunks(folder: Path) -> None:
     assert len(drawn) == len(chunks)
 
 
+def check_drafters(folder: Path, first: str) -> None:
+    """The ladder was measured after step 1, and all workers drafted with the other drafter from then on."""
+    kept = read_ladder(folder / "ladder.json", (first, "twin"))
+    assert kept.ladder is not None
+    assert kept.tried[first].tried > 0
+    assert kept.tried["twin"].tried > 0
+    notes = [note.text for note in read(folder, Note)]
+    assert sum("the draft ladder was measured" in text for text in notes) == 1
+    assert sum("drafter twin from step 2 on" in text for text in notes) == 1
+
+
 @pytest.mark.slow
 def test_a_fleet_trains_the_same_policy(
     policy_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -105,6 +121,9 @@ def test_a_fleet_trains_the_same_policy(
     alone, many = tmp_path / "alone", tmp_path / "many"
     run(make_recipe(policy_dir), alone)
     fleet = {"workers": 2, "chunk_tokens": 16, "progress_ms": 5.0, "rewards": {}}
+    twin = shutil.copytree(policy_dir, tmp_path / "twin")
+    engine = {"compiled": False, "model_drafter": str(policy_dir), "further_drafters": [str(twin)]}
+    monkeypatch.setattr(ladder_rollouts, "choose_first", lambda ladder, tried: Rung("twin", 1.0, 2.0))
     scored: list[tuple[float | None, ...]] = []
     take = FleetRollouts._take_rewards
 
@@ -114,7 +133,7 @@ def test_a_fleet_trains_the_same_policy(
 
     monkeypatch.setattr(FleetRollouts, "_take_rewards", watch)
     import_ray().cloudpickle.register_pickle_by_value(sys.modules[DigitTask.__module__])
-    summary = run(make_recipe(policy_dir, fleet=fleet, compare={"every": 2}), many)
+    summary = run(make_recipe(policy_dir, fleet=fleet, engine=engine, compare={"every": 2}), many)
     ours, theirs = weights(many), weights(alone)
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     for one, other in zip(read(many, TrainStep), read(alone, TrainStep), strict=True):
@@ -126,6 +145,7 @@ def test_a_fleet_trains_the_same_policy(
     ]
     assert keyed[0] == keyed[1]
     assert summary.diverged_tokens == 0
+    check_drafters(many, policy_dir.name)
     assert scored, "rewards must come while others still run"
     assert all(None not in rewards and max(rewards) > 0 for rewards in scored)
     assert len(read(many, Comparison)) == 2

@@ -108,6 +108,26 @@ def test_responses_move_by_default_where_that_is_cheap(
     assert [event.variant for event in told] == [variant]
 
 
+@pytest.mark.parametrize(
+    ("place", "engine"),
+    [
+        (2, {"model_drafter": "a", "further_drafters": ("b",)}),
+        (0, {"model_drafter": "a"}),
+        (1, {"model_drafter": "a", "further_drafters": ("b",), "draft_worker": True}),
+    ],
+)
+def test_a_drafter_that_engines_do_not_hold_is_refused(place: int, engine: dict[str, Any]) -> None:
+    fleet = idle_fleet()
+    fleet.engine_settings = EngineSettings.model_validate(engine)
+    with pytest.raises(ConfigError, match=f"drafter {place}: the engines choose from"):
+        fleet.use_drafter(place)
+
+
+def test_without_a_worker_no_ladder_is_measured() -> None:
+    params: Any = SimpleNamespace(**PLAIN)
+    assert idle_fleet().measure_ladder([], params) is None
+
+
 def test_a_submission_that_breaks_leaves_the_fleet_free(monkeypatch: pytest.MonkeyPatch) -> None:
     fleet = idle_fleet()
     act = fleet._act

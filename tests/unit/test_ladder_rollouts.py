@@ -9,15 +9,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 
-from paceline.config import EngineSettings
 from paceline.engine.rollout_engine import TokenEvent
+from paceline.errors import RecordError
 from paceline.record import Note
-from paceline.record.ladder_file import Ladder, Rungs, read_ladder
-from paceline.training import ladder_rollouts
+from paceline.record.ladder_file import Ladder, LadderFile, Rungs, read_ladder, write_ladder
 from paceline.training.ladder_rollouts import LadderRollouts
+from paceline.training.rollouts import WatchedRollouts
 from paceline.types import DrafterScore, Response, RolloutRequest
 
 REQUESTS = [RolloutRequest(prompt=(1, 2), max_tokens=9, key=key) for key in range(12)]
@@ -28,7 +29,6 @@ class Engine:
     """Each of its drafters is right in so many of a hundred tokens of a response."""
 
     def __init__(self, right: tuple[int, int]) -> None:
-        self.settings = EngineSettings(model_drafter="models/small", further_drafters=("models/tiny",))
         self.policy_version, self.place, self.right, self.longest = 0, 0, right, 24
         self.score = DrafterScore()
 
@@ -52,16 +52,24 @@ class Engine:
 
 
 class Run:
-    """Rollouts with everything around them made up."""
+    """Rollouts with everything around them made up. measured: lengths of the responses of each measurement."""
 
-    def __init__(self, folder: Path, right: tuple[int, int]) -> None:
-        self.engine, self.notes = Engine(right), []
+    def __init__(self, folder: Path, right: tuple[int, int], ladder: Ladder | None = LADDER) -> None:
+        """ladder: that is measured; None: its worker is lost meanwhile."""
+        self.engine, self.ladder = Engine(right), ladder
+        self.notes: list[str] = []
+        self.measured: list[list[int]] = []
         clock = itertools.count()
         record: Any = SimpleNamespace(now_s=lambda: next(clock), write=self.write, add_step=None)
         quiet: Any = SimpleNamespace(check=lambda: None, show_rollout=lambda meter: None)
         engine: Any = self.engine
-        self.rollouts = LadderRollouts(engine, record, quiet, quiet, folder)
-        self.notes: list[str]
+        watched = WatchedRollouts(engine, record, quiet, quiet)
+        self.rollouts = LadderRollouts(watched, ("small", "tiny"), self.measure, folder)
+
+    def measure(self, responses: Sequence[Response], params: Any) -> Ladder | None:
+        self.measured.append([len(one.tokens) for one in responses])
+        self.engine.use_drafter(0)
+        return self.ladder
 
     def write(self, event: Note) -> None:
         self.notes.append(event.text)
@@ -73,58 +81,55 @@ class Run:
         return self.engine.place
 
 
-@pytest.fixture
-def measured(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
-    """Lengths of the responses that the ladder was measured with, each time."""
-    times: list[list[int]] = []
-
-    def measure(engine: Engine, responses: Sequence[Response], params: Any) -> Ladder:
-        times.append([len(one.tokens) for one in responses])
-        engine.use_drafter(0)
-        return LADDER
-
-    monkeypatch.setattr(ladder_rollouts, "measure_ladder", measure)
-    return times
-
-
-def test_the_ladder_is_measured_once_and_steps_begin_with_the_best(
-    tmp_path: Path, measured: list[list[int]]
-) -> None:
+def test_the_ladder_is_measured_once_and_steps_begin_with_the_best(tmp_path: Path) -> None:
     run = Run(tmp_path, right=(40, 80))
     assert run.step(None) == 0
-    assert measured == [], "an evaluation is no step"
+    assert run.measured == [], "an evaluation is no step"
     assert [run.step(number) for number in (1, 2, 3, 4)] == [0, 1, 1, 1]
-    assert measured == [[24, 24, 23, 23, 22, 22, 21, 20]]
+    assert run.measured == [[24, 24, 23, 23, 22, 22, 21, 20]]
     assert [note.split(":")[0].partition(" in ")[0] for note in run.notes] == [
         "the draft ladder was measured",
         "drafter tiny from step 2 on",
     ]
 
 
-def test_a_resumed_run_goes_on_with_what_it_knew(tmp_path: Path, measured: list[list[int]]) -> None:
+def test_a_resumed_run_goes_on_with_what_it_knew(tmp_path: Path) -> None:
     before = Run(tmp_path, right=(40, 80))
     for number in (1, 2):
         before.step(number)
     kept = read_ladder(tmp_path / "ladder.json")
     assert kept.ladder == LADDER
     assert set(kept.tried) == {"small", "tiny"}
-    assert Run(tmp_path, right=(40, 80)).step(3) == 1
-    assert len(measured) == 1
+    resumed = Run(tmp_path, right=(40, 80))
+    assert resumed.step(3) == 1
+    assert resumed.measured == []
 
 
-def test_the_first_drafter_stays_where_no_other_could_be_faster(
-    tmp_path: Path, measured: list[list[int]]
-) -> None:
+def test_a_ladder_that_could_not_be_measured_is_measured_after_the_next_step(tmp_path: Path) -> None:
+    run = Run(tmp_path, right=(40, 80), ladder=None)
+    assert [run.step(number) for number in (1, 2)] == [0, 0]
+    run.ladder = LADDER
+    assert [run.step(number) for number in (3, 4)] == [0, 1]
+    assert len(run.measured) == 3
+
+
+def test_a_ladder_of_other_drafters_is_refused(tmp_path: Path) -> None:
+    write_ladder(LadderFile(ladder=replace(LADDER, drafters=LADDER.drafters[:1])), tmp_path / "ladder.json")
+    with pytest.raises(RecordError, match="is the ladder of small, the drafters are small, tiny"):
+        Run(tmp_path, right=(40, 80))
+
+
+def test_the_first_drafter_stays_where_no_other_could_be_faster(tmp_path: Path) -> None:
     run = Run(tmp_path, right=(90, 90))
     assert [run.step(number) for number in range(1, 6)] == [0] * 5
     assert len(run.notes) == 1
 
 
-def test_short_responses_are_not_measured_with(tmp_path: Path, measured: list[list[int]]) -> None:
+def test_short_responses_are_not_measured_with(tmp_path: Path) -> None:
     run = Run(tmp_path, right=(40, 80))
     run.engine.longest = 15
     assert [run.step(number) for number in (1, 2)] == [0, 0]
-    assert measured == []
+    assert run.measured == []
     run.engine.longest = 16
     assert [run.step(number) for number in (3, 4)] == [0, 1]
-    assert len(measured) == 1
+    assert len(run.measured) == 1

@@ -74,8 +74,8 @@ def test_overrides_win_and_are_yaml(tmp_path: Path) -> None:
         ("adaptive_drafter: {hidden_size: 100}", "adaptive_drafter.hidden_size = 100"),
         ("adaptive_drafter: {}\nfleet: {}", "adaptive_drafter trains beside one engine so far"),
         (
-            "fleet: {}\nengine: {model_drafter: d, further_drafters: [e]}",
-            "engine.further_drafters are chosen from on one engine so far",
+            "adaptive_drafter: {}\nengine: {model_drafter: d, further_drafters: [e]}",
+            "engine.further_drafters are chosen from as they are",
         ),
         (
             "adaptive_drafter: {}\nengine: {model_drafter: d, draft_worker: true}",

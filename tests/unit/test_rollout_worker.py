@@ -13,11 +13,12 @@ import pytest
 from reports import digest, pack
 
 from paceline.control.events import CancelChunk, Ending, Growth, Report, RunChunk
+from paceline.engine import rungs
 from paceline.engine.rollout_engine import TokenEvent
 from paceline.errors import EngineError
 from paceline.fleet.rollout_worker import Pace, RolloutWorker
 from paceline.fleet.weights import pack_weights, unpack_weights
-from paceline.types import DraftSharingCounters, KvPoolCounters, Response, RolloutRequest
+from paceline.types import DrafterScore, DraftSharingCounters, KvPoolCounters, Response, RolloutRequest
 
 PARAMS: Any = object()
 PACE = Pace(0.001, 1)
@@ -46,6 +47,7 @@ class CountingEngine:
         )
     )
     closed: bool = False
+    drafter: int = 0
 
     def num_running(self) -> int:
         return len(self.running)
@@ -57,6 +59,12 @@ class CountingEngine:
 
     def kv_pool_counters(self) -> KvPoolCounters:
         return KvPoolCounters()
+
+    def drafter_score(self) -> DrafterScore:
+        return DrafterScore(tried=4)
+
+    def use_drafter(self, place: int) -> None:
+        self.drafter = place
 
     def draft_sharing_counters(self) -> DraftSharingCounters:
         return DraftSharingCounters(heard_tokens=5)
@@ -245,6 +253,27 @@ def test_a_cancelled_chunk_is_silent(worker: RolloutWorker, engine: CountingEngi
 def test_a_report_without_news_is_empty(worker: RolloutWorker) -> None:
     report = worker.report(0.01)
     assert (len(report.growths), report.endings, report.num_steps) == (0, (), 0)
+
+
+def test_the_ladder_is_measured_with_what_was_ordered_before(
+    worker: RolloutWorker, engine: CountingEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rungs, "measure_ladder", lambda engine, *_: engine.drafter)
+    worker.use_drafter(2)
+    assert worker.measure_ladder([], PARAMS) == 2
+
+
+def test_an_engine_that_cannot_measure_the_ladder_does_not_go_on(
+    worker: RolloutWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise EngineError("no")
+
+    monkeypatch.setattr(rungs, "measure_ladder", fail)
+    with pytest.raises(EngineError, match="no"):
+        worker.measure_ladder([], PARAMS)
+    with pytest.raises(EngineError, match="the engine failed: no"):
+        wait_for(worker, lambda report: False)
 
 
 def test_a_failed_engine_is_told(engine: CountingEngine) -> None:

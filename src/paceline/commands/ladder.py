@@ -91,9 +91,7 @@ def ladder(
     checkpoint = read_checkpoint(model)
     for folder in drafter:
         check_model_drafter(folder, checkpoint)
-    from paceline.engine.rungs import drafter_names
-
-    names = drafter_names(settings)
+    names = settings.drafter_names
     given = read_rates("--acceptance", acceptance, names) if acceptance else {}
     known = read_prompts(prompts, checkpoint, ())[:batch]
     length = fit_length(checkpoint, known, max_tokens)

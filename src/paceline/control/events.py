@@ -19,6 +19,7 @@ from paceline.control.packed import TOKEN_BYTES, Digest, Packed
 from paceline.errors import PacelineError
 from paceline.planning.help import Help
 from paceline.types import (
+    DrafterScore,
     DraftSharingCounters,
     KvPoolCounters,
     KvUse,
@@ -119,6 +120,8 @@ class Telemetry:
     """What this life has done with the KV pool."""
     draft_sharing: DraftSharingCounters = field(default_factory=DraftSharingCounters)
     """What this life has told the draft servers and heard from them."""
+    drafter_score: DrafterScore = field(default_factory=DrafterScore)
+    """How often its own model drafter was right in this life."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,12 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from paceline.config import EngineSettings
 from paceline.drafting.synthetic import Play
 from paceline.engine.rollout_engine import RolloutEngine
 from paceline.errors import EngineError
@@ -34,12 +32,6 @@ MOST_TOKENS = 128
 """Of a response that are generated again."""
 
 
-def drafter_names(settings: EngineSettings) -> tuple[str, ...]:
-    """What the engine's model drafters are called: their folders' names, or the folders where these are not unique."""
-    names = tuple(Path(folder).name for folder in settings.model_drafters)
-    return names if len(set(names)) == len(names) else settings.model_drafters
-
-
 def measure_ladder(
     engine: RolloutEngine,
     responses: Sequence[Response],
@@ -50,7 +42,7 @@ def measure_ladder(
     """The ladder at the batch of these responses, which the engine has generated with the present weights.
 
     The model-free drafter rests meanwhile. rates: ascending. tell: called before each run. Afterwards the engine drafts
-    with its first model, of which it has learned nothing.
+    with its first model, of which it has learned nothing; its drafters' score is as before.
 
     Raises UnsupportedError as `RolloutEngine.use_drafter`, EngineError for responses that are too short.
     """
@@ -61,14 +53,21 @@ def measure_ladder(
             f"{LEAST_TOKENS}"
         )
     requests = [
-        replace(one.request, key=one.key, max_tokens=min(len(one.tokens), MOST_TOKENS), generated=())
+        replace(
+            one.request,
+            key=one.key,
+            max_tokens=min(len(one.tokens), MOST_TOKENS),
+            generated=(),
+            keep_kv=False,
+        )
         for one in responses
     ]
     known = {one.key: np.array([*one.request.prompt, *one.tokens], np.int32) for one in responses}
-    names = drafter_names(engine.settings)
+    names = engine.settings.drafter_names
     loop = engine.scheduler.loop
     seconds: dict[str, list[float]] = {}
     free, loop.drafter = loop.drafter, None
+    score = loop.watch.score
     try:
         _generate_s(engine, requests, params)  # prompts come from the prefix cache from now on
         plain_s = [_plain_s(engine, requests, params)]
@@ -79,7 +78,7 @@ def measure_ladder(
                 seconds.setdefault(name, []).append(_generate_s(engine, requests, params))
         plain_s.append(_plain_s(engine, requests, params))
     finally:
-        loop.drafter = free
+        loop.drafter, loop.watch.score = free, score
         engine.use_drafter(0)
     drafters = [Rungs(name, _speedups(sum(plain_s) / 2, own)) for name, own in seconds.items()]
     return Ladder(len(requests), tuple(rates), tuple(drafters))

@@ -50,7 +50,7 @@ class Actors:
         self._class = ray.remote(**actor_options(settings, spec.vllm))(RolloutWorker)
         self._actors: dict[str, _Actor] = {}
         self._calls: dict[Any, _Call] = {}
-        self._drafting = True
+        self._settings: dict[str, Any] = {}  # what workers were told last, by method
         self.vocab_size = 0
         """The model's, once a worker has been up."""
         self.kv_pool_obstacle: str | None = None
@@ -95,10 +95,21 @@ class Actors:
             if actor.process is not None:
                 getattr(actor.handle, method).remote(*arguments)
 
-    def set_drafting(self, wanted: bool) -> None:
-        """Switch drafting off or on everywhere, in workers that come up later too."""
-        self._drafting = wanted
-        self.tell_all("set_drafting", wanted)
+    def settle(self, method: str, value: Any) -> None:
+        """Call a method of every worker without waiting for it, and of those that come up later too."""
+        self._settings[method] = value
+        self.tell_all(method, value)
+
+    def ask(self, worker: str, name: str, *arguments: Any, timeout_s: float) -> Any:
+        """Call a method of a worker and wait for what it returns; None where it fails or takes longer. That the worker
+        is lost then is told by `calls`.
+        """
+        method = getattr(self._actors[worker].handle, name)
+        try:
+            return ray.get(method.remote(*arguments), timeout=timeout_s)
+        except ray.exceptions.RayError as error:
+            LOGGER.warning("worker %s did not %s: %s", worker, name.replace("_", " "), _reason(error))
+            return None
 
     def take(self, ref: Any) -> WorkerEvent | None:
         """One of `calls` has been answered: what it tells, if anything."""
@@ -123,8 +134,8 @@ class Actors:
             actor.process, self.vocab_size = answer.process, answer.vocab_size
             self._note_obstacle(answer.kv_pool_obstacle)
             self.invariance_gap = answer.invariance_gap
-            if not self._drafting:
-                actor.handle.set_drafting.remote(False)
+            for method, value in self._settings.items():
+                getattr(actor.handle, method).remote(value)
         return _up(worker, life, answer)
 
     def _note_obstacle(self, obstacle: str | None) -> None:

@@ -63,13 +63,21 @@ from paceline.fleet.rewards import Reward, RewardFunction
 from paceline.fleet.rollout_worker import EngineSpec
 from paceline.fleet.status import StatusBoard, WorkerStatus
 from paceline.fleet.weights import pack_weights
-from paceline.types import DraftSharingCounters, KvPoolCounters, Response, RolloutRequest, StepObservation
+from paceline.types import (
+    DrafterScore,
+    DraftSharingCounters,
+    KvPoolCounters,
+    Response,
+    RolloutRequest,
+    StepObservation,
+)
 
 if TYPE_CHECKING:
     import torch
     from vllm import SamplingParams
 
     from paceline.fleet.reward_pool import RewardPool, Scored
+    from paceline.record.ladder_file import Ladder
 
 LOGGER = logging.getLogger(__name__)
 
@@ -124,6 +132,8 @@ class Fleet:
         self.max_model_len = max_model_len
         self.policy_version = 0
         folder = check_checkpoint(model).resolve()
+        for drafter in self.engine_settings.model_drafters:
+            check_checkpoint(drafter)
         self._controller = Controller(self.settings)
         self.chunks = ChunkLog()
         self.helps = HelpLog()
@@ -191,12 +201,13 @@ class Fleet:
         """
         settings, engine = self.settings, self.engine_settings
         is_possible = is_one_machine and engine.model_drafter is not None and not engine.draft_worker
+        is_possible = is_possible and not engine.further_drafters
         is_possible = is_possible and not is_draft_head(Path(str(engine.model_drafter)))
         if (settings.num_drafters or settings.help == "draft") and not is_possible:
             asked = f"roles {settings.roles!r}" if settings.num_drafters else "help 'draft'"
             raise ConfigError(
-                f"{asked}: drafters need a model_drafter that is no draft head, no draft_worker of each engine's "
-                "own, and all workers on one machine"
+                f"{asked}: drafters need a model_drafter that is no draft head, no further_drafters, no draft_worker "
+                "of each engine's own, and all workers on one machine"
             )
         is_wanted = settings.help in {"auto", "draft"} or settings.num_drafters > 0
         return is_possible and settings.workers > 1 and is_wanted
@@ -387,9 +398,45 @@ class Fleet:
 
     def set_drafting(self, wanted: bool) -> None:
         """Switch drafting off in every engine, for plain decoding, or on again. Raises EngineError during a rollout."""
+        self._check_idle()
+        self._actors.settle("set_drafting", wanted)
+
+    def use_drafter(self, place: int) -> None:
+        """Let every engine draft with another of its models from now on, as `RolloutEngine.use_drafter`.
+
+        Raises EngineError during a rollout, ConfigError for a place that has no model, and where engines do not choose.
+        """
+        self._check_idle()
+        folders = self.engine_settings.model_drafters
+        if not self.engine_settings.chooses_drafter or not 0 <= place < len(folders):
+            raise ConfigError(
+                f"drafter {place}: the engines choose from {list(folders)}; give EngineSettings.further_drafters, "
+                "without draft_worker"
+            )
+        self._actors.settle("use_drafter", place)
+
+    def measure_ladder(self, responses: Sequence[Response], params: SamplingParams) -> Ladder | None:
+        """The draft ladder as one of the engines measures it (`engine.rungs.measure_ladder`), while the others rest.
+
+        responses: generated with the present weights. None: no worker is up, or it was lost meanwhile. Raises
+        EngineError during a rollout.
+        """
+        self._check_idle()
+        up = [name for name in self._controller.workers if self._controller.state_of(name) == "up"]
+        if not up:
+            return None
+        ladder: Ladder | None = self._actors.ask(
+            up[0], "measure_ladder", tuple(responses), params, timeout_s=self.settings.start_timeout_s
+        )
+        return ladder
+
+    def drafter_score(self) -> DrafterScore:
+        """How often the engines' own model drafters were right, over all lives of all workers."""
+        return self.board.drafter_score
+
+    def _check_idle(self) -> None:
         if self.num_unfinished:
             raise EngineError(f"{self.num_unfinished} responses are running: finish or abandon them first")
-        self._actors.set_drafting(wanted)
 
     def use_variant(self, variant: Variant | None) -> None:
         """Dispatch the next rollouts another way, for comparison; see `FleetSettings.variant`."""

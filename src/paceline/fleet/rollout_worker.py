@@ -46,6 +46,8 @@ if TYPE_CHECKING:
 
     from paceline.drafting.draft_worker import DraftWorker
     from paceline.engine.rollout_engine import RolloutEngine, TokenEvent
+    from paceline.record.ladder_file import Ladder
+    from paceline.types import Response
 
 
 LOGGER = logging.getLogger(__name__)
@@ -205,6 +207,16 @@ class RolloutWorker:
         """Switch drafting off or on, once everything ordered before is done. Returns at once."""
         self._order(lambda: self._engine.set_drafting(wanted))
 
+    def use_drafter(self, place: int) -> None:
+        """Draft with another of the engine's models, once everything ordered before is done. Returns at once."""
+        self._order(lambda: self._engine.use_drafter(place))
+
+    def measure_ladder(self, responses: Sequence[Response], params: SamplingParams) -> Ladder:
+        """The draft ladder (engine/rungs.py), measured once everything ordered before is done."""
+        done: Future[Ladder] = Future()
+        self._order(self._measure, responses, params, done)
+        return done.result()
+
     def reset_prefix_cache(self) -> None:
         """Forget cached blocks and suffix trees, once everything ordered before is done. Returns at once."""
         self._order(lambda: self._engine.reset_prefix_cache())
@@ -322,6 +334,15 @@ class RolloutWorker:
             done.set_exception(error)
             raise
 
+    def _measure(self, responses: Sequence[Response], params: SamplingParams, done: Future[Ladder]) -> None:
+        from paceline.engine.rungs import measure_ladder
+
+        try:
+            done.set_result(measure_ladder(self._engine, responses, params))
+        except BaseException as error:  # who knows with which drafter: this engine must not go on
+            done.set_exception(error)
+            raise
+
     def _stop(self) -> None:
         self._is_stopping = True
 
@@ -387,6 +408,7 @@ class RolloutWorker:
                 tuple(self._steps),
                 self._engine.kv_pool_counters(),
                 self._engine.draft_sharing_counters(),
+                self._engine.drafter_score(),
             ),
             costs=self._engine.step_costs() if self._spec.tells_costs else None,
         )

@@ -6,7 +6,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from paceline.control.events import Report, Telemetry, WorkerStep
-from paceline.types import DraftSharingCounters, KvPoolCounters
+from paceline.types import DrafterScore, DraftSharingCounters, KvPoolCounters
 
 MOST_STEPS = 1 << 14
 """Engine steps that are kept for a reader; older ones are dropped."""
@@ -31,6 +31,8 @@ class WorkerStatus:
     """What it has done with the KV pool; a hit is a chunk that found the keys and values of the one before."""
     draft_sharing: DraftSharingCounters = field(default_factory=DraftSharingCounters)
     """What it has told the draft servers and heard from them."""
+    drafter_score: DrafterScore = field(default_factory=DrafterScore)
+    """How often its own model drafter was right."""
     num_tokens: int = 0
     """Tokens that it has generated."""
     num_decoded: int = 0
@@ -74,6 +76,7 @@ class StatusBoard:
     _preempted: dict[str, int] = field(default_factory=dict)  # by the present engine, already counted
     _kv_before: dict[str, KvPoolCounters] = field(default_factory=dict)  # of the lives before
     _shared_before: dict[str, DraftSharingCounters] = field(default_factory=dict)  # of the lives before
+    _score_before: dict[str, DrafterScore] = field(default_factory=dict)  # of the lives before
 
     def hear(self, worker: str, report: Report) -> None:
         """A report has come."""
@@ -87,6 +90,7 @@ class StatusBoard:
         status.kv_pool = self._kv_before.get(worker, KvPoolCounters()) + seen.kv_pool
         shared_before = self._shared_before.get(worker, DraftSharingCounters())
         status.draft_sharing = shared_before + seen.draft_sharing
+        status.drafter_score = self._score_before.get(worker, DrafterScore()) + seen.drafter_score
         self._count(status, seen)
 
     def _count(self, status: WorkerStatus, seen: Telemetry) -> None:
@@ -112,6 +116,7 @@ class StatusBoard:
         self._preempted.pop(worker, None)
         self._kv_before[worker] = status.kv_pool
         self._shared_before[worker] = status.draft_sharing
+        self._score_before[worker] = status.drafter_score
 
     def take_steps(self) -> list[tuple[str, WorkerStep]]:
         """Engine steps since the last call, with their workers."""
@@ -123,6 +128,11 @@ class StatusBoard:
     def draft_sharing(self) -> DraftSharingCounters:
         """Of all workers over all their lives."""
         return sum((status.draft_sharing for status in self.workers.values()), DraftSharingCounters())
+
+    @property
+    def drafter_score(self) -> DrafterScore:
+        """Of all workers over all their lives."""
+        return sum((status.drafter_score for status in self.workers.values()), DrafterScore())
 
     @property
     def num_preemptions(self) -> int:

@@ -51,10 +51,15 @@ def rank_drafters(ladder: Ladder, acceptance: Mapping[str, float]) -> tuple[Rung
     return tuple(sorted(rungs, key=lambda rung: -rung.speedup))
 
 
-def choose_first(ladder: Ladder, tried: Mapping[str, Tried]) -> Rung:
-    """The drafter to begin a rollout with (SpecActor v2, figure 11 b): the first of `rank_drafters` by history."""
+def rank_tried(ladder: Ladder, tried: Mapping[str, Tried]) -> tuple[Rung, ...]:
+    """The drafters by history, the one to begin a rollout with first (SpecActor v2, figure 11 b)."""
     names = [rungs.drafter for rungs in ladder.drafters]
-    return rank_drafters(ladder, {name: rate_of(tried.get(name, Tried())) for name in names})[0]
+    return rank_drafters(ladder, {name: rate_of(tried.get(name, Tried())) for name in names})
+
+
+def choose_first(ladder: Ladder, tried: Mapping[str, Tried]) -> Rung:
+    """The drafter to begin a rollout with."""
+    return rank_tried(ladder, tried)[0]
 
 
 def rate_of(tried: Tried) -> float:

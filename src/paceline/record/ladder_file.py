@@ -6,10 +6,12 @@ file of another version is refused, never guessed at.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
+from paceline.errors import RecordError
 from paceline.record.whole_file import read_json, write_json
 
 LADDER_VERSION = 1
@@ -55,6 +57,17 @@ def write_ladder(file: LadderFile, path: Path) -> None:
     write_json(file, path)
 
 
-def read_ladder(path: Path) -> LadderFile:
-    """Read the file. Raises RecordError when it is missing, damaged or of another version."""
-    return read_json(path, LadderFile, LADDER_VERSION, "ladder", "paceline ladder --out")
+def read_ladder(path: Path, drafters: Sequence[str] | None = None) -> LadderFile:
+    """Read the file. drafters: those that there are, by name; None: any.
+
+    Raises RecordError when it is missing, damaged, of another version or of other drafters.
+    """
+    file = read_json(path, LadderFile, LADDER_VERSION, "ladder", "paceline ladder --out")
+    if drafters is not None and file.ladder is not None:
+        measured = [one.drafter for one in file.ladder.drafters]
+        if set(measured) != set(drafters):
+            raise RecordError(
+                f"{path} is the ladder of {', '.join(measured)}, the drafters are {', '.join(drafters)}: give those, "
+                "or measure the ladder of these"
+            )
+    return file

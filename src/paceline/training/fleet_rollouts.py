@@ -90,7 +90,7 @@ class FleetRollouts(Rollouts):
             with unchanged_randomness():
                 fleet.submit(requests, params, journal=journal)
                 while fleet.num_unfinished:
-                    self._interruption.check()
+                    self.interruption.check()
                     finished, now_s = fleet.advance(), self.record.now_s()
                     for one in finished:
                         done[one.index], ends_s[one.index] = one, now_s
@@ -98,7 +98,7 @@ class FleetRollouts(Rollouts):
                     meter.observe(one.seen for one in steps)
                     meter.count(sum(one.num_tokens for one in steps), len(finished))
                     chunks += recording.take_chunks()
-                    self._watcher.show_rollout(meter)
+                    self.watcher.show_rollout(meter)
         finally:
             fleet.abandon()
         recording.end()

@@ -1,24 +1,23 @@
-"""Rollouts on an engine with several model drafters: each step begins with the one that promises most.
+"""Rollouts on engines with several model drafters: each step begins with the one that promises most.
 
 After the first rollout the ladder is measured with its responses, whose right tokens are known then (engine/rungs.py).
 From there on every step drafts with the best rung at the acceptance of earlier steps (planning/ladder.py). Both are
-kept in the run folder, for a resumed run. Nothing here changes a token.
+kept in the run folder, for a resumed run. In a fleet one engine measures, and all of them draft with what is chosen
+here. Nothing here changes a token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from paceline.engine.rollout_engine import RolloutEngine
-from paceline.engine.rungs import LEAST_TOKENS, drafter_names, measure_ladder
+from paceline.engine.rungs import LEAST_TOKENS
 from paceline.planning.ladder import Rung, choose_first, observe
-from paceline.record import Note, RecordWriter
+from paceline.record import Note
 from paceline.record.ladder_file import FILE_NAME, Ladder, LadderFile, read_ladder, write_ladder
-from paceline.terminal.interruption import Interruption
 from paceline.training.randomness import unchanged_randomness
-from paceline.training.rollouts import Rollout, WatchedRollouts, Watcher
+from paceline.training.rollouts import Rollout, Rollouts
 from paceline.types import Response, RolloutRequest
 
 if TYPE_CHECKING:
@@ -30,24 +29,28 @@ MEASURED = 8
 """Responses with which the ladder is measured: the longest ones, as drafts count in the tail."""
 
 
-class LadderRollouts(WatchedRollouts):
-    """Rollouts on one engine that chooses its drafter."""
+class LadderRollouts(Rollouts):
+    """Rollouts on one engine, or on a fleet, that chooses its drafter."""
 
     def __init__(
         self,
-        engine: RolloutEngine,
-        record: RecordWriter,
-        watcher: Watcher,
-        interruption: Interruption,
+        rollouts: Rollouts,
+        names: Sequence[str],
+        measure: Callable[[Sequence[Response], SamplingParams], Ladder | None],
         folder: Path,
     ) -> None:
-        """folder: of the run. Raises RecordError for a ladder there that cannot be read."""
-        super().__init__(engine, record, watcher, interruption)
-        assert engine.settings is not None
+        """rollouts: carry out what is run. names: of the drafters, by place. folder: of the run.
+
+        measure: gives the ladder, with responses of the present weights, or None where it cannot be measured now; the
+        engines then draft with their first model.
+
+        Raises RecordError for a ladder in the folder that cannot be read, or is of other drafters.
+        """
+        super().__init__(rollouts.engine, rollouts.record, rollouts.watcher, rollouts.interruption)
+        self._rollouts, self._names, self._measure = rollouts, tuple(names), measure
         self._path = folder / FILE_NAME
-        self._names = drafter_names(engine.settings)
         self._drafter = self._names[0]
-        self._known = read_ladder(self._path) if self._path.exists() else LadderFile(ladder=None)
+        self._known = read_ladder(self._path, names) if self._path.exists() else LadderFile(ladder=None)
 
     def run(
         self,
@@ -57,14 +60,14 @@ class LadderRollouts(WatchedRollouts):
         journal: Journal | None = None,
     ) -> Rollout:
         if step is None:
-            return super().run(requests, params, step, journal)
+            return self._rollouts.run(requests, params, step, journal)
         if self._known.ladder is not None:
             self._begin_with(choose_first(self._known.ladder, self._known.tried), step)
-        before = self._engine.drafter_score()
-        rollout = super().run(requests, params, step, journal)
-        score = self._engine.drafter_score() - before
+        before = self.engine.drafter_score()
+        rollout = self._rollouts.run(requests, params, step, journal)
+        score = self.engine.drafter_score() - before
         tried = observe(self._known.tried, self._drafter, score.right, score.tried)
-        ladder = self._known.ladder or self._measure(rollout.responses, params)
+        ladder = self._known.ladder or self._measure_with(rollout.responses, params)
         self._known = LadderFile(ladder=ladder, tried=tried)
         write_ladder(self._known, self._path)
         return rollout
@@ -73,22 +76,23 @@ class LadderRollouts(WatchedRollouts):
         if rung.drafter == self._drafter:
             return
         self._drafter = rung.drafter
-        self._engine.use_drafter(self._names.index(rung.drafter))
+        self.engine.use_drafter(self._names.index(rung.drafter))
         self._note(
             f"drafter {rung.drafter} from step {step} on: {rung.speedup:.2f} times plain decoding by the ladder at an "
             f"acceptance rate of {rung.acceptance:.2f}"
         )
 
-    def _measure(self, responses: Sequence[Response], params: SamplingParams) -> Ladder | None:
-        """None where the responses are too short to measure with."""
+    def _measure_with(self, responses: Sequence[Response], params: SamplingParams) -> Ladder | None:
+        """None also where the responses are too short to measure with."""
         whole = [one for one in responses if one.failure is None]
         longest = sorted(whole, key=lambda one: -len(one.tokens))
         if not longest or len(longest[0].tokens) < LEAST_TOKENS:
             return None
         begin_s = self.record.now_s()
         with unchanged_randomness():
-            ladder = measure_ladder(self._engine, longest[:MEASURED], params)
-        self._drafter = self._names[0]
+            ladder = self._measure(longest[:MEASURED], params)
+        if ladder is None:
+            return None
         gains = "; ".join(
             f"{one.drafter} {', '.join(f'{gain:.2f}' for gain in one.speedup)}" for one in ladder.drafters
         )

@@ -260,10 +260,10 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _drafter_can_be_chosen(self) -> Recipe:
-        if self.engine.chooses_drafter and (self.fleet is not None or self.adaptive_drafter is not None):
+        if self.engine.chooses_drafter and self.adaptive_drafter is not None:
             raise ValueError(
-                "engine.further_drafters are chosen from on one engine so far, and by no adaptive_drafter: remove "
-                "fleet and adaptive_drafter, or set engine.draft_worker"
+                "engine.further_drafters are chosen from as they are, adaptive_drafter changes the one that there is: "
+                "remove one of them"
             )
         return self
 

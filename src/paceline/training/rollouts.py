@@ -20,7 +20,7 @@ from paceline.record import Comparison, Note, RecordWriter, measure_tail
 from paceline.terminal.interruption import Interruption
 from paceline.terminal.meter import RolloutMeter
 from paceline.training.randomness import unchanged_randomness
-from paceline.types import Response, RolloutRequest, StepObservation
+from paceline.types import DrafterScore, Response, RolloutRequest, StepObservation
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
@@ -91,6 +91,14 @@ class Engines(Protocol):
         """Switch drafting off, for plain decoding, or on again."""
         ...
 
+    def use_drafter(self, place: int) -> None:
+        """Draft with another of the model drafters, by its place in the settings."""
+        ...
+
+    def drafter_score(self) -> DrafterScore:
+        """How often the model drafter was right, counted since the start."""
+        ...
+
     @property
     def vllm_engine(self) -> Any:
         """The vLLM engine behind it."""
@@ -105,8 +113,8 @@ class Rollouts(ABC):
     ) -> None:
         self.engine = engine
         self.record = record
-        self._watcher = watcher
-        self._interruption = interruption
+        self.watcher = watcher
+        self.interruption = interruption
 
     def push_weights(self, weights: Iterable[tuple[str, Any]], version: int | None) -> int:
         """Give the engines new weights of the policy; returns its version."""
@@ -190,13 +198,13 @@ class WatchedRollouts(Rollouts):
         rest = [requests[index] for index in missing]
         with unchanged_randomness(), closing(self._engine.stream(rest, params)) as events:
             for event in events:
-                self._interruption.check()
+                self.interruption.check()
                 if steps := self._engine.take_observations():  # the first event of a step
                     now_s = self.record.now_s()
                     for observation in steps:
                         recording.begin(observation, now_s)
                     meter.observe(steps)
-                    self._watcher.show_rollout(meter)
+                    self.watcher.show_rollout(meter)
                 recording.num_tokens += len(event.tokens)
                 meter.count(len(event.tokens), event.response is not None)
                 if event.response is not None:

@@ -8,8 +8,9 @@ the `train` command.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from rich.console import Console
 from paceline.config import EngineSettings, RewardSettings
 from paceline.engine.compiled import check_compiler
 from paceline.engine.rollout_engine import RolloutEngine, check_checkpoint, prepare_environment
+from paceline.engine.rungs import measure_ladder
 from paceline.errors import ConfigError, PacelineError
 from paceline.record import (
     FILE_NAME,
@@ -30,6 +32,8 @@ from paceline.record import (
     describe_versions,
 )
 from paceline.record.decisions import DECISIONS_FOLDER
+from paceline.record.ladder_file import FILE_NAME as LADDER
+from paceline.record.ladder_file import Ladder, read_ladder
 from paceline.tasks import Row, load_task
 from paceline.terminal.interruption import Interrupted, Interruption
 from paceline.terminal.progress import Progress
@@ -52,6 +56,7 @@ if TYPE_CHECKING:
     from paceline.fleet.fleet import Fleet
     from paceline.training.adaptive_rollouts import AdaptiveDrafter
     from paceline.training.fleet_rollouts import TaskReward
+    from paceline.training.rollouts import Rollouts
 
 
 class TrainingRun:
@@ -85,6 +90,8 @@ class TrainingRun:
         model = check_checkpoint(recipe.model)
         for drafter in recipe.engine.model_drafters:
             check_checkpoint(drafter)
+        if self._resume and recipe.engine.chooses_drafter and (folder / LADDER).exists():
+            read_ladder(folder / LADDER, recipe.engine.drafter_names)
         self._tokenizer = load_tokenizer(model)
         self._train_rows = self._task.train_rows(recipe.task.problems, recipe.task.seed)
         self._held_out = self._choose_held_out()
@@ -130,7 +137,7 @@ class TrainingRun:
 
     def run(self) -> Summary:
         """Train to the end, or until Ctrl-C or SIGTERM. Raises PacelineError when something fails on the way."""
-        from paceline.training.rollouts import Rollouts, WatchedRollouts
+        from paceline.training.rollouts import WatchedRollouts
 
         record = self._open_record()
         try:
@@ -148,16 +155,14 @@ class TrainingRun:
 
                     assert isinstance(engine, RolloutEngine)
                     rollouts = AdaptiveRollouts(engine, record, progress, interruption, drafter)
-                elif isinstance(engine, RolloutEngine) and self.recipe.engine.chooses_drafter:
-                    from paceline.training.ladder_rollouts import LadderRollouts
-
-                    rollouts = LadderRollouts(engine, record, progress, interruption, self.folder)
                 elif isinstance(engine, RolloutEngine):
                     rollouts = WatchedRollouts(engine, record, progress, interruption)
                 else:
                     from paceline.training.fleet_rollouts import FleetRollouts
 
                     rollouts = FleetRollouts(engine, record, progress, interruption, self._fleet_reward)
+                if self.recipe.engine.chooses_drafter:
+                    rollouts = self._choose_drafters(rollouts, engine)
                 runner = StepRunner(
                     self.recipe,
                     self._task,
@@ -225,6 +230,16 @@ class TrainingRun:
             self._fleet_reward = TaskReward(self._task, self._tokenizer, [*self._train_rows, *self._held_out])
         engine = self._engine_settings()
         return Fleet(recipe.model, recipe.fleet, engine, reward=self._fleet_reward, **options)
+
+    def _choose_drafters(self, rollouts: Rollouts, engine: RolloutEngine | Fleet) -> Rollouts:
+        """The same, each step with the best drafter by the draft ladder."""
+        from paceline.training.ladder_rollouts import LadderRollouts
+
+        if isinstance(engine, RolloutEngine):
+            measure: Callable[..., Ladder | None] = partial(measure_ladder, engine)
+        else:
+            measure = engine.measure_ladder
+        return LadderRollouts(rollouts, self.recipe.engine.drafter_names, measure, self.folder)
 
     def _engine_settings(self) -> EngineSettings:
         if not self.recipe.record.decisions:

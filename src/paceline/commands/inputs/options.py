@@ -64,8 +64,8 @@ FurtherDrafter = Annotated[
     list[Path] | None,
     typer.Option(
         metavar="DIR",
-        help="Folder of a further small model, with --draft-worker: it drafts for the same responses, in one more "
-        "process; may be given up to three times.",
+        help="Folder of a further small model. With --draft-worker it drafts for the same responses, in one more "
+        "process; with --ladder the best one drafts. May be given up to three times.",
         rich_help_panel="Engine",
     ),
 ]

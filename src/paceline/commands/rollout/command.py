@@ -10,6 +10,7 @@ import typer
 from pydantic import ValidationError
 from rich.console import Console
 
+from paceline.commands.inputs.best_drafter import begin_with_best
 from paceline.commands.inputs.launch import (
     Launch,
     build_settings,
@@ -75,6 +76,15 @@ def rollout(
     model_drafter: ModelDrafter = None,
     draft_worker: DraftWorker = False,
     further_drafter: FurtherDrafter = None,
+    ladder: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Of the drafters begin with the one that promises most by this draft ladder: a file of 'paceline "
+            "ladder --out', or a training run's ladder.json.",
+            rich_help_panel="Engine",
+        ),
+    ] = None,
     draft_server: Annotated[
         list[str] | None,
         typer.Option(
@@ -223,8 +233,11 @@ def rollout(
         on_failure,
     )
     sampling = Sampling(max_tokens, temperature, top_p, top_k, min_p, tuple(stop or ()))
-    if further_drafter and not draft_worker:
-        raise ConfigError("--further-drafter drafts in a process of its own: give --draft-worker too")
+    if further_drafter and not (draft_worker or ladder):
+        raise ConfigError(
+            "--further-drafter drafts in a process of its own, or instead of the model drafter: give --draft-worker, "
+            "or --ladder"
+        )
     _check_switches(samples, resume, overwrite, plain, model_drafter)
     if retry_failed and not resume:
         raise ConfigError("--retry-failed goes on with an output that is there: give --resume too")
@@ -243,6 +256,14 @@ def rollout(
         draft_worker=draft_worker,
         further_drafters=further_drafter or (),
     )
+    console = Console(stderr=True)
+    if ladder is not None:
+        settings, rung = begin_with_best(settings, ladder)
+        console.print(
+            f"drafter {rung.drafter}: {rung.speedup:.2f} times plain decoding by the ladder at an acceptance rate of "
+            f"{rung.acceptance:.2f}",
+            highlight=False,
+        )
     if planned is not None:
         settings = carry_out(planned, settings)
     if not (resume or overwrite):
@@ -283,12 +304,12 @@ def rollout(
     with file:
         job = plan_job(checkpoint, launch, sampling, seed, known_prompts, samples, out, done)
         if fleet is None:
-            run_job(job, file, Console(stderr=True), on_failure)
+            run_job(job, file, console, on_failure)
         elif record is None:
-            run_fleet_job(job, fleet, file, Console(stderr=True), resume=resume)
+            run_fleet_job(job, fleet, file, console, resume=resume)
         else:
             with RolloutRecord(record, job, fleet, resume=resume, overwrite=overwrite) as told:
-                run_fleet_job(job, fleet, file, Console(stderr=True), resume=resume, record=told)
+                run_fleet_job(job, fleet, file, console, resume=resume, record=told)
 
 
 def _fleet_settings(
