@@ -150,7 +150,7 @@ def test_evaluations_have_no_sessions() -> None:
 def test_an_interrupted_rollout_ends_its_session() -> None:
     run = Run(max_running=99)
     calls = iter([None, None])
-    run.rollouts._interruption = SimpleNamespace(check=lambda: next(calls))  # type: ignore[assignment]
+    run.rollouts.interruption = SimpleNamespace(check=lambda: next(calls))  # type: ignore[assignment]
     with pytest.raises(StopIteration):
         run.step(1)
     assert run.link.calls == ["pause", "resume", "pause"]
