@@ -94,6 +94,14 @@ PACELINE_INLINE float dice_log1p_neg(float u) {
 // Large noise comes from small hashes.
 PACELINE_INLINE float gumbel_from_hash(uint32_t hash) { return -dice_log(-dice_log1p_neg(dice_uniform(hash))); }
 
+// What the noise is at most, but for rounding by less than 1e-4: it costs no logarithm.
+// G <= -log u, because -log(1 - u) >= u; and log2 u >= its chord, which is the float's own bit pattern.
+PACELINE_INLINE float gumbel_bound(uint32_t hash) {
+  const float half = static_cast<float>(static_cast<int32_t>(hash >> 1));  // 2^31 u, at most
+  const float chord = static_cast<float>(std::bit_cast<int32_t>(half));    // 2^23 (127 + log2 of it), at most
+  return 109.5172546f - chord * 8.262958e-08f;                             // ln 2 (158 - chord / 2^23)
+}
+
 PACELINE_INLINE float gumbel(uint64_t key, int64_t position, uint32_t token) {
   return gumbel_from_hash(dice_hash(dice_prefix(key, position), token));
 }

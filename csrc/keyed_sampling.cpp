@@ -60,15 +60,11 @@ PACELINE_SIMD Top find_top(const float* logits, int64_t size) {
 }
 
 // Upper bounds of the scores of `size` consecutive ids.
-// G <= -log u, because -log(1 - u) >= u; and log2 u >= its chord, which is the float's own bit pattern.
 PACELINE_SIMD void bound_scores(const float* logits, int64_t size, uint32_t first, uint32_t prefix, float inverse,
                                 float* bounds) {
   for (int64_t i = 0; i < size; ++i) {
     const uint32_t hash = dice_hash(prefix, first + static_cast<uint32_t>(i));
-    const float half = static_cast<float>(static_cast<int32_t>(hash >> 1));  // 2^31 u, at most
-    const float chord = static_cast<float>(std::bit_cast<int32_t>(half));    // 2^23 (127 + log2 of it), at most
-    const float noise = 109.5172546f - chord * 8.262958e-08f;                // ln 2 (158 - chord / 2^23)
-    bounds[i] = logits[i] * inverse + noise;
+    bounds[i] = logits[i] * inverse + gumbel_bound(hash);
   }
 }
 

@@ -8,7 +8,7 @@
 //   * an open response's `chain[d]` is the node of its last d tokens, for every d that has one (the cursor);
 //   * children are listed by recency, the most recently seen first.
 // An append visits the chain once: O(depth) with no search from the root, and no work proportional to the context.
-// Nothing here is thread-safe.
+// Drafts only read, so several threads may make them at once; nothing else may run meanwhile.
 
 #pragma once
 
@@ -120,10 +120,13 @@ inline uint32_t step_class(uint32_t value, uint32_t a, uint32_t b, uint32_t c) {
   return (value > a) + (value > b) + (value > c);  // no branches: which class comes next cannot be foreseen
 }
 
+// std::has_single_bit calls a function where processors without popcnt are to run it too.
+inline bool is_one_bit(uint32_t mask) { return mask != 0 && (mask & (mask - 1)) == 0; }
+
 // 12 classes of contexts with one continuation: how often, and in whose responses; 12 with several.
 inline uint32_t evidence_class(const Evidence& e, uint32_t own) {
   if (e.distinct == 1) {
-    const uint32_t whose = e.mask == own ? 0 : std::has_single_bit(e.mask) ? 1 : 2;
+    const uint32_t whose = e.mask == own ? 0 : is_one_bit(e.mask) ? 1 : 2;
     return step_class(e.total, 1, 2, 4) * 3 + whose;
   }
   if (e.distinct == 2) return 12 + step_class(e.total, 2, 4, 8);
@@ -224,19 +227,21 @@ struct Candidate {
 // token's place is remembered.
 class Candidates {
  public:
-  void clear() { list_.clear(); }
+  void clear() {
+    for (const Candidate& candidate : list_) places_[slot(candidate.token)] = 0;
+    list_.clear();
+  }
 
   void add(int32_t token, uint32_t mask, double probability) {
-    uint32_t& place = places_[static_cast<uint32_t>(token) % places_.size()];
-    if (place >= list_.size() || list_[place].token != token) {  // another token's, or another prediction's
-      place = 0;
-      while (place < list_.size() && list_[place].token != token) ++place;
-      if (place == list_.size()) {
-        list_.push_back({token, mask, probability});
-        return;
-      }
+    uint32_t& place = places_[slot(token)];
+    if (place == 0) {
+      list_.push_back({token, mask, probability});
+      place = static_cast<uint32_t>(list_.size());
+    } else if (list_[place - 1].token == token) {
+      list_[place - 1].probability += probability;
+    } else {
+      search(token, mask, probability);
     }
-    list_[place].probability += probability;
   }
 
   size_t size() const { return list_.size(); }
@@ -245,8 +250,22 @@ class Candidates {
   auto end() const { return list_.end(); }
 
  private:
+  static size_t slot(int32_t token) { return static_cast<uint32_t>(token) % kSlots; }
+
+  // Another token was first in the slot.
+  void search(int32_t token, uint32_t mask, double probability) {
+    const auto known = std::ranges::find(list_, token, &Candidate::token);
+    if (known == list_.end()) {
+      list_.push_back({token, mask, probability});
+    } else {
+      known->probability += probability;
+    }
+  }
+
+  static constexpr size_t kSlots = 256;
+
   std::vector<Candidate> list_;
-  std::array<uint32_t, 256> places_{};
+  std::array<uint32_t, kSlots> places_{};  // 1 + index in the list of the slot's first token, 0: none
 };
 
 // The text of one group, or (shared, without a prompt) of all groups.
@@ -346,21 +365,23 @@ class Trie {
   std::span<const Mixture::Level> levels() const { return levels_; }
   double base() const { return base_; }
 
-  // The contexts of a record, shortest first, as a draft begins from them; none if the record is closed.
-  void start(uint32_t r, std::vector<Entry>& chain) const {
+  // The contexts of a record, shortest first, as a draft begins from them; none if the record is closed. The shared
+  // trie leaves out those that only the asker's group, `own`, is behind, as it is behind all longer ones and all that
+  // follow: the group's own trie says everything about them.
+  void start(uint32_t r, uint32_t own, std::vector<Entry>& chain) const {
     chain.clear();
     for (uint32_t node : records_[r].chain) {
-      if (!enter(node, chain)) break;
+      if (!enter(node, own, chain)) break;
     }
   }
 
   // `chain` after one more token.
-  void advance(std::vector<Entry>& chain, int32_t token) const {
+  void advance(std::vector<Entry>& chain, uint32_t own, int32_t token) const {
     Entry carried{kRoot, 0, 0};
     size_t depth = 0;
     for (; depth < chain.size(); ++depth) {
       Entry following;
-      if (!follow(chain[depth], token, following)) break;
+      if (!follow(chain[depth], own, token, following)) break;
       chain[depth] = carried;
       carried = following;
     }
@@ -376,7 +397,6 @@ class Trie {
   // Add what a context of `depth` tokens says about the next one; `reach` is the mass that longer contexts left.
   void offer(const Entry& entry, uint32_t depth, uint32_t own, const Mixture& mixture, double& reach,
              Candidates& out) const {
-    if (shared_ && is_own(entry, own)) return;
     const Evidence evidence = evidence_of(entry);
     if (evidence.total == 0) return;
     const double escape = mixture.escape(bucket_of(shared_, depth, evidence, own));
@@ -502,10 +522,7 @@ class Trie {
     return evidence_of(nodes_[entry.node]);
   }
 
-  // Whether only the asker's own group is behind a context of the shared trie: its own trie says all about that.
-  bool is_own(const Entry& entry, uint32_t own) const {
-    return (entry.node == kImplicit ? records_[entry.record].bit : nodes_[entry.node].mask) == own;
-  }
+  bool is_left_out(uint32_t id, uint32_t own) const { return shared_ && nodes_[id].mask == own; }
 
   // Give a leaf its children: the one continuation of its one occurrence, if that has come already.
   void expand(uint32_t leaf, uint32_t depth) {
@@ -567,7 +584,8 @@ class Trie {
     return entry.offset < records_[entry.record].text.size();
   }
 
-  bool enter(uint32_t id, std::vector<Entry>& chain) const {
+  bool enter(uint32_t id, uint32_t own, std::vector<Entry>& chain) const {
+    if (is_left_out(id, own)) return false;
     const Node& node = nodes_[id];
     const Entry entry = node.is_leaf() ? Entry{kImplicit, node.record(), node.offset()} : Entry{id, 0, 0};
     if (!has_continuation(entry)) return false;
@@ -575,7 +593,7 @@ class Trie {
     return true;
   }
 
-  bool follow(const Entry& entry, int32_t token, Entry& following) const {
+  bool follow(const Entry& entry, uint32_t own, int32_t token, Entry& following) const {
     if (entry.node == kImplicit) {
       const std::vector<int32_t>& text = records_[entry.record].text;
       if (entry.offset >= text.size() || text[entry.offset] != token) return false;
@@ -583,7 +601,7 @@ class Trie {
       return true;
     }
     const uint32_t child = find(entry.node, token);
-    if (child == 0) return false;
+    if (child == 0 || is_left_out(child, own)) return false;
     const Node& node = nodes_[child];
     following = node.is_leaf() ? Entry{kImplicit, node.record(), node.offset()} : Entry{child, 0, 0};
     return true;

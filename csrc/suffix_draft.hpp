@@ -3,6 +3,8 @@
 
 #pragma once
 
+#include <numbers>
+
 #include "suffix_forest.hpp"
 
 namespace paceline {
@@ -25,7 +27,7 @@ inline uint32_t bin_of(const std::array<double, N>& edges, double value) {
 
 inline uint32_t cell_of(const Candidate& c, double margin, bool noisy) {
   uint32_t cell = noisy ? 1 : 0;
-  cell = cell * 2 + (std::has_single_bit(c.mask) ? 0 : 1);
+  cell = cell * 2 + (is_one_bit(c.mask) ? 0 : 1);
   cell = cell * kProbabilityBins + bin_of(kProbabilityEdges, c.probability);
   return cell * kMarginBins + bin_of(kMarginEdges, margin);
 }
@@ -51,6 +53,40 @@ struct Drafted {
   int32_t cell;
 };
 
+// log q + G of one candidate, which takes three logarithms: worked out when a bound does not settle the matter.
+class Score {
+ public:
+  Score(double probability, uint32_t hash)
+      : probability_(probability), hash_(hash), log_(log_bound(probability)), noise_(gumbel_bound(hash) + kRounding) {}
+
+  // At least sharpness * log q + G.
+  double bound(double sharpness) const { return sharpness * log_ + noise_; }
+
+  double value(double sharpness) {
+    if (!is_exact_) {
+      log_ = std::log(probability_);
+      noise_ = gumbel_from_hash(hash_);
+      is_exact_ = true;
+    }
+    return sharpness * log_ + noise_;
+  }
+
+ private:
+  static constexpr double kRounding = 1e-3;
+
+  // The chord of log2 between powers of two, which is the number's own bit pattern, and how far it is below at most.
+  static double log_bound(double p) {
+    const auto bits = static_cast<double>(std::bit_cast<int64_t>(p));
+    return (bits * 0x1p-52 - 1023.0 + 0.0861) * std::numbers::ln2;
+  }
+
+  double probability_;
+  uint32_t hash_;
+  bool is_exact_ = false;
+  double log_;  // this and the noise are bounds while not exact
+  double noise_;
+};
+
 // One next-token decision. A candidate's strength is q without dice (temperature 0), else log q + G.
 class Choice {
  public:
@@ -70,12 +106,13 @@ class Choice {
   const Candidate& candidate(size_t i) const { return candidates_[i]; }
 
   // argmax(sharpness * log q + G), argmax q for infinite sharpness or temperature 0; ties to the longest context.
-  size_t pick(double sharpness) const {
+  size_t pick(double sharpness) {
     const bool greedy = !noisy_ || std::isinf(sharpness);
     size_t best = 0;
     double top = -std::numeric_limits<double>::infinity();
     for (size_t i = 0; i < candidates_.size(); ++i) {
-      const double score = greedy ? candidates_[i].probability : sharpness * logs_[i] + noise_[i];
+      if (!greedy && scores_[i].bound(sharpness) <= top) continue;
+      const double score = greedy ? candidates_[i].probability : scores_[i].value(sharpness);
       if (score > top) {
         top = score;
         best = i;
@@ -85,15 +122,16 @@ class Choice {
   }
 
   // By how much candidate `i` leads all others (or trails the best) in log q + G, the target's own contest.
-  double margin(size_t i) const {
+  double margin(size_t i) {
     double rival = unseen_;
     for (size_t j = 0; j < candidates_.size(); ++j) {
-      if (j != i) rival = std::max(rival, strength(j));
+      if (j == i || (noisy_ && scores_[j].bound(1.0) <= rival)) continue;
+      rival = std::max(rival, strength(j));
     }
     return noisy_ ? strength(i) - rival : std::log(strength(i) / rival);
   }
 
-  Drafted weigh(size_t i, std::span<const float> calibration) const {
+  Drafted weigh(size_t i, std::span<const float> calibration) {
     const uint32_t cell = cell_of(candidates_[i], margin(i), noisy_);
     return {candidates_[i].token, calibration[cell], static_cast<int32_t>(cell)};
   }
@@ -102,20 +140,17 @@ class Choice {
   static constexpr double kLeastUnseen = 1e-3;
   static constexpr double kGumbelMean = 0.5772156649015329;
 
-  double strength(size_t i) const { return noisy_ ? logs_[i] + noise_[i] : candidates_[i].probability; }
+  double strength(size_t i) { return noisy_ ? scores_[i].value(1.0) : candidates_[i].probability; }
 
   void throw_dice(uint32_t prefix) {
-    logs_.clear();
-    noise_.clear();
+    scores_.clear();
     for (const Candidate& c : candidates_) {
-      logs_.push_back(std::log(c.probability));
-      noise_.push_back(gumbel_from_hash(dice_hash(prefix, static_cast<uint32_t>(c.token))));
+      scores_.emplace_back(c.probability, dice_hash(prefix, static_cast<uint32_t>(c.token)));
     }
   }
 
   Candidates candidates_;
-  std::vector<double> logs_;
-  std::vector<double> noise_;
+  std::vector<Score> scores_;
   double unseen_ = 0.0;
   bool noisy_ = false;
 };

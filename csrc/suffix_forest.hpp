@@ -141,15 +141,15 @@ class Forest {
   // A response without tokens starts from the prompt.
   void start(const Group& group, int64_t response, Contexts& contexts) const {
     const Group::Place* place = group.find(response);
-    group.trie.start(place == nullptr ? 0 : place->record, contexts.group);
+    group.trie.start(place == nullptr ? 0 : place->record, group.bit, contexts.group);
     contexts.shared.clear();
-    if (place != nullptr && is_shared(*place)) shared_.start(place->shared_record, contexts.shared);
+    if (place != nullptr && is_shared(*place)) shared_.start(place->shared_record, group.bit, contexts.shared);
     if (contexts.shared.empty() && shared_depth_ > 0) contexts.shared.push_back({kRoot, 0, 0});
   }
 
   void advance(const Group& group, Contexts& contexts, int32_t token) const {
-    group.trie.advance(contexts.group, token);
-    if (!contexts.shared.empty()) shared_.advance(contexts.shared, token);
+    group.trie.advance(contexts.group, group.bit, token);
+    if (!contexts.shared.empty()) shared_.advance(contexts.shared, group.bit, token);
   }
 
   // The interpolated distribution of the next token, truncated: from the longest contexts down, at equal length the

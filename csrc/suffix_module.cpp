@@ -1,14 +1,20 @@
-// paceline._suffix: all groups of an engine, with a memory bound, for NumPy arrays. Not thread-safe.
+// paceline._suffix: all groups of an engine, with a memory bound, for NumPy arrays.
+//
+// One thread at a time may call a forest; while it works, the GIL is free. The drafts of a call, which only read, are
+// shared among threads. Appends are not: what a token teaches the mixture depends on all tokens before it.
 
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
+#include <deque>
 #include <stdexcept>
 #include <string>
 
 #include "suffix_draft.hpp"
 #include "suffix_forest.hpp"
+#include "threads.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -64,10 +70,22 @@ struct Query {
   }
 };
 
+inline constexpr int64_t kBlockRows = 8;        // drafted by one thread: most often of one group
+inline constexpr int64_t kBlocksPerThread = 2;  // at least, or waking the thread takes longer than its work
+
+// What a thread drafts with.
+struct Desk {
+  explicit Desk(const Forest& forest) : drafter(forest) {}
+
+  Drafter drafter;
+  Path path;
+  std::vector<Path> paths;
+};
+
 class SuffixForest {
  public:
-  SuffixForest(uint32_t max_depth, uint32_t shared_depth, uint64_t max_bytes)
-      : forest_(max_depth, shared_depth, max_bytes), drafter_(forest_) {
+  SuffixForest(uint32_t max_depth, uint32_t shared_depth, uint64_t max_bytes, int64_t num_threads)
+      : forest_(max_depth, shared_depth, max_bytes), num_threads_(num_threads) {
     check(max_depth >= 1 && max_depth <= kMaxDepth && shared_depth <= max_depth,
           "the context depths are out of range: choose 1 to 256 tokens, the shared depth no larger");
   }
@@ -76,6 +94,7 @@ class SuffixForest {
   SuffixForest& operator=(const SuffixForest&) = delete;
 
   void open_group(int64_t id, Row<int32_t> prompt) {
+    const nb::gil_scoped_release unlocked;
     const auto tokens = view(prompt);
     check_tokens(tokens);
     Group& group = forest_.open(id);
@@ -89,12 +108,14 @@ class SuffixForest {
   }
 
   void append(int64_t id, int64_t response, Row<int32_t> tokens) {
+    const nb::gil_scoped_release unlocked;
     check_tokens(view(tokens));
     forest_.append(id, response, view(tokens));
     forest_.enforce_bound();
   }
 
   void append_batch(Row<int64_t> groups, Row<int64_t> responses, Row<int32_t> offsets, Row<int32_t> tokens) {
+    const nb::gil_scoped_release unlocked;
     const size_t n = groups.shape(0);
     check(responses.shape(0) == n && offsets.shape(0) == n + 1,
           "append_batch needs n groups, n responses and n + 1 offsets");
@@ -111,6 +132,7 @@ class SuffixForest {
   }
 
   void resync(int64_t id, int64_t response, Row<int32_t> tokens) {
+    const nb::gil_scoped_release unlocked;
     check_tokens(view(tokens));
     forest_.resync(id, response, view(tokens));
     forest_.enforce_bound();
@@ -128,17 +150,17 @@ class SuffixForest {
     query.check_shapes();
     const Settings settings = settings_of(sharpness, view(grid), calibration, floor);
     const size_t width = tokens.shape(1);
-    for (size_t r = 0; r < query.size(); ++r) {
+    share_rows(groups, [&](Desk& desk, const Group* group, size_t r) {
       const std::span<int32_t> row{probes.data() + r * probes.shape(1), probes.shape(1)};
-      const Group* group = forest_.use(groups(r));
       if (group == nullptr) {
         std::ranges::fill(row, -1);
         num_tokens(r) = 0;
-        continue;
+        return;
       }
-      drafter_.draft(*group, query.request(r, width), settings, path_, row);
-      num_tokens(r) = write(path_, tokens.data() + r * width, acceptance.data() + r * width, cells.data() + r * width);
-    }
+      desk.drafter.draft(*group, query.request(r, width), settings, desk.path, row);
+      num_tokens(r) =
+          write(desk.path, tokens.data() + r * width, acceptance.data() + r * width, cells.data() + r * width);
+    });
   }
 
   void draft_paths(Row<int64_t> groups, Row<int64_t> responses, Row<uint64_t> keys, Row<int64_t> positions,
@@ -150,17 +172,18 @@ class SuffixForest {
     const Settings settings = settings_of(sharpness, {}, calibration, floor);
     const size_t num_paths = tokens.shape(1);
     const size_t width = tokens.shape(2);
-    for (size_t r = 0; r < query.size(); ++r) {
-      paths_.clear();
-      if (const Group* group = forest_.use(groups(r)); group != nullptr) {
-        drafter_.draft_paths(*group, query.request(r, width), settings, static_cast<uint32_t>(num_paths), paths_);
+    share_rows(groups, [&](Desk& desk, const Group* group, size_t r) {
+      std::vector<Path>& paths = desk.paths;
+      paths.clear();
+      if (group != nullptr) {
+        desk.drafter.draft_paths(*group, query.request(r, width), settings, static_cast<uint32_t>(num_paths), paths);
       }
       for (size_t p = 0; p < num_paths; ++p) {
         const size_t at = (r * num_paths + p) * width;
         num_tokens(r, p) =
-            p < paths_.size() ? write(paths_[p], tokens.data() + at, acceptance.data() + at, cells.data() + at) : 0;
+            p < paths.size() ? write(paths[p], tokens.data() + at, acceptance.data() + at, cells.data() + at) : 0;
       }
-    }
+    });
   }
 
   uint64_t count(int64_t id, Row<int32_t> context) const {
@@ -199,10 +222,29 @@ class SuffixForest {
     return static_cast<int32_t>(path.tokens.size());
   }
 
+  // Calls draft(desk, group or null, r) for every row. What a row gets does not depend on the thread that drafts it.
+  template <typename Draft>
+  void share_rows(const Row<int64_t>& groups, const Draft& draft) {
+    const nb::gil_scoped_release unlocked;
+    const auto count = static_cast<int64_t>(groups.shape(0));
+    groups_.clear();
+    for (int64_t r = 0; r < count; ++r) groups_.push_back(forest_.use(groups(r)));
+    const int64_t blocks = (count + kBlockRows - 1) / kBlockRows;
+    const int64_t most = num_threads_ > 0 ? num_threads_ : num_usual_threads();
+    const int64_t threads = std::clamp(blocks / kBlocksPerThread, int64_t{1}, most);
+    while (std::ssize(desks_) < threads) desks_.emplace_back(forest_);
+    share(threads, blocks, [&](int64_t thread, int64_t block) {
+      Desk& desk = desks_[static_cast<size_t>(thread)];
+      for (int64_t r = block * kBlockRows; r < std::min((block + 1) * kBlockRows, count); ++r) {
+        draft(desk, groups_[static_cast<size_t>(r)], static_cast<size_t>(r));
+      }
+    });
+  }
+
   Forest forest_;
-  Drafter drafter_;
-  Path path_;
-  std::vector<Path> paths_;
+  int64_t num_threads_;               // at most; 0: the usual number
+  std::deque<Desk> desks_;            // of the threads
+  std::vector<const Group*> groups_;  // of a call's rows
 };
 
 }  // namespace
@@ -213,7 +255,8 @@ NB_MODULE(_suffix, m) {
   m.attr("PROBABILITY_EDGES") = std::vector<double>(kProbabilityEdges.begin(), kProbabilityEdges.end());
   m.attr("MARGIN_EDGES") = std::vector<double>(kMarginEdges.begin(), kMarginEdges.end());
   nb::class_<SuffixForest>(m, "SuffixForest")
-      .def(nb::init<uint32_t, uint32_t, uint64_t>(), "max_depth"_a, "shared_depth"_a, "max_bytes"_a)
+      .def(nb::init<uint32_t, uint32_t, uint64_t, int64_t>(), "max_depth"_a, "shared_depth"_a, "max_bytes"_a,
+           "num_threads"_a)
       .def("open_group", &SuffixForest::open_group, "group"_a, "prompt"_a)
       .def("append", &SuffixForest::append, "group"_a, "response"_a, "tokens"_a)
       .def("append_batch", &SuffixForest::append_batch, "groups"_a, "responses"_a, "offsets"_a, "tokens"_a)

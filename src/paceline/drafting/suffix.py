@@ -3,7 +3,8 @@
 Owns the front door to the native forest (`csrc/suffix*.hpp`): one counted, depth-capped suffix trie per
 rollout group, fed by every response of the group as it grows. Invariant: what is drafted, evicted or
 forgotten here changes only when tokens are computed, never which. Called by the engine's fast loop once per
-step. Not thread-safe: one thread uses a forest.
+step. Not thread-safe: one thread uses a forest. While it does the GIL is free, and drafts for many requests are
+shared among threads, whose number changes none of them.
 
 Source: Seer 3.3, 4.4 and 5 (grouped context, multi-path drafts). Differs: the distribution interpolates all
 matching contexts instead of taking the longest, with weights learned online; proposals use the verifier's own
@@ -55,11 +56,13 @@ class SuffixForest:
     `open_group` brings that back), and drafts from it are empty until it has counts again.
     """
 
-    def __init__(self, max_depth: int = 24, max_bytes: int = 1 << 30, shared_depth: int = 6) -> None:
+    def __init__(
+        self, max_depth: int = 24, max_bytes: int = 1 << 30, shared_depth: int = 6, num_threads: int = 0
+    ) -> None:
         """max_depth: longest context, tokens. max_bytes: bound on everything held.
 
         shared_depth: longest context of the counts that all groups share; 0 keeps groups apart. It is cut to
-        max_depth. Raises ConfigError.
+        max_depth. num_threads: most threads that draft; 0: as many as OpenMP gives. Raises ConfigError.
         """
         if not 1 <= max_depth <= MAX_DEPTH:
             raise ConfigError(
@@ -69,7 +72,9 @@ class SuffixForest:
             raise ConfigError(f"suffix memory bound of {max_bytes} bytes: choose a positive number")
         if shared_depth < 0:
             raise ConfigError(f"shared context depth {shared_depth} is negative: choose 0 (off) or more")
-        self._native = _suffix.SuffixForest(max_depth, min(shared_depth, max_depth), max_bytes)
+        if num_threads < 0:
+            raise ConfigError(f"{num_threads} drafting threads: choose 0 (OpenMP's number) or more")
+        self._native = _suffix.SuffixForest(max_depth, min(shared_depth, max_depth), max_bytes, num_threads)
 
     # -- text
 

@@ -1,0 +1,70 @@
+"""The suffix forest drafts the same with one thread and with several."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.drafting.suffix import NUM_CELLS, DraftPaths, SuffixForest
+from paceline.types import DraftBatch, DraftQuery
+
+GRID = np.array([1.0, 2.0, np.inf], dtype=np.float32)
+CALIBRATION = np.linspace(0.5, 0.99, NUM_CELLS, dtype=np.float32)
+NUM_GROUPS = 6
+
+
+def defined(drafts: DraftBatch | DraftPaths) -> list[bytes]:
+    """All but the entries behind the end of a draft."""
+    inside = np.arange(drafts.tokens.shape[-1]) < drafts.num_tokens[..., None]
+    arrays = (drafts.tokens, drafts.acceptance, drafts.cells)
+    return [drafts.num_tokens.tobytes(), *(array[inside].tobytes() for array in arrays)]
+
+
+def run(num_threads: int, seed: int, num_requests: int, sharpness: float) -> list[bytes]:
+    """A few steps of drafting and appending: responses of several groups, in any order, some of an unknown group."""
+    random = np.random.default_rng(seed)
+    forest = SuffixForest(6, shared_depth=3, num_threads=num_threads)
+    for group in range(NUM_GROUPS):
+        forest.open_group(group, random.integers(0, 5, 8))
+    groups = random.integers(0, NUM_GROUPS + 1, num_requests).astype(np.int64)
+    responses = np.arange(num_requests, dtype=np.int64)
+    found: list[bytes] = []
+    for step in range(6):
+        query = DraftQuery(
+            groups=groups,
+            responses=responses,
+            keys=random.integers(0, 1 << 40, num_requests).astype(np.uint64),
+            positions=random.integers(0, 100, num_requests).astype(np.int64),
+            temperatures=random.integers(0, 2, num_requests).astype(np.float32),
+            max_tokens=random.integers(0, 7, num_requests).astype(np.int32),
+        )
+        batch = forest.draft(
+            query, sharpness=sharpness, sharpness_grid=GRID, calibration=CALIBRATION, floor=0.1
+        )
+        paths = forest.draft_paths(
+            query, num_paths=3, sharpness=sharpness, calibration=CALIBRATION, floor=0.1
+        )
+        found += [*defined(batch), batch.probes.tobytes(), *defined(paths)]
+        known = NUM_GROUPS - (step < 3)  # of the last group nothing is known at first
+        grown = np.flatnonzero(groups < known)
+        lengths = random.integers(0, 5, len(grown))
+        offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+        tokens = random.integers(0, 5, int(lengths.sum())).astype(np.int32)
+        forest.append_batch(groups[grown], responses[grown], offsets, tokens)
+    return [*found, np.array(forest._native.escapes()).tobytes()]
+
+
+@given(st.integers(0, 1 << 32), st.integers(1, 90), st.sampled_from([1.0, 2.0, math.inf]))
+@settings(max_examples=60)
+def test_the_number_of_threads_changes_no_bit(seed: int, num_requests: int, sharpness: float) -> None:
+    one = run(1, seed, num_requests, sharpness)
+    assert run(2, seed, num_requests, sharpness) == one
+    assert run(5, seed, num_requests, sharpness) == one
+
+
+def test_many_requests_get_drafts() -> None:
+    num_tokens = np.frombuffer(run(2, 0, 64, 1.0)[-10], np.int32)  # of the last step
+    assert (num_tokens > 0).sum() > 32
