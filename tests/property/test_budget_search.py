@@ -18,6 +18,7 @@ from paceline.planning.budget import (
     fair_gains,
     fair_lengths,
     fair_weights,
+    may_pay,
 )
 from paceline.planning.latency import StepTimeModel, predict_s, update_measured_time
 from paceline.sim.speculation import fair_depths
@@ -200,3 +201,47 @@ def test_no_token_left_out_is_likelier_than_one_taken(
     taken = np.arange(path.shape[1]) < decision[:, None]
     if taken.any() and not taken.all():
         assert path[taken].min() >= path[~taken].max()
+
+
+@st.composite
+def histories(draw: st.DrawFn) -> BudgetState:
+    """A measured budget that may distrust the drafts, and may have to measure T again."""
+    state = draw(states())
+    expected, kept = draw(st.floats(0.0, 500.0)), draw(st.floats(0.0, 1.2))
+    since = draw(st.sampled_from([0, 10, 300]))
+    return replace(
+        state,
+        num_steps=1000,
+        last_drafted_step=1000 - since,
+        expected_tokens=expected,
+        accepted_tokens=expected * kept,
+    )
+
+
+@given(
+    rows(max_requests=8, max_tokens=8),
+    histories(),
+    st.tuples(st.integers(0, 40), st.integers(0, 8)),
+    st.sampled_from(["marginal", "marginal", "marginal", "bandit", "thresholds", "fixed", "off"]),
+    st.sampled_from([0.0, 0.01]),
+    st.none() | st.tuples(*(st.floats(0.2, 9.0),) * 8),
+)
+@settings(max_examples=600)
+def test_what_is_said_not_to_pay_would_not_have_been_taken(
+    acceptance: Float32Array,
+    history: BudgetState,
+    sizes: tuple[int, int],
+    policy: str,
+    min_gain: float,
+    weight: tuple[float, ...] | None,
+) -> None:
+    chosen = BudgetSettings(policy=policy, min_gain=min_gain, max_growth=4.0)  # type: ignore[arg-type]
+    state = replace(history, bandit=BudgetState.initial(chosen).bandit, prefill_time=history.decode_time)
+    (room, others), width = sizes, acceptance.shape[1]
+    weights = None if weight is None else np.array(weight[: len(acceptance)])
+    path = np.cumprod(acceptance, axis=1, dtype=np.float32)
+    step = BudgetSnapshot(len(path), others, path, room, weights)
+    highest = np.cumprod(np.full(width + 1, acceptance.max(), np.float32))  # a draft might have been longer
+    ceiling = replace(step, path_probability=np.tile(highest, (len(path), 1)))
+    if decide(step, state, chosen).any():
+        assert may_pay(ceiling, state, chosen)

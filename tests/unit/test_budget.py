@@ -18,6 +18,7 @@ from paceline.planning.budget import (
     decide,
     draft_depth,
     expected_accepted,
+    may_pay,
     update,
 )
 from paceline.planning.latency import StepTimeModel, update_measured_time
@@ -74,6 +75,21 @@ def test_marginal_takes_everything_when_tokens_are_free() -> None:
 
 def test_marginal_takes_nothing_when_tokens_cost_their_share() -> None:
     assert lengths([[0.9, 0.8], [0.9, 0.8]], COMPUTE_BOUND, MARGINAL) == [0, 0]
+
+
+def test_nothing_can_pay_where_a_token_costs_its_share_even_if_it_is_right() -> None:
+    linear = state_with(MARGINAL, lambda n: 0.001 * n)
+    cheap = state_with(MARGINAL, lambda n: 0.010 + 0.0001 * n)
+    sure, likely = snapshot([[1.0, 1.0, 1.0]] * 4), snapshot([[0.1, 0.01, 0.001]] * 4)
+    assert not may_pay(sure, linear, MARGINAL)
+    assert may_pay(sure, cheap, MARGINAL)
+    assert may_pay(likely, cheap, MARGINAL)
+    assert not may_pay(snapshot([[1.0]] * 4, room=0), cheap, MARGINAL)
+    assert not may_pay(sure, BudgetState.initial(MARGINAL), MARGINAL), (
+        "E1: the step without drafts comes first"
+    )
+    rested = replace(linear, num_steps=MARGINAL.refresh_steps, last_drafted_step=0)
+    assert may_pay(sure, rested, MARGINAL), "E4: they are tried again"
 
 
 def test_marginal_sees_past_a_dear_token_to_a_cheap_plateau() -> None:

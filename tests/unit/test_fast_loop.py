@@ -243,6 +243,29 @@ def test_the_model_drafter_rests_while_it_does_not_pay() -> None:
     assert sum(worked) < 20
 
 
+def test_a_drafter_is_not_asked_for_what_cannot_pay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a token costs as much as a request, no draft pays; where steps get cheaper, or after a rest, some may."""
+    loop = FastLoop(EngineSettings(budget=BudgetSettings(refresh_steps=30), draft_floor=0.0))
+    fill(loop)
+    asked: list[int] = []
+    assert loop.drafter is not None
+    made = loop.drafter.draft
+    monkeypatch.setattr(
+        loop.drafter, "draft", lambda *args, **more: (asked.append(1), made(*args, **more))[1]
+    )
+
+    def run(num_steps: int, per_token_s: float) -> int:
+        asked.clear()
+        for _ in range(num_steps):
+            drafts = int(loop.propose(query(), 0).lengths.sum())
+            loop.observe(step(3, drafts, 0, seconds=0.001 + per_token_s * (3 + drafts)))
+        return len(asked)
+
+    run(60, 0.01)
+    assert run(60, 0.01) <= 4, "twice after refresh_steps"
+    assert run(200, 0.0) > 100
+
+
 def test_without_a_budget_the_model_drafter_does_nothing() -> None:
     off = BudgetSettings(policy="off")
     loop = FastLoop(EngineSettings(drafter="none", model_drafter="somewhere", budget=off))

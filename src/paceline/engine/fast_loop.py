@@ -350,10 +350,10 @@ class FastLoop:
         self._now = self.budget.at_context(num_context_tokens)
         self._batch_size = len(query.groups)
         drafter_query = replace(query, responses=self._drafter_numbers(query.responses.tolist()))
-        free = self._draft_free(drafter_query)
+        free = self._draft_free(drafter_query, num_other_tokens, weight)
         model = self._match_model(query)
         batch = self._meet(query, (free, model), may_wait=num_other_tokens == 0)
-        snapshot = self._snapshot(batch, num_other_tokens, weight)
+        snapshot = self._snapshot(batch.path_probability, num_other_tokens, weight)
         lengths = budget.decide(snapshot, self._now, self._settings.budget)
         self._expected = budget.expected_accepted(snapshot, lengths)
         self._num_drafted = int(lengths.sum())
@@ -377,13 +377,13 @@ class FastLoop:
         return Proposal(batch, lengths, (free, model), alternatives, query.responses)
 
     def _snapshot(
-        self, batch: DraftChains, num_other_tokens: int, weight: Float64Array | None
+        self, path_probability: Float32Array, num_other_tokens: int, weight: Float64Array | None
     ) -> budget.BudgetSnapshot:
-        num_requests = len(batch.num_tokens)
+        num_requests = len(path_probability)
         return budget.BudgetSnapshot(
             num_requests=num_requests,
             num_other_tokens=num_other_tokens,
-            path_probability=batch.path_probability,
+            path_probability=path_probability,
             max_total_draft_tokens=max(self._sizes.max_step_tokens - num_requests - num_other_tokens, 0),
             weight=weight,
         )
@@ -405,11 +405,15 @@ class FastLoop:
             return self.ahead.best(query, self._now.decode_time, self._num_drafted, may_wait)
         return self._trees.best(query.responses, query.positions, query.max_tokens)
 
-    def _draft_free(self, query: DraftQuery) -> DraftBatch | None:
+    def _draft_free(
+        self, query: DraftQuery, num_other_tokens: int, weight: Float64Array | None
+    ) -> DraftBatch | None:
         if self.drafter is None:
             return None
         if self._sharing is not None:
             self._sharing.take_over(self.drafter)
+        if not self._may_pay(query, num_other_tokens, weight):
+            return None
         return self.drafter.draft(
             query,
             sharpness=self.free.beta,
@@ -417,6 +421,19 @@ class FastLoop:
             calibration=self.free.calibration,
             floor=self._settings.draft_floor,
         )
+
+    def _may_pay(self, query: DraftQuery, num_other_tokens: int, weight: Float64Array | None) -> bool:
+        """Whether drafting model-free could be worth its time: not if the best cell's tokens, all along, are too dear.
+
+        Asked after steps that verified nothing. Drafts that meet others in the trees are always made.
+        """
+        if self._num_drafted or self._trees is not None:
+            return True
+        longest = int(query.max_tokens.max(initial=0))
+        path = np.cumprod(np.full(longest, self.free.calibration.max(), np.float32))
+        ceiling = np.where(np.arange(longest) < query.max_tokens[:, None], path, np.float32(0.0))
+        snapshot = self._snapshot(ceiling, num_other_tokens, weight)
+        return budget.may_pay(snapshot, self._now, self._settings.budget)
 
     def _match_model(self, query: DraftQuery) -> DraftBatch | None:
         """Line the model drafts up with the query; drafts for another position than the present one are void."""

@@ -1,7 +1,8 @@
 """The draft budget: which of the proposed draft tokens does this engine step verify?
 
 One interface over five policies: `decide(snapshot, state, settings) -> lengths`, `update(state, observation,
-settings) -> state`, once per engine step each, called by the engine's scheduler and by the simulator.
+settings) -> state`, once per engine step each, called by the engine's scheduler and by the simulator. `may_pay` says
+beforehand whether drafts can be taken at all.
 Invariants: a decision is a draft length per request, so with a token everything before it in its draft is
 verified too; it never exceeds the draft, `settings.max_draft_tokens` or `snapshot.max_total_draft_tokens`;
 nothing here changes which tokens are sampled.
@@ -141,12 +142,31 @@ def decide(snapshot: BudgetSnapshot, state: BudgetState, settings: BudgetSetting
     if room <= 0 or settings.policy == "off":
         return np.zeros(snapshot.num_requests, dtype=np.int32)
     if settings.policy == "marginal":
-        return _decide_marginal(snapshot, probability, room, state, settings)
+        seconds = _allowed_s(snapshot, probability.size, state, settings)
+        return best_lengths(probability * state.confidence, seconds, settings.min_gain, snapshot.weight)
     if settings.policy == "bandit":
         return _decide_bandit(snapshot, probability, room, state)
     if settings.policy == "thresholds":
         return _decide_thresholds(snapshot, probability, room, settings)
     return _even_lengths((probability > 0).sum(axis=1), settings.fixed_tokens, room)
+
+
+def may_pay(ceiling: BudgetSnapshot, state: BudgetState, settings: BudgetSettings) -> bool:
+    """Whether `decide` could take anything, before drafts are made: an upper bound, so False is certain.
+
+    ceiling: the step, with path probabilities that no token of its drafts exceeds. Raises EngineError as `decide` does.
+    """
+    if settings.policy != "marginal":
+        return bool(decide(ceiling, state, settings).any())
+    _check(ceiling)
+    value = ceiling.path_probability[:, : settings.max_draft_tokens] * state.confidence
+    seconds = _allowed_s(ceiling, value.size, state, settings)
+    sure = float(ceiling.num_requests)
+    if ceiling.weight is not None:  # where the weighted drafts do not pay, no others are taken
+        value, sure = value * ceiling.weight[:, None], float(ceiling.weight.sum())
+    values = _best_first(value, seconds)
+    values = values[values > 0]
+    return bool(len(values)) and _best_count(sure, values, seconds[: len(values) + 1], settings.min_gain) > 0
 
 
 def draft_depth(state: BudgetState, settings: BudgetSettings, num_requests: int) -> int:
@@ -273,26 +293,22 @@ def update(
     return BudgetState(decode_time, prefill_time, arms, now, last, expected, accepted)
 
 
-def _decide_marginal(
-    snapshot: BudgetSnapshot,
-    probability: Float32Array,
-    room: int,
-    state: BudgetState,
-    settings: BudgetSettings,
-) -> Int32Array:
-    nothing = np.zeros(snapshot.num_requests, dtype=np.int32)
+def _allowed_s(
+    snapshot: BudgetSnapshot, num_proposed: int, state: BudgetState, settings: BudgetSettings
+) -> Float64Array:
+    """`marginal`: time of the step with 0, 1, .. of the proposed tokens, as many as E1 to E4 and the room allow."""
     base = snapshot.num_requests + snapshot.num_other_tokens
     model = state.prefill_time if snapshot.num_other_tokens else state.decode_time
     _, age = observations_between(model, 0.5 * base, 1.5 * base)
-    if not _is_known(model, base) or age >= settings.refresh_steps:
-        return nothing
+    room = min(snapshot.max_total_draft_tokens, num_proposed)
+    if room <= 0 or not _is_known(model, base) or age >= settings.refresh_steps:
+        return predict_s(model, [base])
     probe = (
         snapshot.num_other_tokens == 0 and state.num_steps - state.last_drafted_step >= settings.refresh_steps
     )
     known = base if probe else max(base, largest_known_tokens(model))
     room = min(room, max(int(known * settings.max_growth) - base, 1))
-    seconds = _probe_s(model, base, room) if probe else predict_s(model, np.arange(base, base + room + 1))
-    return best_lengths(probability * state.confidence, seconds, settings.min_gain, snapshot.weight)
+    return _probe_s(model, base, room) if probe else predict_s(model, np.arange(base, base + room + 1))
 
 
 def _is_known(model: StepTimeModel, base: int) -> bool:
