@@ -1,22 +1,25 @@
 """What Paceline costs the host in each step, beyond vLLM's own scheduling: no model, no device, no kernel.
 
-    python benchmarks/host_time.py [--json FILE] [--requests 1,64,256] [--steps 200]
+    python benchmarks/host_time.py [--json FILE] [--requests 1,64,256] [--steps 200] [--threads 2]
 
 The engine is real up to its executor, which a stand-in replaces: it knows what each response will be, takes drafts as
 far as they are right, and its time is not counted. `vllm` is plain vLLM, to which the stand-in gives ready drafts;
 `paceline` is Paceline's engine, which drafts from suffix trees, chooses by its budget, learns from what was accepted,
 and puts the drafts where model runner V2 reads them (its launches are plain CPU copies here). Groups of 8 responses
-repeat a text, with one token in ten changed; up to 8 draft tokens for each request. The systems take turns; medians
-over steps.
+repeat a text, with one token in ten changed; up to 8 draft tokens for each request. In the case `dear` a draft token
+takes the target so long that none pays, and none is to be made; there plain vLLM has none either. The systems take
+turns; medians over steps.
 
-`cpu_ms` is the process's processor time, all threads, `wall_ms` the time that passes. `beyond_vllm_ms`: over that of
-`vllm` at as many requests, by the same clock as `cpu_ms`.
+`cpu_ms` is the process's processor time, all threads, `wall_ms` the time that passes; `drafter_ms` of the latter goes
+to the suffix trees, drafting and counting. `beyond_cpu_ms` and `beyond_wall_ms`: over those of `vllm` in the same case.
 """
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +28,8 @@ import numpy as np
 from harness import ROOT, Child, median, parser, publish
 
 COLUMNS = (
-    "requests", "system", "policy", "cpu_ms", "wall_ms", "beyond_vllm_ms", "drafts_per_request", "tokens_per_request"
+    "requests", "case", "system", "policy", "cpu_ms", "wall_ms", "drafter_ms", "beyond_cpu_ms", "beyond_wall_ms",
+    "drafts_per_request", "tokens_per_request",
 )  # fmt: skip
 NUM_DRAFTS = 8
 GROUP = 8
@@ -36,14 +40,50 @@ SHARED = 0.9
 PROMPT_TOKENS = 16
 WARM_UP = 60
 """Steps before those that count: a group's text has to be known for drafts to be right."""
+DEAR_DRAFT_S = 1e-3
+"""What a draft token takes the target in the case `dear`."""
+
+
+@dataclass(frozen=True)
+class System:
+    """What is measured in a process of its own."""
+
+    case: str
+    policy: str | None
+    """The budget's; None: plain vLLM."""
+
+    @property
+    def is_dear(self) -> bool:
+        """Whether no draft pays."""
+        return self.case == "dear"
+
+    def row(self, num_requests: int) -> dict[str, Any]:
+        """The row's first columns."""
+        system = "paceline" if self.policy else "vllm"
+        return {"requests": num_requests, "case": self.case, "system": system, "policy": self.policy}
+
+
+SYSTEMS = (
+    System("drafts", None), System("drafts", "fixed"), System("drafts", "marginal"),
+    System("dear", None), System("dear", "marginal"),
+)  # fmt: skip
+"""Of each case plain vLLM first."""
 
 
 class Device:
     """Stands in for vLLM's executor: responses are known before; drafts are taken up to the first wrong token."""
 
-    def __init__(self, texts: dict[tuple[int, ...], np.ndarray], put: Callable[[Any], None] | None) -> None:
-        """texts: whole sequences by prompt. put: what the runner does with the drafts; None: give ready ones."""
-        self.texts, self.put = texts, put
+    def __init__(
+        self,
+        texts: dict[tuple[int, ...], np.ndarray],
+        put: Callable[[Any], None] | None,
+        draft_s: float = 0.0,
+    ) -> None:
+        """texts: whole sequences by prompt. put: what the runner does with the drafts; None: give ready ones.
+
+        draft_s: what a draft token takes.
+        """
+        self.texts, self.put, self.draft_s = texts, put, draft_s
         self.own_s = self.own_cpu_s = 0.0
         self.num_drafts = self.num_tokens = 0
         self._place: dict[str, tuple[np.ndarray, int]] = {}
@@ -55,6 +95,8 @@ class Device:
             self.put(scheduled.scheduled_spec_decode_tokens)
         began_s, cpu_s = time.perf_counter(), time.process_time()
         output = self._run(scheduled)
+        if self.draft_s:
+            time.sleep(self.draft_s * sum(map(len, scheduled.scheduled_spec_decode_tokens.values())))
         self.own_s += time.perf_counter() - began_s
         self.own_cpu_s += time.process_time() - cpu_s
         return SimpleNamespace(result=lambda: output)
@@ -122,8 +164,26 @@ def put_into(max_requests: int, names: list[str]) -> Callable[[dict[str, list[in
     return lambda drafts: KeyedRunnerV2.put_drafts(runner, drafts)
 
 
-def make_system(policy: str | None, num_requests: int, model: Path) -> Callable[[int], dict[str, float]]:
-    """An engine whose requests run; a call takes so many steps. policy: the budget's; None: plain vLLM."""
+class Stopwatch:
+    """Adds up what the calls that it wraps take."""
+
+    def __init__(self) -> None:
+        self.total_s = 0.0
+
+    def around(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """The same call, timed."""
+
+        def timed(*args: Any, **more: Any) -> Any:
+            began_s = time.perf_counter()
+            result = call(*args, **more)
+            self.total_s += time.perf_counter() - began_s
+            return result
+
+        return timed
+
+
+def make_system(made: System, num_requests: int, model: Path) -> Callable[[int], dict[str, float]]:
+    """An engine whose requests run; a call takes so many steps."""
     from vllm import SamplingParams
 
     from paceline.config import BudgetSettings, EngineSettings
@@ -135,13 +195,13 @@ def make_system(policy: str | None, num_requests: int, model: Path) -> Callable[
         "dtype": "bfloat16", "max_model_len": length, "max_num_seqs": num_requests, "skip_tokenizer_init": True,
         "kv_cache_bytes": 3 << 30, "max_num_batched_tokens": 8192,
     }  # fmt: skip
-    if policy is None:
-        settings = None
+    settings = None
+    if made.policy is None and not made.is_dear:
         sizes["speculative_config"] = {
             "method": "ngram", "num_speculative_tokens": NUM_DRAFTS, "prompt_lookup_max": 3
         }  # fmt: skip
-    else:
-        budget = BudgetSettings.model_validate({"policy": policy, "fixed_tokens": NUM_DRAFTS})
+    elif made.policy is not None:
+        budget = BudgetSettings.model_validate({"policy": made.policy, "fixed_tokens": NUM_DRAFTS})
         settings = EngineSettings(max_draft_tokens=NUM_DRAFTS, budget=budget, draft_floor=0.0)
     engine = RolloutEngine(model, settings, **sizes)
     core = engine.vllm_engine.engine_core.engine_core
@@ -152,22 +212,29 @@ def make_system(policy: str | None, num_requests: int, model: Path) -> Callable[
             index, RolloutRequest(prompt, length - PROMPT_TOKENS, group=index // GROUP, key=index), params
         )
     names = list(engine.scheduler.requests)
-    device = core.model_executor = Device(texts, None if policy is None else put_into(num_requests, names))
+    put = None if made.policy is None else put_into(num_requests, names)
+    device = core.model_executor = Device(texts, put, DEAR_DRAFT_S if made.is_dear else 0.0)
+    watch = Stopwatch()
+    if made.policy is not None:
+        drafter = engine.scheduler.loop.drafter
+        drafter.draft, drafter.append_batch = watch.around(drafter.draft), watch.around(drafter.append_batch)
 
     def step(count: int) -> dict[str, float]:
-        walls, cpus = [], []
+        walls, cpus, drafting = [], [], []
         device.num_drafts = device.num_tokens = 0
         for _ in range(count):
-            device.own_s = device.own_cpu_s = 0.0
+            device.own_s = device.own_cpu_s = watch.total_s = 0.0
             began_s, cpu_s = time.perf_counter(), time.process_time()
             _, ran = core.step()
             core.post_step(ran)
             walls.append(time.perf_counter() - began_s - device.own_s)
             cpus.append(time.process_time() - cpu_s - device.own_cpu_s)
+            drafting.append(watch.total_s)
         seen = count * num_requests
         return {
             "wall_ms": 1e3 * median(walls),
             "cpu_ms": 1e3 * median(cpus),
+            "drafter_ms": 1e3 * median(drafting),
             "drafts_per_request": device.num_drafts / seen,
             "tokens_per_request": device.num_tokens / seen,
         }
@@ -177,31 +244,31 @@ def make_system(policy: str | None, num_requests: int, model: Path) -> Callable[
 
 
 def measure(num_requests: int, steps: int, turns: int, model: Path) -> list[dict[str, Any]]:
-    systems = {"vllm": None, "fixed": "fixed", "marginal": "marginal"}
     children = {
-        name: Child(name, make_system, policy, num_requests, model) for name, policy in systems.items()
+        made: Child(f"{made.case} {made.policy}", make_system, made, num_requests, model) for made in SYSTEMS
     }
-    found: dict[str, list[dict[str, float]]] = {name: [] for name in children}
+    found: dict[System, list[dict[str, float]]] = {made: [] for made in SYSTEMS}
     try:
         for child in children.values():
             child.ready()
         for turn in range(turns):
-            for name in list(children)[:: -1 if turn % 2 else 1]:
-                found[name].append(children[name].call(steps // turns))
+            for made in SYSTEMS[:: -1 if turn % 2 else 1]:
+                found[made].append(children[made].call(steps // turns))
     finally:
         for child in children.values():
             child.close()
     rows: list[dict[str, Any]] = []
-    for name, policy in systems.items():
-        values = {key: median([one[key] for one in found[name]]) for key in found[name][0]}
-        row = {
-            "requests": num_requests,
-            "system": "paceline" if policy else "vllm",
-            "policy": policy,
-            **values,
-        }
-        if policy:
-            row["beyond_vllm_ms"] = row["cpu_ms"] - rows[0]["cpu_ms"]
+    plain: dict[str, float] = {}
+    for made, turns_of in found.items():
+        values = {key: median([one[key] for one in turns_of]) for key in turns_of[0]}
+        row: dict[str, Any] = {**made.row(num_requests), **values}
+        if made.policy is None:
+            plain, row["drafter_ms"] = values, None
+        else:
+            row |= {
+                f"beyond_{clock}_ms": values[f"{clock}_ms"] - plain[f"{clock}_ms"]
+                for clock in ("cpu", "wall")
+            }
         rows.append(row)
     return rows
 
@@ -210,11 +277,16 @@ def main() -> None:
     made = parser(__doc__)
     made.add_argument("--requests", default="1,64,256", help="batch sizes")
     made.add_argument("--steps", type=int, default=200, help="measured steps of each system")
+    made.add_argument(
+        "--threads", type=int, help="of a process (OMP_NUM_THREADS); default: as many as it gets"
+    )
     made.add_argument("--turns", type=int, default=4, help="turns that the systems take")
     made.add_argument(
         "--model", type=Path, default=ROOT / "assets/prose-policy", help="whose vocabulary it is"
     )
     options = made.parse_args()
+    if options.threads:
+        os.environ["OMP_NUM_THREADS"] = str(options.threads)
     rows = []
     for num_requests in map(int, options.requests.split(",")):
         rows += measure(num_requests, options.steps, options.turns, options.model)
