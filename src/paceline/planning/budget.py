@@ -139,7 +139,7 @@ def decide(snapshot: BudgetSnapshot, state: BudgetState, settings: BudgetSetting
     _check(snapshot)
     probability = snapshot.path_probability[:, : settings.max_draft_tokens]
     room = min(snapshot.max_total_draft_tokens, probability.size)
-    if room <= 0 or settings.policy == "off":
+    if room <= 0 or settings.policy == "off" or not probability.any():
         return np.zeros(snapshot.num_requests, dtype=np.int32)
     if settings.policy == "marginal":
         seconds = _allowed_s(snapshot, probability.size, state, settings)
