@@ -67,7 +67,7 @@ class EngineSettings(Section):
     """Model-free drafter: the group's suffix tree, n-gram lookup in the own response, or none."""
 
     model_drafter: str | None = None
-    """Folder of a small Hugging Face causal LM with the target's tokenizer, or of an EAGLE head of the target (its
+    """Folder of a small Hugging Face causal LM with the target's tokenizer, or of a draft head of the target (its
     weights tell); it drafts with the same dice."""
 
     model_drafter_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"

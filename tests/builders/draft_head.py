@@ -10,13 +10,16 @@ import torch
 from paceline.distillation.export import export
 from paceline.distillation.methods import METHODS, MethodName, build_network
 from paceline.distillation.networks import DraftHead
-from paceline.distillation.target import share
+from paceline.distillation.target import choose_layers, share
 from paceline.distillation.trainer import NETWORK
 from paceline.distillation.training_folder import describe
 
 
 def make_head(folder: Path, target: Any, method: MethodName = "eagle", seed: int = 1) -> DraftHead:
-    """A random head, sharp enough to tell tokens apart, and its exported checkpoint."""
+    """A random head, sharp enough to tell tokens apart, and its exported checkpoint.
+
+    EAGLE-3's is for targets of four layers or more.
+    """
     torch.manual_seed(seed)
     head = build_network(METHODS[method], share(target), None)
     assert isinstance(head, DraftHead)
@@ -24,5 +27,6 @@ def make_head(folder: Path, target: Any, method: MethodName = "eagle", seed: int
         for weight in head.parameters():
             weight.mul_(6.0 if weight.ndim == 2 else 1.0)
     tensors = {f"{NETWORK}{name}": weight.detach() for name, weight in head.named_parameters()}
-    export(tensors, describe(head, method, "forward_kl", 1.0, ()), folder, "huggingface", "target")
+    fused = choose_layers(target.config.num_hidden_layers) if head.num_fused else ()
+    export(tensors, describe(head, method, "forward_kl", 1.0, fused), folder, "huggingface", "target")
     return head

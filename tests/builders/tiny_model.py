@@ -8,9 +8,11 @@ from typing import Any
 VOCAB = 64
 
 
-def scarce_engine(num_blocks: int, *, seats: int = 8, step_tokens: int = 128) -> dict[str, Any]:
+def scarce_engine(
+    num_blocks: int, *, seats: int = 8, step_tokens: int = 128, layers: int = 2
+) -> dict[str, Any]:
     """Options of an engine with `make_model`'s model in float32: so many KV blocks of 128 tokens, prompts in pieces."""
-    block_bytes = 128 * 2 * 2 * 64 * 4  # tokens x layers x (K, V) x head x bytes
+    block_bytes = 128 * layers * 2 * 64 * 4  # tokens x layers x (K, V) x head x bytes
     return {
         "dtype": "float32",
         "max_model_len": 512,

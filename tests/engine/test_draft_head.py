@@ -1,4 +1,4 @@
-"""An EAGLE head in the engine: plain decoding's tokens, and acceptance as it was measured, disturbed or not."""
+"""Draft heads in the engine: plain decoding's tokens, and acceptance as it was measured, disturbed or not."""
 
 from __future__ import annotations
 
@@ -35,20 +35,22 @@ def generate(engine: RolloutEngine, wanted: list[RolloutRequest], **options: obj
     return engine.generate(wanted, SamplingParams(**{"temperature": 1.0, **options}))
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RolloutEngine]:
+@pytest.fixture(scope="module", params=["eagle", "eagle3"])
+def tiny(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[RolloutEngine]:
     """An untrained head beside the suffix tree and its paths; prompts in pieces, few blocks."""
-    target = make_model(tmp_path_factory.mktemp("target"), tie=False)
+    layers = 2 if request.param == "eagle" else 4
+    target = make_model(tmp_path_factory.mktemp("target"), layers=layers, tie=False)
     head = tmp_path_factory.mktemp("head")
-    make_head(head, load_model(target))
+    make_head(head, load_model(target), request.param)
     settings = EngineSettings(
         model_drafter=str(head),
         budget=BudgetSettings(policy="fixed", fixed_tokens=4),
         max_draft_tokens=6,
         num_paths=4,
         max_alternatives=8,
+        compiled=request.param == "eagle3",
     )
-    with RolloutEngine(target, settings, **scarce_engine(30)) as made:
+    with RolloutEngine(target, settings, **scarce_engine(30, layers=layers)) as made:
         yield made
 
 

@@ -12,32 +12,44 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from draft_head import make_head
 from drafters import ScriptedPaths
 from tiny_model import VOCAB, make_model, scarce_engine
 
 from paceline.config import BudgetSettings, EngineSettings, KvPoolSettings
 from paceline.distillation.packing import Sample
+from paceline.distillation.target import load_model
+from paceline.drafting.drafter import is_draft_head
 from paceline.drafting.token_states import TokenStates
 from paceline.engine.rollout_engine import RolloutEngine
-from paceline.engine.v1.hidden_states import StateCollector
-from paceline.errors import ConfigError, UnsupportedError
+from paceline.engine.v1.hidden_states import StateCollector, show_layers
+from paceline.errors import CheckpointError, ConfigError, UnsupportedError
 from paceline.noise import uniform
 from paceline.types import Response, RolloutRequest
 
 MAX_TOKENS = 60
 EVERYTHING = 1 << 30
+LAYERS = 4
+FUSED = (1, 2, 3)
+"""Layers whose inputs are handed out where an EAGLE-3 head drafts."""
 
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Untied: random models with a tied head all repeat the last token."""
-    return make_model(tmp_path_factory.mktemp("target"), tie=False)
+    return make_model(tmp_path_factory.mktemp("target"), layers=LAYERS, tie=False)
 
 
-@pytest.fixture(scope="module")
-def engine(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RolloutEngine]:
+@pytest.fixture(scope="module", params=["small model", "EAGLE-3 head"])
+def engine(
+    model_dir: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Iterator[RolloutEngine]:
     """Every way to draft at once, prompts in pieces, a KV pool, and blocks for seven long responses of eight."""
-    drafter = make_model(tmp_path_factory.mktemp("drafter"), seed=5, tie=False)
+    drafter = tmp_path_factory.mktemp("drafter")
+    if request.param == "small model":
+        make_model(drafter, seed=5, tie=False)
+    else:
+        make_head(drafter, load_model(model_dir), "eagle3")
     folder = Path(tempfile.mkdtemp(prefix="paceline-states-", dir="/dev/shm"))
     settings = EngineSettings(
         budget=BudgetSettings(policy="fixed", fixed_tokens=6),
@@ -47,7 +59,7 @@ def engine(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         max_alternatives=8,
         kv_pool=KvPoolSettings(directory=str(folder)),
     )
-    with RolloutEngine(model_dir, settings, **scarce_engine(30)) as made:
+    with RolloutEngine(model_dir, settings, **scarce_engine(30, layers=LAYERS)) as made:
         yield made
     shutil.rmtree(folder, ignore_errors=True)
 
@@ -90,8 +102,13 @@ def run(engine: RolloutEngine, wanted: list[RolloutRequest], *, is_fresh: bool =
 
 
 def check(target: Any, samples: list[Sample], responses: list[Response]) -> list[int]:
-    """Each sample is one response's, up to its last token but one; returns where each begins, by response."""
+    """Each sample is one response's, up to its last token but one; returns where each begins, by response.
+
+    Of inner layers either all samples have states, or none.
+    """
     assert len(samples) == len(responses)
+    hidden_size = target.config.hidden_size
+    fused = FUSED if samples[0].states.shape[1] > hidden_size else ()
     texts = [(*response.request.prompt, *response.tokens) for response in responses]
     found = {}
     for sample in samples:
@@ -100,7 +117,9 @@ def check(target: Any, samples: list[Sample], responses: list[Response]) -> list
         start = found[index] = len(texts[index]) - 1 - len(ids)
         assert sample.num_prompt_tokens == max(len(responses[index].request.prompt) - start, 1)
         with torch.no_grad():
-            states = target.model(torch.tensor([texts[index]])).last_hidden_state[0, start:-1]
+            output = target.model(torch.tensor([texts[index]]), output_hidden_states=True)
+        kept = [output.hidden_states[layer] for layer in fused]
+        states = torch.cat([*kept, output.last_hidden_state], -1)[0, start:-1]
         assert sample.states.shape == states.shape
         torch.testing.assert_close(sample.states, states, rtol=1e-4, atol=1e-4)
     return [found[index] for index in range(len(responses))]
@@ -124,8 +143,13 @@ def test_with_all_drafters_and_paths(engine: RolloutEngine, plain: list[Response
     assert sum(step.num_accepted_tokens for step in steps) > 100
     assert sum(step.num_accepted_tokens for step in steps) < sum(step.num_draft_tokens for step in steps)
     assert sum(step.num_alternatives for step in steps) > 10
-    starts = check(target, engine.take_samples(), responses)
+    samples = engine.take_samples()
+    starts = check(target, samples, responses)
     assert starts[0] == starts[2] == 0
+    width = (
+        1 + len(FUSED) * is_draft_head(Path(str(engine.settings.model_drafter)))
+    ) * target.config.hidden_size
+    assert {sample.states.shape[1] for sample in samples} == {width}
 
 
 def test_what_comes_from_the_prefix_cache_has_no_rows(
@@ -179,8 +203,10 @@ def test_a_running_response_goes_on_in_a_further_sample(
     parts += engine.take_samples()
     assert len(parts) > 2
     ids = torch.cat([part.ids for part in parts])
+    num_tokens = len(ids) + 1 - 5
+    assert MAX_TOKENS - num_tokens in (0, 1), "one token alone at the end is nothing to learn from"
     whole = Sample(ids, 5, torch.cat([part.states for part in parts]))
-    assert check(target, [whole], plain[:1]) == [0]
+    assert check(target, [whole], [replace(plain[0], tokens=plain[0].tokens[:num_tokens])]) == [0]
 
 
 def test_off_again(engine: RolloutEngine) -> None:
@@ -190,6 +216,16 @@ def test_off_again(engine: RolloutEngine) -> None:
     for share, size in ((1.5, 10), (-0.1, 10), (0.5, 0)):
         with pytest.raises(ConfigError, match="share"):
             engine.collect_states(share, size)
+
+
+def test_targets_that_have_not_what_a_head_reads_are_refused(model_dir: Path, tmp_path: Path) -> None:
+    head = tmp_path / "head"
+    make_head(head, load_model(model_dir), "eagle3")
+    shallow = make_model(tmp_path / "shallow", layers=2, tie=False)
+    with pytest.raises((CheckpointError, RuntimeError), match="layers 0 to 1"):
+        RolloutEngine(shallow, EngineSettings(model_drafter=str(head)), **scarce_engine(30))
+    with pytest.raises(UnsupportedError, match="EAGLE-3"):
+        show_layers(torch.nn.Linear(2, 2), (1,), 4)
 
 
 def test_other_engines_have_none(model_dir: Path) -> None:

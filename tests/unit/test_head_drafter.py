@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,11 @@ from safetensors.torch import load_file, save_file
 from tiny_target import VOCAB, make_samples, tiny_target
 
 from paceline import dice
+from paceline.distillation.methods import MethodName
 from paceline.distillation.networks import DraftHead, Shared
 from paceline.distillation.packing import Sample, pack_samples
 from paceline.distillation.target import share
-from paceline.drafting.drafter import is_draft_head
+from paceline.drafting.drafter import is_draft_head, read_fused_layers
 from paceline.drafting.head import HeadDrafter, TargetEnds
 from paceline.drafting.proposal import NUM_CELLS
 from paceline.drafting.token_states import TokenStates
@@ -33,6 +35,11 @@ GRID = np.array([1.0], np.float32)
 @pytest.fixture(scope="module")
 def target() -> Any:
     return tiny_target()
+
+
+@pytest.fixture(params=["eagle", "eagle3"])
+def method(request: pytest.FixtureRequest) -> MethodName:
+    return request.param  # type: ignore[no-any-return]
 
 
 def ends(shared: Shared) -> TargetEnds:
@@ -60,7 +67,7 @@ def step_of(parts: Sequence[tuple[int, Sample, int, int]]) -> TokenStates:
         counts=np.array([part[3] for part in parts], np.int64),
         ids=np.concatenate([row[s] for row, s in zip(ids, slices, strict=True)]),
         next_ids=np.concatenate([np.append(row, 0)[1:][s] for row, s in zip(ids, slices, strict=True)]),
-        states=torch.cat([part[1].states[s, -32:] for part, s in zip(parts, slices, strict=True)]),
+        states=torch.cat([part[1].states[s] for part, s in zip(parts, slices, strict=True)]),
     )
 
 
@@ -108,9 +115,9 @@ def expect(head: DraftHead, response: int, sample: Sample, stop: int, begin: int
     return drafted
 
 
-def test_drafts_are_those_of_the_network(tmp_path: Path, target: Any) -> None:
+def test_drafts_are_those_of_the_network(tmp_path: Path, target: Any, method: MethodName) -> None:
     """Ragged prompts, one of them unfinished at first, and steps of one to four tokens over self-fed keys."""
-    head = make_head(tmp_path, target)
+    head = make_head(tmp_path, target, method)
     drafter = load(tmp_path, target)
     samples = make_samples(target, [60, 52, 70])
     step = step_of([(5, samples[0], 0, 9), (6, samples[1], 0, 14), (7, samples[2], 0, 11)])
@@ -124,9 +131,9 @@ def test_drafts_are_those_of_the_network(tmp_path: Path, target: Any) -> None:
         assert draft(drafter, step, [0, 1, 2]) == [expect(head, 5 + r, samples[r], at[r]) for r in order]
 
 
-def test_a_context_begins_anew_behind_missing_states(tmp_path: Path, target: Any) -> None:
+def test_a_context_begins_anew_behind_missing_states(tmp_path: Path, target: Any, method: MethodName) -> None:
     """Moved, prefix-cached or drafted for without it: the first state that comes is the first of its context."""
-    head = make_head(tmp_path, target)
+    head = make_head(tmp_path, target, method)
     drafter = load(tmp_path, target)
     [sample] = make_samples(target, [60])
     step = step_of([(5, sample, 20, 3)])
@@ -135,9 +142,11 @@ def test_a_context_begins_anew_behind_missing_states(tmp_path: Path, target: Any
     assert draft(drafter, step_of([(5, sample, 30, 2)]), [0]) == [expect(head, 5, sample, 32, begin=30)]
 
 
-def test_what_is_computed_again_replaces_what_was_there(tmp_path: Path, target: Any) -> None:
+def test_what_is_computed_again_replaces_what_was_there(
+    tmp_path: Path, target: Any, method: MethodName
+) -> None:
     """A preempted response, or one whose step was withdrawn, goes back; far back, everything is new."""
-    head = make_head(tmp_path, target)
+    head = make_head(tmp_path, target, method)
     drafter = load(tmp_path, target)
     [sample, other] = make_samples(target, [60, 60])
     draft(drafter, step_of([(5, other, 0, 20)]), [0])
@@ -148,8 +157,8 @@ def test_what_is_computed_again_replaces_what_was_there(tmp_path: Path, target: 
     assert draft(drafter, step_of([(5, sample, 17, 2)]), [0]) == [expect(head, 5, sample, 19, begin=17)]
 
 
-def test_rows_move_when_a_response_ends(tmp_path: Path, target: Any) -> None:
-    head = make_head(tmp_path, target)
+def test_rows_move_when_a_response_ends(tmp_path: Path, target: Any, method: MethodName) -> None:
+    head = make_head(tmp_path, target, method)
     drafter = load(tmp_path, target)
     samples = make_samples(target, [60, 60, 60])
     draft(drafter, step_of([(5 + i, samples[i], 0, 10 + i) for i in range(3)]), [0, 1, 2])
@@ -158,9 +167,9 @@ def test_rows_move_when_a_response_ends(tmp_path: Path, target: Any) -> None:
     assert draft(drafter, step, [0, 1]) == [expect(head, 7, samples[2], 14), expect(head, 6, samples[1], 12)]
 
 
-def test_new_weights_begin_anew(tmp_path: Path, target: Any) -> None:
-    make_head(tmp_path / "old", target)
-    other = make_head(tmp_path / "new", target, seed=2)
+def test_new_weights_begin_anew(tmp_path: Path, target: Any, method: MethodName) -> None:
+    make_head(tmp_path / "old", target, method)
+    other = make_head(tmp_path / "new", target, method, seed=2)
     drafter = load(tmp_path / "old", target)
     [sample] = make_samples(target, [60])
     draft(drafter, step_of([(5, sample, 0, 10)]), [0])
@@ -172,8 +181,8 @@ def test_new_weights_begin_anew(tmp_path: Path, target: Any) -> None:
     assert draft(drafter, step_of([(5, sample, 10, 3)]), [0]) == [expect(other, 5, sample, 13, begin=10)]
 
 
-def test_nan_stays_with_its_response(tmp_path: Path, target: Any) -> None:
-    head = make_head(tmp_path, target)
+def test_nan_stays_with_its_response(tmp_path: Path, target: Any, method: MethodName) -> None:
+    head = make_head(tmp_path, target, method)
     drafter = load(tmp_path, target)
     [good, bad] = make_samples(target, [60, 60])
     bad.states[4] = torch.nan
@@ -186,8 +195,8 @@ def test_nan_stays_with_its_response(tmp_path: Path, target: Any) -> None:
     ]
 
 
-def test_limits_end_drafts(tmp_path: Path, target: Any) -> None:
-    make_head(tmp_path, target)
+def test_limits_end_drafts(tmp_path: Path, target: Any, method: MethodName) -> None:
+    make_head(tmp_path, target, method)
     drafter = load(tmp_path, target, max_model_len=24)
     [sample] = make_samples(target, [60])
     assert [len(row) for row in draft(drafter, step_of([(5, sample, 0, 20)]), [0])] == [3]
@@ -230,7 +239,28 @@ def test_what_counts_as_a_head(tmp_path: Path, target: Any) -> None:
     target.save_pretrained(tmp_path / "model")
     found = [is_draft_head(tmp_path / name) for name in ("eagle", "eagle3", "model", "nothing")]
     assert found == [True, True, False, False]
-    with pytest.raises(CheckpointError, match="EAGLE head"):
-        load(tmp_path / "eagle3", target)
     with pytest.raises(ConfigError, match="max_requests"):
         load(tmp_path / "eagle", target, max_requests=0)
+
+
+def test_the_configuration_says_which_layers_a_head_fuses(tmp_path: Path, target: Any) -> None:
+    make_head(tmp_path / "eagle", target)
+    make_head(tmp_path, target, "eagle3")
+    assert read_fused_layers(tmp_path / "eagle") == ()
+    assert read_fused_layers(tmp_path) == (1, 2, 3)
+    file = tmp_path / "config.json"
+    config = json.loads(file.read_text())
+    for layers in ([2, 1, 3], [1, 1, 2], [0, 1, 2]):
+        file.write_text(json.dumps({**config, "eagle_config": {"eagle_aux_hidden_state_layer_ids": layers}}))
+        with pytest.raises(CheckpointError, match="must ascend, from 1 on"):
+            read_fused_layers(tmp_path)
+    file.write_text(json.dumps({**config, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2]}}))
+    with pytest.raises(CheckpointError, match="shape"):
+        load(tmp_path, target)
+    del config["eagle_config"]
+    file.write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="an EAGLE head has none"):
+        load(tmp_path, target)
+    file.unlink()
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        read_fused_layers(tmp_path)

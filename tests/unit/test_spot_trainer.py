@@ -21,13 +21,14 @@ from tiny_model import make_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from paceline.distillation import checkpoints, spot
+from paceline.distillation.export import export
 from paceline.distillation.fresh_drafter import make_head, make_small_model
 from paceline.distillation.packing import Sample
 from paceline.distillation.spot import LESSON, SpotSettings, SpotTrainer, make_lesson, read_drafter
 from paceline.distillation.spot_link import SpotLink
-from paceline.distillation.target import load_model, read_samples
-from paceline.distillation.training_folder import FILE_NAME
-from paceline.drafting.drafter import is_draft_head
+from paceline.distillation.target import choose_layers, load_model, read_samples
+from paceline.distillation.training_folder import FILE_NAME, read_folder
+from paceline.drafting.drafter import is_draft_head, read_fused_layers
 from paceline.drafting.model import ModelDrafter
 from paceline.errors import CheckpointError
 
@@ -60,7 +61,8 @@ def responses_of(settings: SpotSettings, count: int = 24) -> list[Sample]:
     made = model.generate(prompts, do_sample=True, temperature=0.5, max_new_tokens=40, min_new_tokens=40)
     if settings.method == "osd":
         return [Sample(row, 4, torch.empty(len(row), 0)) for row in made]
-    return list(read_samples(load_model(Path(settings.target)), [(row, 4) for row in made], (), 4096))
+    layers = choose_layers(model.config.num_hidden_layers) if settings.method == "eagle3" else ()
+    return list(read_samples(load_model(Path(settings.target)), [(row, 4) for row in made], layers, 4096))
 
 
 def tell(settings: SpotSettings, step: int) -> None:
@@ -88,6 +90,25 @@ def test_a_head_grows_from_the_states_that_it_is_told(
     begun = load_file(tmp_path / "head" / "model.safetensors")
     assert {name: weight.shape for name, weight in weights.items()} == {n: w.shape for n, w in begun.items()}
     assert is_draft_head(tmp_path / "head")
+
+
+def test_an_eagle_3_head_says_which_layers_it_learns_from(settings: SpotSettings, tmp_path: Path) -> None:
+    deep = make_model(tmp_path / "deep", layers=4, tie=False)
+    make_head(deep, tmp_path / "head", "eagle3", seed=0)
+    settings = msgspec.structs.replace(
+        settings, target=str(deep), method="eagle3", drafter=str(tmp_path / "head")
+    )
+    trainer = SpotTrainer(settings, ticking(1.0).__next__)
+    tell(settings, step=1)
+    for _ in range(3):
+        assert trainer.learn()
+    trainer.close()
+    found = read_folder(Path(settings.folder))
+    assert found is not None
+    export(*found, tmp_path / "grown", "huggingface", settings.target)
+    assert read_fused_layers(tmp_path / "grown") == read_fused_layers(tmp_path / "head") == (1, 2, 3)
+    with pytest.raises(CheckpointError, match="the target has 2 layers"):
+        make_head(make_model(tmp_path / "shallow"), tmp_path / "none", "eagle3", seed=0)
 
 
 def test_a_head_of_another_target_is_refused(settings: SpotSettings, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from transformers import AutoConfig, AutoTokenizer, LlamaConfig, LlamaForCausalL
 from paceline.distillation.export import export
 from paceline.distillation.methods import METHODS, MethodName, build_network
 from paceline.distillation.networks import Shared
+from paceline.distillation.target import choose_layers
 from paceline.distillation.trainer import NETWORK
 from paceline.distillation.training_folder import describe
 from paceline.errors import CheckpointError
@@ -52,14 +53,16 @@ def make_small_model(target: Path, out: Path, hidden_size: int | None, num_layer
 def make_head(target: Path, out: Path, method: MethodName, seed: int) -> None:
     """Write a head with random weights into a folder; it shares the target's embedding, head and tokenizer.
 
-    method: one of a head on the last state. torch's generator is left as it is found.
+    method: any but osd. torch's generator is left as it is found. Raises CheckpointError for EAGLE-3 and a target of
+    fewer layers than it fuses.
     """
     config = AutoConfig.from_pretrained(target, local_files_only=True).get_text_config()
     chosen, nothing = METHODS[method], torch.empty(0)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         network = build_network(chosen, Shared(nothing, nothing, config), None)
-    made = describe(network, method, chosen.objective.loss, chosen.objective.temperature, ())
+    fused = choose_layers(config.num_hidden_layers) if network.num_fused else ()
+    made = describe(network, method, chosen.objective.loss, chosen.objective.temperature, fused)
     weights = {f"{NETWORK}{name}": weight.detach() for name, weight in network.named_parameters()}
     export(weights, made, out, "huggingface", str(target))
 

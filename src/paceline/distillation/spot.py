@@ -32,6 +32,7 @@ from paceline.distillation.sample_buffer import SampleBuffer
 from paceline.distillation.target import load_model, read_states, share
 from paceline.distillation.trainer import NETWORK, Trainer, load_network
 from paceline.distillation.training_folder import FILE_NAME, Description, describe, read_folder
+from paceline.drafting.drafter import read_fused_layers
 from paceline.errors import CheckpointError
 
 LESSON, SAMPLES = "lesson.safetensors", "samples"
@@ -58,7 +59,7 @@ class SpotSettings(msgspec.Struct, frozen=True):
     target: str
     """Folder of the policy as it was at first."""
     method: MethodName
-    """eagle, hass: a head; osd: a small language model."""
+    """eagle, hass, eagle3: a head; osd: a small language model."""
     drafter: str
     """Folder of the drafter as it was at first."""
     temperature: float
@@ -73,7 +74,7 @@ def make_lesson(
     """What a trainer is told.
 
     step: the training step that the samples are of, one at least. policy: newest weights, by the checkpoint's names.
-    samples: for a head with the target's last states, for a small language model with states of no width.
+    samples: for a head with the target's states, for a small language model with states of no width.
     """
     tensors = {f"{POLICY}{name}": tensor.detach() for name, tensor in policy.items()}
     tensors["ids"] = torch.cat([sample.ids.int() for sample in samples])
@@ -95,7 +96,8 @@ class SpotTrainer:
             method = method.with_loss("forward_kl")
         network = _load_drafter(method, self._shared, Path(settings.drafter))
         self._trainer = Trainer(network, self._shared, method.objective)
-        self._made = describe(network, settings.method, method.objective.loss, settings.temperature, ())
+        fused = read_fused_layers(Path(settings.drafter)) if self._is_head else ()
+        self._made = describe(network, settings.method, method.objective.loss, settings.temperature, fused)
         if (found := read_folder(self._folder)) is not None:
             self._trainer.load(found[0])
             self._made = found[1]

@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
+import msgspec
 from safetensors import SafetensorError, safe_open
 
+from paceline.errors import CheckpointError
 from paceline.types import DraftBatch, DraftQuery, Float32Array, Int32Array, Int64Array
 
 if TYPE_CHECKING:
@@ -32,6 +34,34 @@ def is_draft_head(folder: Path) -> bool:
             return "fc.weight" in set(tensors.keys())
     except (OSError, SafetensorError):
         return False
+
+
+class _EagleConfig(msgspec.Struct):
+    eagle_aux_hidden_state_layer_ids: tuple[int, ...] = ()
+
+
+class _HeadConfig(msgspec.Struct):
+    eagle_config: _EagleConfig = msgspec.field(default_factory=_EagleConfig)
+
+
+def read_fused_layers(head: Path) -> tuple[int, ...]:
+    """The target's layers whose inputs a draft head fuses (EAGLE-3), as its configuration names them; () for EAGLE.
+
+    Layer i's input is what i layers have made: `hidden_states[i]` of transformers. Raises CheckpointError for layers
+    that are not ascending from 1 on.
+    """
+    try:
+        config = msgspec.json.decode((head / "config.json").read_bytes(), type=_HeadConfig)
+    except (OSError, msgspec.DecodeError) as error:
+        raise CheckpointError(
+            f"{head}: the configuration of the draft head cannot be read ({error}): export it again"
+        ) from error
+    layers = config.eagle_config.eagle_aux_hidden_state_layer_ids
+    if list(layers) != sorted({*layers}) or min(layers, default=1) < 1:
+        raise CheckpointError(
+            f"{head}: the draft head fuses the inputs of layers {list(layers)}: these must ascend, from 1 on"
+        )
+    return layers
 
 
 class Drafter(Protocol):

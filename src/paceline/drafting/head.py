@@ -1,4 +1,4 @@
-"""The draft head: an EAGLE head drafts with the shared dice, fed by the target's own hidden states.
+"""The draft head: an EAGLE or EAGLE-3 head drafts with the shared dice, fed by the target's own hidden states.
 
 In each step it is given the states of the tokens that were decided, makes its keys and values of them, and drafts on by
 feeding itself. The next step's states overwrite what it fed itself, so that verification leaves in its cache what
@@ -24,7 +24,7 @@ import torch
 from numpy.typing import NDArray
 
 from paceline.drafting.checkpoint import check_settings, check_weights
-from paceline.drafting.head_decoder import HeadDecoder
+from paceline.drafting.head_decoder import load_head
 from paceline.drafting.model_cache import PackedStep, RowCache, RowTable, ranges
 from paceline.drafting.proposal import Draft, check_draft, grow_levels
 from paceline.drafting.token_states import TokenStates
@@ -44,7 +44,7 @@ class TargetEnds:
 
 
 class HeadDrafter:
-    """Drafts for many responses at once with an EAGLE head and the shared dice.
+    """Drafts for many responses at once with an EAGLE or EAGLE-3 head and the shared dice.
 
     checkpoint: folder with the head alone (`paceline drafter export`). The other arguments are `model.ModelDrafter`'s.
     Raises CheckpointError for another kind of checkpoint or one of another target, ConfigError for settings.
@@ -63,7 +63,7 @@ class HeadDrafter:
         self.checkpoint = Path(checkpoint)
         self.max_model_len = max_model_len
         self._target = target
-        self._decoder = HeadDecoder(
+        self._decoder = load_head(
             self.checkpoint,
             hidden_size=target.hidden_size,
             vocab_size=target.vocab_size,
@@ -147,7 +147,7 @@ class HeadDrafter:
         counts = step.counts[fed]
         starts = self._begin(rows, step.starts[fed])
         tokens = ranges((np.cumsum(step.counts) - step.counts)[fed], counts)
-        states = step.states[torch.from_numpy(tokens)]
+        states = self._decoder.begin(step.states[torch.from_numpy(tokens)])
         made = self._forward(rows, starts, counts, step.next_ids[tokens].astype(np.int64), states)
         outputs[torch.from_numpy(chosen)] = made[torch.from_numpy(np.cumsum(counts) - 1)]
         self._rows.cached[rows] = starts + counts
@@ -162,13 +162,16 @@ class HeadDrafter:
     def _forward(
         self, rows: Int64Array, starts: Int64Array, counts: Int64Array, ids: Int64Array, states: torch.Tensor
     ) -> torch.Tensor:
-        """Feed `counts[i]` pairs (state, token behind it) to row i from `starts[i]` on; rows ascend."""
+        """Feed `counts[i]` pairs (state, token behind it) to row i from `starts[i]` on; rows ascend.
+
+        states: of the target, or what was made for the token before. [num_tokens, hidden], as the result
+        """
         packed = PackedStep(rows, starts, counts, self.max_model_len, self._decoder.dtype)
         embedded = self._target.embed(torch.from_numpy(ids))
         return self._decoder.forward(embedded, states, packed, self._cache)
 
     def _logits(self, outputs: torch.Tensor) -> Float32Array:
-        made = self._target.logits(outputs)[:, : self._target.vocab_size]
+        made = self._target.logits(self._decoder.end(outputs))[:, : self._target.vocab_size]
         return np.ascontiguousarray(made.float().numpy())
 
     def _clear(self, response: int) -> None:

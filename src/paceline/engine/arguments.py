@@ -195,6 +195,17 @@ def _check_head(settings: EngineSettings, is_v2: bool) -> None:
         )
 
 
+def fused_layers(settings: EngineSettings) -> tuple[int, ...]:
+    """The target's layers whose inputs the model drafter reads; () unless that is an EAGLE-3 head.
+
+    Raises CheckpointError for one whose configuration cannot be.
+    """
+    from paceline.drafting.drafter import is_draft_head, read_fused_layers
+
+    folder = settings.model_drafter
+    return read_fused_layers(Path(folder)) if folder is not None and is_draft_head(Path(folder)) else ()
+
+
 def _speculation(settings: EngineSettings, is_v2: bool) -> dict[str, Any]:
     """vLLM's speculative method: on V1 our proposer; on V2 vLLM's own draft model, or else one that V2 can run, whose
     speculator v2/runner.py takes away."""

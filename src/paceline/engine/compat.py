@@ -75,6 +75,7 @@ __all__ = [
     "engine_args_class",
     "is_cpu",
     "platform_worker",
+    "shows_inner_states",
     "uses_v2",
     "worker_connector",
 ]
@@ -101,6 +102,13 @@ def cpu_attention_builder() -> type[Any]:
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadataBuilder
 
     return cast(type[Any], CPUAttentionMetadataBuilder)
+
+
+def shows_inner_states(model: Any) -> bool:
+    """Whether a loaded model can hand out the inputs of its layers, as vLLM's own EAGLE-3 drafts need them."""
+    from vllm.model_executor.models.interfaces import supports_eagle3
+
+    return bool(supports_eagle3(model))
 
 
 def worker_connector() -> Any:

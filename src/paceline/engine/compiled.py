@@ -55,17 +55,22 @@ def mend_cache() -> None:
 
 
 @contextmanager
-def cached_by_architecture(vllm_config: Any) -> Iterator[None]:
+def cached_by_architecture(vllm_config: Any, fused_layers: tuple[int, ...]) -> Iterator[None]:
     """While inside, the key of vLLM's compile cache leaves out what has no say in the code.
 
     That is Paceline's settings (a run's seed, folders, ports) and, for models whose code depends on their config.json
     alone, the model's folder and max_model_len: the next checkpoint of a training run does not compile again.
+
+    fused_layers: those whose inputs the code hands out (v1/hidden_states.py).
     """
 
     def compute_hash(include_version: bool = True) -> str:
         bare = copy.copy(vllm_config)
         bare.__dict__.pop("compute_hash", None)
-        bare.additional_config = {"paceline_invariant": is_invariant(vllm_config)}
+        bare.additional_config = {
+            "paceline_invariant": is_invariant(vllm_config),
+            "paceline_fused_layers": fused_layers,
+        }
         bare.speculative_config = None  # our proposer's, which names the target once more
         if _depends_on_config_alone(vllm_config.model_config):
             bare.model_config = copy.copy(vllm_config.model_config)

@@ -197,14 +197,29 @@ DOORS: tuple[Door, ...] = (
         "KeyedRunner, MultiPathRunner (v1/): sampling, drafting and the rows of draft paths",
         overrides="load_model initialize_kv_cache initialize_metadata_builders execute_model sample_tokens _sample "
         "_prepare_inputs _preprocess _get_slot_mappings _determine_batch_execution_and_padding _prepare_padding_mask "
-        "take_draft_token_ids",
+        "take_draft_token_ids use_aux_hidden_state_outputs",
         members="get_model input_batch requests drafter model_config vllm_config device discard_request_mask "
         "attn_groups kv_caches positions input_ids execute_model_state",
     ),
     Door(
         "vllm.v1.worker.gpu_model_runner:ExecuteModelState",
         "hidden states of a step (v1/hidden_states.py)",
-        members="scheduler_output hidden_states sample_hidden_states",
+        members="scheduler_output hidden_states aux_hidden_states",
+    ),
+    Door(
+        "vllm.model_executor.models.interfaces:supports_eagle3",
+        "whether a target hands out inner states (compat.py)",
+        parameters="model",
+    ),
+    Door(
+        "vllm.model_executor.models.interfaces:SupportsEagle3.set_aux_hidden_state_layers",
+        "has it hand them out (v1/hidden_states.py)",
+        parameters="layers",
+    ),
+    Door(
+        f"{RUNNER}.execute_model",
+        "keeps them apart from the last states",
+        mentions=("hidden_states, aux_hidden_states = model_output",),
     ),
     Door(
         f"{RUNNER}.load_model",
@@ -544,7 +559,7 @@ DOORS: tuple[Door, ...] = (
         MODEL_CONFIG,
         "the target: what it is, and what it may not be",
         members="model dtype seed revision quantization hf_config max_model_len logprobs_mode get_vocab_size "
-        "get_hidden_size use_mla "
+        "get_hidden_size get_total_num_hidden_layers use_mla "
         "enable_prompt_embeds is_multimodal_model is_encoder_decoder uses_mrope use_fp64_gumbel enable_trace_replay",
     ),
     Door(

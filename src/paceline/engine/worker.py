@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from paceline.engine import compiled, invariance
-from paceline.engine.arguments import check_engine
+from paceline.engine.arguments import check_engine, fused_layers, read_settings
 from paceline.engine.compat import is_cpu, platform_worker, repack_tied_head
 from paceline.engine.kv.connector import PoolConnector, worker_end
 from paceline.engine.runner import Runner
@@ -61,7 +61,8 @@ class PacelineWorker(platform_worker()):  # type: ignore[misc]
         if not (is_cpu() and compiled.is_compiled(self.vllm_config)):
             return super().determine_available_memory()  # type: ignore[no-any-return]
         compiled.mend_cache()
-        with compiled.cached_by_architecture(self.vllm_config):
+        layers = fused_layers(read_settings(self.vllm_config))
+        with compiled.cached_by_architecture(self.vllm_config, layers):
             return super().determine_available_memory()  # type: ignore[no-any-return]
 
     def _load_through(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:

@@ -20,11 +20,12 @@ import torch
 
 from paceline.distillation.export import export
 from paceline.distillation.fresh_drafter import lend_tokenizer, make_head, make_small_model
+from paceline.distillation.methods import MethodName
 from paceline.distillation.packing import Sample
 from paceline.distillation.spot import SpotSettings
 from paceline.distillation.spot_link import SpotLink
 from paceline.distillation.training_folder import Description, read_folder
-from paceline.drafting.drafter import is_draft_head
+from paceline.drafting.drafter import is_draft_head, read_fused_layers
 from paceline.engine.rollout_engine import RolloutEngine
 from paceline.errors import CheckpointError
 from paceline.planning import drafter_growth, harvest
@@ -46,7 +47,12 @@ if TYPE_CHECKING:
     from paceline.fleet.journal import Journal
 
 WORKER = "engine"
-KINDS = {False: "a small language model", True: "a draft head"}
+KINDS: dict[MethodName, str] = {
+    "osd": "a small language model",
+    "eagle": "an EAGLE head",
+    "hass": "an EAGLE head",
+    "eagle3": "an EAGLE-3 head",
+}
 STATES_BYTES = 256 << 20
 """Most memory of the hidden states of a rollout."""
 
@@ -63,10 +69,10 @@ class AdaptiveDrafter:
         self.model = self._folder / GROWN
         if not self.is_fresh:
             self.model = Path(str(recipe.engine.model_drafter))
-            if (found := is_draft_head(self.model)) != self.is_head:
+            if (found := KINDS[_method_of(self.model)]) != KINDS[section.method]:
                 raise CheckpointError(
-                    f"{self.model} is {KINDS[found]}, and adaptive_drafter.method={section.method} grows "
-                    f"{KINDS[self.is_head]}: choose another method, or give another drafter or none"
+                    f"{self.model} is {found}, and adaptive_drafter.method={section.method} grows "
+                    f"{KINDS[section.method]}: choose another method, or give another drafter or none"
                 )
         elif not self.model.is_dir():
             with unchanged_randomness():
@@ -99,6 +105,13 @@ class AdaptiveDrafter:
             export(*found, self._folder / GROWN, "huggingface", str(self._target))
             if not self.is_head:
                 lend_tokenizer(self._target, self._folder / GROWN)
+
+
+def _method_of(folder: Path) -> MethodName:
+    """A method that grows what is in a folder."""
+    if not is_draft_head(folder):
+        return "osd"
+    return "eagle3" if read_fused_layers(folder) else "eagle"
 
 
 class AdaptiveRollouts(WatchedRollouts):

@@ -147,8 +147,8 @@ class AdaptiveDrafterSection(Section):
     anew where that is unset.
     """
 
-    method: Literal["osd", "eagle", "hass"] = "osd"
-    """osd: a small language model; eagle, hass: a draft head, as in `paceline drafter train`."""
+    method: Literal["osd", "eagle", "hass", "eagle3"] = "osd"
+    """osd: a small language model; eagle, hass, eagle3: a draft head, as in `paceline drafter train`."""
     hidden_size: int | None = Field(default=None, ge=64, multiple_of=64)
     """Width of a new small language model; unset: half the policy's."""
     layers: int = Field(default=2, ge=1)

@@ -8,6 +8,7 @@ cache, KV pool) have none, so what is kept of a response begins behind them.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,37 +17,52 @@ from numpy.typing import NDArray
 from paceline.distillation.packing import Sample
 from paceline.drafting.model_cache import ranges
 from paceline.drafting.token_states import TokenStates
+from paceline.engine.compat import shows_inner_states
 from paceline.engine.v1.sampler import Rows, Verdict
-from paceline.errors import ConfigError
+from paceline.errors import CheckpointError, ConfigError, UnsupportedError
 from paceline.noise import uniform
 from paceline.types import Int32Array, Int64Array, UInt64Array
 
 
+def show_layers(target: Any, layers: tuple[int, ...], num_layers: int) -> None:
+    """Have the loaded target hand out the inputs of these of its `num_layers` layers with its last states.
+
+    Raises UnsupportedError for an architecture of which vLLM cannot do that, CheckpointError for layers that are not
+    there.
+    """
+    if not shows_inner_states(target):
+        raise UnsupportedError(
+            f"vLLM's {type(target).__name__} does not hand out the inner states that an EAGLE-3 head reads: give an "
+            "EAGLE head or a small language model"
+        )
+    if max(layers) >= num_layers:
+        raise CheckpointError(
+            f"the draft head fuses the inputs of layers {list(layers)}, and the target has layers 0 to "
+            f"{num_layers - 1}: train a head on this target (paceline drafter train)"
+        )
+    target.set_aux_hidden_state_layers(layers)
+
+
 def select_standing(
-    hidden: torch.Tensor,
-    sampled: torch.Tensor,
-    scheduled: Int64Array,
-    rows: Rows,
-    verdict: Verdict,
-    wanted: NDArray[np.bool_],
-) -> tuple[Int64Array, torch.Tensor]:
-    """(tokens of each request that stand, their states request by request), copied.
+    scheduled: Int64Array, rows: Rows, verdict: Verdict, wanted: NDArray[np.bool_]
+) -> tuple[Int64Array, Int64Array]:
+    """(tokens of each request that stand, their places among the step's tokens, request by request).
+
+    The step's tokens are those of the requests, one request behind another, and then those of the alternative paths.
 
     Args:
-        hidden: of the step's tokens, request by request; more may follow. [at least sum(scheduled), hidden]
-        sampled: of the rows that were sampled. [num_rows, hidden]
         scheduled: tokens of each request, drafts included. [num_requests]
         wanted: requests of which there is to be any. [num_requests]
     """
     prefill = scheduled - 1 - rows.num_drafts[: len(scheduled)]  # tokens of which no row was sampled
     before, after = prefill * wanted, (1 + verdict.accepted) * wanted
-    winners = rows.first[verdict.winners]
-    if not before.any():
-        return after, sampled[torch.from_numpy(ranges(winners, after))]
-    begins = len(sampled) + np.cumsum(scheduled) - scheduled
-    places = np.stack([begins, winners], axis=1).ravel()
+    behind = np.cumsum(prefill)[
+        np.minimum(verdict.winners, len(scheduled) - 1)
+    ]  # such tokens before each winner
+    begins = np.cumsum(scheduled) - scheduled
+    places = np.stack([begins, rows.first[verdict.winners] + behind], axis=1).ravel()
     lengths = np.stack([before, after], axis=1).ravel()
-    return before + after, torch.cat([sampled, hidden])[torch.from_numpy(ranges(places, lengths))]
+    return before + after, ranges(places, lengths)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +74,7 @@ class _Part:
     counts: Int64Array  # [num_responses]
     num_prompt_tokens: Int64Array  # [num_responses]
     ids: Int32Array  # [sum(counts)]
-    states: torch.Tensor  # [sum(counts), hidden]
+    states: torch.Tensor  # [sum(counts), num_states * hidden]
 
     @property
     def num_bytes(self) -> int:

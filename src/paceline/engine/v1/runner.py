@@ -16,12 +16,12 @@ from numpy.typing import NDArray
 from paceline.drafting.model_cache import ranges
 from paceline.drafting.token_states import TokenStates
 from paceline.engine import compiled, invariance
-from paceline.engine.arguments import read_settings
+from paceline.engine.arguments import fused_layers, read_settings
 from paceline.engine.compat import SamplerOutput, SpecDecodeMetadata, all_logits_processors
 from paceline.engine.keys import key_of
 from paceline.engine.kv.nan_blocks import NanBlocks
 from paceline.engine.runner import Runner, order_of, report_undrawable, report_withdrawn
-from paceline.engine.v1.hidden_states import StateCollector, select_standing
+from paceline.engine.v1.hidden_states import StateCollector, select_standing, show_layers
 from paceline.engine.v1.proposer import Proposer
 from paceline.engine.v1.sampler import PLACEHOLDER, KeyedSampler, Rows, Verdict
 from paceline.types import Int64Array, UInt64Array
@@ -71,6 +71,9 @@ class KeyedRunner:
 
     def load_model(self: Any, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)  # type: ignore[misc]
+        if layers := fused_layers(read_settings(self.vllm_config)):
+            show_layers(self.get_model(), layers, self.model_config.get_total_num_hidden_layers())
+            self.use_aux_hidden_state_outputs = True
         self.seal_model()
 
     def seal_model(self: Any) -> None:
@@ -183,9 +186,9 @@ class KeyedRunner:
         wanted = np.ones(count, np.bool_) if wanted is None else wanted
         if without := {*self.withdrawn, *self.undrawable}:
             wanted = wanted & np.array([name not in without for name in names])
-        counts, states = select_standing(
-            self.step.hidden_states, self.step.sample_hidden_states, scheduled, rows, verdict, wanted
-        )
+        counts, tokens = select_standing(scheduled, rows, verdict, wanted)
+        layers = [*(self.step.aux_hidden_states or []), self.step.hidden_states]
+        states = torch.cat([layer[torch.from_numpy(tokens)] for layer in layers], 1)
         starts = batch.num_computed_tokens_cpu[:count].astype(np.int64)
         owners, positions = np.repeat(np.arange(count), counts), ranges(starts, counts)
         ids, next_ids = (batch.token_ids_cpu[owners, positions + shift] for shift in (0, 1))
