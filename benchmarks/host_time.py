@@ -16,7 +16,6 @@ to the suffix trees, drafting and counting. `beyond_cpu_ms` and `beyond_wall_ms`
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -182,8 +181,10 @@ class Stopwatch:
         return timed
 
 
-def make_system(made: System, num_requests: int, model: Path) -> Callable[[int], dict[str, float]]:
-    """An engine whose requests run; a call takes so many steps."""
+def make_system(
+    made: System, num_requests: int, model: Path, threads: int
+) -> Callable[[int], dict[str, float]]:
+    """An engine whose requests run; a call takes so many steps. threads: that draft from the suffix trees."""
     from vllm import SamplingParams
 
     from paceline.config import BudgetSettings, EngineSettings
@@ -202,7 +203,9 @@ def make_system(made: System, num_requests: int, model: Path) -> Callable[[int],
         }  # fmt: skip
     elif made.policy is not None:
         budget = BudgetSettings.model_validate({"policy": made.policy, "fixed_tokens": NUM_DRAFTS})
-        settings = EngineSettings(max_draft_tokens=NUM_DRAFTS, budget=budget, draft_floor=0.0)
+        settings = EngineSettings(
+            max_draft_tokens=NUM_DRAFTS, budget=budget, draft_floor=0.0, suffix_threads=threads
+        )
     engine = RolloutEngine(model, settings, **sizes)
     core = engine.vllm_engine.engine_core.engine_core
     texts = make_texts(num_requests, length)
@@ -243,9 +246,10 @@ def make_system(made: System, num_requests: int, model: Path) -> Callable[[int],
     return step
 
 
-def measure(num_requests: int, steps: int, turns: int, model: Path) -> list[dict[str, Any]]:
+def measure(num_requests: int, steps: int, turns: int, model: Path, threads: int) -> list[dict[str, Any]]:
     children = {
-        made: Child(f"{made.case} {made.policy}", make_system, made, num_requests, model) for made in SYSTEMS
+        made: Child(f"{made.case} {made.policy}", make_system, made, num_requests, model, threads)
+        for made in SYSTEMS
     }
     found: dict[System, list[dict[str, float]]] = {made: [] for made in SYSTEMS}
     try:
@@ -277,19 +281,15 @@ def main() -> None:
     made = parser(__doc__)
     made.add_argument("--requests", default="1,64,256", help="batch sizes")
     made.add_argument("--steps", type=int, default=200, help="measured steps of each system")
-    made.add_argument(
-        "--threads", type=int, help="of a process (OMP_NUM_THREADS); default: as many as it gets"
-    )
+    made.add_argument("--threads", type=int, default=1, help="threads that draft from the suffix trees")
     made.add_argument("--turns", type=int, default=4, help="turns that the systems take")
     made.add_argument(
         "--model", type=Path, default=ROOT / "assets/prose-policy", help="whose vocabulary it is"
     )
     options = made.parse_args()
-    if options.threads:
-        os.environ["OMP_NUM_THREADS"] = str(options.threads)
     rows = []
     for num_requests in map(int, options.requests.split(",")):
-        rows += measure(num_requests, options.steps, options.turns, options.model)
+        rows += measure(num_requests, options.steps, options.turns, options.model, options.threads)
     publish("host_time", rows, COLUMNS, options)
 
 

@@ -88,6 +88,7 @@ class SuffixForest {
       : forest_(max_depth, shared_depth, max_bytes), num_threads_(num_threads) {
     check(max_depth >= 1 && max_depth <= kMaxDepth && shared_depth <= max_depth,
           "the context depths are out of range: choose 1 to 256 tokens, the shared depth no larger");
+    check(num_threads >= 1, "a forest drafts with at least one thread");
   }
 
   SuffixForest(const SuffixForest&) = delete;
@@ -230,8 +231,7 @@ class SuffixForest {
     groups_.clear();
     for (int64_t r = 0; r < count; ++r) groups_.push_back(forest_.use(groups(r)));
     const int64_t blocks = (count + kBlockRows - 1) / kBlockRows;
-    const int64_t most = num_threads_ > 0 ? num_threads_ : num_usual_threads();
-    const int64_t threads = std::clamp(blocks / kBlocksPerThread, int64_t{1}, most);
+    const int64_t threads = std::clamp(blocks / kBlocksPerThread, int64_t{1}, num_threads_);
     while (std::ssize(desks_) < threads) desks_.emplace_back(forest_);
     share(threads, blocks, [&](int64_t thread, int64_t block) {
       Desk& desk = desks_[static_cast<size_t>(thread)];
@@ -242,7 +242,7 @@ class SuffixForest {
   }
 
   Forest forest_;
-  int64_t num_threads_;               // at most; 0: the usual number
+  int64_t num_threads_;               // at most
   std::deque<Desk> desks_;            // of the threads
   std::vector<const Group*> groups_;  // of a call's rows
 };

@@ -13,16 +13,6 @@
 
 namespace paceline {
 
-// As many as OpenMP gives the calling thread (OMP_NUM_THREADS, torch.set_num_threads). On GPUs vLLM serves with one, because
-// threads that wait for work keep their processors busy.
-inline int64_t num_usual_threads() {
-#if defined(_OPENMP)
-  return omp_get_max_threads();
-#else
-  return 1;
-#endif
-}
-
 // Calls work(thread, i) for i = 0..count, on `threads` threads or, without OpenMP, on the caller's.
 template <typename Work>
 void share(int64_t threads, int64_t count, const Work& work) {

@@ -122,6 +122,10 @@ class EngineSettings(Section):
     suffix_depth: int = Field(default=24, ge=2, le=256)
     """Longest context, in tokens, that the suffix tree counts."""
 
+    suffix_threads: int = Field(default=1, ge=1, le=64)
+    """Threads that draft from the suffix trees, from 32 requests on. They wait for each other: use several only where
+    as many processors are idle."""
+
     suffix_memory_bytes: int = Field(default=1 << 30, ge=1 << 20)
     """Memory bound of all suffix trees; whole groups are dropped, least recently used first. The lookup drafter's bound
     too: each of its indices has the same share and forgets its oldest n-grams when it grows beyond that; prompts keep

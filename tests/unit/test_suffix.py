@@ -251,7 +251,7 @@ def test_priors_are_probabilities_that_grow_with_the_lead() -> None:
         ({"max_depth": MAX_DEPTH + 1}, f"choose 1 to {MAX_DEPTH}"),
         ({"max_bytes": 0}, "memory bound of 0 bytes"),
         ({"shared_depth": -1}, "shared context depth -1"),
-        ({"num_threads": -1}, "-1 drafting threads"),
+        ({"num_threads": 0}, "0 drafting threads"),
     ],
 )
 def test_impossible_settings_are_refused(arguments: dict[str, int], message: str) -> None:

@@ -3,8 +3,8 @@
 Owns the front door to the native forest (`csrc/suffix*.hpp`): one counted, depth-capped suffix trie per
 rollout group, fed by every response of the group as it grows. Invariant: what is drafted, evicted or
 forgotten here changes only when tokens are computed, never which. Called by the engine's fast loop once per
-step. Not thread-safe: one thread uses a forest. While it does the GIL is free, and drafts for many requests are
-shared among threads, whose number changes none of them.
+step. Not thread-safe: one thread uses a forest. While it does the GIL is free. Drafts for many requests
+may be shared among threads, whose number changes none of them.
 
 Source: Seer 3.3, 4.4 and 5 (grouped context, multi-path drafts). Differs: the distribution interpolates all
 matching contexts instead of taking the longest, with weights learned online; proposals use the verifier's own
@@ -57,12 +57,12 @@ class SuffixForest:
     """
 
     def __init__(
-        self, max_depth: int = 24, max_bytes: int = 1 << 30, shared_depth: int = 6, num_threads: int = 0
+        self, max_depth: int = 24, max_bytes: int = 1 << 30, shared_depth: int = 6, num_threads: int = 1
     ) -> None:
         """max_depth: longest context, tokens. max_bytes: bound on everything held.
 
         shared_depth: longest context of the counts that all groups share; 0 keeps groups apart. It is cut to
-        max_depth. num_threads: most threads that draft; 0: as many as OpenMP gives. Raises ConfigError.
+        max_depth. num_threads: most threads that draft. Raises ConfigError.
         """
         if not 1 <= max_depth <= MAX_DEPTH:
             raise ConfigError(
@@ -72,8 +72,8 @@ class SuffixForest:
             raise ConfigError(f"suffix memory bound of {max_bytes} bytes: choose a positive number")
         if shared_depth < 0:
             raise ConfigError(f"shared context depth {shared_depth} is negative: choose 0 (off) or more")
-        if num_threads < 0:
-            raise ConfigError(f"{num_threads} drafting threads: choose 0 (OpenMP's number) or more")
+        if num_threads < 1:
+            raise ConfigError(f"{num_threads} drafting threads: choose at least 1")
         self._native = _suffix.SuffixForest(max_depth, min(shared_depth, max_depth), max_bytes, num_threads)
 
     # -- text

@@ -602,7 +602,9 @@ def _make_drafter(settings: EngineSettings) -> tuple[Drafter | None, Float32Arra
     if settings.drafter == "suffix":
         from paceline.drafting import suffix
 
-        forest = suffix.SuffixForest(settings.suffix_depth, settings.suffix_memory_bytes)
+        forest = suffix.SuffixForest(
+            settings.suffix_depth, settings.suffix_memory_bytes, num_threads=settings.suffix_threads
+        )
         return forest, suffix.prior_calibration()
     if settings.drafter == "lookup":
         from paceline.drafting import lookup
