@@ -124,6 +124,7 @@ def generate(engine: Any, requests: list[Any], running: int) -> dict[str, Any]:
     tokens = sum(len(response.tokens) for response in responses)
     accepted = sum(step.num_accepted_tokens for step in steps)
     ahead = engine.scheduler.loop.ahead
+    drafting = None if ahead is None else ahead.drafting(0)
     full = [step for step in steps if step.num_requests == running and not step.num_prefill_tokens]
     verified = [(step.num_tokens, step.step_s - step.wait_s) for step in full]
     return {
@@ -134,9 +135,9 @@ def generate(engine: Any, requests: list[Any], running: int) -> dict[str, Any]:
         "branch_hits": sum(step.num_branch_hits for step in steps),
         "wait_s": sum(step.wait_s for step in steps),
         "model_share": sum(step.num_model_tokens for step in steps) / accepted if accepted else None,
-        "d_over_v": ahead.level_s / median([s for _, s in verified]) if ahead is not None and full else None,
-        "acceptance_rate": ahead.acceptance if ahead is not None else None,
-        "draft_s": ahead.level_s if ahead is not None else None,
+        "d_over_v": drafting[0] / median([s for _, s in verified]) if drafting and full else None,
+        "acceptance_rate": drafting and drafting[1],
+        "draft_s": drafting and drafting[0],
         "verified": verified,
         "full_tokens_per_s": sum(step.num_requests + step.num_accepted_tokens for step in full)
         / sum(step.step_s for step in full)

@@ -80,11 +80,11 @@ class EngineSettings(Section):
     further_drafters: tuple[str, ...] = Field(default=(), max_length=3)
     """Folders of further small models. With `draft_worker` each drafts in a process of its own for every response, and
     the drafts meet in its draft tree; where two propose the same token, the one that is named first is believed.
-    Without, the engine drafts with one model at a time (`RolloutEngine.use_drafter`), in training runs with the one of
-    which the draft ladder promises most."""
+    Without, the engine drafts with one model at a time (`use_drafter`), in training runs with the one of which the
+    draft ladder promises most; with `FleetSettings.help` a free worker may draft for it with another one."""
 
     draft_help: bool = False
-    """Let other workers draft ahead for this engine with the model drafter; a fleet switches it on
+    """Let other workers draft ahead for this engine, with the model drafter or a further one; a fleet switches it on
     (`FleetSettings.help`)."""
 
     adopt_leads: bool = False
@@ -201,10 +201,9 @@ class EngineSettings(Section):
             )
         if self.draft_help and (self.model_drafter is None or self.draft_worker):
             raise ValueError("draft_help needs a model_drafter, and no draft_worker of the engine's own")
-        if self.further_drafters and (self.model_drafter is None or self.draft_help):
+        if self.further_drafters and self.model_drafter is None:
             raise ValueError(
-                f"further_drafters {list(self.further_drafters)} need a model_drafter, which is the first, and no "
-                "draft_help"
+                f"further_drafters {list(self.further_drafters)} need a model_drafter, which is the first"
             )
         if self.draft_by_turns and (not self.draft_worker or self.further_drafters):
             raise ValueError(

@@ -18,6 +18,7 @@ from paceline.engine.model_steering import ModelSteering
 from paceline.engine.rollout_engine import RolloutEngine
 from paceline.engine.rungs import measure_ladder
 from paceline.errors import ConfigError, EngineError
+from paceline.planning.ladder import rate_of
 from paceline.types import Response, RolloutRequest
 
 PARAMS = SamplingParams(temperature=1.0, ignore_eos=True)
@@ -93,10 +94,14 @@ def test_the_ladder_is_measured_and_the_engine_is_as_before(
     told: list[str] = []
     drafter = engine.scheduler.loop.drafter
     names, score = engine.settings.drafter_names, engine.drafter_score()
-    ladder = measure_ladder(engine, plain, PARAMS, (0.4, 0.9), told.append)
+    made = measure_ladder(engine, plain, PARAMS, (0.4, 0.9), told.append)
+    ladder = made.ladder
+    assert ladder is not None
+    assert rate_of(made.tried[names[0]]) > rate_of(made.tried[names[1]]), "one is the target, nearly"
     assert (ladder.batch, ladder.rates) == (4, (0.4, 0.9))
     assert tuple(one.drafter for one in ladder.drafters) == names
     assert all(0.0 < one.speedup[0] <= one.speedup[1] for one in ladder.drafters)
+    assert all(one.draft_s > 0.0 for one in ladder.drafters)
     assert len(told) == 4
     assert engine.drafter_score() == score, "played drafters do not count"
     assert engine.scheduler.loop.drafter is drafter is not None

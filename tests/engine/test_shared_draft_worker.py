@@ -64,9 +64,9 @@ def generate(engines: list[RolloutEngine]) -> list[list[Tokens]]:
 
 
 def test_one_worker_drafts_for_two_engines(engines: list[RolloutEngine], wanted: list[list[Tokens]]) -> None:
-    addresses = [engine.draft_address for engine in engines]
-    assert None not in addresses
-    worker, stop = engines[0].make_draft_worker(), threading.Event()
+    addresses = [address for engine in engines for address in engine.draft_addresses]
+    assert len(addresses) == len(engines)
+    [worker], stop = engines[0].make_draft_workers(), threading.Event()
     thread = threading.Thread(
         target=serve, args=(worker, addresses, lambda: not stop.is_set(), 0.01), daemon=True
     )

@@ -1,8 +1,9 @@
-"""A free worker drafts for the stragglers of another one: roles change while running, and no token does."""
+"""A free worker drafts for the stragglers of another one, with its drafter or another: no token is another one."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -32,8 +33,22 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def helped_fleet(ray: Any, logs: Path) -> Iterator[Fleet]:
-    """Two workers with a model drafter each, which a free one uses for the other."""
+def weak_drafter(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The drafter with noise in its weights: it is right less often, and elsewhere."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    folder = shutil.copytree(DRAFTER, tmp_path_factory.mktemp("drafters") / "weak")
+    torch.manual_seed(0)
+    weights = load_file(folder / "model.safetensors")
+    noisy = {name: one + 0.3 * one.std() * torch.randn_like(one) for name, one in weights.items()}
+    save_file(noisy, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def helped_fleet(ray: Any, logs: Path, weak_drafter: Path) -> Iterator[Fleet]:
+    """Two workers with two model drafters each, of which a free one uses the first for the other."""
     patch = pytest.MonkeyPatch()
     choice = HelpChoice(Help.DRAFT, 0.0, window=8)
     patch.setattr(
@@ -44,6 +59,7 @@ def helped_fleet(ray: Any, logs: Path) -> Iterator[Fleet]:
         run_seed=3,
         drafter="none",
         model_drafter=str(DRAFTER),
+        further_drafters=(str(weak_drafter),),
         draft_window=4,
         budget=BudgetSettings(policy="fixed", fixed_tokens=4),
         decision_log=str(logs),
@@ -125,6 +141,29 @@ def test_who_helped_whom_is_decided_again_from_the_log(helped_fleet: Fleet, logs
     with DecisionReader(log) as reader:
         [tally] = replay_controller(reader)
     assert tally.num_different == 0
+
+
+def test_drafts_of_a_worker_and_of_its_helper_meet(
+    helped_fleet: Fleet, wanted: list[tuple[int, ...]], prompts: list[tuple[int, ...]]
+) -> None:
+    """The worker goes on with its own drafter, which the fleet chose, beside another one's drafts."""
+    before = helped_fleet.drafter_score()
+    helped_fleet.use_drafter(1)
+    helped_fleet.take_observations()
+    helpers: set[str | None] = set()
+    for _ in range(2):
+        assert (
+            generate(helped_fleet, requests_for(prompts), lambda: helpers.add(helper_of(helped_fleet)))
+            == wanted
+        )
+    assert helpers - {None}
+    steps = helped_fleet.take_observations()
+    assert sum(step.num_wasted_tokens for step in steps) > 0, "only what is drafted elsewhere is wasted"
+    own = sum(sum(step.further_tokens) for step in steps)
+    assert own > 5
+    assert sum(step.num_model_tokens for step in steps) - own > 5
+    assert (helped_fleet.drafter_score() - before).tried > 100
+    helped_fleet.use_drafter(0)
 
 
 def test_a_worker_that_only_drafts_changes_no_token(

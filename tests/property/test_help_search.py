@@ -20,10 +20,10 @@ from paceline.planning.help import (
 )
 from paceline.planning.window import Mode, StepTimes, tokens_per_s
 
-draftings = st.builds(Drafting, st.floats(1e-5, 0.05), st.floats(0.0, 0.99))
+draftings = st.builds(Drafting, st.floats(1e-5, 0.05), st.floats(0.0, 0.99), st.integers(0, 2))
 helpers = st.builds(
     Helper,
-    ahead=st.none() | draftings,
+    ahead=st.lists(draftings, max_size=3).map(tuple),
     inside=st.none() | draftings,
     can_copy=st.booleans(),
     can_take=st.booleans(),
@@ -47,6 +47,7 @@ def loads(draw: st.DrawFn) -> Load:
         draw(st.floats(1e-6, 0.01)),
         draw(st.floats(0.0, 0.01)),
         draw(st.booleans()),
+        draw(st.integers(0, 2)),
     )
 
 
@@ -62,12 +63,16 @@ def run_to_end(steps: list[float], response_s: float, base_s: float) -> float:
 def every_option(load: Load, helper: Helper) -> list[tuple[float, Help]]:
     steps, each_s, base_s = load.steps.tolist(), load.token_s * load.step_tokens, load.base_s + load.inside_s
     found: list[tuple[float, Help]] = []
-    if helper.ahead is not None and not load.is_helped:
-        mean_batch = sum(steps) / steps[0]
+    for ahead in helper.ahead if not load.is_helped else ():
+        mean_batch, is_other = sum(steps) / steps[0], ahead.drafter != load.drafter
         for w in range(1, MAX_WINDOW + 1):
-            verify_s = np.array(load.base_s + load.token_s * mean_batch * (w + 1))
-            times = StepTimes(1, helper.ahead.draft_s, verify_s)
-            rate = float(tokens_per_s(helper.ahead.acceptance, w, times, Mode.DECOUPLED))
+            verify_s = (
+                load.base_s + load.token_s * mean_batch * (w + 1) + (load.inside_s if is_other else 0.0)
+            )
+            times = StepTimes(1, ahead.draft_s, np.array(verify_s))
+            rate = float(tokens_per_s(ahead.acceptance, w, times, Mode.DECOUPLED))
+            if is_other:  # what the worker's own drafter brings is there too
+                rate = max(rate, load.tokens_per_step / max(w * ahead.draft_s, verify_s))
             found.append((helper.switch_s + steps[0] * load.tokens_per_step / rate, Help.DRAFT))
     if helper.can_take:
         for k in range(1, len(steps)):
@@ -153,13 +158,18 @@ def test_what_helps_depends_on_what_is_left() -> None:
     ahead, inside = Drafting(0.001, 0.8), Drafting(0.0001, 0.8)
     alone = Load(np.array([1000.0]), np.array([500.0]), 1.0, 1.0, 0.01, 0.0001)
     many = Load(np.full(32, 1000.0), np.full(32, 500.0), 1.0, 1.0, 0.01, 0.001)
-    everything = Helper(ahead, can_copy=True, can_take=True, can_train=True, switch_s=0.1, load_token_s=1e-4)
+    everything = Helper(
+        (ahead,), can_copy=True, can_take=True, can_train=True, switch_s=0.1, load_token_s=1e-4
+    )
     assert decide_help(alone, everything).kind is Help.DRAFT
     assert decide_help(many, everything).kind is Help.TAKE
     assert decide_help(alone, Helper(inside=inside, can_copy=True, switch_s=0.1)).kind is Help.COPY
     assert decide_help(alone, Helper(can_copy=True)).kind is Help.NOTHING, "it would be as slow there"
     assert decide_help(alone, Helper(can_copy=True, slowness=0.5)).kind is Help.COPY
-    assert decide_help(alone, Helper(ahead, switch_s=20.0, can_train=True)).kind is Help.TRAIN
+    assert decide_help(alone, Helper((ahead,), switch_s=20.0, can_train=True)).kind is Help.TRAIN
     assert decide_help(alone, Helper()).kind is Help.NOTHING
+    better, worse = Drafting(0.002, 0.95, 1), Drafting(0.004, 0.6, 2)
+    assert decide_help(alone, Helper((ahead, worse, better))).drafter == 1, "dearer, and more often right"
+    assert decide_help(alone, Helper((ahead, worse))).drafter == 0
     almost = Load(np.array([3.0]), np.array([500.0]), 1.0, 1.0, 0.01, 0.0001)
     assert decide_help(almost, everything).kind is Help.TRAIN, "it ends before anyone could help"

@@ -23,21 +23,23 @@ def path(tmp_path: Path) -> Path:
 
 
 def test_the_best_one_drafts(path: Path) -> None:
-    made, rung = begin_with_best(SETTINGS, path)
+    made, rung, known = begin_with_best(SETTINGS, path, keeps_others=False)
+    assert known.tried == TRIED
     assert made.model_drafters == ("models/tiny",)
     assert (rung.drafter, rung.acceptance) == ("tiny", pytest.approx(81 / 101))
 
 
-def test_of_draft_workers_the_best_one_is_the_first(path: Path) -> None:
-    made, _ = begin_with_best(SETTINGS.model_copy(update={"draft_worker": True}), path)
+def test_where_all_of_them_draft_the_best_one_is_the_first(path: Path) -> None:
+    made, *_ = begin_with_best(SETTINGS, path, keeps_others=True)
     assert made.model_drafters == ("models/tiny", "models/small")
 
 
 def test_what_cannot_be_chosen_is_refused(path: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="give both"):
-        begin_with_best(EngineSettings(model_drafter="models/small"), path)
+        begin_with_best(EngineSettings(model_drafter="models/small"), path, keeps_others=False)
+    others = SETTINGS.model_copy(update={"further_drafters": ("other",)})
     with pytest.raises(RecordError, match="the ladder of small, tiny, the drafters are small, other"):
-        begin_with_best(SETTINGS.model_copy(update={"further_drafters": ("other",)}), path)
+        begin_with_best(others, path, keeps_others=False)
     write_ladder(LadderFile(ladder=None), tmp_path / "empty.json")
     with pytest.raises(ConfigError, match="no rungs yet"):
-        begin_with_best(SETTINGS, tmp_path / "empty.json")
+        begin_with_best(SETTINGS, tmp_path / "empty.json", keeps_others=False)

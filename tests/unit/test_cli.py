@@ -105,6 +105,7 @@ def test_a_traceback_is_there_for_who_asks(
         (["--plain", "--model-drafter", "x"], 2, "drop one of them"),
         (["--draft-worker"], 2, "draft_worker needs a model_drafter"),
         (["--further-drafter", "b"], 2, "give --draft-worker, or --ladder"),
+        (["--model-drafter", "b", "--ladder", "x"], 2, "--further-drafter: give both"),
         (["--model-drafter", "b", "--draft-worker", "--further-drafter", "b"], 2, "name a folder twice"),
         (["--model-drafter", "no/such/drafter"], 3, "model folder no/such/drafter does not exist"),
         (["--drafter", "magic"], 2, "'suffix', 'lookup', 'none'"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -110,6 +111,42 @@ def test_a_token_teaches_whoever_drafted_it() -> None:
     assert loop.free.table.accepted.sum() == pytest.approx(1, rel=0.01)
     told = loop.observe(step(3, 12, 2))
     assert told.num_model_tokens == 2
+
+
+def test_a_further_drafter_inside_the_engine_is_counted_as_itself() -> None:
+    for free in ("none", "suffix"):  # alone, and in the draft trees
+        settings = EngineSettings(drafter=free, model_drafter="m", further_drafters=("n",), budget=FIXED)
+        loop = FastLoop(settings)
+        fill(loop)
+        loop.renew_model(1)
+        drafts = batch([[40, 41, 42, 43]] * 3, 0.999)
+        loop.receive(ModelDrafts(np.arange(3), np.full(3, 10), drafts, GROWTH, 0.002))
+        made = loop.propose(query(), 0)
+        loop.learn(made, np.full(3, 4, np.int32), table_of([[40, 41, 9], [40, 9], [9]]))
+        told = loop.observe(step(3, 12, 3))
+        assert (told.num_model_tokens, told.further_tokens) == (3, (3,))
+
+
+def test_another_drafter_costs_something_else_and_other_weights_the_same() -> None:
+    loop = FastLoop(EngineSettings(drafter="none", model_drafter="m", further_drafters=("n",), budget=FIXED))
+    loop.receive(ModelDrafts(np.arange(3), np.full(3, 10), batch([[4, 5]] * 3, 0.9), GROWTH, 0.002))
+    assert loop.level_s(3) == pytest.approx(0.001)
+    for place in (None, 0):
+        loop.renew_model(place)
+        assert loop.level_s(3) == pytest.approx(0.001)
+    loop.renew_model(1)
+    assert loop.level_s(3) == 0.0
+
+
+@pytest.mark.parametrize(("place", "is_resting"), [(0, True), (1, False)])
+def test_the_engines_drafter_rests_only_while_another_worker_has_the_same(
+    place: int, is_resting: bool
+) -> None:
+    loop = FastLoop(EngineSettings(model_drafter="m", further_drafters=("n",), budget=FIXED))
+    helped = SimpleNamespace(links=(None, None), is_there=True, has=lambda other: other == 0)
+    loop.ahead = helped  # type: ignore[assignment]
+    loop.renew_model(place)
+    assert (loop.order() is None) == is_resting
 
 
 def test_drafts_are_compared_up_to_what_was_decided() -> None:

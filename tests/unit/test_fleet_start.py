@@ -20,6 +20,8 @@ from paceline.fleet.chunk_log import ChunkLog
 from paceline.fleet.draft_process import DraftProcess, start_draft_process
 from paceline.fleet.fleet import Fleet
 from paceline.fleet.help_log import HelpLog
+from paceline.planning.help import Drafting
+from paceline.record.ladder_file import Ladder, LadderFile, Rungs, Tried
 from paceline.types import RolloutRequest
 
 PLAIN: dict[str, Any] = {
@@ -42,7 +44,7 @@ def idle_fleet(variant: str = "context") -> Fleet:
     fleet._actors = SimpleNamespace(vocab_size=50)  # type: ignore[assignment]
     fleet._rewards = fleet._kv_pool = fleet._journal = fleet._decision_log = None
     fleet._variant, fleet.chunks, fleet.helps = fleet.settings.variant, ChunkLog(), HelpLog()
-    fleet._finished = []
+    fleet._finished, fleet._drafter, fleet._drafting = [], 0, ()
     return fleet
 
 
@@ -121,6 +123,24 @@ def test_a_drafter_that_engines_do_not_hold_is_refused(place: int, engine: dict[
     fleet.engine_settings = EngineSettings.model_validate(engine)
     with pytest.raises(ConfigError, match=f"drafter {place}: the engines choose from"):
         fleet.use_drafter(place)
+
+
+def test_what_is_known_of_the_other_drafters_goes_with_a_rollout(monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet, told = idle_fleet(), []
+    fleet.engine_settings = EngineSettings(model_drafter="a", further_drafters=("b", "c", "d"))
+    fleet._actors.settle = lambda *_: None  # type: ignore[method-assign]
+    monkeypatch.setattr(fleet, "_tell", told.append)
+    rungs = tuple(
+        Rungs(name, (1.0,), draft_s) for name, draft_s in (("a", 0.1), ("b", 0.2), ("c", 0.3), ("d", 0.0))
+    )
+    tried = {"a": Tried(1.0, 2.0), "b": Tried(3.0, 4.0), "d": Tried(1.0, 1.0)}
+    fleet.use_ladder(LadderFile(ladder=Ladder(8, (0.5,), rungs), tried=tried))
+    fleet.use_drafter(1)
+    fleet.submit([RolloutRequest((1, 2), 10)], SimpleNamespace(**PLAIN))  # type: ignore[arg-type]
+    [event] = told
+    assert (event.drafter, event.others) == (1, (Drafting(0.1, 0.5, 0),)), (
+        "c was never tried, d's cost is unknown"
+    )
 
 
 def test_without_a_worker_no_ladder_is_measured() -> None:

@@ -27,6 +27,7 @@ from paceline.control.events import (
     WorkerLost,
     WorkerUp,
 )
+from paceline.planning.help import Drafting
 from paceline.planning.length import expected_rest
 from paceline.types import RolloutRequest, StepCosts
 
@@ -57,10 +58,12 @@ class Fleet:
         return actions
 
     def up(self, worker: str, life: int) -> None:
-        self.tell(WorkerUp(worker, life, 0, 10_000, 4, 16, f"ipc://{worker}/{life}"))
+        doors = (f"ipc://{worker}/{life}", f"ipc://{worker}/{life}/further")
+        self.tell(WorkerUp(worker, life, 0, 10_000, 4, 16, doors))
 
-    def submit(self, *lengths: int) -> None:
-        self.tell(Submitted(tuple(RolloutRequest((1, 2), n, key=i, group=i) for i, n in enumerate(lengths))))
+    def submit(self, *lengths: int, drafter: int = 0, others: tuple[Drafting, ...] = ()) -> None:
+        requests = tuple(RolloutRequest((1, 2), n, key=i, group=i) for i, n in enumerate(lengths))
+        self.tell(Submitted(requests, drafter=drafter, others=others))
 
     def report(self, worker: str, costs: StepCosts | None = SLOW, life: int = 0) -> list[Action]:
         return self.tell(Reported(worker, life, Report(1, costs=costs)))
@@ -79,10 +82,10 @@ class Fleet:
         return self.tell(Tick(self.now_s))
 
 
-def tail(workers: int = 2) -> tuple[Fleet, str, str]:
+def tail(workers: int = 2, drafter: int = 0, others: tuple[Drafting, ...] = ()) -> tuple[Fleet, str, str]:
     """A fleet in which one worker still generates; gives it and the free one."""
     fleet = Fleet(workers)
-    fleet.submit(5000, *[100] * (workers - 1))
+    fleet.submit(5000, *[100] * (workers - 1), drafter=drafter, others=others)
     busy = fleet.chunks[0].worker
     [free] = [order.worker for index, order in fleet.chunks.items() if index == 1]
     assert busy != free
@@ -101,6 +104,24 @@ def test_a_free_worker_drafts_for_the_straggler() -> None:
     *_, rest = fleet.end(0, 70)
     assert rest == Rest(free, 0)
     assert fleet.controller.state_of(free) == "up"
+
+
+@pytest.mark.parametrize(
+    ("drafter", "other", "chosen"),
+    [
+        (0, Drafting(0.001, 0.95, 1), 1),  # as cheap as the workers' own, and more often right
+        (0, Drafting(0.001, 0.3, 1), 0),
+        (0, Drafting(0.05, 0.99, 1), 0),  # dearer than the target
+        (1, Drafting(0.001, 0.3, 0), 1),  # the workers' own
+        (1, Drafting(0.001, 0.95, 0), 0),
+    ],
+)
+def test_a_free_worker_drafts_with_the_drafter_after_which_the_rollout_ends_first(
+    drafter: int, other: Drafting, chosen: int
+) -> None:
+    fleet, busy, free = tail(drafter=drafter, others=(other,))
+    door = f"ipc://{busy}/0" + "/further" * chosen
+    assert fleet.tick() == [DraftFor(free, 0, (busy,), (door,), chosen)]
 
 
 def test_one_helper_is_enough_and_the_next_straggler_gets_the_next() -> None:

@@ -16,13 +16,15 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 from paceline.engine.rollout_engine import TokenEvent
 from paceline.errors import RecordError
 from paceline.record import Note
-from paceline.record.ladder_file import Ladder, LadderFile, Rungs, read_ladder, write_ladder
+from paceline.record.ladder_file import Ladder, LadderFile, Rungs, Tried, read_ladder, write_ladder
 from paceline.training.ladder_rollouts import LadderRollouts
 from paceline.training.rollouts import WatchedRollouts
 from paceline.types import DrafterScore, Response, RolloutRequest
 
 REQUESTS = [RolloutRequest(prompt=(1, 2), max_tokens=9, key=key) for key in range(12)]
 LADDER = Ladder(8, (0.3, 0.9), (Rungs("small", (0.9, 1.5)), Rungs("tiny", (1.0, 1.4))))
+MADE = LadderFile(ladder=LADDER)
+"""Nothing is known of how often the drafters are right."""
 
 
 class Engine:
@@ -54,9 +56,9 @@ class Engine:
 class Run:
     """Rollouts with everything around them made up. measured: lengths of the responses of each measurement."""
 
-    def __init__(self, folder: Path, right: tuple[int, int], ladder: Ladder | None = LADDER) -> None:
-        """ladder: that is measured; None: its worker is lost meanwhile."""
-        self.engine, self.ladder = Engine(right), ladder
+    def __init__(self, folder: Path, right: tuple[int, int], made: LadderFile | None = MADE) -> None:
+        """made: what is measured; None: its worker is lost meanwhile."""
+        self.engine, self.made = Engine(right), made
         self.notes: list[str] = []
         self.measured: list[list[int]] = []
         clock = itertools.count()
@@ -66,10 +68,10 @@ class Run:
         watched = WatchedRollouts(engine, record, quiet, quiet)
         self.rollouts = LadderRollouts(watched, ("small", "tiny"), self.measure, folder)
 
-    def measure(self, responses: Sequence[Response], params: Any) -> Ladder | None:
+    def measure(self, responses: Sequence[Response], params: Any) -> LadderFile | None:
         self.measured.append([len(one.tokens) for one in responses])
         self.engine.use_drafter(0)
-        return self.ladder
+        return self.made
 
     def write(self, event: Note) -> None:
         self.notes.append(event.text)
@@ -106,11 +108,19 @@ def test_a_resumed_run_goes_on_with_what_it_knew(tmp_path: Path) -> None:
 
 
 def test_a_ladder_that_could_not_be_measured_is_measured_after_the_next_step(tmp_path: Path) -> None:
-    run = Run(tmp_path, right=(40, 80), ladder=None)
+    run = Run(tmp_path, right=(40, 80), made=None)
     assert [run.step(number) for number in (1, 2)] == [0, 0]
-    run.ladder = LADDER
+    run.made = MADE
     assert [run.step(number) for number in (3, 4)] == [0, 1]
     assert len(run.measured) == 3
+
+
+def test_a_drafter_that_was_measured_to_be_seldom_right_is_not_tried(tmp_path: Path) -> None:
+    tried = {"small": Tried(99.0, 100.0), "tiny": Tried(10.0, 100.0)}
+    run = Run(tmp_path, right=(40, 80), made=LadderFile(ladder=LADDER, tried=tried))
+    assert [run.step(number) for number in (1, 2, 3)] == [0, 0, 0]
+    kept = read_ladder(tmp_path / "ladder.json").tried
+    assert kept["small"].tried == pytest.approx(1200 * (1 + 0.9 + 0.81)), "the step has shown more of it"
 
 
 def test_a_ladder_of_other_drafters_is_refused(tmp_path: Path) -> None:

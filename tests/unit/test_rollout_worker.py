@@ -33,7 +33,7 @@ class CountingEngine:
     vocab_size: int = 64
     kv_pool_obstacle: str | None = "2 workers"
     invariance_gap: str | None = "experts"
-    draft_address: str | None = None
+    draft_addresses: tuple[str, ...] = ()
     running: dict[int, RolloutRequest] = field(default_factory=dict)
     failure: Exception | None = None
     failing: set[int] = field(default_factory=set)
@@ -62,6 +62,9 @@ class CountingEngine:
 
     def drafter_score(self) -> DrafterScore:
         return DrafterScore(tried=4)
+
+    def make_draft_workers(self) -> list[Any]:
+        return []
 
     def use_drafter(self, place: int) -> None:
         self.drafter = place

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from pydantic import ValidationError
@@ -37,11 +37,6 @@ from paceline.planning.ladder import Rung, rank_drafters, rate_of
 from paceline.record.ladder_file import Ladder, LadderFile, Tried, write_ladder
 from paceline.terminal.tables import make_table
 from paceline.types import RolloutRequest
-
-if TYPE_CHECKING:
-    from vllm import SamplingParams
-
-    from paceline.engine.rollout_engine import RolloutEngine
 
 
 def ladder(
@@ -159,22 +154,9 @@ def _measure(job: _Job, console: Console) -> LadderFile:
         engine = job.launch.start()
     with engine:
         responses = engine.generate(requests, params)
-        made = measure_ladder(
+        return measure_ladder(
             engine, responses, params, tell=lambda text: console.print(text, highlight=False)
         )
-        tried = {name: _try(engine, place, requests, params) for place, name in enumerate(job.names)}
-    return LadderFile(ladder=made, tried=tried)
-
-
-def _try(
-    engine: RolloutEngine, place: int, requests: Sequence[RolloutRequest], params: SamplingParams
-) -> Tried:
-    """How often a drafter is right by itself."""
-    engine.use_drafter(place)
-    before = engine.drafter_score()
-    engine.generate(requests, params)
-    score = engine.drafter_score() - before
-    return Tried(score.right, score.tried)
 
 
 def ladder_table(target: str, made: Ladder, ranked: Sequence[Rung]) -> Table:

@@ -255,6 +255,8 @@ class Controller:
             None,
             _Rollout(event.true_lengths, event.variant or self._settings.variant or "even"),
         )
+        if self._helping is not None:
+            self._helping.use_drafters(event.drafter, event.others)
         actions: list[Action] = []
         for index, request in enumerate(event.requests):
             kept = event.kept.get(index)
@@ -700,11 +702,10 @@ class Controller:
                     actions.append(helping.draft(pair, doors))
         return actions
 
-    def _door(self, place: Place) -> tuple[Place, str] | None:
+    def _door(self, place: Place) -> tuple[Place, tuple[str, ...]] | None:
         """Where others may draft for a worker."""
         facts = self._workers[place.worker].facts
-        address = None if facts is None else facts.draft_address
-        return None if address is None else (place, address)
+        return (place, facts.draft_addresses) if facts is not None and facts.draft_addresses else None
 
     def expected_rest(self, worker: str, chunk: int, num_tokens: int) -> int:
         """Tokens that the response of a running chunk will still get, now that it has `num_tokens`."""

@@ -17,7 +17,7 @@ import msgspec
 from paceline.config import Variant
 from paceline.control.packed import TOKEN_BYTES, Digest, Packed
 from paceline.errors import PacelineError
-from paceline.planning.help import Help
+from paceline.planning.help import Drafting, Help
 from paceline.types import (
     DrafterScore,
     DraftSharingCounters,
@@ -172,6 +172,10 @@ class Submitted:
     """Response tokens of each request, for the oracle."""
     variant: Variant | None = None
     """How this rollout is dispatched; None: as the settings say."""
+    drafter: int = 0
+    """With which of their model drafters the engines draft, by its place in their settings."""
+    others: tuple[Drafting, ...] = ()
+    """The other ones, as far as it is known what they cost and how often they are right."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,8 +201,8 @@ class WorkerUp:
     block_tokens: int
     max_concurrency: int
     """Most responses that decode at once."""
-    draft_address: str | None = None
-    """Where other workers may draft for it; None: nowhere."""
+    draft_addresses: tuple[str, ...] = ()
+    """Where other workers may draft for it, with each of its model drafters by place; empty: nowhere."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,6 +322,8 @@ class DraftFor:
     life: int
     helped: tuple[str, ...]
     addresses: tuple[str, ...]
+    drafter: int = 0
+    """The place of the model drafter to draft with."""
 
 
 @dataclass(frozen=True, slots=True)

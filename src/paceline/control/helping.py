@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -31,6 +31,10 @@ class Place(NamedTuple):
 
     worker: str
     life: int
+
+
+Doors: TypeAlias = Mapping[str, tuple[Place, tuple[str, ...]]]
+"""The busy workers that can be drafted for, and at which address with each of the drafters, by place."""
 
 
 class Remainder(NamedTuple):
@@ -57,6 +61,8 @@ class Pair:
     """copy, take: of which responses, those with the longest rests."""
     address: str = ""
     """draft: where."""
+    drafter: int = 0
+    """draft: with which, by place."""
 
 
 class _Busy(NamedTuple):
@@ -75,10 +81,16 @@ class Helping:
 
     kinds: frozenset[Help]
     """How workers that fall free may help."""
+    _drafter: int = 0  # the engines' own, by place
+    _others: tuple[Drafting, ...] = ()  # that they have too
     _ends: Ends = field(default_factory=Ends)
     _busy: dict[str, _Busy] = field(default_factory=dict)
     _pairs: dict[str, list[Pair]] = field(default_factory=dict)  # by helper; those that draft or run a copy
     _helped: dict[str, Help] = field(default_factory=dict)
+
+    def use_drafters(self, drafter: int, others: Sequence[Drafting]) -> None:
+        """A rollout begins: with which drafter the engines draft, and what is known of the others (`Submitted`)."""
+        self._drafter, self._others = drafter, tuple(others)
 
     def predict(
         self, worker: str, left: Sequence[Remainder], costs: StepCosts | None, *, can_move: bool
@@ -92,7 +104,7 @@ class Helping:
             self._busy.pop(worker, None)
             return
         ordered = sorted(left, key=lambda one: -one.rest_tokens)
-        load = _make_load(ordered, costs, worker in self._helped)
+        load = _make_load(ordered, costs, worker in self._helped, self._drafter)
         self._ends.put(worker, load.end_s)
         chunks = tuple(one.chunk for one in ordered)
         self._busy[worker] = _Busy(load, costs, chunks, can_move and ordered[0].may_race, can_move)
@@ -125,23 +137,25 @@ class Helping:
                 actions.append(LoseDrafter(*helped))
         return [*actions, *(self._order(helper) for helper in sorted(left & idle))]
 
-    def assign(self, drafters: Collection[Place], doors: Mapping[str, tuple[Place, str]]) -> list[Action]:
+    def assign(self, drafters: Collection[Place], doors: Doors) -> list[Action]:
         """Workers that do nothing but draft: whoever is busy and has no help gets the one that helps the fewest.
 
-        Who ends last goes first, ties by name. doors: the busy workers that can be drafted for, and at which address.
+        Who ends last goes first, ties by name. They draft with the engines' own drafter.
         """
         alone = sorted(name for name in doors if name not in self._helped) if drafters else []
         alone.sort(key=lambda name: -self._busy[name].load.end_s if name in self._busy else -math.inf)
         changed: dict[Place, None] = {}
         for name in alone:
             helper = min(drafters, key=lambda place: len(self.find(place.worker)))
-            self.add(Pair(helper, doors[name][0], Help.DRAFT, address=doors[name][1]))
+            place, addresses = doors[name]
+            pair = Pair(helper, place, Help.DRAFT, address=addresses[self._drafter], drafter=self._drafter)
+            self.add(pair)
             changed[helper] = None
         return [self._order(helper) for helper in changed]
 
-    def draft(self, pair: Pair, doors: Mapping[str, tuple[Place, str]]) -> Action:
+    def draft(self, pair: Pair, doors: Doors) -> Action:
         """A worker drafts for another one from now on."""
-        self.add(replace(pair, address=doors[pair.helped.worker][1]))
+        self.add(replace(pair, address=doors[pair.helped.worker][1][pair.drafter]))
         return self._order(pair.helper)
 
     def _order(self, helper: Place) -> Action:
@@ -150,7 +164,10 @@ class Helping:
         if not pairs:
             return Rest(*helper)
         return DraftFor(
-            *helper, tuple(pair.helped.worker for pair in pairs), tuple(pair.address for pair in pairs)
+            *helper,
+            tuple(pair.helped.worker for pair in pairs),
+            tuple(pair.address for pair in pairs),
+            pairs[0].drafter,
         )
 
     def add(self, pair: Pair) -> None:
@@ -176,11 +193,11 @@ class Helping:
         self,
         free: Mapping[Place, StepCosts | None],
         busy: Iterable[Place],
-        doors: Mapping[str, tuple[Place, str]],
+        doors: Doors,
     ) -> list[Pair]:
         """Whom free workers help so that the rollout ends sooner.
 
-        free: with what their own steps cost when they had some. doors: as of `assign`.
+        free: with what their own steps cost when they had some.
         """
         places = {place.worker: place for place in busy}
         pairs: list[Pair] = []
@@ -194,7 +211,8 @@ class Helping:
             choice = decide_help(helped.load, able)
             if choice.kind is Help.NOTHING:
                 break
-            pairs.append(Pair(helper, places[latest], choice.kind, _chosen(helped.chunks, choice)))
+            chunks = _chosen(helped.chunks, choice)
+            pairs.append(Pair(helper, places[latest], choice.kind, chunks, drafter=choice.drafter))
             if choice.kind is Help.DRAFT:
                 self._ends.put(latest, choice.end_s)
                 self._mark(latest)
@@ -205,14 +223,15 @@ class Helping:
     def _describe(self, helped: _Busy, own: StepCosts | None, *, can_draft: bool) -> Helper:
         """What a free worker can do for that one. own: what its steps cost."""
         costs = helped.costs
-        drafting = Drafting(costs.draft_s, costs.acceptance) if costs.draft_s > 0.0 else None
+        drafting = Drafting(costs.draft_s, costs.acceptance, self._drafter) if costs.draft_s > 0.0 else None
+        ahead = self._others if drafting is None else (drafting, *self._others)
         slowness = 1.0
         if own is not None:
             step_s, own_s = (one.base_s + one.token_s * costs.step_tokens for one in (costs, own))
             slowness = own_s / step_s
             slowness = 1.0 if 1.0 - LEAST_LEAD < slowness < 1.0 / (1.0 - LEAST_LEAD) else slowness
         return Helper(
-            ahead=drafting if can_draft and Help.DRAFT in self.kinds else None,
+            ahead=ahead if can_draft and Help.DRAFT in self.kinds else (),
             inside=drafting if can_draft and not costs.inside_s else None,  # else the helped one has the same
             can_copy=helped.can_copy and Help.COPY in self.kinds,
             can_take=helped.can_take and Help.TAKE in self.kinds,
@@ -227,7 +246,7 @@ def _chosen(chunks: tuple[int, ...], choice: HelpChoice) -> tuple[int, ...]:
     return chunks[: {Help.COPY: 1, Help.TAKE: choice.num_taken}.get(choice.kind, 0)]
 
 
-def _make_load(ordered: Sequence[Remainder], costs: StepCosts, is_helped: bool) -> Load:
+def _make_load(ordered: Sequence[Remainder], costs: StepCosts, is_helped: bool, drafter: int) -> Load:
     """ordered: the longest rest first."""
     return Load(
         np.array([one.rest_tokens for one in ordered], dtype=np.float64) / costs.tokens_per_step,
@@ -238,4 +257,5 @@ def _make_load(ordered: Sequence[Remainder], costs: StepCosts, is_helped: bool) 
         costs.token_s,
         costs.inside_s,
         is_helped,
+        drafter,
     )

@@ -155,16 +155,18 @@ class DraftAhead:
         """What each worker has done, as far as was heard."""
         return tuple(link.counts for link in self.links)
 
-    @property
-    def acceptance(self) -> float:
-        """Of the model drafter's tokens, as its worker has told; 0 before it has drafted."""
-        latest = self._workers[0].latest
-        return latest.mean_acceptance if latest is not None else 0.0
+    def has(self, place: int) -> bool:
+        """Whether the worker that drafts with the model drafter of this place may be counted on."""
+        return self.links[place].is_there
 
-    @property
-    def level_s(self) -> float:
-        """What the model drafter takes for one more token of all responses; 0 before it has drafted."""
-        return self._workers[0].level_s
+    def drafting(self, place: int) -> tuple[float, float] | None:
+        """What that drafter takes for one more token of all responses, and how often its tokens are accepted, as its
+        worker has told; None before it has drafted.
+        """
+        worker = self._workers[place]
+        if worker.latest is None or not worker.level_s:
+            return None
+        return worker.level_s, worker.latest.mean_acceptance
 
     # -- a step
 

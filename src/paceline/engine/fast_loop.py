@@ -109,6 +109,10 @@ class _Recent:
         self.num_right = _KEPT * self.num_right + float(outcomes.sum())
         self.num_told = _KEPT * self.num_told + outcomes.size
 
+    def forget_drafts(self) -> None:
+        """Another model drafts."""
+        self.num_right, self.num_told = 1.0, 2.0
+
     @property
     def tokens_per_step(self) -> float:
         """Of a response."""
@@ -145,6 +149,7 @@ class FastLoop:
         self._now = self.budget
         self._steering = ModelSteering()
         self._arrived: ModelDrafts | None = None
+        self._place = 0  # in the settings, of the model drafter inside the engine
         self._pending: tuple[StepObservation, float] | None = None
         self._draft_s = 0.0  # what the model drafts of the present step took
         self._batch_size = 0
@@ -286,13 +291,19 @@ class FastLoop:
             self.drafter, self._resting = self._resting, self.drafter
             self.drafting = wanted
 
-    def renew_model(self) -> None:
-        """The model drafter has other weights: nothing that was learned about the old ones counts."""
+    def renew_model(self, place: int | None = None) -> None:
+        """The model drafter has other weights: nothing that was learned about the old ones counts.
+
+        place: another one of the model drafters drafts from now on, that of this place in the settings.
+        """
         self._arrived = None
+        is_other = place is not None and place != self._place
+        self._place = self._place if place is None else place
+        self._recent.forget_drafts()
         self.model = Learned(_model_prior(self._settings), self._settings.sharpness)
         self.watch.renew()
-        self._steering.renew()
-        self._log.write_new_drafter()
+        self._steering.renew(is_other=is_other)
+        self._log.write_new_drafter(is_other)
 
     def sharing_counters(self) -> DraftSharingCounters:
         """What this engine has told the draft servers and heard from them; zeros without any."""
@@ -326,7 +337,8 @@ class FastLoop:
     @property
     def may_draft(self) -> bool:
         """Whether `propose` can draft anything; without it a step is plain decoding and needs no proposal."""
-        has_drafter = self.drafter is not None or self.watch.is_used or bool(self._leads)
+        has_others = self.ahead is not None and len(self.ahead.links) > 1
+        has_drafter = self.drafter is not None or self.watch.is_used or has_others or bool(self._leads)
         return self.drafting and has_drafter and self._settings.budget.policy != "off"
 
     def propose(
@@ -357,7 +369,7 @@ class FastLoop:
         lengths = budget.decide(snapshot, self._now, self._settings.budget)
         self._expected = budget.expected_accepted(snapshot, lengths)
         self._num_drafted = int(lengths.sum())
-        judged = model is not None and num_other_tokens == 0
+        judged = model is not None and num_other_tokens == 0 and not self._is_helped
         alone = free.path_probability if judged and free is not None else None
         self._log.write_budget(num_context_tokens, snapshot, lengths, judged, alone)
         if judged:
@@ -395,7 +407,7 @@ class FastLoop:
         if self._trees is None:
             alone = next((made for made in fresh if made is not None), None)
             return _no_drafts(len(query.groups)) if alone is None else alone
-        for source, made in zip((Source.FREE, Source.MODEL), fresh, strict=True):
+        for source, made in zip((Source.FREE, Source.MODEL - self._place), fresh, strict=True):
             if made is not None:
                 self._trees.add(source, query.responses, query.positions, made, anew=True)
         if self._leads:
@@ -465,7 +477,7 @@ class FastLoop:
 
         Under a fixed budget it never rests: that is speculation as it is commonly done.
         """
-        is_elsewhere = self._settings.draft_worker or (self.ahead is not None and self.ahead.is_there)
+        is_elsewhere = self._settings.draft_worker or (self.ahead is not None and self.ahead.has(self._place))
         if not self.watch.is_used or is_elsewhere or not self.may_draft:
             return None
         batch, step_time = max(self._batch_size, 1), self._now.decode_time
@@ -527,7 +539,7 @@ class FastLoop:
                 self.ahead.learn(proposal.responses, proposal.batch, right, seen)
         elif proposal.candidates[-1] is not None:  # the model's, which were alone
             self._accepted = NO_TOKENS.copy()
-            self._accepted[Source.MODEL] = accepted.sum()
+            self._accepted[Source.MODEL - self._place] = accepted.sum()
 
     def observe(self, step: StepObservation) -> StepObservation:
         """A measured step, returned with what the loop knows of it: whose drafts were accepted, what waiting took.
@@ -568,6 +580,15 @@ class FastLoop:
             num_branch_hits=total.num_hits,
         )
 
+    def level_s(self, batch: int) -> float:
+        """What the engine's model drafter takes for a token of each of `batch` requests; 0 before it has drafted."""
+        return self._steering.level_s(batch)
+
+    @property
+    def _is_helped(self) -> bool:
+        """Whether drafts may come from outside."""
+        return self.ahead is not None and self.ahead.is_there
+
     def step_costs(self) -> StepCosts | None:
         """What the steps of the present batch cost and bring; None before any was measured."""
         if not self.budget.decode_time.num_observations or not self._recent.num_decoded:
@@ -575,14 +596,15 @@ class FastLoop:
         batch, far = max(self._batch_size, 1), 1 + FAR_TOKENS
         near_s, far_s = predict_s(self._now.decode_time, [batch, batch * far]).tolist()
         token_s = max(far_s - near_s, 0.0) / (batch * FAR_TOKENS)
-        draft_s, acceptance = self._steering.level_s(batch), self._recent.acceptance
-        is_helped = self.ahead is not None and self.ahead.is_there
-        if self.ahead is not None and is_helped and self.ahead.level_s:
-            draft_s, acceptance = self.ahead.level_s, self.ahead.acceptance
+        drafting = self.level_s(batch), self._recent.acceptance
+        is_elsewhere = self.ahead is not None and self.ahead.has(self._place)
+        if self.ahead is not None and is_elsewhere:
+            drafting = self.ahead.drafting(self._place) or drafting
+        draft_s, acceptance = drafting
         return StepCosts(
             base_s=max(near_s - token_s * batch, 1e-6),
             token_s=token_s,
-            inside_s=0.0 if is_helped else self._steering.drafting_s,
+            inside_s=0.0 if is_elsewhere else self._steering.drafting_s,
             tokens_per_step=self._recent.tokens_per_step,
             step_tokens=self._recent.step_tokens,
             draft_s=draft_s,

@@ -150,10 +150,10 @@ class EngineLog:
                 )
             )
 
-    def write_new_drafter(self) -> None:
+    def write_new_drafter(self, is_other: bool) -> None:
         """The model drafter has other weights."""
         if self._writer is not None:
-            self._writer.write(NewDrafterLine())
+            self._writer.write(NewDrafterLine(is_other=is_other))
 
     def write_step(self, step: StepObservation, expected_tokens: float) -> None:
         """A measured step, when the budget learns from it."""

@@ -72,7 +72,7 @@ def replay_engine(reader: DecisionReader) -> list[Tally]:
                 growth = DraftGrowth(line.num_levels, line.num_rows, line.seconds)
                 replay.steering.receive(growth, line.num_requests, line.reading_s)
             case NewDrafterLine():
-                replay.steering.renew()
+                replay.steering.renew(is_other=line.is_other)
             case PathsGainLine():
                 replay.trust = paths.update_trust(replay.trust, line.promised, line.gained)
             case _:

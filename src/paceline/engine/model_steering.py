@@ -20,13 +20,14 @@ class ModelSteering:
     """One per engine."""
 
     def __init__(self) -> None:
-        self._level_time = StepTimeModel.initial()
-        self._drafting_s, self._num_drafting, self._reading_s = 0.0, 0, 0.0
-        self.renew()
+        self.renew(is_other=True)
 
-    def renew(self) -> None:
-        """Another drafter of the same cost: whether it pays is not known yet."""
+    def renew(self, *, is_other: bool) -> None:
+        """The drafter has other weights: whether it pays is not known yet. is_other: nor is what it costs."""
         self._worth, self._rest = drafter_worth.Worth(), drafter_worth.Rest()
+        if is_other:
+            self._level_time = StepTimeModel.initial()
+            self._drafting_s, self._num_drafting, self._reading_s = 0.0, 0, 0.0
 
     def receive(self, growth: DraftGrowth, num_requests: int, reading_s: float) -> None:
         """What the drafts of the coming step cost, and for how many requests they are.

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from paceline.distillation.packing import Sample
     from paceline.drafting.draft_worker import DraftWorker
     from paceline.drafting.synthetic import Play
+    from paceline.drafting.worker_link import WorkerLink
 
 FINISH_REASONS = {"stop", "length", "abort", "repetition"}
 """Ways to end that are no failure."""
@@ -483,8 +484,10 @@ class RolloutEngine:
         place that has no model, UnsupportedError where none drafts inside this engine, or with model runner V2.
         """
         self._check_idle()
-        self._check_model_drafter()
-        assert self.settings is not None
+        if self.settings is None or self.settings.model_drafter is None or self.settings.draft_worker:
+            raise UnsupportedError(
+                "no model drafts inside this engine: start it with model_drafter, and without draft_worker"
+            )
         if self._engine.vllm_config.use_v2_model_runner:
             raise UnsupportedError(
                 "vLLM's model runner V2 has one draft model: use_drafter is for V1, the CPU's"
@@ -495,7 +498,7 @@ class RolloutEngine:
                 "further_drafters"
             )
         self._engine.collective_rpc("use_drafter", args=(place, played))
-        self.scheduler.loop.renew_model()
+        self.scheduler.loop.renew_model(place)
 
     def drop_drafter(self) -> None:
         """Draft without the model drafter until weights are pushed to it: those that it has are no good."""
@@ -577,22 +580,28 @@ class RolloutEngine:
         return counters
 
     @property
-    def draft_address(self) -> str | None:
-        """Where other workers may draft for this engine; None: nowhere (`EngineSettings.draft_help`)."""
-        if self.settings is None or not self.settings.draft_help:
-            return None
-        address: str = self.scheduler.loop.ahead.links[0].settings.address
-        return address
+    def draft_addresses(self) -> tuple[str, ...]:
+        """Where other workers may draft for this engine with each of its model drafters, by place in the settings;
+        empty: nowhere (`EngineSettings.draft_help`).
+        """
+        return tuple(link.settings.address for link in self._doors)
 
-    def make_draft_worker(self) -> DraftWorker:
-        """What drafts for other engines with this one's model drafter, loaded once more."""
+    def make_draft_workers(self) -> list[DraftWorker]:
+        """What drafts for other engines with each of this one's model drafters, which are loaded once more."""
         from paceline.drafting.draft_worker import load_worker
 
-        return load_worker(self.scheduler.loop.ahead.links[0].settings)
+        return [load_worker(link.settings) for link in self._doors]
 
     def lose_drafter(self) -> None:
         """Whoever drafted for this engine does so no more."""
-        self.scheduler.loop.ahead.links[0].let_go()
+        for link in self._doors:
+            link.let_go()
+
+    @property
+    def _doors(self) -> Sequence[WorkerLink]:
+        """This engine's end of other workers' help, by drafter."""
+        is_open = self.settings is not None and self.settings.draft_help
+        return self.scheduler.loop.ahead.links if is_open else ()
 
     def step_costs(self) -> StepCosts | None:
         """What steps cost and bring, as measured lately; None before any was, or without Paceline's settings."""

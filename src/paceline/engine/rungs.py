@@ -1,8 +1,9 @@
 """Measures the draft ladder's rungs on the running engine: what does each drafter gain at which acceptance rate?
 
 Responses of an earlier run are generated again, plainly and with each of the engine's model drafters, which really
-drafts while its tokens are right as often as wanted (drafting/synthetic.py). The tokens are the same every time; the
-time of the steps is the measurement. Called by the `ladder` command and by training runs, between rollouts.
+drafts while its tokens are right as often as wanted (drafting/synthetic.py), and once by itself. The tokens are the
+same every time; the time of the steps is the measurement. Called by the `ladder` command and by training runs, between
+rollouts.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import numpy as np
 from paceline.drafting.synthetic import Play
 from paceline.engine.rollout_engine import RolloutEngine
 from paceline.errors import EngineError
-from paceline.record.ladder_file import Ladder, Rungs
+from paceline.record.ladder_file import Ladder, LadderFile, Rungs, Tried
 from paceline.types import Response, RolloutRequest
 
 if TYPE_CHECKING:
@@ -38,8 +39,9 @@ def measure_ladder(
     params: SamplingParams,
     rates: Sequence[float] = RATES,
     tell: Callable[[str], None] = lambda text: None,
-) -> Ladder:
-    """The ladder at the batch of these responses, which the engine has generated with the present weights.
+) -> LadderFile:
+    """The ladder at the batch of these responses, which the engine has generated with the present weights, and how
+    often each drafter is right by itself.
 
     The model-free drafter rests meanwhile. rates: ascending. tell: called before each run. Afterwards the engine drafts
     with its first model, of which it has learned nothing; its drafters' score is as before.
@@ -66,6 +68,8 @@ def measure_ladder(
     names = engine.settings.drafter_names
     loop = engine.scheduler.loop
     seconds: dict[str, list[float]] = {}
+    draft_s: dict[str, float] = {}
+    tried: dict[str, Tried] = {}
     free, loop.drafter = loop.drafter, None
     score = loop.watch.score
     try:
@@ -76,17 +80,30 @@ def measure_ladder(
                 tell(f"{name} at an acceptance rate of {rate:g}")
                 engine.use_drafter(place, Play(known, rate))
                 seconds.setdefault(name, []).append(_generate_s(engine, requests, params))
+            draft_s[name] = loop.level_s(len(requests))
+            tried[name] = _try(engine, place, requests, params)
         plain_s.append(_plain_s(engine, requests, params))
     finally:
         loop.drafter, loop.watch.score = free, score
         engine.use_drafter(0)
-    drafters = [Rungs(name, _speedups(sum(plain_s) / 2, own)) for name, own in seconds.items()]
-    return Ladder(len(requests), tuple(rates), tuple(drafters))
+    drafters = [Rungs(name, _speedups(sum(plain_s) / 2, own), draft_s[name]) for name, own in seconds.items()]
+    return LadderFile(ladder=Ladder(len(requests), tuple(rates), tuple(drafters)), tried=tried)
 
 
 def _speedups(plain_s: float, seconds: Sequence[float]) -> tuple[float, ...]:
     """By rate; whoever is right more often is not slower."""
     return tuple(np.maximum.accumulate(plain_s / np.array(seconds)).tolist())
+
+
+def _try(
+    engine: RolloutEngine, place: int, requests: Sequence[RolloutRequest], params: SamplingParams
+) -> Tried:
+    """How often a drafter is right by itself."""
+    engine.use_drafter(place)
+    before = engine.drafter_score()
+    engine.generate(requests, params)
+    score = engine.drafter_score() - before
+    return Tried(score.right, score.tried)
 
 
 def _plain_s(engine: RolloutEngine, requests: Sequence[RolloutRequest], params: SamplingParams) -> float:

@@ -163,7 +163,7 @@ class Actors:
 
 def _up(worker: str, life: int, facts: Facts) -> WorkerUp:
     return WorkerUp(
-        worker, life, 0, facts.num_kv_blocks, facts.block_tokens, facts.max_concurrency, facts.draft_address
+        worker, life, 0, facts.num_kv_blocks, facts.block_tokens, facts.max_concurrency, facts.draft_addresses
     )
 
 

@@ -113,7 +113,8 @@ def describe(action: Action) -> str:
         case Adopt(worker, life, chunk, start, tokens):
             return f"{worker} (life {life}) hears of chunk {chunk} {len(tokens) // 4} tokens from {start} on"
         case DraftFor(worker, life, helped):
-            return f"{worker} (life {life}) drafts for {', '.join(helped)}"
+            which = f" with drafter {action.drafter}" if action.drafter else ""
+            return f"{worker} (life {life}) drafts for {', '.join(helped)}{which}"
         case Rest(worker, life):
             return f"{worker} (life {life}) rests"
         case LoseDrafter(worker, life):

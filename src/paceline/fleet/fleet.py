@@ -63,6 +63,8 @@ from paceline.fleet.rewards import Reward, RewardFunction
 from paceline.fleet.rollout_worker import EngineSpec
 from paceline.fleet.status import StatusBoard, WorkerStatus
 from paceline.fleet.weights import pack_weights
+from paceline.planning.help import Drafting
+from paceline.record.ladder_file import LadderFile, Tried
 from paceline.types import (
     DrafterScore,
     DraftSharingCounters,
@@ -77,7 +79,6 @@ if TYPE_CHECKING:
     from vllm import SamplingParams
 
     from paceline.fleet.reward_pool import RewardPool, Scored
-    from paceline.record.ladder_file import Ladder
 
 LOGGER = logging.getLogger(__name__)
 
@@ -142,6 +143,8 @@ class Fleet:
         self._weights: Any = None
         self._requests: tuple[RolloutRequest, ...] = ()
         self._variant: Variant | None = self.settings.variant
+        self._drafter = 0
+        self._drafting: tuple[Drafting, ...] = ()
         self._params: SamplingParams | None = None
         self._journal: Journal | None = None
         self._finished: list[Finished] = []
@@ -201,13 +204,12 @@ class Fleet:
         """
         settings, engine = self.settings, self.engine_settings
         is_possible = is_one_machine and engine.model_drafter is not None and not engine.draft_worker
-        is_possible = is_possible and not engine.further_drafters
         is_possible = is_possible and not is_draft_head(Path(str(engine.model_drafter)))
         if (settings.num_drafters or settings.help == "draft") and not is_possible:
             asked = f"roles {settings.roles!r}" if settings.num_drafters else "help 'draft'"
             raise ConfigError(
-                f"{asked}: drafters need a model_drafter that is no draft head, no further_drafters, no draft_worker "
-                "of each engine's own, and all workers on one machine"
+                f"{asked}: drafters need a model_drafter that is no draft head, no draft_worker of each engine's "
+                "own, and all workers on one machine"
             )
         is_wanted = settings.help in {"auto", "draft"} or settings.num_drafters > 0
         return is_possible and settings.workers > 1 and is_wanted
@@ -289,9 +291,9 @@ class Fleet:
         kept = {} if journal is None else journal.find(resolved)
         self._requests, self._params, self._journal = resolved, params, journal
         try:
-            self._tell(
-                Submitted(resolved, kept, tuple(true_lengths), self._variant or self._default_variant())
-            )
+            variant = self._variant or self._default_variant()
+            others = [one for one in self._drafting if one.drafter != self._drafter]
+            self._tell(Submitted(resolved, kept, tuple(true_lengths), variant, self._drafter, tuple(others)))
         except Exception:
             self.abandon()
             raise
@@ -413,9 +415,22 @@ class Fleet:
                 f"drafter {place}: the engines choose from {list(folders)}; give EngineSettings.further_drafters, "
                 "without draft_worker"
             )
+        self._drafter = place
         self._actors.settle("use_drafter", place)
 
-    def measure_ladder(self, responses: Sequence[Response], params: SamplingParams) -> Ladder | None:
+    def use_ladder(self, known: LadderFile) -> None:
+        """What is known of the engines' drafters: from the next rollout on a free worker may help with any of those
+        whose cost and acceptance were measured (`FleetSettings.help`).
+        """
+        names = self.engine_settings.drafter_names
+        measured = () if known.ladder is None else known.ladder.drafters
+        self._drafting = tuple(
+            Drafting(one.draft_s, tried.right / tried.tried, names.index(one.drafter))
+            for one in measured
+            if one.draft_s and one.drafter in names and (tried := known.tried.get(one.drafter, Tried())).tried
+        )
+
+    def measure_ladder(self, responses: Sequence[Response], params: SamplingParams) -> LadderFile | None:
         """The draft ladder as one of the engines measures it (`engine.rungs.measure_ladder`), while the others rest.
 
         responses: generated with the present weights. None: no worker is up, or it was lost meanwhile. Raises
@@ -425,10 +440,11 @@ class Fleet:
         up = [name for name in self._controller.workers if self._controller.state_of(name) == "up"]
         if not up:
             return None
-        ladder: Ladder | None = self._actors.ask(
-            up[0], "measure_ladder", tuple(responses), params, timeout_s=self.settings.start_timeout_s
+        limit_s = self.settings.start_timeout_s
+        measured: LadderFile | None = self._actors.ask(
+            up[0], "measure_ladder", tuple(responses), params, timeout_s=limit_s
         )
-        return ladder
+        return measured
 
     def drafter_score(self) -> DrafterScore:
         """How often the engines' own model drafters were right, over all lives of all workers."""

@@ -40,6 +40,8 @@ class HelpSpan:
     """When it was ordered, by the clock that was given."""
     end_s: float
     """The same for `take`, which is but a moment."""
+    drafter: int = 0
+    """draft: with which of the model drafters, by place."""
     outcome: Outcome = ""
     """copy: it ended before the other one (won), after it (lost), or one of the two had to stop before (stopped)."""
     leader: str = ""
@@ -72,7 +74,7 @@ class HelpLog:
                 case DraftFor(worker, _, helped):
                     self._end_drafting(worker, now_s, but=helped)
                     for name in helped:
-                        span = HelpSpan(Help.DRAFT, worker, name, now_s, now_s)
+                        span = HelpSpan(Help.DRAFT, worker, name, now_s, now_s, action.drafter)
                         self._drafting.setdefault(name, span)
                 case RunChunk(worker):
                     self._end_drafting(worker, now_s)

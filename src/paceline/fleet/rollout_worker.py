@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
     from paceline.drafting.draft_worker import DraftWorker
     from paceline.engine.rollout_engine import RolloutEngine, TokenEvent
-    from paceline.record.ladder_file import Ladder
+    from paceline.record.ladder_file import LadderFile
     from paceline.types import Response
 
 
@@ -92,8 +92,8 @@ class Facts:
     max_concurrency: int
     vocab_size: int
     process: int
-    draft_address: str | None = None
-    """Where other workers may draft for it."""
+    draft_addresses: tuple[str, ...] = ()
+    """Where other workers may draft for it, with each of its model drafters."""
     kv_pool_obstacle: str | None = None
     """Why the engine goes without the fleet's KV pool."""
     invariance_gap: str | None = None
@@ -162,8 +162,9 @@ class RolloutWorker:
         self._failure: BaseException | None = None
         self._is_stopping = False
         self._engine: RolloutEngine
-        self._drafter: DraftWorker | None = None
-        self._helped: tuple[str, ...] = ()  # addresses of the engines that it drafts for
+        self._drafters: list[DraftWorker] = []  # by place; with these it drafts for other engines
+        self._helped: tuple[str, ...] = ()  # their addresses
+        self._place = 0  # of the drafter for them
         self._ready: Future[Facts] = Future()
         self._thread = threading.Thread(target=self._run, name="paceline engine", daemon=True)
         self._thread.start()
@@ -191,7 +192,7 @@ class RolloutWorker:
                 case Adopt():
                     self._order(self._adopt, order)
                 case DraftFor():
-                    self._order(self._help, order.addresses)
+                    self._order(self._help, order.addresses, order.drafter)
                 case Rest():
                     self._order(self._help, ())
                 case LoseDrafter():
@@ -211,9 +212,9 @@ class RolloutWorker:
         """Draft with another of the engine's models, once everything ordered before is done. Returns at once."""
         self._order(lambda: self._engine.use_drafter(place))
 
-    def measure_ladder(self, responses: Sequence[Response], params: SamplingParams) -> Ladder:
+    def measure_ladder(self, responses: Sequence[Response], params: SamplingParams) -> LadderFile:
         """The draft ladder (engine/rungs.py), measured once everything ordered before is done."""
-        done: Future[Ladder] = Future()
+        done: Future[LadderFile] = Future()
         self._order(self._measure, responses, params, done)
         return done.result()
 
@@ -245,8 +246,7 @@ class RolloutWorker:
     def _run(self) -> None:
         try:
             self._engine = self._spec.start()
-            if self._engine.draft_address is not None:
-                self._drafter = self._engine.make_draft_worker()
+            self._drafters = self._engine.make_draft_workers()
             self._ready.set_result(self._describe())
             while not self._is_stopping:
                 self._obey()
@@ -268,7 +268,7 @@ class RolloutWorker:
             self._spec.max_num_seqs,
             self._engine.vocab_size,
             os.getpid(),
-            self._engine.draft_address,
+            self._engine.draft_addresses,
             self._engine.kv_pool_obstacle,
             self._engine.invariance_gap,
         )
@@ -285,21 +285,21 @@ class RolloutWorker:
                 return
             order()
 
-    def _help(self, addresses: tuple[str, ...]) -> None:
-        """Draft for the engines at these addresses from now on, while nothing runs here."""
-        self._helped = addresses
+    def _help(self, addresses: tuple[str, ...], place: int = 0) -> None:
+        """While nothing runs here draft for the engines at these addresses, with the drafter of this place."""
+        self._helped, self._place = addresses, place
 
     def _draft(self) -> None:
         """Draft for other engines, if that is ordered, until something else is."""
-        if not self._helped or self._drafter is None:
+        if not self._helped or not self._drafters:
             return
         from paceline.drafting.draft_worker import serve
 
         try:
-            serve(self._drafter, self._helped, self._orders.empty, HEAR_S)
+            serve(self._drafters[self._place], self._helped, self._orders.empty, HEAR_S)
         except Exception:  # drafts are no reason to end an engine
             LOGGER.warning("this worker drafts for no other one any more", exc_info=True)
-            self._drafter = None
+            self._drafters = []
 
     def _begin(self, order: RunChunk, params: SamplingParams) -> None:
         self._helped = ()
@@ -334,7 +334,9 @@ class RolloutWorker:
             done.set_exception(error)
             raise
 
-    def _measure(self, responses: Sequence[Response], params: SamplingParams, done: Future[Ladder]) -> None:
+    def _measure(
+        self, responses: Sequence[Response], params: SamplingParams, done: Future[LadderFile]
+    ) -> None:
         from paceline.engine.rungs import measure_ladder
 
         try:

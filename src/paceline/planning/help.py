@@ -4,7 +4,8 @@ A rollout ends with its last response, so help goes to the busy worker that is p
 all kinds of help to the one after which it ends first (`decide_help`). SpecActor's own rules, which go by acceptance
 and ladder rank and ask no time, are in `racing.py`.
 
-    draft    the free worker drafts ahead for all responses of the other (planning/window.py, decoupled)
+    draft    the free worker drafts ahead for all responses of the other (planning/window.py, decoupled), with the
+             drafter of that one, which then rests there, or with another one beside it: a race inside one verifier
     take     it takes over the k longest responses, so that both batches are smaller
     copy     it generates the longest response too, from its tokens so far; the first to end wins (SpecActor 4.3)
     train    it trains a drafter, only where nothing above would shorten the rollout
@@ -15,8 +16,8 @@ and others that need fewer end after base_s s + token_s q sum_i s_i seconds, as 
 step brings tau tokens in place of r, all s_i become s_i r / tau. On the helper a step takes `slowness` times as long.
 
 Invariant: whoever helps shortens the predicted end of the worker that ends last by at least `MIN_GAIN`. Equal ends: in
-the order above, fewer responses taken, the shorter window. A decision is O(log workers + responses of one worker).
-Called by the controller, live and simulated.
+the order above, the drafter that is named first, fewer responses taken, the shorter window. A decision is
+O(log workers + responses of one worker). Called by the controller, live and simulated.
 """
 
 from __future__ import annotations
@@ -50,6 +51,18 @@ class Help(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class Drafting:
+    """A drafter of a free worker."""
+
+    draft_s: float
+    """D, seconds of a draft token of all responses that it drafts for."""
+    acceptance: float
+    """Probability that a draft token is accepted if those before it were."""
+    drafter: int = 0
+    """Its place in the engines' settings."""
+
+
+@dataclass(frozen=True, slots=True)
 class Load:
     """What a busy worker has left to do, as predicted. Arrays are [num_responses], at least one."""
 
@@ -65,9 +78,11 @@ class Load:
     token_s: float
     """A step over n tokens takes base_s + token_s n."""
     inside_s: float = 0.0
-    """What drafting inside the engine adds to a step; nothing while another worker drafts."""
+    """What drafting inside the engine adds to a step; nothing while another worker drafts with the same drafter."""
     is_helped: bool = False
     """Another worker drafts for it already, or runs a copy."""
+    drafter: int = 0
+    """Its own drafter's place: it rests while another worker drafts with the same, and goes on beside another one."""
 
     @property
     def end_s(self) -> float:
@@ -81,21 +96,11 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
-class Drafting:
-    """A drafter of a free worker."""
-
-    draft_s: float
-    """D, seconds of a draft token of all responses that it drafts for."""
-    acceptance: float
-    """Probability that a draft token is accepted if those before it were."""
-
-
-@dataclass(frozen=True, slots=True)
 class Helper:
     """What a free worker can do, None or False: it cannot."""
 
-    ahead: Drafting | None = None
-    """Draft for another worker."""
+    ahead: tuple[Drafting, ...] = ()
+    """Draft for another worker, with one of these."""
     inside: Drafting | None = None
     """What a copy may draft with, by turns with the target, beside what the helped worker drafts with."""
     can_copy: bool = False
@@ -117,6 +122,8 @@ class HelpChoice:
     end_s: float
     window: int = 0
     """draft: w, tokens."""
+    drafter: int = 0
+    """draft: the place of the drafter."""
     num_taken: int = 0
     """take: so many of the longest responses."""
 
@@ -132,8 +139,8 @@ def decide_help(load: Load, helper: Helper) -> HelpChoice:
 
 def _options(load: Load, helper: Helper) -> Iterator[HelpChoice]:
     """The best choice of each kind, in the order in which ties are broken."""
-    if helper.ahead is not None and not load.is_helped:
-        yield _draft(load, helper.ahead, helper.switch_s)
+    if not load.is_helped:
+        yield from (_draft(load, drafting, helper.switch_s) for drafting in helper.ahead)
     if helper.can_take and len(load.steps) > 1:
         yield _take(load, helper)
     if helper.can_copy and not load.is_helped:
@@ -141,16 +148,23 @@ def _options(load: Load, helper: Helper) -> Iterator[HelpChoice]:
 
 
 def _draft(load: Load, drafting: Drafting, switch_s: float) -> HelpChoice:
-    """The window after which the last response ends first, at the mean batch of the rest."""
+    """The window after which the last response ends first, at the mean batch of the rest.
+
+    Beside another drafter than its own the helped worker goes on drafting, by turns with the target: where the two meet
+    in its draft trees a step brings at least what the better of them does.
+    """
     longest = float(load.steps[0])
     windows = np.arange(1, MAX_WINDOW + 1)
+    is_other = drafting.drafter != load.drafter
     draft_s = windows * drafting.draft_s
     verify_s = load.base_s + load.token_s * float(load.steps.sum()) / longest * (windows + 1)
+    verify_s += load.inside_s if is_other else 0.0
     refill = np.minimum(draft_s, verify_s) / np.maximum(draft_s, verify_s)
-    gain = decoupled_tokens(drafting.acceptance, windows, refill) / load.tokens_per_step
-    ends_s = switch_s + longest / gain * np.maximum(draft_s, verify_s)
+    tokens = decoupled_tokens(drafting.acceptance, windows, refill)
+    tokens = np.maximum(tokens, load.tokens_per_step) if is_other else tokens
+    ends_s = switch_s + longest * load.tokens_per_step / tokens * np.maximum(draft_s, verify_s)
     best = int(ends_s.argmin())
-    return HelpChoice(Help.DRAFT, float(ends_s[best]), window=best + 1)
+    return HelpChoice(Help.DRAFT, float(ends_s[best]), window=best + 1, drafter=drafting.drafter)
 
 
 def _take(load: Load, helper: Helper) -> HelpChoice:

@@ -156,6 +156,9 @@ class GrowthLine(_Line, frozen=True, tag="growth"):
 class NewDrafterLine(_Line, frozen=True, tag="new_drafter"):
     """The model drafter has other weights: whether it pays is learned anew."""
 
+    is_other: bool = False
+    """Another of the engine's drafters drafts from here on: what it costs is learned anew too."""
+
 
 class WaitLine(_Line, frozen=True, tag="wait"):
     """Whether a step waits for drafts that a draft worker has under way; the fields of a WaitSnapshot."""

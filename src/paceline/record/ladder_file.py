@@ -24,6 +24,8 @@ class Rungs(msgspec.Struct, frozen=True):
 
     drafter: str
     speedup: tuple[float, ...]  # [num_rates] over plain decoding; not falling
+    draft_s: float = 0.0
+    """Seconds of a draft token of all responses; 0: not known."""
 
 
 class Ladder(msgspec.Struct, frozen=True):

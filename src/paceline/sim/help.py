@@ -94,7 +94,7 @@ class Helping:
                 float(helped.acceptance[self._settings.row].mean()),
             )
             choice = decide_help(
-                loads[helped.number], Helper(ahead=drafting, switch_s=self._settings.switch_s)
+                loads[helped.number], Helper(ahead=(drafting,), switch_s=self._settings.switch_s)
             )
             if choice.kind is not Help.DRAFT:
                 return

@@ -8,7 +8,7 @@ the `train` command.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -33,7 +33,7 @@ from paceline.record import (
 )
 from paceline.record.decisions import DECISIONS_FOLDER
 from paceline.record.ladder_file import FILE_NAME as LADDER
-from paceline.record.ladder_file import Ladder, read_ladder
+from paceline.record.ladder_file import read_ladder
 from paceline.tasks import Row, load_task
 from paceline.terminal.interruption import Interrupted, Interruption
 from paceline.terminal.progress import Progress
@@ -235,11 +235,10 @@ class TrainingRun:
         """The same, each step with the best drafter by the draft ladder."""
         from paceline.training.ladder_rollouts import LadderRollouts
 
+        names = self.recipe.engine.drafter_names
         if isinstance(engine, RolloutEngine):
-            measure: Callable[..., Ladder | None] = partial(measure_ladder, engine)
-        else:
-            measure = engine.measure_ladder
-        return LadderRollouts(rollouts, self.recipe.engine.drafter_names, measure, self.folder)
+            return LadderRollouts(rollouts, names, partial(measure_ladder, engine), self.folder)
+        return LadderRollouts(rollouts, names, engine.measure_ladder, self.folder, engine.use_ladder)
 
     def _engine_settings(self) -> EngineSettings:
         if not self.recipe.record.decisions:

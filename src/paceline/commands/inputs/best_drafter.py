@@ -7,14 +7,16 @@ from pathlib import Path
 from paceline.config import EngineSettings
 from paceline.errors import ConfigError
 from paceline.planning.ladder import Rung, rank_tried
-from paceline.record.ladder_file import read_ladder
+from paceline.record.ladder_file import LadderFile, read_ladder
 
 
-def begin_with_best(settings: EngineSettings, path: Path) -> tuple[EngineSettings, Rung]:
-    """The settings with the drafter that promises most as the model drafter, and its rung.
+def begin_with_best(
+    settings: EngineSettings, path: Path, *, keeps_others: bool
+) -> tuple[EngineSettings, Rung, LadderFile]:
+    """The settings with the drafter that promises most as the model drafter, its rung, and all that is known.
 
-    The others stay where they draft too. Raises RecordError for a file that cannot be read or is of other drafters,
-    ConfigError where it has no ladder, or there is no choice.
+    keeps_others: they draft too. Raises RecordError for a file that cannot be read or is of other drafters, ConfigError
+    where it has no ladder, or there is no choice.
     """
     names = settings.drafter_names
     if len(names) < 2:
@@ -24,5 +26,6 @@ def begin_with_best(settings: EngineSettings, path: Path) -> tuple[EngineSetting
         raise ConfigError(f"--ladder {path} has no rungs yet: measure them with 'paceline ladder'")
     ranked = rank_tried(known.ladder, known.tried)
     first, *others = [settings.model_drafters[names.index(rung.drafter)] for rung in ranked]
-    further = tuple(others) if settings.draft_worker else ()
-    return settings.model_copy(update={"model_drafter": first, "further_drafters": further}), ranked[0]
+    further = tuple(others) if keeps_others else ()
+    chosen = settings.model_copy(update={"model_drafter": first, "further_drafters": further})
+    return chosen, ranked[0], known

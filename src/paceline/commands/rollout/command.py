@@ -257,8 +257,10 @@ def rollout(
         further_drafters=further_drafter or (),
     )
     console = Console(stderr=True)
+    known = None
     if ladder is not None:
-        settings, rung = begin_with_best(settings, ladder)
+        helps = fleet is not None and fleet.help in {"auto", "draft"}
+        settings, rung, known = begin_with_best(settings, ladder, keeps_others=draft_worker or helps)
         console.print(
             f"drafter {rung.drafter}: {rung.speedup:.2f} times plain decoding by the ladder at an acceptance rate of "
             f"{rung.acceptance:.2f}",
@@ -306,10 +308,10 @@ def rollout(
         if fleet is None:
             run_job(job, file, console, on_failure)
         elif record is None:
-            run_fleet_job(job, fleet, file, console, resume=resume)
+            run_fleet_job(job, fleet, file, console, resume=resume, ladder=known)
         else:
             with RolloutRecord(record, job, fleet, resume=resume, overwrite=overwrite) as told:
-                run_fleet_job(job, fleet, file, console, resume=resume, record=told)
+                run_fleet_job(job, fleet, file, console, resume=resume, record=told, ladder=known)
 
 
 def _fleet_settings(

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from paceline.commands.rollout.rollout_record import RolloutRecord
     from paceline.fleet.fleet import Fleet
     from paceline.fleet.journal import Journal
+    from paceline.record.ladder_file import LadderFile
     from paceline.types import DraftSharingCounters, KvPoolCounters
 
 JOURNAL_SUFFIX = ".progress"
@@ -58,10 +59,12 @@ def run_fleet_job(
     *,
     resume: bool,
     record: RolloutRecord | None = None,
+    ladder: LadderFile | None = None,
 ) -> None:
     """Make the missing responses on `settings.workers` engines and write each as it finishes.
 
-    record: is told how it goes. Raises as `run_job` does.
+    record: is told how it goes. ladder: what is known of the engines' drafters, if they have several. Raises as
+    `run_job` does.
     """
     from paceline.fleet.journal import Journal
 
@@ -71,7 +74,7 @@ def run_fleet_job(
     num_failed = 0
     try:
         if job.todo:
-            num_failed = _run(job, settings, file, journal, console, record)
+            num_failed = _run(job, settings, file, journal, console, record, ladder)
         journal.discard()
     finally:
         journal.close()
@@ -91,6 +94,7 @@ def _run(
     journal: Journal,
     console: Console,
     record: RolloutRecord | None,
+    ladder: LadderFile | None,
 ) -> int:
     """Responses that failed."""
     tokenizer = load_tokenizer(job.checkpoint) if job.checkpoint.has_tokenizer else None
@@ -99,6 +103,8 @@ def _run(
     with hush():
         fleet = start_fleet(job, settings)
         params = job.sampling.build()
+    if ladder is not None:
+        fleet.use_ladder(ladder)
     if fleet.kv_pool_obstacle is not None:
         console.print(f"note: no KV pool between the engines: {fleet.kv_pool_obstacle}", highlight=False)
     if fleet.invariance_gap is not None:
