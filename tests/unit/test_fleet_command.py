@@ -15,8 +15,8 @@ from paceline.config import FleetSettings
 from paceline.control.events import Report, Telemetry, WorkerStep
 from paceline.errors import ConfigError, InstallError
 from paceline.fleet import cluster
-from paceline.fleet.status import StatusBoard, WorkerStatus
-from paceline.types import DraftSharingCounters, KvPoolCounters, KvUse, StepObservation
+from paceline.fleet.status import StatusBoard, WorkerStatus, describe_drafts
+from paceline.types import DrafterScore, DraftSharingCounters, KvPoolCounters, KvUse, StepObservation
 
 pytest.importorskip("ray", reason="Ray is not installed")
 
@@ -178,6 +178,55 @@ def test_the_view_shows_who_helps_whom_and_what_the_model_drafts() -> None:
     assert "racing for w0" in lines[2]
     status = fleet.board.workers["w0"]
     assert (status.num_branches, status.num_branch_hits) == (5, 2)
+
+
+def test_the_view_tells_whose_drafts_were_accepted_and_what_was_in_vain() -> None:
+    board = StatusBoard({name: WorkerStatus(name) for name in ("w0", "w1")}, "lookup", ("small", "tiny"))
+    assert describe_drafts(board) is None
+    seen = StepObservation(
+        4,
+        90,
+        80,
+        0,
+        0.01,
+        num_model_tokens=40,
+        further_tokens=(30,),
+        num_adopted_tokens=20,
+        num_wasted_tokens=7,
+        further_wasted_tokens=(7,),
+        wait_s=1.25,
+    )
+    told = Telemetry(KvUse(10, 16, 7, 0), 1, (WorkerStep(seen, 84),))
+    for name in ("w0", "w1"):
+        board.hear(name, Report(1, telemetry=told))
+    w0, w1 = board.workers.values()
+    assert board.accepted_by_source(w0) == {"lookup": 20, "small": 10, "tiny": 30, "lead": 20}
+    assert board.wasted_by_drafter(w0) == {"small": 0, "tiny": 7}
+    w1.num_races, w1.num_won = 3, 2
+    assert describe_drafts(board) == (
+        "accepted drafts: lookup 25%, small 12%, tiny 38%, lead 25%; in vain: tiny 14; waited for: 2.5 s; races won by "
+        "copies: 2 of 3"
+    )
+
+
+def test_the_model_free_drafter_alone_needs_no_split() -> None:
+    board = Shown().board
+    board.hear("w0", report(1, 0))
+    assert board.accepted_by_source(board.workers["w0"]) == {"suffix": 6, "lead": 0}
+    assert describe_drafts(board) is None
+
+
+def test_the_drafters_score_is_counted_over_all_lives() -> None:
+    board = Shown().board
+
+    def hear(score: DrafterScore) -> None:
+        board.hear("w0", Report(1, telemetry=Telemetry(KvUse(10, 16, 7, 0), 1, (), drafter_score=score)))
+
+    hear(DrafterScore(10, 4))
+    hear(DrafterScore(12, 5))
+    board.lose("w0", 0)
+    hear(DrafterScore(1, 1))
+    assert board.drafter_score == DrafterScore(13, 6)
 
 
 def test_preemptions_are_counted_over_all_lives() -> None:

@@ -18,10 +18,23 @@ from paceline.fleet.status import StatusBoard, WorkerStatus
 BOARD = StatusBoard(
     {
         "w0": WorkerStatus(
-            "w0", "up", num_running=3, num_kv_blocks=10, num_kv_used=5, num_tokens=70, num_losses=1
+            "w0",
+            "up",
+            num_running=3,
+            num_kv_blocks=10,
+            num_kv_used=5,
+            num_tokens=70,
+            num_losses=1,
+            num_accepted=50,
+            num_model=30,
+            further=(10,),
+            num_wasted=5,
+            further_wasted=(2,),
+            wait_s=0.5,
         ),
         "w1": WorkerStatus("w1"),
-    }
+    },
+    drafters=("small", "tiny"),
 )
 
 
@@ -36,7 +49,7 @@ def scrape(server: MetricsServer) -> dict[tuple[str, str], float]:
     with urlopen(f"http://127.0.0.1:{server.port}/metrics", timeout=10) as answer:
         text = answer.read().decode()
     return {
-        (sample.name, sample.labels.get("worker", "")): sample.value
+        (sample.name, " ".join(filter(None, map(sample.labels.get, ("worker", "source"))))): sample.value
         for family in text_string_to_metric_families(text)
         for sample in family.samples
     }
@@ -50,7 +63,14 @@ def test_the_board_is_served_as_it_is_now(server: MetricsServer) -> None:
     assert found["paceline_worker_kv_use", "w0"] == 0.5
     assert found["paceline_worker_generated_tokens_total", "w0"] == 70
     assert found["paceline_worker_losses_total", "w0"] == 1
-    assert len(found) == 1 + 2 * (len(GAUGES) + len(COUNTERS))
+    assert found["paceline_worker_wait_seconds_total", "w0"] == 0.5
+    sources = {"suffix": 20, "small": 20, "tiny": 10, "lead": 0}
+    assert sources == {name: found["paceline_worker_source_tokens_total", f"w0 {name}"] for name in sources}
+    wasted = {"small": 3, "tiny": 2}
+    assert wasted == {
+        name: found["paceline_worker_source_wasted_tokens_total", f"w0 {name}"] for name in wasted
+    }
+    assert len(found) == 1 + 2 * (len(GAUGES) + len(COUNTERS) + len(sources) + len(wasted))
     BOARD.workers["w1"].num_running = 4
     assert scrape(server)["paceline_worker_running_chunks", "w1"] == 4
 

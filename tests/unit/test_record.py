@@ -276,6 +276,8 @@ OBSERVATIONS = st.builds(
     num_waiting=st.just(3),
     further_tokens=st.sampled_from([(), (3,), (1, 4)]),
     further_wasted_tokens=st.sampled_from([(), (5, 0)]),
+    num_adopted_tokens=st.integers(0, 99),
+    wait_s=st.floats(0.0, 0.1),
     num_branches=st.integers(0, 99),
     num_branch_hits=st.integers(0, 99),
 )
@@ -308,6 +310,8 @@ def test_merging_engine_steps_keeps_every_sum(
             for place in range(2):
                 sums = [sum((*getattr(one, name), 0, 0)[place] for one in ones) for ones in (mine, theirs)]
                 assert sums[0] == sums[1]
+        assert sum(s.num_adopted_tokens for s in mine) == sum(o.num_adopted_tokens for o in theirs)
+        assert sum(s.wait_s for s in mine) == pytest.approx(sum(o.wait_s for o in theirs), abs=1e-4)
         assert sum(s.num_branches for s in mine) == sum(o.num_branches for o in theirs)
         assert sum(s.num_branch_hits for s in mine) == sum(o.num_branch_hits for o in theirs)
         assert sum(s.num_generated_tokens for s in mine) == sum(o.num_requests for o in theirs)

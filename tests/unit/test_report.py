@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from recorded_run import MACHINE, VERSIONS, SimulatedRun
 
 from paceline.errors import RecordError
@@ -192,14 +193,25 @@ def test_what_each_of_several_drafters_has_supplied_is_told(run_dir: Path) -> No
         num_accepted_tokens=100,
         num_model_tokens=80,
         further_tokens=(20, 10),
+        num_adopted_tokens=5,
+        wait_s=0.02,
         num_wasted_tokens=9,
         further_wasted_tokens=(4, 0),
         step=3,
     )
     history.add(sample)
     told = tile(history, "Acceptance length")[1]
-    assert "80 % of these from the model drafter (50 % + 20 % + 10 % by drafter)" in told
+    assert (
+        "80 % of these from the model drafter (50 % + 20 % + 10 % by drafter), 5 % from the other worker"
+        in told
+    )
     assert "9 drafted ahead in vain (5 + 4 + 0 by drafter)" in told
+    assert "; 20.0 % of the steps' time for drafts made elsewhere" in told
+    engine = {"model_drafter": "models/small", "further_drafters": ["models/tiny", "models/wee"]}
+    history.header = replace(history.header, config={"engine": engine})
+    named = tile(history, "Acceptance length")[1]
+    assert "80 % of these from the model drafter (small 50 %, tiny 20 %, wee 10 %)" in named
+    assert "9 drafted ahead in vain (small 5, tiny 4, wee 0)" in named
 
 
 def test_headline_numbers_are_those_of_the_record(run_dir: Path, history: RunHistory) -> None:

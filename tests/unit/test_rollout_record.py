@@ -16,6 +16,7 @@ from paceline.commands.rollout.job import Job
 from paceline.commands.rollout.rollout_record import RolloutRecord
 from paceline.config import EngineSettings, FleetSettings
 from paceline.control.events import (
+    CancelChunk,
     DraftFor,
     LoseDrafter,
     Report,
@@ -32,6 +33,7 @@ from paceline.fleet.chunk_log import ChunkLog
 from paceline.fleet.fleet import Finished
 from paceline.fleet.help_log import HelpLog
 from paceline.fleet.status import StatusBoard, WorkerStatus
+from paceline.planning.help import Help
 from paceline.record import (
     ChunkDone,
     EngineStepSample,
@@ -119,14 +121,30 @@ def test_who_helped_whom_is_recorded(job: Job, tmp_path: Path) -> None:
         fleet.helps.note(Tick(0.5), [DraftFor("w1", 0, ("w0",), ("ipc://w0",))], 0.5)
         fleet.helps.note(Tick(0.6), [Rest("w1", 0)], 0.6)
         record.begin(fleet)  # type: ignore[arg-type]
-        fleet.helps.note(Tick(1.0), [DraftFor("w1", 0, ("w0",), ("ipc://w0",))], 1.0)
+        fleet.board.drafters = ("small", "tiny")
+        fleet.helps.note(Tick(1.0), [DraftFor("w1", 0, ("w0",), ("ipc://w0",), 1)], 1.0)
         fleet.helps.note(Tick(3.0), [LoseDrafter("w0", 0)], 3.0)
         fleet.helps.note(Tick(4.0), [StartWorker("w1", 1)], 4.0)
         record.look([fleet.run(0, 4)])
     [one] = read(tmp_path, HelpDone)
     assert (one.worker, one.helped, one.kind, one.outcome, one.step) == ("w1", "w0", "draft", "", 1)
     assert one.t_end_s - one.t_start_s == pytest.approx(2.0)
-    assert "w1 drafted for w0" in build_report(tmp_path).read_text()
+    assert one.drafter == "tiny"
+    assert "w1 drafted for w0 with tiny" in build_report(tmp_path).read_text()
+
+
+def test_races_and_those_that_copies_won_are_counted() -> None:
+    told = Told()
+    for chunk in (1, 2, 3):
+        order = RunChunk("w1", 0, chunk, RolloutRequest((1, 2), 9, key=0, group=0), 0, 0, Help.COPY, "w0")
+        told.helps.note(Tick(0.0), [order], 0.0)
+    for ended, cancelled in ((1, 7), (8, 2)):
+        ending = make_ending(ended, 0, (5,), "stop")
+        event = Reported("w1", 0, Report(1, endings=(ending,)))
+        told.helps.note(event, [CancelChunk("w1", 0, cancelled)], 1.0)
+    told.helps.note(Tick(2.0), [CancelChunk("w1", 0, 3)], 2.0)
+    assert [one.outcome for one in told.helps.take()] == ["won", "lost", "stopped"]
+    assert (told.helps.races["w1"], told.helps.won["w1"], told.helps.races["w0"]) == (3, 1, 0)
 
 
 def test_a_draft_server_that_did_not_keep_up_is_noted_and_reported(job: Job, tmp_path: Path) -> None:

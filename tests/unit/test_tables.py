@@ -21,6 +21,7 @@ from paceline.commands.profile import profile_tables
 from paceline.commands.replay import Replayed, replay_table
 from paceline.commands.rollout.fleet_job import FleetView
 from paceline.commands.simulate import claims_table, presets_table, results_table
+from paceline.fleet.status import StatusBoard, WorkerStatus
 from paceline.planning.ladder import rank_drafters
 from paceline.planning.profile_fit import fit_profile
 from paceline.record.ladder_file import Ladder, Rungs
@@ -30,7 +31,6 @@ from paceline.sim.comparison import ClaimResult, SystemResult
 from paceline.sim.scenario import SYSTEMS, load_scenario, preset_names
 from paceline.terminal.progress import COLUMNS
 from paceline.terminal.tables import make_table
-from paceline.types import DraftSharingCounters
 
 WIDTH = 80
 
@@ -136,20 +136,18 @@ def test_replays() -> None:
 
 
 def test_workers_of_a_fleet() -> None:
-    status = SimpleNamespace(
-        name="worker-123",
-        state="starting",
+    status = WorkerStatus(
+        "worker-123",
         num_running=1234,
         num_waiting=1234,
-        kv_share=1.0,
-        acceptance_length=12.34,
+        num_kv_blocks=1,
+        num_kv_used=1,
+        num_decoded=100,
+        num_accepted=1134,
         num_losses=123,
         num_tokens=10**9,
-        helps=None,
-        num_model=0,
-        num_wasted=0,
     )
-    board = SimpleNamespace(workers={"worker-123": status}, draft_sharing=DraftSharingCounters())
+    board = StatusBoard({"worker-123": status})
     view = FleetView(SimpleNamespace(board=board))  # type: ignore[arg-type]
     view._seen = deque([(0.0, {"worker-123": 0}), (1.0, {"worker-123": 1234567})])
     shown(view.table())

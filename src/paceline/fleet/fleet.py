@@ -139,7 +139,11 @@ class Fleet:
         self.chunks = ChunkLog()
         self.helps = HelpLog()
         self._decision_log = self._open_decision_log()
-        self.board = StatusBoard({name: WorkerStatus(name) for name in self._controller.workers})
+        self.board = StatusBoard(
+            {name: WorkerStatus(name) for name in self._controller.workers},
+            self.engine_settings.drafter,
+            self.engine_settings.drafter_names,
+        )
         self._weights: Any = None
         self._requests: tuple[RolloutRequest, ...] = ()
         self._variant: Variant | None = self.settings.variant
@@ -329,6 +333,7 @@ class Fleet:
             status.state = self._controller.state_of(name)
             pairs = self._controller.pairs_of(name)
             status.helps = ", ".join(pair.helped.worker for pair in pairs) or None
+            status.num_races, status.num_won = self.helps.races[name], self.helps.won[name]
         finished, self._finished = self._finished, []
         return finished
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -57,6 +57,10 @@ class HelpLog:
         self._drafting: dict[str, HelpSpan] = {}  # by helped worker
         self._copying: dict[int, HelpSpan] = {}  # by chunk
         self._done: deque[HelpSpan] = deque(maxlen=MOST_HELPS)
+        self.races = Counter[str]()
+        """Copies that are over, by the worker that generated them."""
+        self.won = Counter[str]()
+        """Of these, those that ended first."""
 
     def take(self) -> list[HelpSpan]:
         """Helps that ended since the last call, in that order (at most the latest `MOST_HELPS`)."""
@@ -115,3 +119,5 @@ class HelpLog:
     def _end_copy(self, chunk: int, now_s: float, outcome: Outcome) -> None:
         if (span := self._copying.pop(chunk, None)) is not None:
             self._done.append(replace(span, end_s=now_s, outcome=outcome))
+            self.races[span.worker] += 1
+            self.won[span.worker] += outcome == "won"

@@ -35,6 +35,9 @@ COUNTERS: dict[str, tuple[str, Callable[[WorkerStatus], float]]] = {
         lambda status: status.num_adopted,
     ),
     "wasted_tokens": ("Tokens drafted ahead for it in vain", lambda status: status.num_wasted),
+    "wait_seconds": ("Time that steps took for drafts made elsewhere", lambda status: status.wait_s),
+    "races": ("Copies of responses of others that it generated", lambda status: status.num_races),
+    "races_won": ("Of these, those that ended first", lambda status: status.num_won),
     "branches": ("Likely corrections prepared for it", lambda status: status.num_branches),
     "branch_hits": ("Rejections whose correction was prepared", lambda status: status.num_branch_hits),
     "disagreements": ("Races that it left with another token", lambda status: status.num_disagreed),
@@ -103,6 +106,21 @@ class MetricsServer:
                 for status in list(self._board.workers.values()):
                     family.add_metric([status.name], float(read(status)))
                 yield family
+        yield self._by_source(
+            "source_tokens", "Draft tokens accepted, by who drafted them", self._board.accepted_by_source
+        )
+        yield self._by_source(
+            "source_wasted_tokens",
+            "Tokens drafted ahead in vain, by who drafted them",
+            self._board.wasted_by_drafter,
+        )
+
+    def _by_source(self, name: str, text: str, read: Callable[[WorkerStatus], dict[str, int]]) -> Any:
+        family = CounterMetricFamily(f"paceline_worker_{name}", text, labels=["worker", "source"])
+        for status in list(self._board.workers.values()):
+            for source, count in read(status).items():
+                family.add_metric([status.name, source], count)
+        return family
 
     def close(self) -> None:
         """Stop serving."""

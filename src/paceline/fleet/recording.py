@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from paceline.fleet.status import describe_sharing_trouble
+from paceline.planning.help import Help
 from paceline.record import ChunkDone, HelpDone, Note, RecordWriter
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ class FleetRecording:
 
     def end(self) -> None:
         """The rollout has ended: record who helped whom, and note what was wrong with the draft server meanwhile."""
-        step = self._step
+        step, drafters = self._step, self._fleet.board.drafters
         for one in self._fleet.helps.take() if step is not None else ():
             self._record.write(
                 HelpDone(
@@ -61,6 +62,7 @@ class FleetRecording:
                     worker=one.worker,
                     helped=one.helped,
                     kind=one.kind.value,
+                    drafter=drafters[one.drafter] if one.kind is Help.DRAFT and len(drafters) > 1 else "",
                     outcome=one.outcome,
                     num_leads=one.num_leads,
                 )

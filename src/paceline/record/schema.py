@@ -86,6 +86,8 @@ class EngineStepSample(_Event, frozen=True, tag="engine"):
     """Of these, drafted by a model drafter, in the engine or ahead of it."""
     further_tokens: tuple[int, ...] = ()
     """Of these, drafted by each of the engine's further drafters."""
+    num_adopted_tokens: int = 0
+    """Of the accepted ones, those that another worker had generated before (a race)."""
     num_wasted_tokens: int = 0
     """Drafted ahead of the engine behind a rejected one."""
     further_wasted_tokens: tuple[int, ...] = ()
@@ -94,6 +96,8 @@ class EngineStepSample(_Event, frozen=True, tag="engine"):
     """Likely corrections that a draft worker has prepared."""
     num_branch_hits: int = 0
     """Rejections whose correction was prepared."""
+    wait_s: float = 0.0
+    """Part of `step_s`: taking drafts that were made elsewhere, and waiting for them."""
     num_generated_tokens: int = 0
     num_prefill_tokens: int = 0
     step: int = 0
@@ -160,6 +164,8 @@ class HelpDone(_Event, frozen=True, tag="help"):
     helped: str
     kind: str
     """`draft` (drafted ahead for it), `copy` (generated a response of its too) or `take` (took one over)."""
+    drafter: str = ""
+    """draft: with which model drafter, where there are several."""
     outcome: str = ""
     """copy: `won` (ended first), `lost`, or `stopped` before either had ended."""
     num_leads: int = 0

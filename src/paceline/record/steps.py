@@ -30,6 +30,7 @@ class StepMerger:
         self._waiting = 0
         self._tokens = [0] * 6  # drafted, accepted, generated, prefilled, the model's accepted, wasted
         self._branches = [0] * 2  # prepared, hit
+        self._adopted, self._wait_s = 0, 0.0
         self._further: tuple[int, ...] = ()  # accepted tokens of each further drafter
         self._further_wasted: tuple[int, ...] = ()
 
@@ -48,6 +49,8 @@ class StepMerger:
         tokens[3] += seen.num_prefill_tokens
         tokens[4] += seen.num_model_tokens
         tokens[5] += seen.num_wasted_tokens
+        self._adopted += seen.num_adopted_tokens
+        self._wait_s += seen.wait_s
         self._branches[0] += seen.num_branches
         self._branches[1] += seen.num_branch_hits
         self._further = add_counts(self._further, seen.further_tokens)
@@ -68,11 +71,13 @@ class StepMerger:
             num_draft_tokens=drafted,
             num_accepted_tokens=accepted,
             num_model_tokens=model,
+            num_adopted_tokens=self._adopted,
             num_wasted_tokens=wasted,
             further_tokens=self._further,
             further_wasted_tokens=self._further_wasted,
             num_branches=self._branches[0],
             num_branch_hits=self._branches[1],
+            wait_s=round(self._wait_s, 6),
             num_generated_tokens=generated,
             num_prefill_tokens=prefilled,
             step=self.step,

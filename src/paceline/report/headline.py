@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
 
 from paceline.report.figures import duration, number, percent
@@ -85,10 +86,17 @@ def _acceptance(history: RunHistory) -> Tile:
     rate = f"; {percent(accepted / drafted)} of drafts accepted" if drafted else ""
     if model := history.total.model:
         rate += f", {percent(model / accepted)} of these from the model drafter"
-        rate += _split([percent(tokens / accepted) for tokens in _parts(model, history.total.further)])
+        rate += _split(
+            history, [percent(tokens / accepted) for tokens in _parts(model, history.total.further)]
+        )
+    if adopted := history.total.adopted:
+        rate += f", {percent(adopted / accepted)} from the other worker of a race"
     if wasted := history.total.wasted:
         rate += f"; {number(wasted)} drafted ahead in vain"
-        rate += _split([number(tokens) for tokens in _parts(wasted, history.total.further_wasted)])
+        rate += _split(history, [number(tokens) for tokens in _parts(wasted, history.total.further_wasted)])
+    if history.total.wait_s > 0.0:
+        share = percent(history.total.wait_s / history.total.busy_s, 1)
+        rate += f"; {share} of the steps' time for drafts made elsewhere"
     if branches := history.total.branches:
         rate += f"; {number(branches)} corrections prepared, {number(history.total.branch_hits)} came"
     return Tile("Acceptance length", f"{mean:.2f}", f"tokens per request and engine step{rate}")
@@ -99,9 +107,15 @@ def _parts(total: int, further: tuple[int, ...]) -> list[int]:
     return [total - sum(further), *further]
 
 
-def _split(parts: list[str]) -> str:
-    """By drafter, where there are several."""
-    return f" ({' + '.join(parts)} by drafter)" if len(parts) > 1 else ""
+def _split(history: RunHistory, parts: list[str]) -> str:
+    """By drafter, where there are several: by name where the record tells it."""
+    if len(parts) < 2:
+        return ""
+    engine = history.header.config.get("engine") or {}
+    folders = [engine.get("model_drafter"), *(engine.get("further_drafters") or ())]
+    if len(folders) != len(parts) or not all(folders):
+        return f" ({' + '.join(parts)} by drafter)"
+    return f" ({', '.join(f'{Path(name).name} {part}' for name, part in zip(folders, parts, strict=True))})"
 
 
 def _tail(history: RunHistory) -> Tile:

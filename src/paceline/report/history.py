@@ -54,6 +54,10 @@ class Speculation:
     """Of the accepted tokens those of a model drafter."""
     further: tuple[int, ...] = ()
     """Of these, those of each further drafter."""
+    adopted: int = 0
+    """Of the accepted tokens those that another worker had generated before (a race)."""
+    wait_s: float = 0.0
+    """Taking drafts that were made elsewhere, and waiting for them."""
     wasted: int = 0
     further_wasted: tuple[int, ...] = ()
     """Of the wasted tokens, likewise."""
@@ -69,6 +73,8 @@ class Speculation:
         self.accepted += sample.num_accepted_tokens
         self.model += sample.num_model_tokens
         self.further = add_counts(self.further, sample.further_tokens)
+        self.adopted += sample.num_adopted_tokens
+        self.wait_s += sample.wait_s
         self.wasted += sample.num_wasted_tokens
         self.further_wasted = add_counts(self.further_wasted, sample.further_wasted_tokens)
         self.branches += sample.num_branches

@@ -66,17 +66,16 @@ def build_lanes(
 
 def describe_helps(helps: Sequence[HelpDone]) -> str:
     """Which worker helped which, and how; empty if none did."""
-    by_pair: defaultdict[tuple[str, str, str], list[HelpDone]] = defaultdict(list)
+    by_pair: defaultdict[tuple[str, str, str, str], list[HelpDone]] = defaultdict(list)
     for one in helps:
-        by_pair[one.worker, one.helped, one.kind].append(one)
+        by_pair[one.worker, one.helped, one.kind, one.drafter].append(one)
     return "; ".join(_describe_help(*pair, own) for pair, own in sorted(by_pair.items()))
 
 
-def _describe_help(worker: str, helped: str, kind: str, helps: Sequence[HelpDone]) -> str:
+def _describe_help(worker: str, helped: str, kind: str, drafter: str, helps: Sequence[HelpDone]) -> str:
     if kind == "draft":
-        return (
-            f"{worker} drafted for {helped} ({duration(sum(one.t_end_s - one.t_start_s for one in helps))})"
-        )
+        lasted = duration(sum(one.t_end_s - one.t_start_s for one in helps))
+        return f"{worker} drafted for {helped}{drafter and f' with {drafter}'} ({lasted})"
     if kind == "take":
         return f"{worker} took over {_count(len(helps), 'response')} of {helped}"
     won = sum(one.outcome == "won" for one in helps)

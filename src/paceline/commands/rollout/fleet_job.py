@@ -221,8 +221,8 @@ class FleetView:
         return sum(after.values()) - sum(before.values())
 
     def table(self) -> RenderableType:
-        """The workers now, and below them what is wrong with the draft server."""
-        from paceline.fleet.status import describe_sharing_trouble
+        """The workers now, and below them whose drafts were accepted, and what is wrong with the draft server."""
+        from paceline.fleet.status import describe_drafts, describe_sharing_trouble
 
         workers = self._fleet.board.workers.values()
         has_model = any(status.num_model or status.num_wasted for status in workers)
@@ -250,8 +250,10 @@ class FleetView:
             if has_model:
                 cells += [f"{status.model_share:.0%}", str(status.num_wasted or "")]
             table.add_row(*cells)
-        trouble = describe_sharing_trouble(self._fleet.board.draft_sharing)
-        return table if trouble is None else Group(table, Text(trouble))
+        board = self._fleet.board
+        texts = [describe_drafts(board), describe_sharing_trouble(board.draft_sharing)]
+        below = [Text(text) for text in texts if text is not None]
+        return Group(table, *below) if below else table
 
     def _rate(self, worker: str) -> float:
         if len(self._seen) < 2:
