@@ -110,8 +110,8 @@ class EngineSettings(Section):
     """Longest draft of one request in one step. vLLM refuses more than 128 tokens."""
 
     num_paths: int = Field(default=1, ge=1, le=8)
-    """Draft paths per request, verified by row expansion; more than one is used only in small batches. Needs the
-    suffix drafter, which alone proposes several."""
+    """Draft paths per request, verified by row expansion; more than one is used only in small batches. Needs a drafter
+    that proposes several: the suffix drafter, a model drafter inside the engine, or both, each so many."""
 
     max_alternatives: int = Field(default=16, ge=1, le=256)
     """Draft paths beyond one per request that a step verifies at most; each lays claim to one block of KV cache."""
@@ -231,10 +231,11 @@ class EngineSettings(Section):
 
     @model_validator(mode="after")
     def _paths_fit(self) -> EngineSettings:
-        if self.num_paths > 1 and self.drafter != "suffix":
+        drafts_inside = self.model_drafter is not None and not (self.draft_worker or self.draft_help)
+        if self.num_paths > 1 and self.drafter != "suffix" and not drafts_inside:
             raise ValueError(
-                f"num_paths={self.num_paths} needs drafter='suffix', which alone proposes several paths, "
-                f"not {self.drafter!r}: set num_paths=1"
+                f"num_paths={self.num_paths} needs drafter='suffix', not {self.drafter!r}, or a model_drafter inside "
+                "the engine, which propose several paths: set num_paths=1"
             )
         return self
 

@@ -71,6 +71,22 @@ class ModelBatch(DraftBatch):
 
 
 @dataclass(frozen=True, slots=True)
+class DraftPaths:
+    """Several diverging draft paths per request; path 0 is the one that is drafted where one has to do.
+
+    No two paths of a request are alike: each leaves an earlier one at one token. Entries beyond
+    `num_tokens[r, p]` are undefined; unused paths have 0 tokens.
+    """
+
+    tokens: Int32Array  # [num_requests, num_paths, max_draft_tokens]
+    num_tokens: Int32Array  # [num_requests, num_paths]
+    acceptance: (
+        Float32Array  # [num_requests, num_paths, max_draft_tokens] given that the path so far is accepted
+    )
+    cells: Int32Array  # [num_requests, num_paths, max_draft_tokens]
+
+
+@dataclass(frozen=True, slots=True)
 class MetDrafts(DraftChains):
     """The best chain of each request among those of all drafters (drafting/tree.py)."""
 
@@ -114,6 +130,10 @@ class DraftOrder:
     """Accepted tokens that one more level over 0, 1, .. requests must promise. [num_requests + 1]"""
     most_requests: int | None = None
     """Requests to draft for at most, the first of the batch; None: all."""
+    num_paths: int = 1
+    """Most draft paths per request."""
+    rivals: Float32Array | None = None
+    """What a runner-up is worth: the probability that it is right, by the proposal's cell. [num_cells] None: unused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +146,10 @@ class DraftGrowth:
     """Requests in all of them together."""
     seconds: float = 0.0
 
+    def __add__(self, other: DraftGrowth) -> DraftGrowth:
+        """What both took."""
+        return DraftGrowth(*map(add, astuple(self), astuple(other)))
+
 
 @dataclass(frozen=True, slots=True)
 class ModelDrafts:
@@ -137,6 +161,10 @@ class ModelDrafts:
     growth: DraftGrowth
     total_s: float
     """Time from the order to the drafts, seconds; part of the engine step's wall time."""
+    paths: DraftPaths | None = None
+    """The drafts with further paths; None: there are none."""
+    branching: DraftGrowth = DraftGrowth()
+    """What growing these took."""
 
 
 @dataclass(frozen=True, slots=True)

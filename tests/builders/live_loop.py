@@ -6,11 +6,11 @@ import numpy as np
 
 from paceline.config import EngineSettings
 from paceline.drafting.drafter import Forgetful
-from paceline.drafting.suffix import DraftPaths
 from paceline.engine.fast_loop import GRID, FastLoop, Proposal, table_of
 from paceline.types import (
     DraftBatch,
     DraftGrowth,
+    DraftPaths,
     DraftQuery,
     Float32Array,
     ModelDrafts,

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from paceline.drafting.drafter import Forgetful
-from paceline.drafting.suffix import DraftPaths
-from paceline.types import DraftBatch, DraftQuery, Float32Array
+from paceline.types import DraftBatch, DraftPaths, DraftQuery, Float32Array
 
 
 class ScriptedDrafter(Forgetful):

@@ -301,8 +301,11 @@ def test_engines_that_were_not_tried_are_refused(tmp_path: Path, model_dir: Path
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(UnsupportedError, match="num_paths=1"):
         make_engine(tmp_path, "float32")
-    with pytest.raises(ConfigError, match="num_paths=1"):
-        parse_settings({"num_paths": 2, "drafter": "lookup"})
+    alone = {"num_paths": 2, "drafter": "none", "model_drafter": "somewhere"}
+    assert parse_settings(alone).num_paths == 2
+    for settings in ({"num_paths": 2, "drafter": "lookup"}, {**alone, "draft_worker": True}):
+        with pytest.raises(ConfigError, match="num_paths=1"):
+            parse_settings(settings)
 
 
 def test_drafters_of_one_path_still_serve(engine: RolloutEngine, plain: list[Response]) -> None:

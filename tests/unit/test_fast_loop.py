@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,7 +14,16 @@ from paceline.engine.fast_loop import GRID, FastLoop, Proposal, leading_matches,
 from paceline.engine.model_steering import ModelSteering
 from paceline.planning.bandit import select_strategy
 from paceline.planning.latency import StepTimeModel, update_measured_time
-from paceline.types import DraftBatch, DrafterScore, DraftGrowth, DraftQuery, ModelDrafts, StepObservation
+from paceline.types import (
+    DraftBatch,
+    DrafterScore,
+    DraftGrowth,
+    DraftPaths,
+    DraftQuery,
+    ModelBatch,
+    ModelDrafts,
+    StepObservation,
+)
 
 FIXED = BudgetSettings(policy="fixed", fixed_tokens=4)
 
@@ -326,6 +335,55 @@ def test_a_longer_context_makes_longer_drafts() -> None:
         )
         verified.append(int(loop.propose(query(position=position), 0).lengths.sum()))
     assert verified[1] > verified[0]
+
+
+def test_paths_of_the_model_are_verified_beside_its_drafts_and_told_apart_when_they_win() -> None:
+    """Request 0's branch leaves its draft at once, request 1's behind one token; the order asks for more of them."""
+    settings = EngineSettings(drafter="none", model_drafter="somewhere", budget=FIXED, num_paths=3)
+    loop = FastLoop(settings)
+    order = loop.order()
+    assert order is not None
+    assert order.num_paths == 1, "no step had room for more yet"
+    chains = batch([[4, 5, 6], [4, 5, 6], [4, 5, 6]], 0.5)
+    model = ModelBatch(
+        **{field.name: getattr(chains, field.name) for field in fields(chains)},
+        rivals=np.array([[7, 8, 9]] * 3, np.int32),
+    )
+    paths = DraftPaths(
+        np.array([[[4, 5, 6], [7, 1, 2]], [[4, 5, 6], [4, 8, 3]], [[4, 5, 6], [0, 0, 0]]], np.int32),
+        np.array([[3, 3], [3, 2], [3, 0]], np.int32),
+        np.full((3, 2, 3), 0.5, np.float32),
+        np.zeros((3, 2, 3), np.int32),
+    )
+    loop.receive(ModelDrafts(np.arange(3), np.full(3, 10), model, GROWTH, 0.002, paths, GROWTH))
+    made = loop.propose(query(), 0, 8)
+    others = made.alternatives
+    assert others is not None
+    assert others.owners.tolist() == [0, 1]
+    assert [others.tokens[row, :length].tolist() for row, length in enumerate(others.lengths)] == [
+        [7, 1, 2],
+        [4, 8],
+    ]
+    assert others.covered.tolist() == [0, 1]
+    order = loop.order()
+    assert order is not None
+    assert order.num_paths == 3
+    assert order.rivals is not None
+    before = order.rivals[0]
+    loop.learn(made, made.lengths, table_of([[7, 1, 9], [4, 8, 11], [4, 5, 6, 2]]))
+    order = loop.order()
+    assert order is not None
+    assert order.rivals is not None
+    # Runners-up: right; not asked, right; thrice not asked. Of all of these the tokens were told.
+    strength = loop.model.table.prior_strength
+    assert order.rivals[0] == pytest.approx((before * strength + 2) / (strength + 6), rel=1e-3)
+    loop.receive(ModelDrafts(np.arange(3), np.full(3, 9), model, GROWTH, 0.002, paths, GROWTH))
+    assert loop.propose(query(), 0, 8).alternatives is None, "for another position they are void"
+    loop.receive(ModelDrafts(np.arange(3), np.full(3, 10), model, GROWTH, 0.002, paths, GROWTH))
+    assert loop.propose(query(), 0, 0).alternatives is None
+    order = loop.order()
+    assert order is not None
+    assert order.num_paths == 1, "nothing is drafted that there is no room for"
 
 
 @pytest.mark.parametrize(

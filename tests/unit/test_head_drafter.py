@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -71,12 +72,9 @@ def step_of(parts: Sequence[tuple[int, Sample, int, int]]) -> TokenStates:
     )
 
 
-def draft(
-    drafter: HeadDrafter, step: TokenStates, wanted: Sequence[int], depth: int = DEPTH
-) -> list[list[int]]:
-    """Drafts of the step's requests with these places, behind the token that follows their last state."""
+def query_of(step: TokenStates, wanted: Sequence[int], depth: int) -> DraftQuery:
     chosen = np.asarray(wanted, np.int64)
-    query = DraftQuery(
+    return DraftQuery(
         groups=np.zeros(len(chosen), np.int64),
         responses=step.responses[chosen],
         keys=step.responses[chosen].astype(np.uint64) * np.uint64(77),
@@ -84,6 +82,13 @@ def draft(
         temperatures=np.full(len(chosen), 0.7, np.float32),
         max_tokens=np.full(len(chosen), depth, np.int32),
     )
+
+
+def draft(
+    drafter: HeadDrafter, step: TokenStates, wanted: Sequence[int], depth: int = DEPTH
+) -> list[list[int]]:
+    """Drafts of the step's requests with these places, behind the token that follows their last state."""
+    query = query_of(step, wanted, depth)
     made, growth = drafter.draft(
         step,
         query,
@@ -97,8 +102,18 @@ def draft(
     return [made.tokens[row, :count].tolist() for row, count in enumerate(made.num_tokens.tolist())]
 
 
-def expect(head: DraftHead, response: int, sample: Sample, stop: int, begin: int = 0) -> list[int]:
-    """What a chain drafts behind the token at `stop`, all keys computed anew; the head's context begins at `begin`."""
+def expect(
+    head: DraftHead,
+    response: int,
+    sample: Sample,
+    stop: int,
+    begin: int = 0,
+    behind: Sequence[int] = (),
+) -> list[int]:
+    """What a chain drafts behind the token at `stop`, all keys computed anew; the head's context begins at `begin`.
+
+    behind: the first draft tokens, where they are given.
+    """
     ids = sample.ids[begin : stop + 1].long()
     drafted: list[int] = []
     for step in range(DEPTH):
@@ -110,8 +125,8 @@ def expect(head: DraftHead, response: int, sample: Sample, stop: int, begin: int
             logits = head.logits(hidden[None]).contiguous().numpy()
         key, position = np.array([response * 77], np.uint64), np.array([stop + 1 + step], np.int64)
         token, *_ = dice.propose(logits, key, position, np.array([0.7], np.float32), 1.0)
-        drafted.append(int(token[0]))
-        ids = torch.cat([ids, torch.from_numpy(token.astype(np.int64))])
+        drafted.append(behind[step] if step < len(behind) else int(token[0]))
+        ids = torch.cat([ids, torch.tensor(drafted[-1:])])
     return drafted
 
 
@@ -129,6 +144,40 @@ def test_drafts_are_those_of_the_network(tmp_path: Path, target: Any, method: Me
         step = step_of([(5 + r, samples[r], at[r], counts[r]) for r in order])
         at = [start + count for start, count in zip(at, counts, strict=True)]
         assert draft(drafter, step, [0, 1, 2]) == [expect(head, 5 + r, samples[r], at[r]) for r in order]
+
+
+def test_branches_are_those_of_the_network(tmp_path: Path, target: Any, method: MethodName) -> None:
+    """Left deeper first, and nothing of them is in the way of the next step."""
+    head = make_head(tmp_path, target, method)
+    drafter = load(tmp_path, target)
+    samples, at = make_samples(target, [60, 52]), [9, 14]
+    step = step_of([(5, samples[0], 0, 9), (6, samples[1], 0, 14)])
+    for _ in range(3):
+        chains = draft(drafter, step, [0, 1])
+        assert chains == [expect(head, 5 + r, samples[r], at[r]) for r in range(2)]
+        for levels in ((3, 2), (1, 0), (0, 4)):
+            shared = [chain[:level] for chain, level in zip(chains, levels, strict=True)]
+            others = [(chain[level] + 7) % VOCAB for chain, level in zip(chains, levels, strict=True)]
+            drafted = [[*tokens, other] for tokens, other in zip(shared, others, strict=True)]
+            counts = np.array([len(tokens) for tokens in drafted])
+            query = query_of(step, [0, 1], DEPTH)
+            query = replace(
+                query,
+                positions=query.positions + counts,
+                max_tokens=(query.max_tokens - counts).astype(np.int32),
+            )
+            made, _ = drafter.draft_behind(
+                query,
+                [np.array(tokens, np.int32) for tokens in drafted],
+                DEPTH,
+                sharpness=1.0,
+                calibration=np.ones(NUM_CELLS, np.float32),
+            )
+            for row, tokens in enumerate(drafted):
+                found = [*tokens, *made.tokens[row, : made.num_tokens[row]].tolist()]
+                assert found == expect(head, 5 + row, samples[row], at[row], behind=tokens)
+        step = step_of([(5 + r, samples[r], at[r], 2 + r) for r in range(2)])
+        at = [at[r] + 2 + r for r in range(2)]
 
 
 def test_a_context_begins_anew_behind_missing_states(tmp_path: Path, target: Any, method: MethodName) -> None:

@@ -77,6 +77,7 @@ def plan(lengths: list[int], **limits: Any) -> tuple[PathPlan | None, list[int]]
         lengths=np.array(lengths, np.int32),
         covered=np.ones(count, np.int32),
         cells=np.zeros_like(rows),
+        is_free=np.ones(count, np.bool_),
         expected_accepted=1.0,
     )
     given = {

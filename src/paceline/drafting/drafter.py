@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import msgspec
 from safetensors import SafetensorError, safe_open
 
 from paceline.errors import CheckpointError
-from paceline.types import DraftBatch, DraftQuery, Float32Array, Int32Array, Int64Array
-
-if TYPE_CHECKING:
-    from paceline.drafting.suffix import DraftPaths
-
+from paceline.types import DraftBatch, DraftPaths, DraftQuery, Float32Array, Int32Array, Int64Array
 
 PADDING_SHARE = 0.01
 """Vocabulary sizes of one tokenizer may differ by padding rows, by at most this share of the larger one."""

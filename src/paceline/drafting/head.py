@@ -26,9 +26,9 @@ from numpy.typing import NDArray
 from paceline.drafting.checkpoint import check_settings, check_weights
 from paceline.drafting.head_decoder import load_head
 from paceline.drafting.model_cache import PackedStep, RowCache, RowTable, ranges
-from paceline.drafting.proposal import Draft, check_draft, grow_levels
+from paceline.drafting.proposal import NO_GRID, Draft, check_draft, grow_levels
 from paceline.drafting.token_states import TokenStates
-from paceline.types import DraftGrowth, DraftQuery, Float32Array, Int64Array, ModelBatch
+from paceline.types import DraftGrowth, DraftQuery, Float32Array, Int32Array, Int64Array, ModelBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +73,8 @@ class HeadDrafter:
         self._cache = RowCache(max_requests, max_model_len)
         self._rows = RowTable(max_requests)
         self._wanted = self._rows.add_column()  # position of the token whose state comes next
+        self._lanes: dict[int, int] = {}  # of the responses of the last draft
+        self._levels: list[torch.Tensor] = []  # what their draft tokens were proposed from, level by level
 
     def draft(
         self,
@@ -118,16 +120,73 @@ class HeadDrafter:
         requests, rows, outputs = requests[drafts], rows[drafts], outputs[torch.from_numpy(drafts)]
         if not len(requests):
             return DraftGrowth()
+        responses = draft.query.responses[requests].tolist()
+        self._lanes, self._levels = {response: lane for lane, response in enumerate(responses)}, []
+        levels, num_rows = self._feed_itself(
+            draft, requests, rows, self._rows.cached[rows], outputs, self._levels
+        )
+        return DraftGrowth(levels, num_rows, time.perf_counter() - started_s)
+
+    def _feed_itself(
+        self,
+        draft: Draft,
+        requests: Int64Array,
+        rows: Int64Array,
+        starts: Int64Array,
+        outputs: torch.Tensor,
+        levels: list[torch.Tensor],
+    ) -> tuple[int, int]:
+        """Grow the drafts on from the last outputs; returns (levels, requests in all of them together).
+
+        rows ascend; starts: where in them the first draft token goes. levels: takes the outputs of each level.
+        [len(requests), hidden]
+        """
+        levels.append(outputs.clone())
 
         def feed(lanes: Int64Array, level: int, tokens: Int64Array) -> Float32Array:
             growing, kept = rows[lanes], torch.from_numpy(lanes)
-            starts = self._rows.cached[growing] + level
-            made = self._forward(growing, starts, np.ones_like(growing), tokens, outputs[kept])
+            made = self._forward(growing, starts[lanes] + level, np.ones_like(growing), tokens, outputs[kept])
             outputs[kept] = made
+            levels.append(outputs.clone())
             return self._logits(made)
 
-        levels, num_rows = grow_levels(draft, requests, self._logits(outputs), feed)
-        return DraftGrowth(levels, num_rows, time.perf_counter() - started_s)
+        return grow_levels(draft, requests, self._logits(outputs), feed)
+
+    def draft_behind(
+        self,
+        query: DraftQuery,
+        drafted: list[Int32Array],
+        depth: int,
+        *,
+        sharpness: float,
+        calibration: Float32Array,
+    ) -> tuple[ModelBatch, DraftGrowth]:
+        """Draft on behind other tokens than those of the last draft (`branches.TreeDrafter`)."""
+        started_s = time.perf_counter()
+        limits = np.minimum(np.minimum(query.max_tokens, depth), self.max_model_len - query.positions)
+        draft = Draft(query, limits, depth, sharpness, NO_GRID, calibration, 0.0, None)
+        responses = query.responses.tolist()
+        rows = np.array([self._rows.row(response) for response in responses], np.int64)
+        requests = np.argsort(rows)
+        requests = requests[limits[requests] > 0]
+        if not len(requests):
+            return draft.batch(), DraftGrowth()
+        rows = rows[requests]
+        shared = np.array([len(drafted[request]) - 1 for request in requests.tolist()])
+        starts = self._rows.cached[rows] + shared
+        last = np.array([drafted[request][-1] for request in requests.tolist()], np.int64)
+        with torch.inference_mode():
+            before = torch.stack(
+                [
+                    self._levels[level][self._lanes[responses[request]]]
+                    for level, request in zip(shared.tolist(), requests.tolist(), strict=True)
+                ]
+            )
+            outputs = self._forward(rows, starts, np.ones_like(rows), last, before)
+            levels, num_rows = self._feed_itself(draft, requests, rows, starts + 1, outputs, [])
+            for request in np.flatnonzero(draft.failed).tolist():
+                self._clear(responses[request])
+        return draft.batch(), DraftGrowth(levels, num_rows, time.perf_counter() - started_s)
 
     def _is_finite(self, step: TokenStates) -> NDArray[np.bool_]:
         """Requests without NaN in their states: a masked key weighs 0, and 0 * NaN would spoil others' rows later."""

@@ -9,13 +9,15 @@ from paceline.types import Float32Array, Int32Array
 class Learned:
     """One per drafter.
 
-    prior: acceptance assumed of each calibration cell. [num_cells]
+    prior: acceptance assumed of each calibration cell; where a token is wrong, its runner-up is right half the time.
+    [num_cells]
     fixed_sharpness: the exponent if it is not to be learned.
     """
 
     def __init__(self, prior: Float32Array, fixed_sharpness: float | None) -> None:
         self.table = acceptance.AcceptanceTable.initial(prior)
         self.calibration = acceptance.estimate(self.table)
+        self._rivals = acceptance.AcceptanceTable.initial((1.0 - prior) / 2.0)
         self._sharpness = sharpness.SharpnessState.initial()
         self._fixed = fixed_sharpness
 
@@ -29,6 +31,16 @@ class Learned:
         if cells.size:
             self.table = acceptance.update_acceptance(self.table, cells, outcomes)
             self.calibration = acceptance.estimate(self.table)
+
+    @property
+    def rivals(self) -> Float32Array:
+        """Probability that a token's runner-up is right, by the token's calibration cell. [num_cells]"""
+        return acceptance.estimate(self._rivals)
+
+    def learn_rivals(self, cells: Int32Array, outcomes: acceptance.BoolArray) -> None:
+        """As `learn`, of the runner-up of each draft token."""
+        if cells.size:
+            self._rivals = acceptance.update_acceptance(self._rivals, cells, outcomes)
 
     def learn_sharpness(self, probes: Int32Array, targets: Int32Array) -> None:
         """probes: first token that each sharpness would have drafted. targets: the target's. [num_requests, ...]"""

@@ -33,6 +33,7 @@ from paceline.drafting.model_cache import (
 )
 from paceline.drafting.native_decoder import NativeDecoder, native_decoder
 from paceline.drafting.proposal import (
+    NO_GRID,
     NUM_CELLS,
     Draft,
     check_draft,
@@ -162,6 +163,34 @@ class ModelDrafter:
         assert row is not None
         self._book.cut(row, length)
         self._cache.clear_behind(row, length)
+
+    def draft_behind(
+        self,
+        query: DraftQuery,
+        drafted: list[Int32Array],
+        depth: int,
+        *,
+        sharpness: float,
+        calibration: Float32Array,
+    ) -> tuple[ModelBatch, DraftGrowth]:
+        """Draft on behind other tokens than those of the last draft (`branches.TreeDrafter`)."""
+        starts = query.positions - np.fromiter(map(len, drafted), np.int64, len(drafted))
+        rows = np.array([self._book.row(response) for response in query.responses.tolist()], np.int64)
+        contexts = [
+            np.concatenate([self._book.tokens[row, :start], tokens])
+            for row, start, tokens in zip(rows.tolist(), starts.tolist(), drafted, strict=True)
+        ]
+        made, growth = self.draft(
+            contexts,
+            query,
+            depth,
+            sharpness=sharpness,
+            sharpness_grid=NO_GRID,
+            calibration=calibration,
+            floor=0.0,
+        )
+        self._book.certain[rows] = np.minimum(self._book.certain[rows], starts)
+        return made, growth
 
     def rewind(self, response: int, num_tokens: int) -> None:
         """Of the contexts that were given for a response the first `num_tokens` tokens stand; the others were drafted.

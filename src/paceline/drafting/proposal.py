@@ -28,6 +28,9 @@ MARGIN_EDGES: Float32Array = np.array(
 NUM_CELLS = (len(CONFIDENCE_EDGES) + 1) * (len(MARGIN_EDGES) + 1)
 """Cells of the calibration table: confidence level * 16 + margin level."""
 
+NO_GRID: Float32Array = np.empty(0, np.float32)
+"""The sharpness grid of drafts that say nothing about sharpness."""
+
 PRIOR_ERROR_NATS = 0.6
 """Assumed disagreement of drafter and target about the margin (scale of a logistic error)."""
 

@@ -13,7 +13,6 @@ noise; each token's acceptance is estimated from what was accepted before, not f
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
@@ -21,7 +20,15 @@ from numpy.typing import ArrayLike, NDArray
 
 from paceline import _suffix
 from paceline.errors import ConfigError, RequestError
-from paceline.types import DraftBatch, DraftQuery, Float32Array, Int32Array, Int64Array, UInt64Array
+from paceline.types import (
+    DraftBatch,
+    DraftPaths,
+    DraftQuery,
+    Float32Array,
+    Int32Array,
+    Int64Array,
+    UInt64Array,
+)
 
 T = TypeVar("T", bound=np.generic)
 _Columns = tuple[Int64Array, Int64Array, UInt64Array, Int64Array, Float32Array, Int32Array]
@@ -31,22 +38,6 @@ NUM_CELLS: int = _suffix.NUM_CELLS
 
 MAX_DEPTH: int = _suffix.MAX_DEPTH
 """Longest context, in tokens, that a forest can be asked to count."""
-
-
-@dataclass(frozen=True, slots=True)
-class DraftPaths:
-    """Several diverging draft paths per request; path 0 is what `draft` proposes.
-
-    No two paths of a request are alike: each leaves an earlier one at one token. Entries beyond
-    `num_tokens[r, p]` are undefined; unused paths have 0 tokens.
-    """
-
-    tokens: Int32Array  # [num_requests, num_paths, max_draft_tokens]
-    num_tokens: Int32Array  # [num_requests, num_paths]
-    acceptance: (
-        Float32Array  # [num_requests, num_paths, max_draft_tokens] given that the path so far is accepted
-    )
-    cells: Int32Array  # [num_requests, num_paths, max_draft_tokens]
 
 
 class SuffixForest:

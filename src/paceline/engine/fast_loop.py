@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,10 +38,12 @@ from paceline.errors import RequestError
 from paceline.planning import budget, sharpness
 from paceline.planning.acceptance import judge
 from paceline.planning.latency import predict_s
+from paceline.planning.paths import most_paths
 from paceline.types import (
     DraftBatch,
     DraftChains,
     DraftOrder,
+    DraftPaths,
     DraftQuery,
     DraftSharingCounters,
     Float32Array,
@@ -48,6 +51,7 @@ from paceline.types import (
     Int32Array,
     Int64Array,
     MetDrafts,
+    ModelBatch,
     ModelDrafts,
     StepCosts,
     StepObservation,
@@ -154,6 +158,7 @@ class FastLoop:
         self._draft_s = 0.0  # what the model drafts of the present step took
         self._batch_size = 0
         self._num_drafted = 0
+        self._has_room = False  # whether the present step could verify alternatives
         self._expected = 0.0
         self._log = open_log(settings)
         self._paths = AlternativePaths(settings, self._log)
@@ -363,7 +368,7 @@ class FastLoop:
         self._batch_size = len(query.groups)
         drafter_query = replace(query, responses=self._drafter_numbers(query.responses.tolist()))
         free = self._draft_free(drafter_query, num_other_tokens, weight)
-        model = self._match_model(query)
+        model, model_paths = self._match_model(query)
         batch = self._meet(query, (free, model), may_wait=num_other_tokens == 0)
         snapshot = self._snapshot(batch.path_probability, num_other_tokens, weight)
         lengths = budget.decide(snapshot, self._now, self._settings.budget)
@@ -375,11 +380,12 @@ class FastLoop:
         if judged:
             self._steering.judge(snapshot, lengths, alone, self._now, self._settings.budget)
         alternatives = None
-        if max_alternatives and isinstance(self.drafter, PathDrafter):
+        self._has_room = max_alternatives > 0
+        if self._has_room:
             alternatives = self._paths.choose(
                 StepDrafts(drafter_query, batch, lengths, num_other_tokens, self._expected),
-                self.drafter,
-                self.free,
+                self._free_paths(drafter_query),
+                model_paths,
                 self._now,
                 self._settings.budget,
                 max_alternatives,
@@ -447,11 +453,24 @@ class FastLoop:
         snapshot = self._snapshot(ceiling, num_other_tokens, weight)
         return budget.may_pay(snapshot, self._now, self._settings.budget)
 
-    def _match_model(self, query: DraftQuery) -> DraftBatch | None:
+    def _free_paths(self, query: DraftQuery) -> Callable[[], DraftPaths] | None:
+        """What has the model-free drafter propose several paths; None if it cannot."""
+        if not isinstance(self.drafter, PathDrafter):
+            return None
+        return partial(
+            self.drafter.draft_paths,
+            query,
+            num_paths=self._settings.num_paths,
+            sharpness=self.free.beta,
+            calibration=self.free.calibration,
+            floor=self._settings.draft_floor,
+        )
+
+    def _match_model(self, query: DraftQuery) -> tuple[DraftBatch | None, DraftPaths | None]:
         """Line the model drafts up with the query; drafts for another position than the present one are void."""
         arrived, self._arrived = self._arrived, None
         if arrived is None:
-            return None
+            return None, None
         self._draft_s = arrived.total_s
         order = np.argsort(arrived.responses, kind="stable")
         found = np.searchsorted(arrived.responses[order], query.responses)
@@ -460,12 +479,21 @@ class FastLoop:
         batch = arrived.batch
         lengths = np.where(fits, np.minimum(batch.num_tokens[row], query.max_tokens), 0).astype(np.int32)
         probes = np.where(fits[:, None], batch.probes[row], -1)
-        return DraftBatch(batch.tokens[row], lengths, batch.acceptance[row], batch.cells[row], probes)
+        columns = batch.tokens[row], lengths, batch.acceptance[row], batch.cells[row], probes
+        made = (
+            ModelBatch(*columns, batch.rivals[row]) if isinstance(batch, ModelBatch) else DraftBatch(*columns)
+        )
+        if (paths := arrived.paths) is None:
+            return made, None
+        most = np.where(fits, query.max_tokens, 0)[:, None]
+        lengths = np.minimum(paths.num_tokens[row], most).astype(np.int32)
+        return made, DraftPaths(paths.tokens[row], lengths, paths.acceptance[row], paths.cells[row])
 
     def receive(self, drafts: ModelDrafts) -> None:
         """Take the model drafter's work; its time is taken out of the step's, so that T(n) is the target's alone."""
         self._arrived = drafts
-        cost = drafts.growth, len(drafts.responses), max(drafts.total_s - drafts.growth.seconds, 0.0)
+        reading_s = max(drafts.total_s - drafts.growth.seconds - drafts.branching.seconds, 0.0)
+        cost = drafts.growth, len(drafts.responses), reading_s
         self._log.write_growth(*cost)
         self._steering.receive(*cost)
         if self._pending is not None:
@@ -484,15 +512,19 @@ class FastLoop:
         longest = min(
             budget.draft_depth(self._now, self._settings.budget, batch), self._settings.max_draft_tokens
         )
+        paths: dict[str, Any] = {}
+        if self._has_room and (most := self._settings.num_paths) > 1:
+            paths["num_paths"] = most_paths(self._now, self._settings.budget, batch, most)
+            paths["rivals"] = self.model.rivals * np.float32(self._paths.worth)
         if self._settings.budget.policy == "fixed":
-            order = DraftOrder(longest, self.model.beta, self.model.calibration, 0.0, NO_COSTS)
+            order = DraftOrder(longest, self.model.beta, self.model.calibration, 0.0, NO_COSTS, **paths)
             return order if longest else None
         if not longest or not self._steering.advance(batch, step_time):
             self._log.write_drafter(None)
             return None
         limits = self._steering.limits(batch, self._num_drafted, step_time, self._settings.draft_floor)
         self._log.write_drafter(limits)
-        return DraftOrder(longest, self.model.beta, self.model.calibration, *limits)
+        return DraftOrder(longest, self.model.beta, self.model.calibration, *limits, **paths)
 
     def learn(
         self,
@@ -526,6 +558,8 @@ class FastLoop:
             if learned is self.model:
                 self._recent.note_drafts(outcomes)
                 self.watch.observe(candidate, first)
+                if isinstance(candidate, ModelBatch) and self._settings.num_paths > 1:
+                    learned.learn_rivals(cells, _equal(candidate.rivals, decided)[told])
             if learned is self.free and others is not None:
                 more = outcomes_of(others, others.lengths, matches)
                 cells, outcomes = np.concatenate([cells, more[0]]), np.concatenate([outcomes, more[1]])
@@ -683,6 +717,13 @@ def leading_matches(tokens: Int32Array, lengths: Int32Array, decided: Int32Array
     same = (tokens[:, :width] == decided[:, :width]) & (np.arange(width) < lengths[:, None])
     matches: Int32Array = np.logical_and.accumulate(same, axis=1).sum(axis=1, dtype=np.int32)
     return matches
+
+
+def _equal(tokens: Int32Array, decided: Int32Array) -> NDArray[np.bool_]:
+    """Which tokens are what the target decided. [num_drafts, max_draft_tokens], as `tokens`"""
+    equal, width = np.zeros(tokens.shape, np.bool_), min(tokens.shape[1], decided.shape[1])
+    equal[:, :width] = tokens[:, :width] == decided[:, :width]
+    return equal
 
 
 def _no_drafts(num_requests: int) -> DraftChains:

@@ -142,6 +142,16 @@ def may_pay(
     return bool(rate.max(initial=0.0) > sure / float(predict_s(model, base)))
 
 
+def most_paths(state: BudgetState, settings: BudgetSettings, num_requests: int, most: int) -> int:
+    """Draft paths of a request that are worth drafting for the step after the coming one, if it has so many requests.
+
+    most: that the engine can verify. A drafter that costs time looks closer (branching.py).
+    """
+    if settings.policy == "bandit":
+        return min(bandit.select_ahead(state.bandit, num_requests).top_k, most)
+    return most
+
+
 def shared_prefix(one: Int32Array, other: Int32Array) -> Int32Array:
     """Equal tokens at the beginning of each pair of rows. [num_rows, width] each -> [num_rows]"""
     width = min(one.shape[1], other.shape[1])

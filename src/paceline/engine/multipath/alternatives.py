@@ -6,18 +6,18 @@ planning/paths.py.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 
 from paceline.config import BudgetSettings, EngineSettings
-from paceline.drafting.drafter import PathDrafter
-from paceline.drafting.learned import Learned
 from paceline.engine.loop_log import EngineLog
 from paceline.planning import paths
 from paceline.planning.acceptance import BoolArray, judge
 from paceline.planning.budget import BudgetState
-from paceline.types import DraftChains, DraftQuery, Int32Array, Int64Array
+from paceline.types import DraftChains, DraftPaths, DraftQuery, Float32Array, Int32Array, Int64Array
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +28,59 @@ class Alternatives:
     tokens: Int32Array  # [num_alternatives, max_draft_tokens]
     lengths: Int32Array  # [num_alternatives] draft tokens to verify
     covered: Int32Array  # [num_alternatives] first tokens that an earlier path of the request verifies too
-    cells: Int32Array  # [num_alternatives, max_draft_tokens] calibration cells, of the model-free drafter
+    cells: Int32Array  # [num_alternatives, max_draft_tokens] calibration cells of its drafter
+    is_free: BoolArray  # [num_alternatives] the model-free drafter's
     expected_accepted: float
     """What they promise beyond the drafts, by the path probabilities alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidates:
+    """Paths that might be taken, the best one of every request first, then everyone's second, and so on."""
+
+    ranks: Int64Array  # [num_candidates] among the paths of the request
+    owners: Int64Array  # [num_candidates]
+    tokens: Int32Array  # [num_candidates, max_draft_tokens]
+    lengths: Int32Array  # [num_candidates]
+    factors: Float32Array  # [num_candidates, max_draft_tokens] acceptance of each token, 0 behind the path
+    cells: Int32Array  # [num_candidates, max_draft_tokens]
+    is_free: BoolArray  # [num_candidates]
+
+
+def _candidates(made: DraftPaths, step: StepDrafts, num_paths: int, is_free: bool) -> _Candidates:
+    """A drafter's paths: `num_paths` of each request with the one that is its draft already, one fewer without."""
+    is_first = paths.shared_prefix(made.tokens[:, 0], step.batch.tokens) >= step.lengths
+    most = np.where(is_first, num_paths, num_paths - 1)
+    ranks, owners = np.nonzero(
+        (made.num_tokens > 0).T & (np.arange(made.num_tokens.shape[1])[:, None] < most)
+    )
+    lengths = made.num_tokens[owners, ranks]
+    inside = np.arange(made.tokens.shape[2]) < lengths[:, None]
+    return _Candidates(
+        ranks,
+        owners,
+        made.tokens[owners, ranks],
+        lengths,
+        np.where(inside, made.acceptance[owners, ranks], np.float32(0.0)),
+        made.cells[owners, ranks],
+        np.full(len(owners), is_free),
+    )
+
+
+def _join(parts: list[_Candidates]) -> _Candidates:
+    """Those of several drafters; of equal rank the first drafter's come first."""
+    if len(parts) == 1:
+        return parts[0]
+    width = max(part.tokens.shape[1] for part in parts)
+    order = np.argsort(np.concatenate([part.ranks for part in parts]), kind="stable")
+
+    def join(name: str) -> Any:
+        columns = [getattr(part, name) for part in parts]
+        if columns[0].ndim == 2:
+            columns = [np.pad(column, ((0, 0), (0, width - column.shape[1]))) for column in columns]
+        return np.concatenate(columns)[order]
+
+    return _Candidates(*(join(field.name) for field in fields(_Candidates)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,17 +111,19 @@ class AlternativePaths:
     def choose(
         self,
         step: StepDrafts,
-        drafter: PathDrafter,
-        learned: Learned,
+        draft_free: Callable[[], DraftPaths] | None,
+        model: DraftPaths | None,
         state: BudgetState,
         policy: BudgetSettings,
         max_alternatives: int,
     ) -> Alternatives | None:
-        """Have the drafter propose paths and take those that are worth a row; None: one path each is best.
+        """Take those of the drafters' paths that are worth a row; None: one path each is best.
 
-        learned: the drafter's sharpness and calibration. state: what the budget has learned, at the step's context.
-        max_alternatives: as many as the step has room for.
+        draft_free: has the model-free drafter propose its own; called if any could pay. model: the model drafter's.
+        state: what the budget has learned, at the step's context. max_alternatives: as many as the step has room for.
         """
+        if draft_free is None and model is None:
+            return None
         if not paths.may_pay(
             step.batch.path_probability,
             step.lengths,
@@ -82,33 +134,24 @@ class AlternativePaths:
         ):
             self._log.write_no_paths()
             return None
-        made = drafter.draft_paths(
-            step.query,
-            num_paths=self._settings.num_paths,
-            sharpness=learned.beta,
-            calibration=learned.calibration,
-            floor=self._settings.draft_floor,
-        )
-        is_first = paths.shared_prefix(made.tokens[:, 0], step.batch.tokens) >= step.lengths
-        most = np.where(is_first, self._settings.num_paths, self._settings.num_paths - 1)
-        # The best path of every request first, then everyone's second, and so on.
-        rank, owners = np.nonzero(
-            (made.num_tokens > 0).T & (np.arange(made.num_tokens.shape[1])[:, None] < most)
-        )
-        tokens, num_tokens = made.tokens[owners, rank], made.num_tokens[owners, rank]
-        inside = np.arange(tokens.shape[1]) < num_tokens[:, None]
-        factors = np.where(inside, made.acceptance[owners, rank], np.float32(0.0))
-        own = step.lengths[owners]
+        proposed = [(None if draft_free is None else draft_free(), True), (model, False)]
+        parts = [
+            _candidates(made, step, self._settings.num_paths, is_free)
+            for made, is_free in proposed
+            if made is not None
+        ]
+        found = _join(parts)
+        owners, own = found.owners, step.lengths[found.owners]
         snapshot = paths.PathSnapshot(
             num_requests=len(step.query.groups),
             num_other_tokens=step.num_other_tokens,
             num_draft_tokens=int(step.lengths.sum()),
             expected_accepted=step.expected_accepted,
             owners=owners,
-            tokens=tokens,
-            path_probability=np.cumprod(factors, axis=1, dtype=np.float32),
-            limits=np.minimum(num_tokens, own),
-            covered=np.minimum(paths.shared_prefix(tokens, step.batch.tokens[owners]), own),
+            tokens=found.tokens,
+            path_probability=np.cumprod(found.factors, axis=1, dtype=np.float32),
+            limits=np.minimum(found.lengths, own),
+            covered=np.minimum(paths.shared_prefix(found.tokens, step.batch.tokens[owners]), own),
             contexts=step.query.positions[owners],
             max_rows=max_alternatives,
         )
@@ -119,10 +162,11 @@ class AlternativePaths:
         rows = choice.candidates
         return Alternatives(
             owners[rows],
-            tokens[rows],
+            found.tokens[rows],
             choice.lengths,
             choice.covered,
-            made.cells[owners, rank][rows],
+            found.cells[rows],
+            found.is_free[rows],
             choice.expected_accepted,
         )
 
@@ -145,7 +189,8 @@ class AlternativePaths:
 def outcomes_of(
     alternatives: Alternatives, verified: Int32Array, accepted: Int32Array
 ) -> tuple[Int32Array, BoolArray]:
-    """(cells, outcomes) that a step tells of its alternatives; tokens shared with an earlier path are counted once."""
+    """(cells, outcomes) that a step tells of the model-free alternatives; tokens shared with an earlier path are
+    counted once."""
     told, right = judge(alternatives.cells.shape[1], verified, accepted)
-    told &= np.arange(told.shape[1]) >= alternatives.covered[:, None]
+    told &= (np.arange(told.shape[1]) >= alternatives.covered[:, None]) & alternatives.is_free[:, None]
     return alternatives.cells[told], right[told]

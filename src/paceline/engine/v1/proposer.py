@@ -14,11 +14,20 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from paceline.config import EngineSettings
+from paceline.drafting.branches import draft_branches
 from paceline.drafting.synthetic import Play, PlayedDrafter
 from paceline.engine.arguments import read_settings
 from paceline.engine.runner import FreshDrafts
 from paceline.planning.sharpness import SHARPNESS_GRID
-from paceline.types import DraftOrder, DraftQuery, Int32Array, Int64Array, ModelDrafts
+from paceline.types import (
+    DraftGrowth,
+    DraftOrder,
+    DraftPaths,
+    DraftQuery,
+    Int32Array,
+    Int64Array,
+    ModelDrafts,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -121,7 +130,12 @@ class Proposer:
         )
         if not rows:
             return
-        made = ModelDrafts(query.responses, lengths, drafts, growth, time.perf_counter() - started_s)
+        paths: DraftPaths | None = None
+        branching = DraftGrowth()
+        if order.num_paths > 1 and not isinstance(self._model, PlayedDrafter):
+            paths, branching = draft_branches(self._model, query, drafts, order)
+        total_s = time.perf_counter() - started_s
+        made = ModelDrafts(query.responses, lengths, drafts, growth, total_s, paths, branching)
         self._fresh = FreshDrafts([batch.req_ids[row] for row in rows], [[] for _ in rows], made)
 
     def _contexts(self, rows: list[int], lengths: Int64Array) -> list[Int32Array]:
