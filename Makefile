@@ -38,9 +38,9 @@ test: lint
 
 demo: install
 	$(BIN)/paceline train recipes/countdown.yaml --out runs/demo --overwrite
-	$(BIN)/python -m paceline.tasks.inflation assets/countdown-policy runs/demo-181M \
+	$(BIN)/python -m paceline.tasks.inflation assets/countdown-policy runs/demo-target \
 		--hidden 1024 --intermediate 2816 --layers 16 --heads 16 --kv-heads 8
-	$(BIN)/paceline bench runs/demo-181M recipes/countdown-prompts.jsonl --model-drafter assets/countdown-drafter \
+	$(BIN)/paceline bench runs/demo-target recipes/countdown-prompts.jsonl --model-drafter assets/countdown-drafter \
 		--methods plain,none,suffix+model --dtype bfloat16 --samples 4 --max-tokens 640 --repetitions 1 --json runs/demo/bench.json
 	$(BIN)/paceline report runs/demo
 

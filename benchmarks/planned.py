@@ -27,7 +27,7 @@ from pairs import PAIRS, TARGETS
 
 from paceline.planning.latency_profile import LatencyModel, StepLatency
 from paceline.planning.profile_fit import load_fits
-from paceline.planning.window import Mode, best_window, profiled_times, tokens_per_s
+from paceline.planning.window import Mode, StepTimes, best_window, profiled_times, tokens_per_s
 
 SYSTEMS = (PLAIN_ONE_CORE, COUPLED, CHAIN)
 COLUMNS = ("system", "running", "planned", "measured", "measured_range", "error", "window", "acceptance_rate")
@@ -53,10 +53,9 @@ def plan(
     if system == COUPLED:
         best = best_window(earlier["acceptance"], times, Mode.COUPLED)
         return int(best.window), running * float(best.tokens_per_s)
-    windows = np.arange(options.max_window + 1)[1:]
-    chain = type(times)(running, times.draft_s, times.verify_s[1:])
-    rates = tokens_per_s(earlier["acceptance"], windows, chain, Mode.DECOUPLED)
-    return options.window, running * float(rates[options.window - 1])
+    chain = StepTimes(running, times.draft_s, times.verify_s[options.window])
+    rate = tokens_per_s(earlier["acceptance"], options.window, chain, Mode.DECOUPLED)
+    return options.window, running * float(rate)
 
 
 def profile(target: str, drafter: str, options: Namespace, folder: Path) -> tuple[StepLatency, LatencyModel]:

@@ -1,6 +1,6 @@
 """Group rollouts with plain vLLM, vLLM's own speculation, tuned, and Paceline, in turn on one machine.
 
-Cases are groups of responses at temperature 1.0. The target is a small policy inflated to about 181 M parameters
+Cases are groups of responses at temperature 1.0. The target is a small policy inflated to about 189 M parameters
 without changing its function (pairs.py), so that a step is bound by memory as on a GPU.
 Responses end by themselves. No prompt is one that the drafter learned on; every case and repetition has prompts of its
 own, and all drafters forget the responses before it.

@@ -185,9 +185,9 @@ PACELINE_INLINE void multiply_piece(const float* x, int64_t count, const PackedW
     multiply_rows<Panel, 1, kAdd>(x, count, weight, first, y);
 }
 
-#define PACELINE_PIECE(name, Panel, kAdd)                                                                    \
+#define PACELINE_PIECE(name, Panel, kAdd)                                                                       \
   PACELINE_SIMD void name(const float* x, int64_t count, const PackedWeight& weight, int64_t first, float* y) { \
-    multiply_piece<Panel, kAdd>(x, count, weight, first, y);                                                  \
+    multiply_piece<Panel, kAdd>(x, count, weight, first, y);                                                    \
   }
 PACELINE_PIECE(set_words, Words, false)
 PACELINE_PIECE(add_words, Words, true)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -55,6 +55,12 @@ def describe_limit(item: Mapping[str, Any]) -> str:
     for theirs, ours in _PHRASES:
         text = text.replace(theirs, ours)
     return text
+
+
+def name_drafters(folders: Sequence[str]) -> tuple[str, ...]:
+    """What these drafters are called: their folders' names, or the folders where these are not unique."""
+    names = tuple(Path(folder).name for folder in folders)
+    return names if len(set(names)) == len(names) else tuple(folders)
 
 
 class EngineSettings(Section):
@@ -171,9 +177,8 @@ class EngineSettings(Section):
 
     @property
     def drafter_names(self) -> tuple[str, ...]:
-        """What the model drafters are called: their folders' names, or the folders where these are not unique."""
-        names = tuple(Path(folder).name for folder in self.model_drafters)
-        return names if len(set(names)) == len(names) else self.model_drafters
+        """What the model drafters are called."""
+        return name_drafters(self.model_drafters)
 
     @property
     def chooses_drafter(self) -> bool:

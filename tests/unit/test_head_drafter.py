@@ -26,7 +26,7 @@ from paceline.drafting.head import HeadDrafter, TargetEnds
 from paceline.drafting.proposal import NUM_CELLS
 from paceline.drafting.token_states import TokenStates
 from paceline.errors import CheckpointError, ConfigError
-from paceline.types import DraftQuery
+from paceline.types import DraftOrder, DraftQuery
 
 MAX_LEN = 96
 DEPTH = 5
@@ -166,13 +166,8 @@ def test_branches_are_those_of_the_network(tmp_path: Path, target: Any, method: 
                 positions=query.positions + counts,
                 max_tokens=(query.max_tokens - counts).astype(np.int32),
             )
-            made, _ = drafter.draft_behind(
-                query,
-                [np.array(tokens, np.int32) for tokens in drafted],
-                DEPTH,
-                sharpness=1.0,
-                calibration=np.ones(NUM_CELLS, np.float32),
-            )
+            order = DraftOrder(DEPTH, 1.0, np.ones(NUM_CELLS, np.float32), 0.0, np.zeros(1, np.float32))
+            made, _ = drafter.draft_behind(query, [np.array(tokens, np.int32) for tokens in drafted], order)
             for row, tokens in enumerate(drafted):
                 found = [*tokens, *made.tokens[row, : made.num_tokens[row]].tolist()]
                 assert found == expect(head, 5 + row, samples[row], at[row], behind=tokens)

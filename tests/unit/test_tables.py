@@ -113,7 +113,7 @@ def test_ladders() -> None:
     made = Ladder(
         128, (0.3, 0.5, 0.7, 0.85, 0.95), (Rungs("countdown-drafter", (0.9, 1.1, 1.45, 1.9, 12.25)),)
     )
-    shown(ladder_table("countdown-181m", made, rank_drafters(made, {"countdown-drafter": 0.83})))
+    shown(ladder_table("countdown-189m", made, rank_drafters(made, {"countdown-drafter": 0.83})))
 
 
 def test_plans(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

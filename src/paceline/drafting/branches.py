@@ -16,7 +16,6 @@ from paceline.types import (
     DraftOrder,
     DraftPaths,
     DraftQuery,
-    Float32Array,
     Int32Array,
     Int64Array,
     ModelBatch,
@@ -30,15 +29,13 @@ class TreeDrafter(Protocol):
         self,
         query: DraftQuery,
         drafted: list[Int32Array],
-        depth: int,
-        *,
-        sharpness: float,
-        calibration: Float32Array,
+        order: DraftOrder,
     ) -> tuple[ModelBatch, DraftGrowth]:
         """Draft on behind other tokens than those of the last draft, of some of its responses.
 
         query: positions are those behind `drafted`. drafted: of each request, tokens of its chain and then another one.
-        Drafts are `query.max_tokens` long, as far as `depth` and the drafter reach. Deeper branches of a chain first.
+        Drafts are `query.max_tokens` long, as far as the drafter reaches. order: its sharpness and calibration count.
+        Deeper branches of a chain first.
         """
 
 
@@ -82,11 +79,7 @@ def _draft_on(
     behind = _select(query, requests, begins, branches.lengths[longer] - 1)
     rows = list(zip(requests.tolist(), begins.tolist(), strict=True))
     made, growth = model.draft_behind(
-        behind,
-        [paths.tokens[request, number, :begin] for request, begin in rows],
-        int(behind.max_tokens.max()),
-        sharpness=order.sharpness,
-        calibration=order.calibration,
+        behind, [paths.tokens[request, number, :begin] for request, begin in rows], order
     )
     for row, (request, begin) in enumerate(rows):
         count = int(made.num_tokens[row])

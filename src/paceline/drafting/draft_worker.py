@@ -29,6 +29,7 @@ import zmq
 from paceline.drafting.ahead import Ahead, Chain, Decided
 from paceline.drafting.learned import Learned
 from paceline.drafting.model import ModelDrafter
+from paceline.drafting.proposal import NO_GRID
 from paceline.drafting.worker_wire import (
     HELLO,
     Begin,
@@ -47,7 +48,6 @@ from paceline.planning.sharpness import SHARPNESS_GRID
 from paceline.types import DraftQuery, Int32Array
 
 GRID = np.asarray(SHARPNESS_GRID, dtype=np.float32)
-NO_GRID = GRID[:0]
 
 PULSE_S = 0.5
 """A worker that has nothing new to say repeats itself so often, and says so often that it is lost."""

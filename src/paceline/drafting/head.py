@@ -28,7 +28,15 @@ from paceline.drafting.head_decoder import load_head
 from paceline.drafting.model_cache import PackedStep, RowCache, RowTable, ranges
 from paceline.drafting.proposal import NO_GRID, Draft, check_draft, grow_levels
 from paceline.drafting.token_states import TokenStates
-from paceline.types import DraftGrowth, DraftQuery, Float32Array, Int32Array, Int64Array, ModelBatch
+from paceline.types import (
+    DraftGrowth,
+    DraftOrder,
+    DraftQuery,
+    Float32Array,
+    Int32Array,
+    Int64Array,
+    ModelBatch,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,18 +161,13 @@ class HeadDrafter:
         return grow_levels(draft, requests, self._logits(outputs), feed)
 
     def draft_behind(
-        self,
-        query: DraftQuery,
-        drafted: list[Int32Array],
-        depth: int,
-        *,
-        sharpness: float,
-        calibration: Float32Array,
+        self, query: DraftQuery, drafted: list[Int32Array], order: DraftOrder
     ) -> tuple[ModelBatch, DraftGrowth]:
         """Draft on behind other tokens than those of the last draft (`branches.TreeDrafter`)."""
         started_s = time.perf_counter()
-        limits = np.minimum(np.minimum(query.max_tokens, depth), self.max_model_len - query.positions)
-        draft = Draft(query, limits, depth, sharpness, NO_GRID, calibration, 0.0, None)
+        depth = int(query.max_tokens.max())
+        limits = np.minimum(query.max_tokens, self.max_model_len - query.positions)
+        draft = Draft(query, limits, depth, order.sharpness, NO_GRID, order.calibration, 0.0, None)
         responses = query.responses.tolist()
         rows = np.array([self._rows.row(response) for response in responses], np.int64)
         requests = np.argsort(rows)

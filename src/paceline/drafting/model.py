@@ -43,6 +43,7 @@ from paceline.drafting.proposal import (
 from paceline.errors import CheckpointError, PacelineError
 from paceline.types import (
     DraftGrowth,
+    DraftOrder,
     DraftQuery,
     Float32Array,
     Int32Array,
@@ -165,13 +166,7 @@ class ModelDrafter:
         self._cache.clear_behind(row, length)
 
     def draft_behind(
-        self,
-        query: DraftQuery,
-        drafted: list[Int32Array],
-        depth: int,
-        *,
-        sharpness: float,
-        calibration: Float32Array,
+        self, query: DraftQuery, drafted: list[Int32Array], order: DraftOrder
     ) -> tuple[ModelBatch, DraftGrowth]:
         """Draft on behind other tokens than those of the last draft (`branches.TreeDrafter`)."""
         starts = query.positions - np.fromiter(map(len, drafted), np.int64, len(drafted))
@@ -183,10 +178,10 @@ class ModelDrafter:
         made, growth = self.draft(
             contexts,
             query,
-            depth,
-            sharpness=sharpness,
+            int(query.max_tokens.max()),
+            sharpness=order.sharpness,
             sharpness_grid=NO_GRID,
-            calibration=calibration,
+            calibration=order.calibration,
             floor=0.0,
         )
         self._book.certain[rows] = np.minimum(self._book.certain[rows], starts)

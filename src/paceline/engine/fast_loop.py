@@ -17,7 +17,7 @@ import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -512,19 +512,20 @@ class FastLoop:
         longest = min(
             budget.draft_depth(self._now, self._settings.budget, batch), self._settings.max_draft_tokens
         )
-        paths: dict[str, Any] = {}
-        if self._has_room and (most := self._settings.num_paths) > 1:
-            paths["num_paths"] = most_paths(self._now, self._settings.budget, batch, most)
-            paths["rivals"] = self.model.rivals * np.float32(self._paths.worth)
+        limits: tuple[float, Float32Array, int | None] = 0.0, NO_COSTS, None
         if self._settings.budget.policy == "fixed":
-            order = DraftOrder(longest, self.model.beta, self.model.calibration, 0.0, NO_COSTS, **paths)
-            return order if longest else None
-        if not longest or not self._steering.advance(batch, step_time):
+            if not longest:
+                return None
+        elif not longest or not self._steering.advance(batch, step_time):
             self._log.write_drafter(None)
             return None
-        limits = self._steering.limits(batch, self._num_drafted, step_time, self._settings.draft_floor)
-        self._log.write_drafter(limits)
-        return DraftOrder(longest, self.model.beta, self.model.calibration, *limits, **paths)
+        else:
+            limits = self._steering.limits(batch, self._num_drafted, step_time, self._settings.draft_floor)
+            self._log.write_drafter(limits)
+        most = self._settings.num_paths if self._has_room else 1
+        num_paths = most_paths(self._now, self._settings.budget, batch, most)
+        rivals = self.model.rivals * np.float32(self._paths.worth) if num_paths > 1 else None
+        return DraftOrder(longest, self.model.beta, self.model.calibration, *limits, num_paths, rivals)
 
     def learn(
         self,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 
+from paceline.config import name_drafters
 from paceline.report.figures import duration, number, percent
 from paceline.report.history import RunHistory
 
@@ -112,10 +112,11 @@ def _split(history: RunHistory, parts: list[str]) -> str:
     if len(parts) < 2:
         return ""
     engine = history.header.config.get("engine") or {}
-    folders = [engine.get("model_drafter"), *(engine.get("further_drafters") or ())]
-    if len(folders) != len(parts) or not all(folders):
+    folders = (engine.get("model_drafter"), *(engine.get("further_drafters") or ()))
+    names = name_drafters([folder for folder in folders if folder])
+    if len(names) != len(parts):
         return f" ({' + '.join(parts)} by drafter)"
-    return f" ({', '.join(f'{Path(name).name} {part}' for name, part in zip(folders, parts, strict=True))})"
+    return f" ({', '.join(f'{name} {part}' for name, part in zip(names, parts, strict=True))})"
 
 
 def _tail(history: RunHistory) -> Tile:
