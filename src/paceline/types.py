@@ -199,6 +199,10 @@ class StepObservation:
     """Likely corrections that a draft worker has prepared since the step before, as far as was heard."""
     num_branch_hits: int = 0
     """Rejections whose correction was prepared, likewise."""
+    ahead_tokens: tuple[int, ...] = ()
+    """Tokens that each draft worker has drafted since the step before, as far as was heard; by model drafter."""
+    ahead_s: tuple[float, ...] = ()
+    """What each has spent on them."""
     wait_s: float = 0.0
     """Part of `step_s`: taking what a draft worker has drafted, and waiting for it."""
     draft_s: float = 0.0

@@ -110,6 +110,8 @@ def test_it_waits_for_drafts_under_way_and_says_so(engine: RolloutEngine, wanted
     steps = engine.take_observations()
     assert sum(step.num_wasted_tokens for step in steps) > 0
     assert all(0.0 <= step.wait_s < step.step_s for step in steps)
+    assert sum(sum(step.ahead_tokens) for step in steps) > sum(step.num_model_tokens for step in steps)
+    assert sum(sum(step.ahead_s) for step in steps) > 0.0
     [log] = find_decisions(Path(engine.settings.decision_log))
     with DecisionReader(log) as reader:
         waits = [line for line in reader if isinstance(line, WaitLine)]

@@ -294,7 +294,9 @@ def test_what_the_model_does_not_draft_for_is_tried_again_when_it_has_grown() ->
 def test_the_window_after_a_likely_correction_is_there_before_the_rejection() -> None:
     engine = Engine(window=3, num_branches=16)
     engine.open(5)
+    assert engine.counts.draft_s == 0.0
     chain, branches = engine.ahead_of_one()
+    assert engine.counts.draft_s > 0.0
     assert chain == [103, 104, 105, 106, 107, 108]
     assert branches == {place: [503 + place, *range(104 + place, 109)] for place in range(5)}
     assert engine.counts.num_branches == 5

@@ -280,6 +280,8 @@ OBSERVATIONS = st.builds(
     wait_s=st.floats(0.0, 0.1),
     num_branches=st.integers(0, 99),
     num_branch_hits=st.integers(0, 99),
+    ahead_tokens=st.sampled_from([(), (7,), (2, 9)]),
+    ahead_s=st.sampled_from([(), (0.5,), (0.25, 0.5)]),
 )
 
 
@@ -306,7 +308,7 @@ def test_merging_engine_steps_keeps_every_sum(
         assert sum(s.num_draft_tokens for s in mine) == sum(o.num_draft_tokens for o in theirs)
         assert sum(s.num_accepted_tokens for s in mine) == sum(o.num_accepted_tokens for o in theirs)
         assert sum(s.num_prefill_tokens for s in mine) == sum(o.num_prefill_tokens for o in theirs)
-        for name in ("further_tokens", "further_wasted_tokens"):
+        for name in ("further_tokens", "further_wasted_tokens", "ahead_tokens", "ahead_s"):
             for place in range(2):
                 sums = [sum((*getattr(one, name), 0, 0)[place] for one in ones) for ones in (mine, theirs)]
                 assert sums[0] == sums[1]

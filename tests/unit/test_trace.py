@@ -19,12 +19,13 @@ from paceline.record import (
     ChunkDone,
     EngineStepSample,
     Header,
+    HelpDone,
     RecordReader,
     RecordWriter,
     ResponseDone,
     TrainStep,
 )
-from paceline.report.trace import ENGINES, RESPONSES, TRAINER, write_trace
+from paceline.report.trace import DRAFTERS, ENGINES, RESPONSES, TRAINER, write_trace
 
 HEADER = Header(machine=MACHINE, versions={}, started_unix_s=0.0)
 
@@ -113,6 +114,59 @@ def test_chunks_lie_on_tracks_of_their_worker(tmp_path: Path) -> None:
     assert drawn == recorded
     assert sum(name.startswith("w1 chunks") for name in tracks.values()) == 4
     assert any(event["name"].endswith(", lost") for event in events)
+
+
+def test_what_is_drafted_ahead_has_a_track_of_its_own(tmp_path: Path) -> None:
+    shape = {"num_steps": 2, "step_s": 0.05, "num_running": 3.0, "worker": "w0"}
+    with RecordWriter.create(tmp_path, HEADER) as writer:
+        writer.write(EngineStepSample(t_s=1.0, ahead_tokens=(0, 0), ahead_s=(0.0, 0.0), **shape))  # type: ignore[arg-type]
+        seen = EngineStepSample(
+            t_s=1.05,
+            num_accepted_tokens=9,
+            num_model_tokens=8,
+            further_tokens=(3,),
+            num_wasted_tokens=7,
+            further_wasted_tokens=(2,),
+            ahead_tokens=(20, 6),
+            ahead_s=(0.04, 0.01),
+            **shape,  # type: ignore[arg-type]
+        )
+        writer.write(seen)
+        writer.write(EngineStepSample(t_s=1.1, ahead_tokens=(0, 0), ahead_s=(0.0, 0.0), **shape))  # type: ignore[arg-type]
+    write_trace(tmp_path, tmp_path / "trace.json")
+    events = [event for event in check_trace(tmp_path / "trace.json") if event["pid"] == DRAFTERS]
+    tracks = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    drawn = {tracks[e["tid"]]: e for e in events if e["ph"] == "X"}
+    assert list(drawn) == ["drafts ahead for w0", "drafts ahead for w0, drafter 2"]
+    first, second = drawn.values()
+    assert (first["name"], first["ts"], first["dur"]) == ("20 tokens", 1.05e6, 5e4)
+    assert first["args"] == {"responses": 3.0, "drafting_ms": 40.0, "accepted": 5, "wasted": 5}
+    assert second["args"] == {"responses": 3.0, "drafting_ms": 10.0, "accepted": 3, "wasted": 2}
+    counted = {(e["name"], e["ts"]): e["args"][""] for e in events if e["ph"] == "C"}
+    assert counted["drafts ahead for w0: drafted", 1.05e6] == 20
+    assert counted["drafts ahead for w0, drafter 2: accepted", 1.05e6] == 3
+    assert counted["drafts ahead for w0: drafted", 1.1e6] == 0, "a counter falls where nothing is drafted"
+
+
+def test_who_helped_whom_lies_on_tracks_of_the_helper(tmp_path: Path) -> None:
+    helps = [
+        HelpDone(t_start_s=1.0, t_end_s=3.0, step=1, worker="w1", helped="w0", kind="draft", drafter="small"),
+        HelpDone(t_start_s=2.0, t_end_s=4.0, step=1, worker="w1", helped="w2", kind="draft"),
+        HelpDone(t_start_s=4.0, t_end_s=5.0, step=1, worker="w1", helped="w0", kind="copy", outcome="won"),
+        HelpDone(t_start_s=5.0, t_end_s=5.0, step=1, worker="w3", helped="w0", kind="take"),
+    ]
+    with RecordWriter.create(tmp_path, HEADER) as writer:
+        for one in helps:
+            writer.write(one)
+    write_trace(tmp_path, tmp_path / "trace.json")
+    events = [event for event in check_trace(tmp_path / "trace.json") if event["pid"] == DRAFTERS]
+    tracks = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert {(tracks[e["tid"]], e["name"], e["ts"], e["dur"]) for e in events if e["ph"] == "X"} == {
+        ("w1 helps", "drafts for w0 with small", 1e6, 2e6),
+        ("w1 helps 2", "drafts for w2", 2e6, 2e6),
+        ("w1 helps", "races w0, won", 4e6, 1e6),
+        ("w3 helps", "takes over a response of w0", 5e6, 0.0),
+    }
 
 
 def test_responses_of_more_samples_or_groups_than_ids_are_told_apart(tmp_path: Path) -> None:

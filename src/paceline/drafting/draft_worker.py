@@ -293,12 +293,15 @@ class DraftWorker:
                 one.probes = batch.probes[row]
             one.packed, engine.has_news = b"", True
             engine.counts.num_drafted += chain.put(batch, row)
+        call_s = time.perf_counter() - started_s
+        for leaf, _ in grown:
+            leaf.engine.counts.draft_s += call_s / count
         if growth.num_levels:
             rows = max(round(growth.num_rows / growth.num_levels), 1)
             self._level_time = update_measured_time(
                 self._level_time, rows, growth.seconds / growth.num_levels
             )
-            self._num_levels, call_s = growth.num_levels, time.perf_counter() - started_s
+            self._num_levels = growth.num_levels
             self._call_s += _CALL_SMOOTHING * (call_s - self._call_s) if self._call_s else call_s
 
     def has_news(self, engine: str) -> bool:

@@ -88,6 +88,8 @@ class DraftCounts(msgspec.Struct, array_like=True):
     """Corrections that were prepared."""
     num_hits: int = 0
     """Rejections whose correction was among them: the next draft was there already."""
+    draft_s: float = 0.0
+    """Spent drafting for the engine."""
 
     def __add__(self, other: DraftCounts) -> DraftCounts:
         """What both have done."""

@@ -613,6 +613,8 @@ class FastLoop:
             further_wasted_tokens=tuple(own.num_wasted for own in news[1:]),
             num_branches=total.num_branches,
             num_branch_hits=total.num_hits,
+            ahead_tokens=tuple(own.num_drafted for own in news),
+            ahead_s=tuple(own.draft_s for own in news),
         )
 
     def level_s(self, batch: int) -> float:

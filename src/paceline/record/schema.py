@@ -96,6 +96,10 @@ class EngineStepSample(_Event, frozen=True, tag="engine"):
     """Likely corrections that a draft worker has prepared."""
     num_branch_hits: int = 0
     """Rejections whose correction was prepared."""
+    ahead_tokens: tuple[int, ...] = ()
+    """Tokens that draft workers have drafted ahead for this one, by model drafter."""
+    ahead_s: tuple[float, ...] = ()
+    """What they have spent on them."""
     wait_s: float = 0.0
     """Part of `step_s`: taking drafts that were made elsewhere, and waiting for them."""
     num_generated_tokens: int = 0

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from itertools import zip_longest
+from typing import TypeVar
 
 from paceline.record.schema import EngineStepSample
 from paceline.types import StepObservation
 
+_Count = TypeVar("_Count", int, float)
 
-def add_counts(one: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, ...]:
+
+def add_counts(one: tuple[_Count, ...], other: tuple[_Count, ...]) -> tuple[_Count, ...]:
     """Sums place by place; what the shorter lacks counts 0."""
     return tuple(map(sum, zip_longest(one, other, fillvalue=0))) if other else one
 
@@ -33,6 +36,8 @@ class StepMerger:
         self._adopted, self._wait_s = 0, 0.0
         self._further: tuple[int, ...] = ()  # accepted tokens of each further drafter
         self._further_wasted: tuple[int, ...] = ()
+        self._ahead_tokens: tuple[int, ...] = ()
+        self._ahead_s: tuple[float, ...] = ()
 
     def add(self, t_s: float, seen: StepObservation, num_generated_tokens: int) -> bool:
         """Add the step that began at `t_s`; True when the bucket is full and should be taken."""
@@ -55,6 +60,8 @@ class StepMerger:
         self._branches[1] += seen.num_branch_hits
         self._further = add_counts(self._further, seen.further_tokens)
         self._further_wasted = add_counts(self._further_wasted, seen.further_wasted_tokens)
+        self._ahead_tokens = add_counts(self._ahead_tokens, seen.ahead_tokens)
+        self._ahead_s = add_counts(self._ahead_s, seen.ahead_s)
         return t_s + seen.step_s - self._t_s >= self.bucket_s
 
     def take(self) -> EngineStepSample | None:
@@ -77,6 +84,8 @@ class StepMerger:
             further_wasted_tokens=self._further_wasted,
             num_branches=self._branches[0],
             num_branch_hits=self._branches[1],
+            ahead_tokens=self._ahead_tokens,
+            ahead_s=tuple(round(seconds, 6) for seconds in self._ahead_s),
             wait_s=round(self._wait_s, 6),
             num_generated_tokens=generated,
             num_prefill_tokens=prefilled,

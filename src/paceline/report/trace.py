@@ -1,16 +1,17 @@
 """A run as a trace for Perfetto (ui.perfetto.dev) or chrome://tracing, in the Trace Event Format.
 
 Tracks: the trainer with its steps and phases; each engine worker with its engine steps, counters of what runs and of
-the acceptance length, and on a fleet the chunks that it ran; each response of a rollout beside its siblings. Slices of
-one track never overlap unless one lies within the other, and a track is named before it is used. Written as a stream:
-memory does not grow with the run, only with its largest rollout. Called by `paceline report --trace`.
+the acceptance length, and on a fleet the chunks that it ran; what is drafted ahead for each engine, and which worker of
+a fleet helps which; each response of a rollout beside its siblings. Slices of one track never overlap unless one lies
+within the other, and a track is named before it is used. Written as a stream: memory does not grow with the run, only
+with its largest rollout. Called by `paceline report --trace`.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import chain
+from itertools import chain, islice, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from paceline.record import (
     Evaluation,
     Event,
     Failure,
+    HelpDone,
     Note,
     RecordReader,
     ResponseDone,
@@ -28,9 +30,14 @@ from paceline.record import (
 from paceline.record.whole_file import replacing
 from paceline.report.chunks import pack_rows
 
-TRAINER, ENGINES, RESPONSES = 1, 2, 3
+TRAINER, ENGINES, RESPONSES, DRAFTERS = 1, 2, 3, 4
 """Process ids, which the viewer groups tracks by."""
-PROCESSES = {TRAINER: "trainer", ENGINES: "engines", RESPONSES: "responses by group"}
+PROCESSES = {
+    TRAINER: "trainer",
+    ENGINES: "engines",
+    RESPONSES: "responses by group",
+    DRAFTERS: "draft workers",
+}
 
 MOST_ROWS = 1 << 16
 """Tracks of one worker that the viewer is asked to keep together."""
@@ -64,15 +71,17 @@ def _names() -> Iterator[Line]:
 class _Tracks:
     """Turns events into lines, and knows which tracks there are.
 
-    Responses and chunks are kept until their rollout is over, as their places depend on each other.
+    Responses, chunks and helps are kept until their rollout is over, as their places depend on each other.
     """
 
     def __init__(self) -> None:
         self._tracks: dict[tuple[str, int], int] = {}  # (worker, row), row 0 for its engine steps
         self._places: dict[str, int] = {}
+        self._draft_tracks: dict[str, int] = {}  # by name
         self._told_us: dict[str, float] = {}  # end of the last engine step
         self._responses: list[ResponseDone] = []
         self._chunks: list[ChunkDone] = []
+        self._helps: list[HelpDone] = []
         self._num_response_tracks = 0
 
     def convert(self, events: Iterable[Event]) -> Iterator[Line]:
@@ -80,7 +89,7 @@ class _Tracks:
             match event:
                 case EngineStepSample():
                     yield from self._engine_events(event)
-                case ResponseDone() | ChunkDone():
+                case ResponseDone() | ChunkDone() | HelpDone():
                     yield from self._keep(event)
                 case TrainStep():
                     yield from self._end_rollout()
@@ -92,16 +101,20 @@ class _Tracks:
                     yield _instant(event.text, event.t_s, {})
         yield from self._end_rollout()
 
-    def _keep(self, event: ResponseDone | ChunkDone) -> Iterator[Line]:
-        if any(kept[0].step != event.step for kept in (self._responses, self._chunks) if kept):
+    def _keep(self, event: ResponseDone | ChunkDone | HelpDone) -> Iterator[Line]:
+        if any(kept[0].step != event.step for kept in (self._responses, self._chunks, self._helps) if kept):
             yield from self._end_rollout()
-        if isinstance(event, ResponseDone):
-            self._responses.append(event)
-        else:
-            self._chunks.append(event)
+        match event:
+            case ResponseDone():
+                self._responses.append(event)
+            case ChunkDone():
+                self._chunks.append(event)
+            case HelpDone():
+                self._helps.append(event)
 
     def _end_rollout(self) -> Iterator[Line]:
         yield from self._chunk_events()
+        yield from self._help_events()
         self._responses.sort(key=lambda one: (one.group, one.sample, one.t_start_s))
         for track, response in enumerate(self._responses, start=1):  # siblings side by side
             if track > self._num_response_tracks:
@@ -110,6 +123,7 @@ class _Tracks:
             yield _response_event(response, track)
         self._responses.clear()
         self._chunks.clear()
+        self._helps.clear()
 
     def _chunk_events(self) -> Iterator[Line]:
         by_worker: dict[str, list[ChunkDone]] = {}
@@ -120,6 +134,23 @@ class _Tracks:
             for row, chunk in zip(rows, chunks, strict=True):
                 yield from self._begin_track(worker, 1 + row)
                 yield _chunk_event(chunk, self._tracks[worker, 1 + row])
+
+    def _help_events(self) -> Iterator[Line]:
+        by_worker: dict[str, list[HelpDone]] = {}
+        for one in self._helps:
+            by_worker.setdefault(one.worker, []).append(one)
+        for worker, helps in sorted(by_worker.items()):
+            rows = pack_rows([(_us(one.t_start_s), _us(one.t_end_s)) for one in helps])
+            for row, one in zip(rows, helps, strict=True):
+                name = f"{worker} helps" if row == 0 else f"{worker} helps {1 + row}"
+                yield from self._begin_draft_track(name)
+                yield _help_event(one, self._draft_tracks[name])
+
+    def _begin_draft_track(self, name: str) -> Iterator[Line]:
+        """Name a track of the draft workers before its first event."""
+        if name not in self._draft_tracks:
+            self._draft_tracks[name] = len(self._draft_tracks) + 1
+            yield _track_name(DRAFTERS, self._draft_tracks[name], name)
 
     def _begin_track(self, worker: str, row: int) -> Iterator[Line]:
         """Name a worker's track before its first event."""
@@ -150,8 +181,36 @@ class _Tracks:
             ("running", event.num_running),
             ("acceptance length", event.acceptance_length),
         ):
-            counted = {"": round(value, 3)}
-            yield {"ph": "C", "name": f"{name}: {counter}", "pid": ENGINES, "ts": begin_us, "args": counted}
+            yield _counter(f"{name}: {counter}", ENGINES, begin_us, value)
+        yield from self._ahead_events(event, begin_us, end_us)
+
+    def _ahead_events(self, event: EngineStepSample, begin_us: float, end_us: float) -> Iterator[Line]:
+        """What was drafted ahead for an engine while these steps ran; a track for each of its drafters."""
+        for place, (num_drafted, draft_s, num_accepted, num_wasted) in enumerate(_by_drafter(event)):
+            engine = f" for {event.worker}" if event.worker else ""
+            name = f"drafts ahead{engine}, drafter {1 + place}" if place else f"drafts ahead{engine}"
+            if not num_drafted and name not in self._draft_tracks:
+                continue
+            yield from self._begin_draft_track(name)
+            yield _counter(f"{name}: drafted", DRAFTERS, begin_us, num_drafted)
+            yield _counter(f"{name}: accepted", DRAFTERS, begin_us, num_accepted)
+            if num_drafted:
+                args = {
+                    "responses": round(event.num_running, 2),
+                    "drafting_ms": round(1e3 * draft_s, 3),
+                    "accepted": num_accepted,
+                    "wasted": num_wasted,
+                }
+                track = self._draft_tracks[name]
+                yield _slice(f"{num_drafted} tokens", DRAFTERS, track, begin_us, end_us, args)
+
+
+def _by_drafter(event: EngineStepSample) -> Iterator[tuple[int, float, int, int]]:
+    """Of each drafter that works ahead: tokens drafted, what it took, tokens accepted and drafted in vain."""
+    accepted = (event.num_model_tokens - sum(event.further_tokens), *event.further_tokens)
+    wasted = (event.num_wasted_tokens - sum(event.further_wasted_tokens), *event.further_wasted_tokens)
+    columns = zip_longest(event.ahead_tokens, event.ahead_s, accepted, wasted, fillvalue=0)
+    return islice(columns, len(event.ahead_tokens))
 
 
 def _chunk_event(event: ChunkDone, track: int) -> Line:
@@ -167,6 +226,17 @@ def _chunk_event(event: ChunkDone, track: int) -> Line:
     if event.finish_reason == "lost":
         name += ", lost"
     return _slice(name, ENGINES, track, _us(event.t_start_s), _us(event.t_end_s), args)
+
+
+def _help_event(event: HelpDone, track: int) -> Line:
+    texts = {
+        "draft": f"drafts for {event.helped}{event.drafter and f' with {event.drafter}'}",
+        "copy": f"races {event.helped}{event.outcome and f', {event.outcome}'}",
+        "take": f"takes over a response of {event.helped}",
+    }
+    args = {"step": event.step, "helped": event.helped, "leads": event.num_leads}
+    name = texts.get(event.kind, event.kind)
+    return _slice(name, DRAFTERS, track, _us(event.t_start_s), _us(event.t_end_s), args)
 
 
 def _response_event(event: ResponseDone, track: int) -> Line:
@@ -212,6 +282,10 @@ def _slice(
     return {
         "ph": "X", "name": name, "pid": process, "tid": track, "ts": begin_us, "dur": duration_us, "args": args
     }  # fmt: skip
+
+
+def _counter(name: str, process: int, at_us: float, value: float) -> Line:
+    return {"ph": "C", "name": name, "pid": process, "ts": at_us, "args": {"": round(value, 3)}}
 
 
 def _instant(name: str, at_s: float, args: Mapping[str, Any]) -> Line:
