@@ -1,13 +1,18 @@
-"""A task whose reward a random policy can raise, and runs of it that are killed."""
+"""A task whose reward a random policy can raise, runs of it that are killed, and sessions of their drafters."""
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from paceline.distillation.spot_link import SpotLink
 
 
 class DigitTask:
@@ -34,3 +39,25 @@ def kill_run(recipe: Any, folder: Path, *, step: int, num_finished: int) -> None
     command = [sys.executable, program, str(description), str(folder), str(step), str(num_finished)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == -signal.SIGKILL, done.stderr[-2000:]
+
+
+def pause_after_a_save(folder: Path, pause: Any, killed: list[int] | None = None) -> Any:
+    """Sessions of a run this short would end before anything was learned: they last until something is saved.
+
+    killed: takes the first trainer that saved something; None: nobody is killed.
+    """
+    saved = folder / "drafter" / "training.safetensors"
+    lesson = folder / "drafter" / "lesson.safetensors"
+
+    def wait(link: SpotLink) -> None:
+        before = saved.stat().st_mtime_ns if saved.is_file() else 0
+        for _ in range(2400):
+            if not lesson.is_file() or (saved.is_file() and saved.stat().st_mtime_ns > before):
+                break
+            time.sleep(0.05)
+        if saved.is_file() and killed == []:
+            killed.append(link.pid)
+            os.kill(link.pid, signal.SIGKILL)
+        pause(link)
+
+    return wait

@@ -11,24 +11,30 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from digit_task import DigitTask, kill_run
+from digit_task import DigitTask, kill_run, pause_after_a_save
 from rich.console import Console
 from trace_rules import check_trace
 
 import paceline.training.run as training_run
 from paceline.control.events import Kept
+from paceline.distillation.spot_link import SpotLink
+from paceline.fleet import fleet as fleet_module
 from paceline.fleet.cluster import import_ray
+from paceline.fleet.controller_replay import replay_controller
 from paceline.fleet.journal import Journal
 from paceline.planning.ladder import Rung
 from paceline.record import (
     ChunkDone,
     Comparison,
+    DrafterSession,
+    DrafterStep,
     EngineStepSample,
     Note,
     RecordReader,
     ResponseDone,
     TrainStep,
 )
+from paceline.record.decisions import DecisionReader, find_decisions
 from paceline.record.ladder_file import read_ladder
 from paceline.report.trace import write_trace
 from paceline.training import ladder_rollouts
@@ -190,3 +196,46 @@ def test_a_killed_driver_goes_on_within_the_rollout(
     assert any(kept.finish_reason is None and len(kept.packed) for kept in second.values())
     ours, theirs = weights(killed), weights(alone)
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["osd", "eagle"])
+def test_a_fleet_whose_drafter_grows_trains_the_same_policy(
+    policy_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    """From nothing, on the time of free workers; swapped into every engine and used. The tokens are those of one engine
+    that does not draft.
+    """
+    import torch
+
+    alone, many = tmp_path / "alone", tmp_path / "many"
+    plain = {"compiled": False, "drafter": "none", "budget": {"policy": "off"}}
+    run(make_recipe(policy_dir, engine=plain, steps=4), alone)
+    monkeypatch.setattr(SpotLink, "pause", pause_after_a_save(many, SpotLink.pause))
+    monkeypatch.setattr(fleet_module, "TICK_S", 0.005)  # the tails of a run this small are short
+    recipe = make_recipe(
+        policy_dir,
+        steps=4,
+        fleet={"workers": 2, "chunk_tokens": 16, "progress_ms": 5.0},
+        adaptive_drafter={"method": method, "layers": 1, "learning_rate": 0.01, "states_share": 1.0},
+        compare={"every": 2},
+        record={"decisions": True},
+    )
+    assert run(recipe, many).diverged_tokens == 0
+    ours, theirs = weights(many), weights(alone)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    keyed = [
+        sorted((r.step, r.group, r.sample, r.response_tokens) for r in read(folder, ResponseDone))
+        for folder in (alone, many)
+    ]
+    assert keyed[0] == keyed[1]
+    last = read(many, DrafterStep)[-1]
+    assert last.version >= 1
+    assert last.tried > 0
+    assert (last.collected_tokens > 0) == (last.collection_s > 0) == (method == "eagle")
+    assert {session.worker for session in read(many, DrafterSession)} <= {"w0", "w1"}
+    assert "trained the drafter" in (many / "report.html").read_text()
+    [log] = [path for path in find_decisions(many) if path.name.startswith("controller")]
+    with DecisionReader(log) as reader:
+        [tally] = replay_controller(reader)
+    assert tally.num_different == 0

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import io
-import os
 import shutil
 import signal
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from digit_task import DigitTask, kill_run
+from digit_task import DigitTask, kill_run, pause_after_a_save
 from rich.console import Console
 
 import paceline.commands.train as train_command
@@ -257,28 +255,6 @@ def latest_steps(folder: Path) -> list[TrainStep]:
     """A step that was done again counts once."""
     found = {step.step: step for step in read(folder, TrainStep)}
     return [found[number] for number in sorted(found)]
-
-
-def pause_after_a_save(folder: Path, pause: Any, killed: list[int] | None = None) -> Any:
-    """Sessions of a run this short would end before anything was learned: they last until something is saved.
-
-    killed: takes the first trainer that saved something; None: nobody is killed.
-    """
-    saved = folder / "drafter" / "training.safetensors"
-    lesson = folder / "drafter" / "lesson.safetensors"
-
-    def wait(link: SpotLink) -> None:
-        before = saved.stat().st_mtime_ns if saved.is_file() else 0
-        for _ in range(2400):
-            if not lesson.is_file() or (saved.is_file() and saved.stat().st_mtime_ns > before):
-                break
-            time.sleep(0.05)
-        if saved.is_file() and killed == []:
-            killed.append(link.pid)
-            os.kill(link.pid, signal.SIGKILL)
-        pause(link)
-
-    return wait
 
 
 def test_resume_refuses_another_recipe(whole: tuple[Path, Summary, str], policy_dir: Path) -> None:

@@ -28,6 +28,7 @@ from paceline.control.events import (
     Adopt,
     CancelChunk,
     Deliver,
+    EndTraining,
     Event,
     Fail,
     Growth,
@@ -43,6 +44,7 @@ from paceline.control.events import (
     StopWorker,
     Submitted,
     Tick,
+    TrainDrafter,
     WeightsChanged,
     WeightsLoaded,
     WorkerLost,
@@ -121,6 +123,8 @@ class World:
     suspects: set[int] = field(default_factory=set)  # responses
     failure: Fail | None = None
     num_helps: Counter[Help | None] = field(default_factory=Counter)
+    trainer: tuple[str, int] | None = None  # the worker, in one of its lives, that trains the drafter
+    num_trained: int = 0  # events after which one did
     log: ChunkLog = field(default_factory=ChunkLog)
     clock_s: float = 0.0
 
@@ -193,6 +197,12 @@ class World:
                     assert self.workers[name].life == life
                     self.workers[name].chunks.pop(number, None)
                     self.owners.pop(number, None)
+                case TrainDrafter(name, life):
+                    assert self.trainer is None, "there is one"
+                    self.trainer = name, life
+                case EndTraining(name, life):
+                    assert self.trainer == (name, life)
+                    self.trainer = None
                 case Keep():
                     self.keep(action)
                 case Deliver(index, response):
@@ -203,6 +213,11 @@ class World:
                 case Fail():
                     self.fail(action)
         assert all(len(worker.loads) <= 1 for worker in self.workers.values())
+        if self.trainer is not None and not self.failure:
+            name, life = self.trainer
+            assert (self.workers[name].life, self.workers[name].chunks) == (life, {})
+            assert self.controller.num_unfinished
+            self.num_trained += 1
         for worker in self.controller._workers.values():
             copies = [number for number, chunk in worker.chunks.items() if chunk.response.owner != number]
             assert worker.copies == copies
@@ -423,7 +438,7 @@ class World:
         self.num_held = Counter({index: len(one.packed) for index, one in kept.items()})
         self.num_crashes.clear()
         self.suspects.clear()
-        self.tell(Submitted(requests, kept, tuple(self.lengths)))
+        self.tell(Submitted(requests, kept, tuple(self.lengths), trains=True))
 
     def roll_out(self, requests: tuple[RolloutRequest, ...]) -> None:
         self.log.take()  # chunks of a rollout that failed
@@ -581,9 +596,10 @@ def test_a_logged_run_is_replayed_without_a_difference(world: World) -> None:
     assert (tally.num_different, tally.num_left) == (0, 0)
 
 
-def test_worlds_race_and_take_over() -> None:
-    """What the tests above claim of help is not claimed of none."""
+def test_worlds_race_take_over_and_train() -> None:
+    """What the tests above claim of it is not claimed of none."""
     num_helps: Counter[Help | None] = Counter()
+    num_trained = 0
     for seed in range(10):
         rooms = {f"w{i}": (40, 4) for i in range(2)}
         fleet = FleetSettings(
@@ -593,8 +609,10 @@ def test_worlds_race_and_take_over() -> None:
         world.tell(Opened())
         world.roll_out(make_requests(world, 100))
         num_helps += world.num_helps
+        num_trained += world.num_trained
     assert num_helps[Help.COPY] >= 5
     assert num_helps[Help.TAKE] >= 3
+    assert num_trained > 0
 
 
 def test_a_token_that_differs_is_an_error_that_names_it() -> None:

@@ -27,7 +27,6 @@ helpers = st.builds(
     inside=st.none() | draftings,
     can_copy=st.booleans(),
     can_take=st.booleans(),
-    can_train=st.booleans(),
     switch_s=st.floats(0.0, 5.0),
     load_token_s=st.floats(0.0, 0.01),
     slowness=st.floats(0.3, 3.0),
@@ -101,8 +100,8 @@ def test_the_predicted_end_is_that_of_a_shrinking_batch(load: Load) -> None:
 def test_the_help_is_the_best_of_all_and_only_where_it_helps(load: Load, helper: Helper) -> None:
     choice = decide_help(load, helper)
     best_s, kind = min(every_option(load, helper), default=(np.inf, Help.NOTHING))
-    if choice.kind in (Help.TRAIN, Help.NOTHING):
-        assert choice == HelpChoice(Help.TRAIN if helper.can_train else Help.NOTHING, load.end_s)
+    if choice.kind is Help.NOTHING:
+        assert choice == HelpChoice(Help.NOTHING, load.end_s)
         assert best_s >= (1.0 - MIN_GAIN) * load.end_s * (1.0 - 1e-9)
     else:
         assert choice.end_s == pytest.approx(best_s)
@@ -158,18 +157,16 @@ def test_what_helps_depends_on_what_is_left() -> None:
     ahead, inside = Drafting(0.001, 0.8), Drafting(0.0001, 0.8)
     alone = Load(np.array([1000.0]), np.array([500.0]), 1.0, 1.0, 0.01, 0.0001)
     many = Load(np.full(32, 1000.0), np.full(32, 500.0), 1.0, 1.0, 0.01, 0.001)
-    everything = Helper(
-        (ahead,), can_copy=True, can_take=True, can_train=True, switch_s=0.1, load_token_s=1e-4
-    )
+    everything = Helper((ahead,), can_copy=True, can_take=True, switch_s=0.1, load_token_s=1e-4)
     assert decide_help(alone, everything).kind is Help.DRAFT
     assert decide_help(many, everything).kind is Help.TAKE
     assert decide_help(alone, Helper(inside=inside, can_copy=True, switch_s=0.1)).kind is Help.COPY
     assert decide_help(alone, Helper(can_copy=True)).kind is Help.NOTHING, "it would be as slow there"
     assert decide_help(alone, Helper(can_copy=True, slowness=0.5)).kind is Help.COPY
-    assert decide_help(alone, Helper((ahead,), switch_s=20.0, can_train=True)).kind is Help.TRAIN
+    assert decide_help(alone, Helper((ahead,), switch_s=20.0)).kind is Help.NOTHING
     assert decide_help(alone, Helper()).kind is Help.NOTHING
     better, worse = Drafting(0.002, 0.95, 1), Drafting(0.004, 0.6, 2)
     assert decide_help(alone, Helper((ahead, worse, better))).drafter == 1, "dearer, and more often right"
     assert decide_help(alone, Helper((ahead, worse))).drafter == 0
     almost = Load(np.array([3.0]), np.array([500.0]), 1.0, 1.0, 0.01, 0.0001)
-    assert decide_help(almost, everything).kind is Help.TRAIN, "it ends before anyone could help"
+    assert decide_help(almost, everything).kind is Help.NOTHING, "it ends before anyone could help"

@@ -18,6 +18,8 @@ from paceline.engine.rollout_engine import TokenEvent
 from paceline.planning.drafter_growth import PATIENCE, Growth
 from paceline.record import DrafterSession, DrafterStep, Note
 from paceline.training.adaptive_rollouts import AdaptiveRollouts
+from paceline.training.drafter_sessions import TailSessions
+from paceline.training.rollouts import WatchedRollouts
 from paceline.types import DrafterScore, Response, RolloutRequest
 
 REQUESTS = [RolloutRequest(prompt=(1, 2), max_tokens=5, key=key) for key in range(6)]
@@ -106,11 +108,14 @@ class Run:
         self.clock = iter(range(10**6))
         record: Any = SimpleNamespace(now_s=lambda: next(self.clock), write=self.write, add_step=self.ignore)
         watcher: Any = SimpleNamespace(show_rollout=lambda meter: self.shown.append(meter.num_finished))
-        section = SimpleNamespace(max_running=max_running, states_share=0.5)
+        section = SimpleNamespace(states_share=0.5)
         drafter: Any = SimpleNamespace(link=self.link, is_fresh=is_fresh, is_head=is_head, section=section)
         quiet: Any = SimpleNamespace(check=lambda: None)
         engine: Any = self.engine
-        self.rollouts = AdaptiveRollouts(engine, record, watcher, quiet, drafter)
+        link: Any = self.link
+        self.sessions = TailSessions(link, max_running, record, watcher)
+        self.inner = WatchedRollouts(engine, record, self.sessions, quiet)
+        self.rollouts = AdaptiveRollouts(self.inner, engine, drafter, self.sessions)
 
     def write(self, event: Any) -> None:
         self.events.append((event, len(self.shown)))
@@ -150,7 +155,7 @@ def test_evaluations_have_no_sessions() -> None:
 def test_an_interrupted_rollout_ends_its_session() -> None:
     run = Run(max_running=99)
     calls = iter([None, None])
-    run.rollouts.interruption = SimpleNamespace(check=lambda: next(calls))  # type: ignore[assignment]
+    run.inner.interruption = SimpleNamespace(check=lambda: next(calls))  # type: ignore[assignment]
     with pytest.raises(StopIteration):
         run.step(1)
     assert run.link.calls == ["pause", "resume", "pause"]
@@ -170,7 +175,7 @@ def test_lessons_are_the_step_before_with_the_newest_policy() -> None:
 def test_a_head_learns_from_the_engines_states() -> None:
     run = Run(is_head=True)
     shares = []
-    run.rollouts._outer = SimpleNamespace(show_rollout=lambda _: shares.append(run.engine.share))  # type: ignore[assignment]
+    run.sessions._watcher = SimpleNamespace(show_rollout=lambda _: shares.append(run.engine.share))  # type: ignore[assignment]
     run.step(1)
     assert set(shares) == {0.5}
     assert run.engine.share == 0, "evaluations keep none"
@@ -195,6 +200,13 @@ def test_the_engine_gets_what_its_trainer_vouches_for() -> None:
     assert (first.version, first.acceptance, first.agreement) == (0, None, 0.2)
     assert (second.version, second.acceptance, second.agreement) == (1, 0.5, 0.4)
     assert (third.version, third.trained_tokens) == (1, 900)
+
+
+def test_a_drafter_that_grew_wrong_is_not_used() -> None:
+    run = Run()
+    run.link.saved = [float("nan")]
+    run.step(1)
+    assert run.engine.is_dropped
 
 
 def test_a_drafter_that_was_given_is_used_from_the_start() -> None:

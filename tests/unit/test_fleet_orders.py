@@ -15,6 +15,7 @@ from paceline.control.controller import Controller
 from paceline.control.events import (
     Action,
     CancelChunk,
+    EndTraining,
     Event,
     Fail,
     LoadWeights,
@@ -27,6 +28,7 @@ from paceline.control.events import (
     Submitted,
     Telemetry,
     Tick,
+    TrainDrafter,
     WorkerLost,
     WorkerUp,
 )
@@ -67,7 +69,7 @@ def fleet() -> Fleet:
     made._actors = Calls()  # type: ignore[assignment]
     made._journal = made._params = made._weights = made._decision_log = None
     made.chunks, made.helps = ChunkLog(), HelpLog()
-    made._next_tick_s = 0.0
+    made._next_tick_s, made._trainer = 0.0, None
     return made
 
 
@@ -81,6 +83,17 @@ def test_orders_go_out_once_per_worker_and_before_its_weights(fleet: Fleet) -> N
     chunks: list[Action] = [CancelChunk("w1", 0, 1), CancelChunk("w0", 0, 7), CancelChunk("w0", 0, 8)]
     fleet._act([*chunks, LoadWeights("w0", 0, 3), CancelChunk("w1", 0, 2)])
     assert told(fleet) == [("order", "w0", 7, 8), ("load", "w0", 3), ("order", "w1", 1, 2)]
+
+
+def test_the_trainer_is_stopped_before_any_chunk_goes_out(fleet: Fleet) -> None:
+    calls = fleet._actors.told  # type: ignore[attr-defined]
+    trainer: Any = SimpleNamespace(
+        resume=lambda: calls.append(("resume",)), pause=lambda: calls.append(("pause",))
+    )
+    fleet._trainer = trainer
+    fleet._act([TrainDrafter("w1", 0)])
+    fleet._act([EndTraining("w1", 0), CancelChunk("w1", 0, 7)])
+    assert told(fleet) == [("resume",), ("pause",), ("order", "w1", 7)]
 
 
 def test_a_failure_is_raised_when_all_else_is_done(fleet: Fleet) -> None:

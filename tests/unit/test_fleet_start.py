@@ -45,6 +45,7 @@ def idle_fleet(variant: str = "context") -> Fleet:
     fleet._rewards = fleet._kv_pool = fleet._journal = fleet._decision_log = None
     fleet._variant, fleet.chunks, fleet.helps = fleet.settings.variant, ChunkLog(), HelpLog()
     fleet._finished, fleet._drafter, fleet._drafting = [], 0, ()
+    fleet._trainer, fleet._renews_drafter = None, False
     return fleet
 
 
@@ -272,3 +273,16 @@ def test_engines_have_a_door_for_drafters_where_there_may_be_any(
             made._can_help(is_one_machine=True)
     else:
         assert not made._can_help(is_one_machine=True)
+
+
+def test_a_drafter_is_renewed_where_nobody_drafts_for_others_with_it() -> None:
+    fleet = idle_fleet()
+    with pytest.raises(UnsupportedError, match="renews_drafter=True"):
+        fleet.push_drafter({})
+    with pytest.raises(UnsupportedError, match="renews_drafter=True"):
+        fleet.drop_drafter()
+    fleet.settings = FleetSettings(workers=2, help="draft")
+    fleet.engine_settings = EngineSettings(model_drafter="small")
+    fleet._renews_drafter = True
+    with pytest.raises(ConfigError, match="is not renewed"):
+        fleet._can_help(is_one_machine=True)

@@ -201,3 +201,16 @@ def test_the_actions_alone_tell_who_trains(
             if state.is_rollout and not training:
                 assert len(waiting) < idle_threshold(len(state.workers), settings)
     assert not training
+
+
+def test_a_session_has_no_more_members_than_are_wanted() -> None:
+    settings = HarvestSettings(max_members=1)
+    state = rolling(4)
+    for name in ("w2", "w0", "w1"):
+        state, actions = worker_idle(state, name, settings)
+        assert actions == ((Action("lead", "w2", 1),) if name == "w2" else ())
+    assert (state.named("TRAINING"), state.named("IDLE")) == (("w2",), ("w0", "w1"))
+    state, actions = worker_needed(state, "w2", settings)
+    assert actions == (Action("stop", "w2", 1), Action("lead", "w0", 2))
+    with pytest.raises(ConfigError, match="max_members is 0"):
+        HarvestSettings(max_members=0)

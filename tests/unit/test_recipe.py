@@ -72,7 +72,9 @@ def test_overrides_win_and_are_yaml(tmp_path: Path) -> None:
         ("sampling: {temperature: 0}", "sampling.temperature = 0"),
         ("engine: {budget: {policy: fastest}}", "engine.budget.policy = 'fastest'"),
         ("adaptive_drafter: {hidden_size: 100}", "adaptive_drafter.hidden_size = 100"),
-        ("adaptive_drafter: {}\nfleet: {}", "adaptive_drafter trains beside one engine so far"),
+        ("adaptive_drafter: {}\nfleet: {help: draft}", "set fleet.help to none, auto, copy or take"),
+        ("adaptive_drafter: {}\nfleet: {roles: 1 verifiers + 1 drafters}", "remove fleet.roles"),
+        ("adaptive_drafter: {}\nfleet: {address: auto}", "remove fleet.address"),
         (
             "adaptive_drafter: {}\nengine: {model_drafter: d, further_drafters: [e]}",
             "engine.further_drafters are chosen from as they are",

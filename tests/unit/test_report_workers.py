@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 from fleet_record import FleetRun, total_tokens
 
-from paceline.record import ChunkDone, Header, HelpDone, Machine, RecordReader, ResponseDone
+from paceline.record import ChunkDone, DrafterSession, Header, HelpDone, Machine, RecordReader, ResponseDone
 from paceline.report import build_report
 from paceline.report.chunks import Piece
 from paceline.report.history import MAX_PIECES, RunHistory, collect, read_history
 from paceline.report.timeline import Lane, Stretch, draw_timeline
-from paceline.report.workers import MAX_BARS, build_lanes, describe_helps, draw_workers
+from paceline.report.workers import MAX_BARS, build_lanes, describe_helps, describe_sessions, draw_workers
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 HEADER = Header(machine=Machine(cpu="x", cores=1, memory_bytes=1), versions={}, started_unix_s=0.0)
@@ -199,3 +199,15 @@ def test_a_browser_shows_the_timeline_without_a_script_error(
     assert "CONSOLE" not in result.stderr
     cells = re.findall(r'<div hidden="">', result.stdout[result.stdout.index("data-chosen-by") :])
     assert len(cells) == 5
+
+
+def test_free_workers_that_trained_are_named() -> None:
+    sessions = [
+        DrafterSession(t_start_s=begin_s, t_end_s=begin_s + 1.5, step=1, worker=worker)
+        for begin_s, worker in ((1.0, "w1"), (3.0, "w1"), (5.0, "w0"))
+    ]
+    assert (
+        unspaced(describe_sessions(sessions))
+        == "w0 trained the drafter (1.50 s); w1 trained the drafter (3 s)"
+    )
+    assert describe_sessions([]) == ""

@@ -339,3 +339,25 @@ def test_weights_are_the_same_after_the_way() -> None:
     for name, tensor in weights.items():
         assert found[name].dtype == tensor.dtype
         assert torch.equal(found[name], tensor)
+
+
+def test_drafters_come_and_samples_go_between_two_steps(
+    worker: RolloutWorker, engine: CountingEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    told: list[Any] = []
+    for name in ("push_drafter", "drop_drafter", "collect_states"):
+        monkeypatch.setattr(
+            CountingEngine, name, lambda _, *given, name=name: told.append((name, *given)), raising=False
+        )
+    monkeypatch.setattr(CountingEngine, "take_samples", lambda _: ["sample"], raising=False)
+    monkeypatch.setattr(CountingEngine, "collection_s", lambda _: 0.5, raising=False)
+    worker.load_drafter(None)
+    worker.collect_states(0.25, 99)
+    worker.load_drafter(pack_weights([("w", torch.ones(2))]))
+    assert worker.take_samples() == ["sample"]
+    assert worker.collection_s() == 0.5
+    (dropped, collected, (pushed, weights)) = told
+    assert (dropped, collected, pushed) == (("drop_drafter",), ("collect_states", 0.25, 99), "push_drafter")
+    assert weights["w"].tolist() == [1.0, 1.0]

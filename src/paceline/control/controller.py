@@ -15,6 +15,8 @@ A response may run twice (`helping.py`): its chunk, and a copy of that on a work
 told alike and compared, whichever tells a token first is believed, and the first to end wins. Dispatch knows the first
 of the two, the owner; where that one stops for another reason, the copy is the owner from then on.
 
+Workers that are free and find nobody to help may lend their cores to the drafter's trainer (`training.py`).
+
 Silence is measured while the driver listens: of a long time between two ticks only `LONGEST_TICK_S` count.
 
 A worker that is lost makes suspects of the responses that had begun there and had no token yet. Until it gets one, a
@@ -51,6 +53,7 @@ from paceline.control.events import (
     StopWorker,
     Submitted,
     Tick,
+    Training,
     WeightsChanged,
     WeightsLoaded,
     WorkerEvent,
@@ -59,12 +62,13 @@ from paceline.control.events import (
 )
 from paceline.control.helping import Helping, Pair, Place, Remainder
 from paceline.control.live_response import LiveResponse, RunningChunk
+from paceline.control.training import TrainingSessions
 from paceline.errors import EngineError, PacelineError, RequestError
 from paceline.planning.dispatch import Assignment, Dispatcher, DispatchSettings
 from paceline.planning.help import Help
 from paceline.types import RolloutRequest, StepCosts
 
-WorkerState = Literal["starting", "loading", "up", "drafting", "racing", "given up"]
+WorkerState = Literal["starting", "loading", "up", "drafting", "racing", "training", "given up"]
 
 HELP_KINDS: dict[str, frozenset[Help]] = {
     "auto": frozenset({Help.DRAFT, Help.COPY, Help.TAKE}),
@@ -161,6 +165,7 @@ class Controller:
         self._dispatcher: Dispatcher | None = None
         kinds = HELP_KINDS[settings.help]
         self._helping = Helping(kinds) if kinds or settings.num_drafters else None
+        self._training = TrainingSessions()
         self._numbers = itertools.count()
         self._last_tick_s: float | None = None
         self._listened_s = 0.0
@@ -194,7 +199,9 @@ class Controller:
         if any(isinstance(action, Fail) for action in actions):
             return [*actions, *self._keep_all()]
         actions += self._match()
-        return actions if self._helping is None else [*actions, *self._help(self._helping, event)]
+        if self._helping is not None:
+            actions += self._help(self._helping, event)
+        return [*self._train(event), *actions]
 
     def _hear(self, event: WorkerEvent, worker: _Worker) -> list[Action]:
         match event:
@@ -214,6 +221,8 @@ class Controller:
         """What a worker is about."""
         if pairs := self.pairs_of(worker):
             return "racing" if pairs[0].kind is Help.COPY else "drafting"
+        if self._training.leader == self._workers[worker].place:
+            return "training"
         return self._workers[worker].state
 
     def pairs_of(self, worker: str) -> list[Pair]:
@@ -267,6 +276,8 @@ class Controller:
             response.check_room()
             self._rollout.add(response)
             self.num_unfinished += 1
+        if event.trains:
+            self._training.begin()
         self._begin_dispatch()
         return actions
 
@@ -701,6 +712,29 @@ class Controller:
                 case _:
                     actions.append(helping.draft(pair, doors))
         return actions
+
+    # -- training on free workers
+
+    def _train(self, event: Event) -> list[Training]:
+        """Free workers that found nobody to help train the drafter. Whoever trains is looked at after every event, the
+        others when there was time to find help.
+        """
+        training = self._training
+        if not training.is_wanted:
+            return []
+        if not self.num_unfinished:
+            return training.end()
+        may_begin = isinstance(event, Tick) and (self._helping is None or self._helped_s == event.now_s)
+        if not may_begin and (training.leader is None or self._is_free(training.leader)):
+            return []
+        up = [worker.place for worker in self._workers.values() if worker.state == "up"]
+        return training.observe(up, [place for place in up if self._is_free(place)], may_begin=may_begin)
+
+    def _is_free(self, place: Place) -> bool:
+        """Whether a worker is up, has nothing to generate and helps nobody."""
+        worker = self._workers[place.worker]
+        is_up = worker.place == place and worker.state == "up"
+        return is_up and not worker.chunks and not self.pairs_of(worker.name)
 
     def _door(self, place: Place) -> tuple[Place, tuple[str, ...]] | None:
         """Where others may draft for a worker."""

@@ -176,6 +176,8 @@ class Submitted:
     """With which of their model drafters the engines draft, by its place in their settings."""
     others: tuple[Drafting, ...] = ()
     """The other ones, as far as it is known what they cost and how often they are right."""
+    trains: bool = False
+    """Whether a drafter is trained on workers that fall free."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -343,6 +345,22 @@ class LoseDrafter:
 
 
 @dataclass(frozen=True, slots=True)
+class TrainDrafter:
+    """Let the drafter's trainer go on: this worker's cores are free."""
+
+    worker: str
+    life: int
+
+
+@dataclass(frozen=True, slots=True)
+class EndTraining:
+    """Stop the drafter's trainer now, before anything else: the worker is needed, or gone, or the rollout is over."""
+
+    worker: str
+    life: int
+
+
+@dataclass(frozen=True, slots=True)
 class Disagree:
     """Two workers that generate a response do not agree about a token: this one stops, the other goes on."""
 
@@ -383,4 +401,7 @@ class Fail:
 
 
 Order: TypeAlias = RunChunk | CancelChunk | Adopt | DraftFor | Rest | LoseDrafter
-Action: TypeAlias = StartWorker | StopWorker | LoadWeights | Order | Disagree | Keep | Deliver | Fail
+Training: TypeAlias = TrainDrafter | EndTraining
+Action: TypeAlias = (
+    StartWorker | StopWorker | LoadWeights | Order | Training | Disagree | Keep | Deliver | Fail
+)

@@ -50,7 +50,7 @@ class Actors:
         self._class = ray.remote(**actor_options(settings, spec.vllm))(RolloutWorker)
         self._actors: dict[str, _Actor] = {}
         self._calls: dict[Any, _Call] = {}
-        self._settings: dict[str, Any] = {}  # what workers were told last, by method
+        self._settings: dict[str, tuple[Any, ...]] = {}  # what workers were told last, by method
         self.vocab_size = 0
         """The model's, once a worker has been up."""
         self.kv_pool_obstacle: str | None = None
@@ -95,21 +95,29 @@ class Actors:
             if actor.process is not None:
                 getattr(actor.handle, method).remote(*arguments)
 
-    def settle(self, method: str, value: Any) -> None:
+    def settle(self, method: str, *arguments: Any) -> None:
         """Call a method of every worker without waiting for it, and of those that come up later too."""
-        self._settings[method] = value
-        self.tell_all(method, value)
+        self._settings[method] = arguments
+        self.tell_all(method, *arguments)
 
     def ask(self, worker: str, name: str, *arguments: Any, timeout_s: float) -> Any:
         """Call a method of a worker and wait for what it returns; None where it fails or takes longer. That the worker
         is lost then is told by `calls`.
         """
         method = getattr(self._actors[worker].handle, name)
-        try:
-            return ray.get(method.remote(*arguments), timeout=timeout_s)
-        except ray.exceptions.RayError as error:
-            LOGGER.warning("worker %s did not %s: %s", worker, name.replace("_", " "), _reason(error))
-            return None
+        return _get(method.remote(*arguments), worker, name, timeout_s)
+
+    def ask_all(self, name: str, *, timeout_s: float) -> list[Any]:
+        """Call a method of every worker that is up and wait for what they return, without those where it fails or takes
+        longer.
+        """
+        refs = {
+            worker: getattr(actor.handle, name).remote()
+            for worker, actor in self._actors.items()
+            if actor.process is not None
+        }
+        answers = [_get(ref, worker, name, timeout_s) for worker, ref in refs.items()]
+        return [answer for answer in answers if answer is not None]
 
     def take(self, ref: Any) -> WorkerEvent | None:
         """One of `calls` has been answered: what it tells, if anything."""
@@ -134,8 +142,8 @@ class Actors:
             actor.process, self.vocab_size = answer.process, answer.vocab_size
             self._note_obstacle(answer.kv_pool_obstacle)
             self.invariance_gap = answer.invariance_gap
-            for method, value in self._settings.items():
-                getattr(actor.handle, method).remote(value)
+            for method, arguments in self._settings.items():
+                getattr(actor.handle, method).remote(*arguments)
         return _up(worker, life, answer)
 
     def _note_obstacle(self, obstacle: str | None) -> None:
@@ -159,6 +167,15 @@ class Actors:
         actor = self._actors.pop(worker, None)
         if actor is not None:
             ray.kill(actor.handle)
+
+
+def _get(ref: Any, worker: str, name: str, timeout_s: float) -> Any:
+    """What a worker's method returns; None where it fails or takes longer."""
+    try:
+        return ray.get(ref, timeout=timeout_s)
+    except ray.exceptions.RayError as error:
+        LOGGER.warning("worker %s did not %s: %s", worker, name.replace("_", " "), _reason(error))
+        return None
 
 
 def _up(worker: str, life: int, facts: Facts) -> WorkerUp:

@@ -25,6 +25,7 @@ from paceline.control.events import (
     Deliver,
     Disagree,
     DraftFor,
+    EndTraining,
     Event,
     Fail,
     Keep,
@@ -35,6 +36,7 @@ from paceline.control.events import (
     RunChunk,
     StartWorker,
     StopWorker,
+    TrainDrafter,
 )
 from paceline.errors import PacelineError
 from paceline.planning.help import Help
@@ -119,6 +121,10 @@ def describe(action: Action) -> str:
             return f"{worker} (life {life}) rests"
         case LoseDrafter(worker, life):
             return f"nobody drafts for {worker} (life {life}) any more"
+        case TrainDrafter(worker, life):
+            return f"{worker} (life {life}) trains the drafter"
+        case EndTraining(worker, life):
+            return f"{worker} (life {life}) trains no more"
         case Disagree(worker, index, message):
             return f"{worker} disagrees about response {index}: {message}"
         case Keep(index, start, packed):

@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from paceline.config import EngineSettings, FleetSettings, RewardSettings, Variant
 from paceline.control.controller import Controller
@@ -28,6 +28,7 @@ from paceline.control.events import (
     Deliver,
     Disagree,
     DraftFor,
+    EndTraining,
     Event,
     Fail,
     Keep,
@@ -42,6 +43,7 @@ from paceline.control.events import (
     StopWorker,
     Submitted,
     Tick,
+    TrainDrafter,
     WeightsChanged,
     WorkerLost,
 )
@@ -78,6 +80,7 @@ if TYPE_CHECKING:
     import torch
     from vllm import SamplingParams
 
+    from paceline.distillation.packing import Sample
     from paceline.fleet.reward_pool import RewardPool, Scored
 
 LOGGER = logging.getLogger(__name__)
@@ -98,6 +101,18 @@ class Finished:
     """None without a reward function."""
 
 
+class DrafterTrainer(Protocol):
+    """A process that trains a drafter while it is let; neither call waits for it."""
+
+    def resume(self) -> None:
+        """Let it train."""
+        ...
+
+    def pause(self) -> None:
+        """Stop it now."""
+        ...
+
+
 class Fleet:
     """N engines in Ray actors that share the responses of each rollout.
 
@@ -109,6 +124,7 @@ class Fleet:
         max_num_seqs: most responses that decode at once in one engine.
         kv_cache_bytes: memory of one engine's KV cache (CPU backend).
         reward: scores each response as soon as it is finished, in processes of its own.
+        renews_drafter: the engines' model drafter gets new weights (`push_drafter`): then no worker drafts for others.
         vllm_arguments: any other argument of vLLM's EngineArgs.
 
     Returns once all engines are up, or one is and the others take half as long again. Raises CheckpointError,
@@ -126,12 +142,14 @@ class Fleet:
         max_num_seqs: int = 128,
         kv_cache_bytes: int = 1 << 30,
         reward: RewardFunction | None = None,
+        renews_drafter: bool = False,
         **vllm_arguments: Any,
     ) -> None:
         self.settings = settings or FleetSettings()
         self.engine_settings = engine or EngineSettings()
         self.max_model_len = max_model_len
-        self.policy_version = 0
+        self.policy_version = self.drafter_version = 0
+        self._renews_drafter = renews_drafter
         folder = check_checkpoint(model).resolve()
         for drafter in self.engine_settings.model_drafters:
             check_checkpoint(drafter)
@@ -149,6 +167,7 @@ class Fleet:
         self._variant: Variant | None = self.settings.variant
         self._drafter = 0
         self._drafting: tuple[Drafting, ...] = ()
+        self._trainer: DrafterTrainer | None = None
         self._params: SamplingParams | None = None
         self._journal: Journal | None = None
         self._finished: list[Finished] = []
@@ -209,11 +228,12 @@ class Fleet:
         settings, engine = self.settings, self.engine_settings
         is_possible = is_one_machine and engine.model_drafter is not None and not engine.draft_worker
         is_possible = is_possible and not is_draft_head(Path(str(engine.model_drafter)))
+        is_possible = is_possible and not self._renews_drafter
         if (settings.num_drafters or settings.help == "draft") and not is_possible:
             asked = f"roles {settings.roles!r}" if settings.num_drafters else "help 'draft'"
             raise ConfigError(
-                f"{asked}: drafters need a model_drafter that is no draft head, no draft_worker of each engine's "
-                "own, and all workers on one machine"
+                f"{asked}: drafters need a model_drafter that is no draft head and is not renewed, no draft_worker of "
+                "each engine's own, and all workers on one machine"
             )
         is_wanted = settings.help in {"auto", "draft"} or settings.num_drafters > 0
         return is_possible and settings.workers > 1 and is_wanted
@@ -297,7 +317,12 @@ class Fleet:
         try:
             variant = self._variant or self._default_variant()
             others = [one for one in self._drafting if one.drafter != self._drafter]
-            self._tell(Submitted(resolved, kept, tuple(true_lengths), variant, self._drafter, tuple(others)))
+            trains = self._trainer is not None
+            self._tell(
+                Submitted(
+                    resolved, kept, tuple(true_lengths), variant, self._drafter, tuple(others), trains=trains
+                )
+            )
         except Exception:
             self.abandon()
             raise
@@ -423,6 +448,58 @@ class Fleet:
         self._drafter = place
         self._actors.settle("use_drafter", place)
 
+    def use_trainer(self, trainer: DrafterTrainer | None) -> None:
+        """Let it train a drafter in the next rollouts, while workers are free and find nobody to help; None: no more.
+
+        It is stopped before the worker whose time it has gets a chunk, and at the end of a rollout. Raises EngineError
+        during one.
+        """
+        self._check_idle()
+        self._trainer = trainer
+
+    def push_drafter(self, weights: Mapping[str, torch.Tensor]) -> int:
+        """Give every engine new weights of its model drafter, as `RolloutEngine.push_drafter`, before its next chunk; a
+        worker that is restarted gets them too.
+
+        Returns the new drafter version. Raises UnsupportedError for a fleet that was not started with `renews_drafter`.
+        """
+        import ray
+
+        self._check_renewal()
+        self._actors.settle("load_drafter", ray.put(pack_weights(weights.items())))
+        self.drafter_version += 1
+        return self.drafter_version
+
+    def drop_drafter(self) -> None:
+        """Let every engine draft without its model drafter until weights are pushed: those that it has are no good."""
+        self._check_renewal()
+        self._actors.settle("load_drafter", None)
+
+    def collect_states(self, share: float, max_bytes: int) -> None:
+        """Let every engine keep hidden states of a share of the responses (`RolloutEngine.collect_states`); 0: none.
+
+        max_bytes: of all engines together.
+        """
+        self._actors.settle("collect_states", share, max_bytes // self.settings.workers)
+
+    def take_samples(self) -> list[Sample]:
+        """What the engines have kept since the last call (`RolloutEngine.take_samples`); what a lost one had is lost. A
+        response that has moved comes in several samples.
+        """
+        answers = self._actors.ask_all("take_samples", timeout_s=self.settings.silence_s)
+        return [sample for samples in answers for sample in samples]
+
+    def collection_s(self) -> float:
+        """Time that the engines' steps have spent on keeping hidden states since `collect_states`, of all together."""
+        seconds: list[float] = self._actors.ask_all("collection_s", timeout_s=self.settings.silence_s)
+        return sum(seconds)
+
+    def _check_renewal(self) -> None:
+        if not self._renews_drafter:
+            raise UnsupportedError(
+                "workers of this fleet may draft for others with the model too: start it with renews_drafter=True"
+            )
+
     def use_ladder(self, known: LadderFile) -> None:
         """What is known of the engines' drafters: from the next rollout on a free worker may help with any of those
         whose cost and acceptance were measured (`FleetSettings.help`).
@@ -529,6 +606,12 @@ class Fleet:
                     self._actors.load(worker, life, self._weights, version)
                 case Deliver(index, response):
                     self._deliver(index, response)
+                case TrainDrafter():
+                    assert self._trainer is not None
+                    self._trainer.resume()
+                case EndTraining():
+                    assert self._trainer is not None
+                    self._trainer.pause()
                 case Disagree(worker, _, message):
                     LOGGER.error("a copy or its original on %s was stopped: %s", worker, message)
                     self.board.workers[worker].num_disagreed += 1

@@ -1,4 +1,7 @@
-"""Who helped whom and how, for who watches. Kept by Fleet from what it hears and orders; decides nothing."""
+"""What free workers did, for who watches: who helped whom and how, and who trained the drafter.
+
+Kept by Fleet from what it hears and orders; decides nothing.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from paceline.control.events import (
     Adopt,
     CancelChunk,
     DraftFor,
+    EndTraining,
     Event,
     LoseDrafter,
     Reported,
@@ -19,6 +23,7 @@ from paceline.control.events import (
     RunChunk,
     StartWorker,
     StopWorker,
+    TrainDrafter,
 )
 from paceline.planning.help import Help
 
@@ -30,12 +35,13 @@ Outcome = Literal["", "won", "lost", "stopped"]
 
 @dataclass(frozen=True, slots=True)
 class HelpSpan:
-    """A worker has helped another one."""
+    """A worker has helped another one, or has trained the drafter."""
 
     kind: Help
-    """draft, copy or take."""
+    """draft, copy, take or train."""
     worker: str
     helped: str
+    """Nobody, for `train`."""
     start_s: float
     """When it was ordered, by the clock that was given."""
     end_s: float
@@ -56,6 +62,7 @@ class HelpLog:
     def __init__(self) -> None:
         self._drafting: dict[str, HelpSpan] = {}  # by helped worker
         self._copying: dict[int, HelpSpan] = {}  # by chunk
+        self._training: dict[str, HelpSpan] = {}  # by worker
         self._done: deque[HelpSpan] = deque(maxlen=MOST_HELPS)
         self.races = Counter[str]()
         """Copies that are over, by the worker that generated them."""
@@ -85,6 +92,10 @@ class HelpLog:
                     self._begin(action, now_s)
                 case Rest(worker) | LoseDrafter(worker):
                     self._end_drafting(worker, now_s)
+                case TrainDrafter(worker):
+                    self._training[worker] = HelpSpan(Help.TRAIN, worker, "", now_s, now_s)
+                case EndTraining(worker):
+                    self._done.append(replace(self._training.pop(worker), end_s=now_s))
                 case Adopt(worker):
                     self._note_lead(worker)
                 case CancelChunk(_, _, chunk):

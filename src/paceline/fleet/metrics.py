@@ -17,7 +17,7 @@ from paceline.fleet.status import StatusBoard, WorkerStatus
 LOCAL_HOST = "127.0.0.1"
 """Where the metrics are served unless another address is given."""
 
-UP = frozenset({"up", "drafting", "racing"})
+UP = frozenset({"up", "drafting", "racing", "training"})
 
 GAUGES: dict[str, tuple[str, Callable[[WorkerStatus], float]]] = {
     "up": ("1 while the worker takes chunks", lambda status: float(status.state in UP)),

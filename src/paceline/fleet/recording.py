@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING
 
 from paceline.fleet.status import describe_sharing_trouble
 from paceline.planning.help import Help
-from paceline.record import ChunkDone, HelpDone, Note, RecordWriter
+from paceline.record import ChunkDone, DrafterSession, HelpDone, Note, RecordWriter
 
 if TYPE_CHECKING:
     from paceline.control.events import WorkerStep
     from paceline.fleet.chunk_log import ChunkSpan
     from paceline.fleet.fleet import Fleet
+    from paceline.fleet.help_log import HelpSpan
 
 
 class FleetRecording:
@@ -51,25 +52,30 @@ class FleetRecording:
         return [one for _, one in steps]
 
     def end(self) -> None:
-        """The rollout has ended: record who helped whom, and note what was wrong with the draft server meanwhile."""
-        step, drafters = self._step, self._fleet.board.drafters
-        for one in self._fleet.helps.take() if step is not None else ():
-            self._record.write(
-                HelpDone(
-                    t_start_s=round(one.start_s + self._ahead_s, 6),
-                    t_end_s=round(one.end_s + self._ahead_s, 6),
-                    step=step or 0,
-                    worker=one.worker,
-                    helped=one.helped,
-                    kind=one.kind.value,
-                    drafter=drafters[one.drafter] if one.kind is Help.DRAFT and len(drafters) > 1 else "",
-                    outcome=one.outcome,
-                    num_leads=one.num_leads,
-                )
-            )
+        """The rollout has ended: record what free workers did, and note what was wrong with the draft server."""
+        for one in self._fleet.helps.take() if self._step is not None else ():
+            self._record.write(self._describe(one, self._step or 0))
         trouble = describe_sharing_trouble(self._fleet.board.draft_sharing - self._shared)
         if trouble is not None:
             self._record.write(Note(t_s=self._record.now_s(), text=trouble))
+
+    def _describe(self, one: HelpSpan, step: int) -> HelpDone | DrafterSession:
+        """What a free worker did, as an event of the record."""
+        start_s, end_s = round(one.start_s + self._ahead_s, 6), round(one.end_s + self._ahead_s, 6)
+        if one.kind is Help.TRAIN:
+            return DrafterSession(t_start_s=start_s, t_end_s=end_s, step=step, worker=one.worker)
+        drafters = self._fleet.board.drafters
+        return HelpDone(
+            t_start_s=start_s,
+            t_end_s=end_s,
+            step=step,
+            worker=one.worker,
+            helped=one.helped,
+            kind=one.kind.value,
+            drafter=drafters[one.drafter] if one.kind is Help.DRAFT and len(drafters) > 1 else "",
+            outcome=one.outcome,
+            num_leads=one.num_leads,
+        )
 
     def take_chunks(self) -> list[ChunkSpan]:
         """Chunks that have ended since the last call."""

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from paceline.config import EngineSettings
 from paceline.control.events import (
@@ -44,6 +44,7 @@ from paceline.fleet.weights import PackedTensor, unpack_weights
 if TYPE_CHECKING:
     from vllm import SamplingParams
 
+    from paceline.distillation.packing import Sample
     from paceline.drafting.draft_worker import DraftWorker
     from paceline.engine.rollout_engine import RolloutEngine, TokenEvent
     from paceline.record.ladder_file import LadderFile
@@ -51,6 +52,8 @@ if TYPE_CHECKING:
 
 
 LOGGER = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,9 +203,7 @@ class RolloutWorker:
 
     def load_weights(self, weights: Sequence[PackedTensor], version: int) -> int:
         """Load weights of a version, once everything ordered before is done. Raises EngineError if chunks run."""
-        done: Future[int] = Future()
-        self._order(self._load, weights, version, done)
-        return done.result()
+        return self._ask(lambda: self._engine.push_weights(unpack_weights(weights), version=version))
 
     def set_drafting(self, wanted: bool) -> None:
         """Switch drafting off or on, once everything ordered before is done. Returns at once."""
@@ -212,11 +213,31 @@ class RolloutWorker:
         """Draft with another of the engine's models, once everything ordered before is done. Returns at once."""
         self._order(lambda: self._engine.use_drafter(place))
 
+    def load_drafter(self, weights: Sequence[PackedTensor] | None) -> None:
+        """Give the engine's model drafter these weights, once everything ordered before is done; None: do not use those
+        that it has. Returns at once.
+        """
+        self._order(self._load_drafter, weights)
+
+    def collect_states(self, share: float, max_bytes: int) -> None:
+        """Keep hidden states of a share of the responses, as `RolloutEngine.collect_states`, once everything ordered
+        before is done. Returns at once.
+        """
+        self._order(lambda: self._engine.collect_states(share, max_bytes))
+
+    def take_samples(self) -> list[Sample]:
+        """`RolloutEngine.take_samples`, once everything ordered before is done."""
+        return self._ask(lambda: self._engine.take_samples())
+
+    def collection_s(self) -> float:
+        """`RolloutEngine.collection_s`, once everything ordered before is done."""
+        return self._ask(lambda: self._engine.collection_s())
+
     def measure_ladder(self, responses: Sequence[Response], params: SamplingParams) -> LadderFile:
         """The draft ladder (engine/rungs.py), measured once everything ordered before is done."""
-        done: Future[LadderFile] = Future()
-        self._order(self._measure, responses, params, done)
-        return done.result()
+        from paceline.engine.rungs import measure_ladder
+
+        return self._ask(lambda: measure_ladder(self._engine, responses, params))
 
     def reset_prefix_cache(self) -> None:
         """Forget cached blocks and suffix trees, once everything ordered before is done. Returns at once."""
@@ -242,6 +263,19 @@ class RolloutWorker:
 
     def _order(self, do: Callable[..., None], *arguments: Any) -> None:
         self._orders.put(lambda: do(*arguments))
+
+    def _ask(self, do: Callable[[], T]) -> T:
+        """What this gives in the engine's thread."""
+        done: Future[T] = Future()
+        self._order(self._answer, do, done)
+        return done.result()
+
+    def _answer(self, do: Callable[[], T], done: Future[T]) -> None:
+        try:
+            done.set_result(do())
+        except BaseException as error:  # half-loaded weights, say: this engine must not go on
+            done.set_exception(error)
+            raise
 
     def _run(self) -> None:
         try:
@@ -327,23 +361,11 @@ class RolloutWorker:
     def _adopt(self, order: Adopt) -> None:
         self._engine.adopt(order.chunk, order.start, memoryview(order.tokens).cast("i").tolist())
 
-    def _load(self, weights: Sequence[PackedTensor], version: int, done: Future[int]) -> None:
-        try:
-            done.set_result(self._engine.push_weights(unpack_weights(weights), version=version))
-        except BaseException as error:  # half-loaded weights: this engine must not go on
-            done.set_exception(error)
-            raise
-
-    def _measure(
-        self, responses: Sequence[Response], params: SamplingParams, done: Future[LadderFile]
-    ) -> None:
-        from paceline.engine.rungs import measure_ladder
-
-        try:
-            done.set_result(measure_ladder(self._engine, responses, params))
-        except BaseException as error:  # who knows with which drafter: this engine must not go on
-            done.set_exception(error)
-            raise
+    def _load_drafter(self, weights: Sequence[PackedTensor] | None) -> None:
+        if weights is None:
+            self._engine.drop_drafter()
+        else:
+            self._engine.push_drafter(dict(unpack_weights(weights)))
 
     def _stop(self) -> None:
         self._is_stopping = True

@@ -35,5 +35,5 @@ Decisions of the slow loop (Seer, TLT), once per event of the fleet:
     length.py       how many tokens will a group's responses have?
     dispatch.py     which response runs its next chunk where, and how long is it?
     request_buffer.py where do responses wait meanwhile, and who has room for them?
-    harvest.py      which idle workers train the drafter? (in the simulator only)
+    harvest.py      which idle workers train the drafter? (live: one at a time)
 """

@@ -1,9 +1,9 @@
 """Harvest: which idle workers train the drafter while the last responses of a rollout are generated?
 
 The decisions of TLT's worker coordinator, as `event(state, ...) -> (state, actions)`; called for every change of a
-worker by the simulator (sim/drafter_training.py), and by a training run on one engine (training/adaptive_rollouts.py);
-the live fleet trains no drafter. The caller carries the actions out and delivers those for one worker in their order;
-no answer is waited for.
+worker by the simulator (sim/drafter_training.py), by the controller of a live fleet (control/training.py), and by a
+training run on one engine (training/drafter_sessions.py). The caller carries the actions out and delivers those for
+one worker in their order; no answer is waited for.
 
     BUSY      serves the rollout, or the policy's training between rollouts
     IDLE      nothing to generate, memory released
@@ -39,6 +39,8 @@ class HarvestSettings:
     """Share of the workers that are up which has to be idle, above 0, at most 1."""
     min_idle: int = 1
     """Idle workers at least."""
+    max_members: int | None = None
+    """Most workers of a session, at least 1; None: all idle ones of a data-parallel group."""
 
     def __post_init__(self) -> None:
         if not 0.0 < self.idle_fraction <= 1.0:
@@ -47,6 +49,8 @@ class HarvestSettings:
             )
         if self.min_idle < 1:
             raise ConfigError(f"harvest min_idle is {self.min_idle}: set it to at least 1")
+        if self.max_members is not None and self.max_members < 1:
+            raise ConfigError(f"harvest max_members is {self.max_members}: set it to at least 1, or to None")
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +123,8 @@ def worker_idle(state: HarvestState, name: str, settings: HarvestSettings) -> De
     state = _with(state, name, replace(worker, phase="IDLE"))
     if state.leader is None:
         return _open_session(state, settings)
-    if worker.data_parallel_group != state.workers[state.leader].data_parallel_group:
+    is_full = len(state.named("TRAINING")) == settings.max_members
+    if is_full or worker.data_parallel_group != state.workers[state.leader].data_parallel_group:
         return state, ()
     return _train(state, (name,)), (Action("join", name, state.session),)
 
@@ -152,7 +157,7 @@ def idle_threshold(num_workers: int, settings: HarvestSettings) -> int:
 
 
 def _open_session(state: HarvestState, settings: HarvestSettings) -> Decision:
-    """Open a session if there is none and enough are idle: the first of them to become idle leads, and all join.
+    """Open a session if there is none and enough are idle: the first of them to become idle leads, the others join.
 
     Of several data-parallel groups with enough, that of the worker that became idle first.
     """
@@ -165,6 +170,7 @@ def _open_session(state: HarvestState, settings: HarvestSettings) -> Decision:
     members = next((names for names in eligible.values() if len(names) >= least), None)
     if members is None:
         return state, ()
+    members = members[: settings.max_members]
     session, leader = state.session + 1, members[0]
     joins = tuple(Action("join", name, session) for name in members[1:])
     state = replace(_train(state, members), session=session, leader=leader)

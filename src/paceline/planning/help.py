@@ -8,8 +8,7 @@ and ladder rank and ask no time, are in `racing.py`.
              drafter of that one, which then rests there, or with another one beside it: a race inside one verifier
     take     it takes over the k longest responses, so that both batches are smaller
     copy     it generates the longest response too, from its tokens so far; the first to end wins (SpecActor 4.3)
-    train    it trains a drafter, only where nothing above would shorten the rollout
-    nothing  it rests
+    nothing  it rests, or lends its cores to a drafter's trainer (harvest.py)
 
 Predicted times: a step over n tokens takes `base_s + token_s n`. A response that needs s more steps, of q tokens each,
 and others that need fewer end after base_s s + token_s q sum_i s_i seconds, as the batch shrinks by itself. Where a
@@ -105,7 +104,6 @@ class Helper:
     """What a copy may draft with, by turns with the target, beside what the helped worker drafts with."""
     can_copy: bool = False
     can_take: bool = False
-    can_train: bool = False
     switch_s: float = 0.0
     """Until it begins."""
     load_token_s: float = 0.0
@@ -134,7 +132,7 @@ def decide_help(load: Load, helper: Helper) -> HelpChoice:
     best = min(_options(load, helper), key=lambda choice: choice.end_s, default=None)
     if best is not None and best.end_s <= (1.0 - MIN_GAIN) * end_s:
         return best
-    return HelpChoice(Help.TRAIN if helper.can_train else Help.NOTHING, end_s)
+    return HelpChoice(Help.NOTHING, end_s)
 
 
 def _options(load: Load, helper: Helper) -> Iterator[HelpChoice]:

@@ -236,9 +236,9 @@ class DrafterStep(_Event, frozen=True, tag="drafter_step"):
     """Processor time spent on it so far, loading included."""
     trained_tokens: int = 0
     collected_tokens: int = 0
-    """Tokens of the rollout whose hidden states the engine has kept, for a draft head."""
+    """Tokens of the rollout whose hidden states the engines have kept, for a draft head."""
     collection_s: float = 0.0
-    """Time that the engine's steps have spent on that."""
+    """Time that the engines' steps have spent on that."""
 
     @property
     def acceptance(self) -> float | None:
@@ -252,6 +252,8 @@ class DrafterSession(_Event, frozen=True, tag="drafter_session"):
     t_start_s: float
     t_end_s: float
     step: int
+    worker: str = ""
+    """Of a fleet: the free worker whose time it was; empty: the one engine's."""
 
 
 class Note(_Event, frozen=True, tag="note"):

@@ -270,7 +270,10 @@ def _one_rollout(rollout: Rollout) -> Figure:
         end_s, tail_s = max(ends), measure_tail(ends)
         if tail_s > 0:
             marks.append(Mark(end_s - tail_s, f"tail: {number(tail_s)} s", until=end_s))
-        marks += [Mark(begin_s, "drafter trained", until=stop_s) for begin_s, stop_s in rollout.sessions]
+        marks += [
+            Mark(one.t_start_s - rollout.begin_s, "drafter trained", until=one.t_end_s - rollout.begin_s)
+            for one in rollout.sessions
+        ]
         share = percent(tail_s / end_s if end_s > 0 else 0.0)
         summary = (
             f"{len(ends)} responses in {duration(end_s)}; {percent(0.9)} had finished after "

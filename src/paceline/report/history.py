@@ -126,8 +126,8 @@ class Rollout:
     num_chunks: int = 0
     losses: Counter[tuple[str, float]] = field(default_factory=Counter)
     """Chunks lost with their worker, by its name and when."""
-    sessions: list[tuple[float, float]] = field(default_factory=list)
-    """Begin and end of each session in which an adaptive drafter was trained."""
+    sessions: list[DrafterSession] = field(default_factory=list)
+    """In which an adaptive drafter was trained."""
     helps: list[HelpDone] = field(default_factory=list)
 
 
@@ -261,8 +261,7 @@ class RunHistory:
 
     def _add_session(self, session: DrafterSession) -> None:
         self.session_s += session.t_end_s - session.t_start_s
-        rollout = self._rollout(session.step, session.t_start_s)
-        rollout.sessions.append((session.t_start_s - rollout.begin_s, session.t_end_s - rollout.begin_s))
+        self._rollout(session.step, session.t_start_s).sessions.append(session)
 
     def _add_help(self, one: HelpDone) -> None:
         self._row(one.step)

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from html import escape
 
-from paceline.record import HelpDone, measure_tail
+from paceline.record import DrafterSession, HelpDone, measure_tail
 from paceline.report.chunks import Piece, pack_rows, thin_pieces
 from paceline.report.figures import duration, number
 from paceline.report.history import MAX_PIECES, Rollout, RunHistory
@@ -34,7 +34,8 @@ def _draw(rollout: Rollout, pieces: Sequence[Piece]) -> str:
     lanes = build_lanes(pieces, rollout.losses, is_whole=not _count_left_out(rollout, pieces))
     label = f"Chunks on {_count(len(lanes), 'worker')} over {duration(end_s)}"
     timeline = draw_timeline(lanes, end_s, label, end_s - measure_tail(rollout.ends_s))
-    texts = [_summary(rollout, pieces, len(lanes)), *filter(None, [describe_helps(rollout.helps)])]
+    free = [describe_helps(rollout.helps), describe_sessions(rollout.sessions)]
+    texts = [_summary(rollout, pieces, len(lanes)), *filter(None, free)]
     return timeline + "".join(f'<p class="summary">{escape(text)}</p>' for text in texts)
 
 
@@ -70,6 +71,16 @@ def describe_helps(helps: Sequence[HelpDone]) -> str:
     for one in helps:
         by_pair[one.worker, one.helped, one.kind, one.drafter].append(one)
     return "; ".join(_describe_help(*pair, own) for pair, own in sorted(by_pair.items()))
+
+
+def describe_sessions(sessions: Sequence[DrafterSession]) -> str:
+    """Which workers lent their time to the drafter's trainer; empty if none did."""
+    lasted_s: defaultdict[str, float] = defaultdict(float)
+    for one in sessions:
+        lasted_s[one.worker] += one.t_end_s - one.t_start_s
+    return "; ".join(
+        f"{worker} trained the drafter ({duration(s)})" for worker, s in sorted(lasted_s.items())
+    )
 
 
 def _describe_help(worker: str, helped: str, kind: str, drafter: str, helps: Sequence[HelpDone]) -> str:

@@ -1,20 +1,20 @@
-"""Rollouts on one engine whose drafter is trained beside the run: in the tails of rollouts, swapped in between them.
+"""Rollouts whose drafter is trained beside the run: in the tails of rollouts, swapped in between them.
 
-A rollout's tail, in which few responses run, leaves cores idle. There the spot trainer (distillation/spot.py) is let
-go, and stopped again when the rollout ends, because the learner needs every core. It learns from the responses of the
-step before, with the newest weights; a draft head from their hidden states, which the engine keeps of a share of them.
-Tokens, log-probabilities and gradients are those of a run without it.
+A rollout's tail leaves cores idle: on one engine when few responses run, on a fleet when a worker has none. There the
+spot trainer (distillation/spot.py) is let go, and stopped again when the rollout ends, because the learner needs every
+core. It learns from the responses of the step before, with the newest weights; a draft head from their hidden states,
+which the engines keep of a share of them. Tokens, log-probabilities and gradients are those of a run without it.
 
-Decisions: planning/harvest.py (when a session opens and ends, for a fleet of one worker) and planning/drafter_growth.py
-(whether training pays at all).
+Decisions: planning/harvest.py (when a session opens and ends; drafter_sessions.py carries that out) and
+planning/drafter_growth.py (whether training pays at all).
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import torch
 
@@ -26,18 +26,15 @@ from paceline.distillation.spot import SpotSettings
 from paceline.distillation.spot_link import SpotLink
 from paceline.distillation.training_folder import Description, read_folder
 from paceline.drafting.drafter import is_draft_head, read_fused_layers
-from paceline.engine.rollout_engine import RolloutEngine
 from paceline.errors import CheckpointError
-from paceline.planning import drafter_growth, harvest
+from paceline.planning import drafter_growth
 from paceline.planning.drafter_growth import Growth
-from paceline.planning.harvest import HarvestSettings, HarvestState
 from paceline.planning.zero_acceptance import HEALTHY
-from paceline.record import DrafterSession, DrafterStep, RecordWriter
-from paceline.terminal.interruption import Interruption
-from paceline.terminal.meter import RolloutMeter
+from paceline.record import DrafterStep
+from paceline.training.drafter_sessions import Sessions
 from paceline.training.randomness import unchanged_randomness
 from paceline.training.recipe import AdaptiveDrafterSection, Recipe
-from paceline.training.rollouts import Rollout, WatchedRollouts, Watcher
+from paceline.training.rollouts import Engines, Rollout, Rollouts
 from paceline.training.run_folder import DRAFTER, GROWN
 from paceline.types import Response, RolloutRequest
 
@@ -46,7 +43,6 @@ if TYPE_CHECKING:
 
     from paceline.fleet.journal import Journal
 
-WORKER = "engine"
 KINDS: dict[MethodName, str] = {
     "osd": "a small language model",
     "eagle": "an EAGLE head",
@@ -55,6 +51,33 @@ KINDS: dict[MethodName, str] = {
 }
 STATES_BYTES = 256 << 20
 """Most memory of the hidden states of a rollout."""
+
+
+class GrowingEngines(Engines, Protocol):
+    """One engine or many, whose model drafter gets new weights between rollouts."""
+
+    drafter_version: int
+    """How often it got some."""
+
+    def push_drafter(self, weights: Mapping[str, torch.Tensor]) -> int:
+        """Take new weights of the model drafter; returns their version."""
+        ...
+
+    def drop_drafter(self) -> None:
+        """Draft without it until weights are pushed."""
+        ...
+
+    def collect_states(self, share: float, max_bytes: int) -> None:
+        """Keep hidden states of a share of the responses from now on; 0: none."""
+        ...
+
+    def take_samples(self) -> list[Sample]:
+        """What has been kept since the last call."""
+        ...
+
+    def collection_s(self) -> float:
+        """Time that steps have spent on keeping it."""
+        ...
 
 
 class AdaptiveDrafter:
@@ -114,24 +137,19 @@ def _method_of(folder: Path) -> MethodName:
     return "eagle3" if read_fused_layers(folder) else "eagle"
 
 
-class AdaptiveRollouts(WatchedRollouts):
-    """Rollouts on one engine, with sessions in the tails of training rollouts and a newer drafter in the next one."""
+class AdaptiveRollouts(Rollouts):
+    """Rollouts with training sessions beside those of train steps, and a newer drafter in the next one."""
 
     def __init__(
-        self,
-        engine: RolloutEngine,
-        record: RecordWriter,
-        watcher: Watcher,
-        interruption: Interruption,
-        drafter: AdaptiveDrafter,
+        self, rollouts: Rollouts, engine: GrowingEngines, drafter: AdaptiveDrafter, sessions: Sessions
     ) -> None:
-        super().__init__(engine, record, self, interruption)
-        self._outer, self._drafter, self._link = watcher, drafter, drafter.link
-        self._harvest, _ = harvest.worker_up(HarvestState(), WORKER)
+        """rollouts: carry out what is run on `engine`,."""
+        super().__init__(engine, rollouts.record, rollouts.watcher, rollouts.interruption)
+        self._rollouts, self._engine, self._sessions = rollouts, engine, sessions
+        self._drafter, self._link = drafter, drafter.link
         self._growth = Growth()
         self._made: Description | None = None
         self._lesson: tuple[int, list[Sample]] | None = None
-        self._session_begin_s, self._step = 0.0, 0
         self._link.pause()
         if drafter.is_fresh:
             engine.drop_drafter()
@@ -155,18 +173,19 @@ class AdaptiveRollouts(WatchedRollouts):
         journal: Journal | None = None,
     ) -> Rollout:
         if step is None:
-            return super().run(requests, params, step, journal)
+            return self._rollouts.run(requests, params, step, journal)
         is_new, before = self._swap(), self._engine.drafter_score()
-        self._step = step
-        self._carry_out(harvest.rollout_started(self._harvest))
-        self._collect(self._growth.pays)
+        pays = self._growth.pays
+        self._collect(pays)
+        if pays:
+            self._sessions.open(step)
         try:
-            rollout = super().run(requests, params, step, journal)
-            samples = self._samples(rollout.responses)
-            collection_s = self._engine.collection_s() if self._drafter.is_head else 0.0
+            rollout = self._rollouts.run(requests, params, step, journal)
         finally:
-            self._carry_out(harvest.rollout_ended(self._harvest))
-            self._collect(False)
+            self._sessions.close()
+        samples = self._samples(rollout.responses)
+        collection_s = self._engine.collection_s() if self._drafter.is_head else 0.0
+        self._collect(False)
         score = self._engine.drafter_score() - before
         self._growth = drafter_growth.observe(self._growth, score.acceptance, is_new)
         self._lesson = step, samples
@@ -188,7 +207,7 @@ class AdaptiveRollouts(WatchedRollouts):
         return rollout
 
     def _collect(self, wanted: bool) -> None:
-        """Have the engine keep hidden states from here on, or no more; a small language model learns without."""
+        """Have the engines keep hidden states from here on, or no more; a small language model learns without."""
         if self._drafter.is_head:
             share = self._drafter.section.states_share if wanted else 0.0
             self._engine.collect_states(share, STATES_BYTES)
@@ -205,33 +224,12 @@ class AdaptiveRollouts(WatchedRollouts):
         ]
 
     def _swap(self) -> bool:
-        """Give the engine the newest drafter, once it agrees often enough to be told from a dead one."""
+        """Give the engines the newest drafter, once it agrees often enough to be told from a dead one."""
         found = self._link.take()
         if found is None:
             return False
         weights, self._made = found
-        if (self._made.agreement or 0.0) < HEALTHY:
+        if not (self._made.agreement or 0.0) >= HEALTHY:  # nor where it is NaN
             return False
         self._engine.push_drafter(weights)
         return True
-
-    # -- sessions
-
-    def show_rollout(self, meter: RolloutMeter) -> None:
-        """A step has ended: has the tail begun?"""
-        self._outer.show_rollout(meter)
-        few = meter.num_responses - meter.num_finished <= self._drafter.section.max_running
-        if few and self._harvest.is_rollout and self._growth.pays:
-            self._carry_out(harvest.worker_idle(self._harvest, WORKER, HarvestSettings()))
-
-    def _carry_out(self, decision: harvest.Decision) -> None:
-        self._harvest, actions = decision
-        for action in actions:
-            now_s = self.record.now_s()
-            if action.kind == "stop":
-                self._link.pause()
-                session = DrafterSession(t_start_s=self._session_begin_s, t_end_s=now_s, step=self._step)
-                self.record.write(session)
-            else:
-                self._session_begin_s = now_s
-                self._link.resume()

@@ -86,6 +86,7 @@ class FleetRollouts(Rollouts):
         done: dict[int, Finished] = {}
         ends_s = [0.0] * len(requests)
         meter = RolloutMeter(len(requests))
+        num_alarms = fleet.drafter_score().alarms
         try:
             with unchanged_randomness():
                 fleet.submit(requests, params, journal=journal)
@@ -102,6 +103,7 @@ class FleetRollouts(Rollouts):
         finally:
             fleet.abandon()
         recording.end()
+        self._note_alarms(num_alarms)
         ordered = [done[index] for index in range(len(requests))]
         responses = tuple(one.response for one in ordered)
         return Rollout(

@@ -158,7 +158,8 @@ class AdaptiveDrafterSection(Section):
     learning_rate: float = Field(default=2e-3, gt=0.0, le=1.0)
     """Of the drafter; constant, as the policy that it follows does not stand still."""
     max_running: int = Field(default=8, ge=0)
-    """It is trained in the tail of each rollout, while at most so many responses run."""
+    """On one engine it is trained in the tail of each rollout, while at most so many responses run. On a fleet it is
+    trained while a worker has none."""
 
 
 class EngineSection(EngineSettings):
@@ -250,8 +251,16 @@ class Recipe(Section):
     def _drafter_can_grow(self) -> Recipe:
         if self.adaptive_drafter is None:
             return self
-        if self.fleet is not None:
-            raise ValueError("adaptive_drafter trains beside one engine so far: remove it, or fleet")
+        fleet = self.fleet
+        if fleet is not None and (fleet.num_drafters or fleet.help == "draft"):
+            raise ValueError(
+                "adaptive_drafter swaps the drafter inside each engine, so no worker drafts for another one: remove "
+                "fleet.roles, and set fleet.help to none, auto, copy or take"
+            )
+        if fleet is not None and fleet.address is not None:
+            raise ValueError(
+                "adaptive_drafter trains on the cores of this machine that its workers leave idle: remove fleet.address"
+            )
         if self.engine.draft_worker or self.engine.draft_help:
             raise ValueError(
                 "adaptive_drafter swaps the drafter inside the engine: remove engine.draft_worker and draft_help"

@@ -161,6 +161,11 @@ class Rollouts(ABC):
             diverged_tokens=diverged,
         )
 
+    def _note_alarms(self, before: int) -> None:
+        """Note that the drafter was found dead. before: alarms before the rollout."""
+        if self.engine.drafter_score().alarms > before:
+            self.record.write(Note(t_s=self.record.now_s(), text=DEAD_DRAFTER))
+
     @contextmanager
     def _drafting(self, wanted: bool) -> Iterator[None]:
         self.engine.set_drafting(wanted)
@@ -213,8 +218,7 @@ class WatchedRollouts(Rollouts):
                     if journal is not None:
                         journal.write([_keep(index, event.response)])
         recording.flush()
-        if self._engine.drafter_score().alarms > num_alarms:
-            self.record.write(Note(t_s=self.record.now_s(), text=DEAD_DRAFTER))
+        self._note_alarms(num_alarms)
         return Rollout(tuple(r for r in responses if r is not None), begin_s, tuple(ends_s))
 
     def _recall(self, requests: Sequence[RolloutRequest], journal: Journal | None) -> list[Response | None]:

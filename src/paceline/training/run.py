@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from paceline.fleet.fleet import Fleet
     from paceline.training.adaptive_rollouts import AdaptiveDrafter
     from paceline.training.fleet_rollouts import TaskReward
-    from paceline.training.rollouts import Rollouts
+    from paceline.training.rollouts import Rollouts, Watcher
 
 
 class TrainingRun:
@@ -137,8 +137,6 @@ class TrainingRun:
 
     def run(self) -> Summary:
         """Train to the end, or until Ctrl-C or SIGTERM. Raises PacelineError when something fails on the way."""
-        from paceline.training.rollouts import WatchedRollouts
-
         record = self._open_record()
         try:
             with (
@@ -149,18 +147,10 @@ class TrainingRun:
             ):
                 if engine.invariance_gap is not None:
                     record.write(Note(t_s=record.now_s(), text=engine.invariance_gap))
-                rollouts: Rollouts
                 if drafter is not None:
-                    from paceline.training.adaptive_rollouts import AdaptiveRollouts
-
-                    assert isinstance(engine, RolloutEngine)
-                    rollouts = AdaptiveRollouts(engine, record, progress, interruption, drafter)
-                elif isinstance(engine, RolloutEngine):
-                    rollouts = WatchedRollouts(engine, record, progress, interruption)
+                    rollouts = self._grow_drafter(engine, record, progress, interruption, drafter)
                 else:
-                    from paceline.training.fleet_rollouts import FleetRollouts
-
-                    rollouts = FleetRollouts(engine, record, progress, interruption, self._fleet_reward)
+                    rollouts = self._make_rollouts(engine, record, progress, interruption)
                 if self.recipe.engine.chooses_drafter:
                     rollouts = self._choose_drafters(rollouts, engine)
                 runner = StepRunner(
@@ -216,11 +206,11 @@ class TrainingRun:
             "kv_cache_bytes": capacity.kv_cache_mib << 20,
             **capacity.vllm,
         }
+        settings = self._engine_settings()
+        if drafter is not None:
+            settings = settings.model_copy(update={"model_drafter": str(drafter.model.resolve())})
         if recipe.fleet is None:
             self._console.print("starting the engine")
-            settings = self._engine_settings()
-            if drafter is not None:
-                settings = settings.model_copy(update={"model_drafter": str(drafter.model.resolve())})
             return RolloutEngine(recipe.model, settings, **options)
         from paceline.fleet.fleet import Fleet
         from paceline.training.fleet_rollouts import TaskReward
@@ -228,8 +218,49 @@ class TrainingRun:
         self._console.print(f"starting {recipe.fleet.workers} engines")
         if recipe.fleet.rewards is not None:
             self._fleet_reward = TaskReward(self._task, self._tokenizer, [*self._train_rows, *self._held_out])
-        engine = self._engine_settings()
-        return Fleet(recipe.model, recipe.fleet, engine, reward=self._fleet_reward, **options)
+        return Fleet(
+            recipe.model,
+            recipe.fleet,
+            settings,
+            reward=self._fleet_reward,
+            renews_drafter=drafter is not None,
+            **options,
+        )
+
+    def _make_rollouts(
+        self,
+        engine: RolloutEngine | Fleet,
+        record: RecordWriter,
+        watcher: Watcher,
+        interruption: Interruption,
+    ) -> Rollouts:
+        if isinstance(engine, RolloutEngine):
+            from paceline.training.rollouts import WatchedRollouts
+
+            return WatchedRollouts(engine, record, watcher, interruption)
+        from paceline.training.fleet_rollouts import FleetRollouts
+
+        return FleetRollouts(engine, record, watcher, interruption, self._fleet_reward)
+
+    def _grow_drafter(
+        self,
+        engine: RolloutEngine | Fleet,
+        record: RecordWriter,
+        watcher: Watcher,
+        interruption: Interruption,
+        drafter: AdaptiveDrafter,
+    ) -> Rollouts:
+        """Rollouts beside which the drafter is trained."""
+        from paceline.training.adaptive_rollouts import AdaptiveRollouts
+        from paceline.training.drafter_sessions import FleetSessions, Sessions, TailSessions
+
+        sessions: Sessions
+        if isinstance(engine, RolloutEngine):
+            watcher = sessions = TailSessions(drafter.link, drafter.section.max_running, record, watcher)
+        else:
+            sessions = FleetSessions(engine, drafter.link)
+        rollouts = self._make_rollouts(engine, record, watcher, interruption)
+        return AdaptiveRollouts(rollouts, engine, drafter, sessions)
 
     def _choose_drafters(self, rollouts: Rollouts, engine: RolloutEngine | Fleet) -> Rollouts:
         """The same, each step with the best drafter by the draft ladder."""
