@@ -1,16 +1,22 @@
 """Many kills: does every response still come once, with the tokens of an undisturbed run?
 
-Two kinds of kills (SIGKILL), each at random moments and for each number format:
+Four kinds of kills (SIGKILL, `--rows`), each at random moments and for each number format:
 
 * parts of a fleet: rollouts on `--workers` engines with a KV pool, a draft server and reward workers, one after the
   other, until `--kills` processes have been killed: `--engine-kills` of them, at least half, engines that run responses
   (they take half a minute to come back), the others draft servers and reward workers;
 * drivers: `paceline rollout --workers` is killed `--driver-kills` times, each time soon after its engines have begun to
-  generate, and begun again with --resume. A rollout that ends before it is killed is followed by another one.
+  generate, and begun again with --resume. A rollout that ends before it is killed is followed by another one;
+* racers: of two workers that generate one response, by turns the one that copies it and the other one, `--racer-kills`
+  in all;
+* draft workers of an engine that has no other drafter, `--drafter-kills` of them, each of which had tokens of its own
+  accepted in one of the last 50 steps.
 
-Every rollout is compared with an undisturbed one. `twice` and `missing` count responses that came twice or not at
-all, `diverged` tokens that differ, `rewards` rewards that differ; `engines` kills that hit an engine, `cut` responses
-that those engines were running; `kv_loads` chunks that found their keys and values in the KV pool.
+A row ends after `--minutes` at the latest; `counts` says whether it had all its kills by then. `evidence` in the JSON
+has, for each kill, what made it count. Every rollout is compared with an undisturbed one. `twice` and `missing` count
+responses that came twice or not at all, `diverged` tokens that differ, `rewards` rewards that differ; `engines` kills
+that hit an engine, `cut` responses that those engines were running; `kv_loads` chunks that found their keys and values
+in the KV pool.
 """
 
 from __future__ import annotations
@@ -25,16 +31,19 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from harness import parser, publish
+import stragglers
+from exactness import is_over, make_plain
+from harness import Child, parser, publish, save
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = str(ROOT / "assets/countdown-policy")
+DRAFTER = str(ROOT / "assets/countdown-drafter")
 COLUMNS = (
     "case",
     "dtype",
@@ -49,13 +58,23 @@ COLUMNS = (
     "diverged",
     "rewards",
     "kv_loads",
+    "counts",
     "wall_s",
 )
+ROWS = ("parts", "drivers", "racers", "draft-workers")
 MOST_PAUSE_S = 1.0
 DRIVER_SAMPLES = 24
 """Responses per prompt where the driver is killed: there must be something left to do."""
 MOST_WORK_S = 2.0
 """Longest time that a driver generates before it is killed."""
+RECENT_STEPS = 50
+"""A draft worker is killed only if its tokens were accepted so recently."""
+KILL_CHANCE = 0.02
+"""In each step of such an engine."""
+NUM_STRAGGLERS = 2
+"""Of a rollout with a race."""
+MOST_RACE_S = 0.5
+"""Longest time that a race lasts before one of the two is killed."""
 
 
 class Killer:
@@ -64,8 +83,7 @@ class Killer:
     def __init__(self, fleet: Any, left: Counter[str], rng: random.Random) -> None:
         self.fleet, self.left, self.rng = fleet, left, rng
         self.done: Counter[str] = Counter()
-        self.num_cut = 0
-        """Responses that killed engines were running."""
+        self.evidence: list[dict[str, Any]] = []
         self._killed: set[int] = set()
         self._next_s = 0.0
 
@@ -84,7 +102,7 @@ class Killer:
             self._killed.add(process)
             self.left[kind] -= 1
             self.done[kind] += 1
-            self.num_cut += num_running
+            self.evidence.append({"kind": kind, "running": num_running})
 
     def _choose(self, kind: str) -> tuple[int | None, int]:
         """A process, and how many responses it runs; None: there is none to be killed now."""
@@ -134,7 +152,7 @@ def kill_parts(fleet: Any, requests: list[Any], options: argparse.Namespace) -> 
     num_tokens = num_rollouts = 0
     wanted = roll_out(fleet, requests, None, tally)
     killer, begin_s = Killer(fleet, left, random.Random(options.seed)), time.monotonic()
-    while sum(left.values()):
+    while sum(left.values()) and not is_over(begin_s, options.minutes):
         found = roll_out(fleet, requests, killer, tally)
         num_rollouts += 1
         for index, one in wanted.items():
@@ -147,13 +165,15 @@ def kill_parts(fleet: Any, requests: list[Any], options: argparse.Namespace) -> 
         "case": ", ".join(f"{count} {kind}" for kind, count in killer.done.items()),
         "kills": sum(killer.done.values()),
         "engines": killer.done["engine"],
-        "cut": killer.num_cut,
+        "cut": sum(one["running"] for one in killer.evidence),
         "rollouts": num_rollouts,
         "responses": num_rollouts * len(requests),
         "tokens": num_tokens,
         **{name: tally[name] for name in ("twice", "missing", "diverged", "rewards")},
         "kv_loads": fleet.kv_pool_counters().hits,
         "preemptions": fleet.board.num_preemptions,
+        "counts": not sum(left.values()),
+        "evidence": killer.evidence,
         "wall_s": time.monotonic() - begin_s,
     }
 
@@ -213,7 +233,7 @@ def kill_drivers(
     """Rollouts of the command until the driver has been killed often enough."""
     tally: Counter[str] = Counter()
     rng, begin_s = random.Random(options.seed), time.monotonic()
-    while tally["kills"] < options.driver_kills:
+    while tally["kills"] < options.driver_kills and not is_over(begin_s, options.minutes):
         with tempfile.TemporaryDirectory() as folder:
             drive = Drive(Path(folder), dtype, options)
             lines = [json.dumps({"id": i, "prompt_ids": prompt}) for i, prompt in enumerate(prompts)]
@@ -229,11 +249,151 @@ def kill_drivers(
         tally["twice"] += len(found) - len(named)
         tally["missing"] += len(wanted.keys() - named.keys())
         tally["diverged"] += sum(count_differences(wanted[name], named[name]) for name in named)
-    return {"case": f"{tally['kills']} driver", **tally, "wall_s": time.monotonic() - begin_s}
+    counts = tally["kills"] >= options.driver_kills
+    return {
+        "case": f"{tally['kills']} driver", **tally, "counts": counts, "wall_s": time.monotonic() - begin_s
+    }  # fmt: skip
+
+
+@dataclass
+class RacerKiller:
+    """Kills one of two workers that generate the same response, by turns the copy and the other one."""
+
+    fleet: Any
+    rng: random.Random
+    evidence: list[dict[str, Any]] = field(default_factory=list)
+    _since_s: float | None = None
+    """When the present race was seen first."""
+    _lasts_s: float = 0.0
+
+    def strike(self) -> None:
+        """Look for a race, and kill once it has lasted for a while."""
+        from paceline.planning.help import Help
+
+        controller, now_s = self.fleet._controller, time.monotonic()
+        pairs = [pair for name in controller.workers for pair in controller.pairs_of(name)]
+        race = next((pair for pair in pairs if pair.kind is Help.COPY), None)
+        if race is None or not controller._workers[race.helper.worker].copies:
+            self._since_s = None
+        elif self._since_s is None:
+            self._since_s, self._lasts_s = now_s, self.rng.uniform(0.0, MOST_RACE_S)
+        elif now_s - self._since_s >= self._lasts_s:
+            member = ("copy", "original")[len(self.evidence) % 2]
+            victim = race.helper.worker if member == "copy" else race.helped.worker
+            os.kill(self.fleet._actors.process(victim), signal.SIGKILL)
+            self.evidence.append({"member": member, "worker": victim, "raced_s": now_s - self._since_s})
+            self._since_s, self._lasts_s = (
+                now_s,
+                float("inf"),
+            )  # one in a rollout: the other one has to end it
+
+
+def kill_racers(dtype: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Rollouts in which one of two racing workers is killed."""
+    from paceline.planning.help import Help
+
+    tally: Counter[str] = Counter()
+    with stragglers.start_fleet(MODEL, DRAFTER, dtype, options.max_tokens) as fleet:
+        requests = stragglers.straggling_requests(fleet, NUM_STRAGGLERS, options.max_tokens, options.seed)
+        with stragglers.forced(Help.NOTHING):
+            wanted = [response.tokens for response in stragglers.roll_out(fleet, requests)]
+        evidence: list[dict[str, Any]] = []
+        rng, begin_s = random.Random(options.seed), time.monotonic()
+        while len(evidence) < options.racer_kills and not is_over(begin_s, options.minutes):
+            fleet.reset_prefix_cache()
+            killer = RacerKiller(fleet, rng, evidence)
+            with stragglers.forced(Help.COPY):
+                found = stragglers.roll_out(fleet, requests, killer.strike)
+            tally["rollouts"] += 1
+            count_rollout(tally, wanted, [response.tokens for response in found])
+            stragglers.await_workers(fleet)
+            print(f"rollout {tally['rollouts']}: {len(evidence)} racers", file=sys.stderr, flush=True)
+    return describe_kills("racer", tally, evidence, options.racer_kills, begin_s)
+
+
+def kill_draft_workers(dtype: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Rollouts of an engine whose draft worker is killed."""
+    from pairs import make_prompts
+    from vllm import SamplingParams
+
+    from paceline.config import EngineSettings
+    from paceline.engine.rollout_engine import RolloutEngine
+    from paceline.types import RolloutRequest
+
+    prompts = make_prompts(MODEL, options.groups, 3)
+    requests = [RolloutRequest(prompt, options.max_tokens, key=17 + at) for at, prompt in enumerate(prompts)]
+    plain = Child("plain", make_plain, MODEL, dtype)
+    plain.ready()
+    wanted = plain.call(requests, True)
+    plain.close()
+    settings = EngineSettings(drafter="none", model_drafter=DRAFTER, draft_worker=True, batch_invariant=True)
+    tally: Counter[str] = Counter()
+    evidence: list[dict[str, Any]] = []
+    rng, params = random.Random(options.seed), SamplingParams(temperature=1.0, ignore_eos=True)
+    with RolloutEngine(MODEL, settings, dtype=dtype, max_model_len=options.max_tokens + 64) as engine:
+        link, killed, begin_s = engine.scheduler.loop.ahead.links[0], set[int](), time.monotonic()
+        recent: deque[int] = deque(maxlen=RECENT_STEPS)
+        while len(evidence) < options.drafter_kills and not is_over(begin_s, options.minutes):
+            engine.reset_prefix_cache()
+            found: dict[int, tuple[int, ...]] = {}
+            for index, request in enumerate(requests):
+                engine.submit(index, request, params)
+            while engine.num_running():
+                found |= {event.index: event.response.tokens for event in engine.step() if event.response}
+                accepted = [step.num_model_tokens for step in engine.take_observations()]
+                if (
+                    not link.is_there or link.child.pid in killed
+                ):  # what is left of its drafts is another one's
+                    recent.clear()
+                    continue
+                recent.extend(accepted)
+                is_left = len(evidence) < options.drafter_kills
+                if is_left and sum(recent) and rng.random() < KILL_CHANCE:
+                    os.kill(link.child.pid, signal.SIGKILL)
+                    killed.add(link.child.pid)
+                    evidence.append({"steps": len(recent), "accepted_tokens": sum(recent)})
+            tally["rollouts"] += 1
+            count_rollout(tally, wanted, [found[index] for index in range(len(requests))])
+            print(f"rollout {tally['rollouts']}: {len(evidence)} draft workers", file=sys.stderr, flush=True)
+    return describe_kills("draft worker", tally, evidence, options.drafter_kills, begin_s)
+
+
+def count_rollout(
+    tally: Counter[str], wanted: Sequence[tuple[int, ...]], found: Sequence[tuple[int, ...]]
+) -> None:
+    """Compare a rollout with the undisturbed one."""
+    tally["responses"] += len(found)
+    tally["missing"] += len(wanted) - len(found)
+    tally["tokens"] += sum(map(len, found))
+    tally["diverged"] += sum(map(count_differences, wanted, found))
+
+
+def describe_kills(
+    what: str, tally: Counter[str], evidence: list[dict[str, Any]], wanted: int, begin_s: float
+) -> dict[str, Any]:
+    """The row of kills of one kind."""
+    return {
+        "case": f"{len(evidence)} {what}",
+        "kills": len(evidence),
+        **{key: tally[key] for key in ("rollouts", "responses", "tokens", "twice", "missing", "diverged")},
+        "counts": len(evidence) >= wanted,
+        "evidence": evidence,
+        "wall_s": time.monotonic() - begin_s,
+    }
 
 
 def run(dtype: str, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Both kinds of kills in one number format."""
+    """All kinds of kills that are asked for, in one number format."""
+    rows = run_fleet(dtype, options) if {"parts", "drivers"} & set(options.rows) else []
+    if "racers" in options.rows:
+        rows.append(kill_racers(dtype, options))
+    if "draft-workers" in options.rows:
+        rows.append(kill_draft_workers(dtype, options))
+    return [{"dtype": dtype, **row} for row in rows]
+
+
+def run_fleet(dtype: str, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Kills of a fleet's parts, and of its driver."""
     from pairs import make_prompts
     from vllm import SamplingParams
 
@@ -256,23 +416,30 @@ def run(dtype: str, options: argparse.Namespace) -> list[dict[str, Any]]:
         MODEL, settings, EngineSettings(batch_invariant=True), dtype=dtype, max_model_len=options.max_tokens + 64,
         kv_cache_bytes=1 << 27, reward=lambda index, response: float(sum(response.tokens) + index),
     ) as fleet:  # fmt: skip
-        rows = [kill_parts(fleet, requests(options.group_size), options)]
-        asked = requests(DRIVER_SAMPLES) if options.driver_kills else []
+        rows = [kill_parts(fleet, requests(options.group_size), options)] if "parts" in options.rows else []
+        num_drivers = options.driver_kills if "drivers" in options.rows else 0
+        asked = requests(DRIVER_SAMPLES) if num_drivers else []
         calm = fleet.generate(asked, SamplingParams(temperature=1.0))
     wanted = {
         (index // DRIVER_SAMPLES, request.sample): response.tokens
         for index, (request, response) in enumerate(zip(asked, calm, strict=True))
     }
-    if options.driver_kills:
+    if num_drivers:
         rows.append(kill_drivers(prompts, wanted, dtype, options))
-    return [{"dtype": dtype, **row} for row in rows]
+    return rows
 
 
 def main() -> None:
     made = parser(__doc__)
-    made.add_argument("--kills", type=int, default=60, help="in each number format, drivers apart")
+    made.add_argument("--rows", nargs="+", default=list(ROWS), choices=ROWS)
+    made.add_argument(
+        "--minutes", type=float, default=15.0, help="longest time for a row, in a number format"
+    )
+    made.add_argument("--kills", type=int, default=60, help="parts of a fleet, in each number format")
     made.add_argument("--engine-kills", type=int, help="of them; default: half, and no fewer")
     made.add_argument("--driver-kills", type=int, default=4, help="in each number format")
+    made.add_argument("--racer-kills", type=int, default=25, help="in each number format")
+    made.add_argument("--drafter-kills", type=int, default=25, help="in each number format")
     made.add_argument("--workers", type=int, default=2)
     made.add_argument("--groups", type=int, default=6)
     made.add_argument("--group-size", type=int, default=4)
@@ -287,7 +454,11 @@ def main() -> None:
             f"--engine-kills {options.engine_kills}: {half} to {options.kills}, half of all kills or more"
         )
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    publish("chaos", [row for dtype in options.dtype for row in run(dtype, options)], COLUMNS, options)
+    rows: list[dict[str, Any]] = []
+    for dtype in options.dtype:
+        rows += run(dtype, options)
+        save("chaos", rows, options)
+    publish("chaos", rows, COLUMNS, options)
 
 
 if __name__ == "__main__":

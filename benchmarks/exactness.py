@@ -2,29 +2,53 @@
 
 The reference is the same engine without drafts, all responses in one batch. Each case generates the same requests
 (prompts, keys) in another way: suffix and model drafts, garbage drafts of ragged length, small batches, chunks that
-are submitted again. `logits_different` counts accepted tokens whose raw logits differ in any bit. The last cases have
+are submitted again. `logits_different` counts accepted tokens whose raw logits differ in any bit. The next cases have
 batch invariance off; there diverged tokens are counted per response from its first difference on.
+
+The last cases are drafters that run ahead, and help between workers. They are compared with plain decoding in another
+process, rollout by rollout, until there are `--least-tokens` tokens and enough of what the case is about (`counts`), or
+`--minutes` are over:
+
+    decoupled      a draft worker beside suffix trees; a tenth of the accepted tokens must be its own
+    enumeration    a draft worker alone; a tenth of the accepted tokens must have been drafted behind a likely
+                   correction, before that came
+    races          two workers, the free one copies a straggler; 100 times one of the two must take the lead
+    role changes   two workers, the free one drafts for the other; 50 times one must begin or end to do so
+
+`share`: of the accepted tokens, those of the mechanism (races: what the other worker had before). `changes`: of the
+lead, or of roles.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import sys
-from collections.abc import Callable
-from dataclasses import replace
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from harness import parser, publish
+from harness import Child, parser, publish, save
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests/engine"))
-COLUMNS = ("case", "dtype", "tokens", "diverged_tokens", "per_million", "logits_different", "accepted_drafts")
+COLUMNS = (
+    "case", "dtype", "tokens", "diverged_tokens", "per_million", "logits_different", "accepted_drafts", "share",
+    "changes", "counts",
+)  # fmt: skip
 CHUNK_TOKENS = 48
+RUNNING = {"decoupled": 8, "enumeration": 2, "races": 4, "role changes": 2}
+"""Responses that run at once; of a fleet, in the tail."""
+LEAST_SHARE = 0.1
+LEAST_CHANGES = {"races": 100, "role changes": 50}
 
 
-def make_requests(model: str, num_prompts: int, samples: int, max_tokens: int) -> list[Any]:
+def make_requests(model: str, num_prompts: int, samples: int, max_tokens: int, seed: int = 31) -> list[Any]:
     """Countdown prompts, `samples` responses each, with fixed keys."""
     from pairs import make_prompts
 
@@ -33,7 +57,7 @@ def make_requests(model: str, num_prompts: int, samples: int, max_tokens: int) -
 
     return [
         RolloutRequest(prompt, max_tokens, key=derive_key(1, prompt, sample), sample=sample)
-        for prompt in make_prompts(model, num_prompts, 31)
+        for prompt in make_prompts(model, num_prompts, seed)
         for sample in range(samples)
     ]
 
@@ -105,6 +129,19 @@ class Bench:
         return [done[index] for index in range(len(requests))]
 
 
+CASES: dict[str, Callable[[Bench, list[Any]], list[Any]]] = {
+    "again without drafts": Bench.plain,
+    "suffix and model drafts": Bench.drafted,
+    "garbage drafts": Bench.garbage,
+    "batches of a few, with drafts": Bench.small_batches,
+    "chunks submitted again": Bench.chunked,
+}
+WITHOUT_INVARIANCE = {
+    f"{name}, invariance off": CASES[name]
+    for name in ("suffix and model drafts", "batches of a few, with drafts", "chunks submitted again")
+}
+
+
 def diverged(one: tuple[int, ...], other: tuple[int, ...]) -> int:
     """Tokens from the first difference on."""
     same = next(
@@ -114,10 +151,13 @@ def diverged(one: tuple[int, ...], other: tuple[int, ...]) -> int:
 
 
 def measure(
-    bench: Bench, requests: list[Any], dtype: str, cases: dict[str, Callable[..., Any]]
+    options: argparse.Namespace, dtype: str, cases: dict[str, Callable[..., Any]], invariant: bool
 ) -> list[dict[str, Any]]:
+    """The rows of cases that share an engine."""
     from recorded_logits import recorded
 
+    requests = make_requests(options.model, options.prompts, options.samples, options.max_tokens)
+    bench = Bench(options, dtype, invariant)
     with recorded(bench.engine) as wanted:
         reference = bench.plain(requests)
     tokens = sum(len(response.tokens) for response in reference)
@@ -139,7 +179,155 @@ def measure(
             }
         )
         print(rows[-1], file=sys.stderr, flush=True)
+    bench.engine.close()
     return rows
+
+
+@dataclass(frozen=True)
+class Found:
+    """A rollout."""
+
+    requests: list[Any]
+    ids: list[tuple[int, ...]]
+    accepted: int
+    """Draft tokens."""
+    supplied: int
+    """Of these, the mechanism's."""
+    changes: int = 0
+
+
+def make_plain(model: str, dtype: str) -> Callable[[list[Any], bool], list[tuple[int, ...]]]:
+    """Plain decoding, for a process of its own; returns what generates: requests, and whether to their limits."""
+    from vllm import SamplingParams
+
+    from paceline.config import EngineSettings
+    from paceline.engine.rollout_engine import RolloutEngine
+
+    settings = EngineSettings(drafter="none", batch_invariant=True)
+    engine = RolloutEngine(model, settings, dtype=dtype)
+
+    def generate(requests: list[Any], ignore_eos: bool) -> list[tuple[int, ...]]:
+        params = SamplingParams(temperature=1.0, ignore_eos=ignore_eos)
+        return [response.tokens for response in engine.generate(requests, params)]
+
+    return generate
+
+
+@contextmanager
+def draft_worker(case: str, dtype: str, options: argparse.Namespace) -> Iterator[Callable[[int], Found]]:
+    """An engine with a draft worker; yields what rolls out, by seed."""
+    from vllm import SamplingParams
+
+    from paceline.config import EngineSettings
+    from paceline.engine.rollout_engine import RolloutEngine
+
+    settings = EngineSettings(
+        drafter="suffix" if case == "decoupled" else "none",
+        model_drafter=options.drafter,
+        draft_worker=True,
+        reconfigure_steps=64,
+        batch_invariant=True,
+    )
+    with RolloutEngine(options.model, settings, dtype=dtype) as engine:
+        ahead = engine.scheduler.loop.ahead
+
+        def roll_out(seed: int) -> Found:
+            requests = make_requests(options.model, RUNNING[case], 1, options.max_tokens, seed)
+            engine.reset_prefix_cache()
+            engine.take_observations()
+            before = ahead.counts[0].num_branch_tokens
+            responses = engine.generate(requests, SamplingParams(temperature=1.0))
+            steps = engine.take_observations()
+            accepted = sum(step.num_accepted_tokens for step in steps)
+            supplied = sum(step.num_model_tokens for step in steps)
+            if case == "enumeration":
+                supplied = ahead.counts[0].num_branch_tokens - before
+            return Found(requests, [response.tokens for response in responses], accepted, supplied)
+
+        yield roll_out
+
+
+@contextmanager
+def helping_fleet(case: str, dtype: str, options: argparse.Namespace) -> Iterator[Callable[[int], Found]]:
+    """A fleet whose free worker copies, or drafts; yields what rolls out, by seed."""
+    import stragglers
+
+    from paceline.planning.help import Help
+
+    kind = Help.COPY if case == "races" else Help.DRAFT
+    with (
+        stragglers.forced(kind),
+        stragglers.start_fleet(options.model, options.drafter, dtype, options.max_tokens) as fleet,
+    ):
+
+        def roll_out(seed: int) -> Found:
+            requests = stragglers.straggling_requests(fleet, RUNNING[case], options.max_tokens, seed)
+            fleet.reset_prefix_cache()
+            fleet.take_observations()
+            fleet.helps.take()
+            ids = [response.tokens for response in stragglers.roll_out(fleet, requests)]
+            steps, helps = fleet.take_observations(), fleet.helps.take()
+            accepted = sum(step.num_accepted_tokens for step in steps)
+            if kind is Help.COPY:
+                supplied = sum(step.num_adopted_tokens for step in steps)
+                return Found(requests, ids, accepted, supplied, sum(one.num_leads for one in helps))
+            supplied = sum(step.num_model_tokens for step in steps)
+            return Found(requests, ids, accepted, supplied, 2 * len(helps))  # it begins and it ends
+
+        yield roll_out
+
+
+MECHANISMS = {
+    "decoupled": draft_worker,
+    "enumeration": draft_worker,
+    "races": helping_fleet,
+    "role changes": helping_fleet,
+}
+
+
+def compare(case: str, dtype: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Rollouts of one mechanism, each compared with plain decoding in another process, until there are enough."""
+    tally = Counter[str]()
+    plain = Child("plain", make_plain, options.model, dtype)
+    with MECHANISMS[case](case, dtype, options) as roll_out:
+        plain.ready()
+        begin_s = time.monotonic()
+        for seed in itertools.count(1):
+            found = roll_out(seed)
+            wanted = plain.call(found.requests, case in LEAST_CHANGES)
+            tally["tokens"] += sum(map(len, wanted))
+            tally["diverged_tokens"] += sum(map(diverged, wanted, found.ids))
+            tally["accepted_drafts"] += found.accepted
+            tally["supplied"] += found.supplied
+            tally["changes"] += found.changes
+            if not seed % 10:
+                print(f"{case}, {dtype}: {dict(tally)}", file=sys.stderr, flush=True)
+            if is_enough(case, tally, options.least_tokens) or is_over(begin_s, options.minutes):
+                break
+    plain.close()
+    tokens, accepted = tally["tokens"], tally["accepted_drafts"]
+    return {
+        "case": case,
+        "dtype": dtype,
+        **{key: tally[key] for key in ("tokens", "diverged_tokens", "accepted_drafts", "changes")},
+        "per_million": 1e6 * tally["diverged_tokens"] / tokens,
+        "share": tally["supplied"] / accepted if accepted else 0.0,
+        "counts": is_enough(case, tally, options.least_tokens),
+        "wall_s": time.monotonic() - begin_s,
+    }
+
+
+def is_enough(case: str, tally: Counter[str], least_tokens: int) -> bool:
+    """Whether a row counts: enough tokens, and enough of what the case is about."""
+    if case in LEAST_CHANGES:
+        return tally["tokens"] >= least_tokens and tally["changes"] >= LEAST_CHANGES[case]
+    least = max(LEAST_SHARE * tally["accepted_drafts"], 1)
+    return tally["tokens"] >= least_tokens and tally["supplied"] >= least
+
+
+def is_over(begin_s: float, minutes: float) -> bool:
+    """Whether the time of a row is over."""
+    return time.monotonic() - begin_s >= 60.0 * minutes
 
 
 def main() -> None:
@@ -151,28 +339,28 @@ def main() -> None:
     made.add_argument("--max-tokens", type=int, default=768)
     made.add_argument("--small-batch", type=int, default=7)
     made.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
+    every = [*CASES, *WITHOUT_INVARIANCE, *MECHANISMS]
+    made.add_argument("--rows", nargs="+", default=every, choices=every, metavar="CASE", help="default: all")
+    made.add_argument(
+        "--least-tokens", type=int, default=50_000, help="of a mechanism, in each number format"
+    )
+    made.add_argument(
+        "--minutes", type=float, default=4.0, help="longest time for one of the mechanisms, starts apart"
+    )
     options = made.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    requests = make_requests(options.model, options.prompts, options.samples, options.max_tokens)
-    cases: dict[str, Callable[..., Any]] = {
-        "again without drafts": Bench.plain,
-        "suffix and model drafts": Bench.drafted,
-        "garbage drafts": Bench.garbage,
-        "batches of a few, with drafts": Bench.small_batches,
-        "chunks submitted again": Bench.chunked,
-    }
-    rows = []
+    rows: list[dict[str, Any]] = []
     for dtype in options.dtypes:
-        bench = Bench(options, dtype, invariant=True)
-        rows += measure(bench, requests, dtype, cases)
-        bench.engine.close()
-        bench = Bench(options, dtype, invariant=False)
-        part = {
-            f"{name}, invariance off": cases[name]
-            for name in ("suffix and model drafts", "batches of a few, with drafts", "chunks submitted again")
-        }
-        rows += measure(bench, requests, dtype, part)
-        bench.engine.close()
+        for invariant, known in ((True, CASES), (False, WITHOUT_INVARIANCE)):
+            cases = {case: generate for case, generate in known.items() if case in options.rows}
+            if cases:
+                rows += measure(options, dtype, cases, invariant)
+                save("exactness", rows, options)
+        for case in MECHANISMS:
+            if case in options.rows:
+                rows.append(compare(case, dtype, options))
+                print(rows[-1], file=sys.stderr, flush=True)
+                save("exactness", rows, options)
     publish("exactness", rows, COLUMNS, options)
 
 

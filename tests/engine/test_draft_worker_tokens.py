@@ -102,6 +102,7 @@ def test_likely_corrections_are_prepared_and_come(engine: RolloutEngine, wanted:
     assert hits >= 10
     assert sum(step.num_branches for step in steps) > 0
     assert link_of(engine).counts.num_hits <= link_of(engine).counts.num_branches
+    assert link_of(engine).counts.num_branch_tokens > 0
 
 
 def test_it_waits_for_drafts_under_way_and_says_so(engine: RolloutEngine, wanted: list[Any]) -> None:

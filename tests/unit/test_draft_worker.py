@@ -314,6 +314,7 @@ def test_the_window_after_a_likely_correction_is_there_before_the_rejection() ->
     assert engine.ahead_of_one()[0] == [107, 108, 109, 110, 111, 112]
     engine.grow({5: [507, 108, 9]})  # prepared, and decided further than that
     assert engine.counts.num_hits == 2
+    assert engine.counts.num_branch_tokens == 3, "105, 507 and 108; the last token of a step is no draft"
     assert engine.ahead_of_one()[0] == [110, 111, 112, 113, 114, 115]
 
 

@@ -38,6 +38,8 @@ class Chain:
     """That all its drafted tokens are accepted."""
     is_stuck: bool = False
     """The model has drafted nothing behind these tokens: it gives NaN, or lacks a row."""
+    prepared_end: int = 0
+    """The chain, where it was a branch: its tokens before this position were drafted then."""
 
     def put(self, batch: ModelBatch, row: int) -> int:
         """Add what was drafted behind it; returns the number of tokens."""
@@ -81,6 +83,8 @@ class Decided:
     """Whether that rival was the correction."""
     num_wasted: int = 0
     """Drafted behind the rejected token."""
+    num_prepared: int = 0
+    """Of the tokens before the last, which the verifier decides in any case: drafted as part of a branch."""
     is_hit: bool = False
     """Whether the correction had been prepared: its branch is the chain now."""
     void_rows: list[int] = field(default_factory=list)
@@ -147,9 +151,10 @@ class Ahead:
         place = self._follow(tokens, 0, decided)
         if decided.stands is not None and (branch := self._find(self.known + place, int(tokens[place]))):
             decided.is_hit, decided.stands = True, None
+            decided.num_prepared += place < len(tokens) - 1
             decided.void_rows.append(self.chain.row)
             del self.branches[branch.cut]
-            self.chain, branch.is_stuck = branch, False
+            self.chain, branch.is_stuck, branch.prepared_end = branch, False, branch.end
             self._follow(tokens, place + 1, decided)
         self._advance(tokens, decided)
         return decided
@@ -167,6 +172,8 @@ class Ahead:
             if chain.rivals[cut] != NO_RIVAL:
                 decided.rejected_cells.append(int(chain.cells[cut]))
                 decided.is_rival_right.append(bool(chain.rivals[cut] == tokens[place + num_right]))
+        last = self.known + len(tokens) - 1
+        decided.num_prepared += max(min(cut, chain.prepared_end, last) - start, 0)
         told = slice(start, min(cut + 1, start + room))
         decided.cells.append(chain.cells[told].copy())
         decided.accepted.append(right[: told.stop - start])

@@ -198,6 +198,7 @@ class DraftWorker:
             self._drafter.rewind(one.chain.row, decided.stands)
         engine.counts.num_wasted += decided.num_wasted
         engine.counts.num_hits += decided.is_hit
+        engine.counts.num_branch_tokens += decided.num_prepared
         return decided
 
     def _learn(self, told: Sequence[Decided]) -> None:

@@ -88,6 +88,8 @@ class DraftCounts(msgspec.Struct, array_like=True):
     """Corrections that were prepared."""
     num_hits: int = 0
     """Rejections whose correction was among them: the next draft was there already."""
+    num_branch_tokens: int = 0
+    """Accepted tokens that were drafted behind a likely correction, before that came."""
     draft_s: float = 0.0
     """Spent drafting for the engine."""
 

@@ -1,0 +1,64 @@
+"""Of two racing workers the copy and the original are killed by turns, one in a rollout, and only while they race."""
+
+from __future__ import annotations
+
+import random
+import signal
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from paceline.control.helping import Pair, Place
+from paceline.planning.help import Help
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+import chaos
+
+
+def make_fleet(kind: Help, copies: list[int]) -> SimpleNamespace:
+    """A fleet in which w1 helps w0."""
+    pair = Pair(Place("w1", 0), Place("w0", 0), kind)
+    controller = SimpleNamespace(
+        workers=("w0", "w1"),
+        pairs_of=lambda name: [pair] if name == "w1" else [],
+        _workers={"w1": SimpleNamespace(copies=copies)},
+    )
+    return SimpleNamespace(
+        _controller=controller, _actors=SimpleNamespace(process={"w0": 100, "w1": 101}.get)
+    )
+
+
+@pytest.fixture
+def killed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Processes that were killed."""
+    found: list[int] = []
+
+    def kill(process: int, number: int) -> None:
+        assert number == signal.SIGKILL
+        found.append(process)
+
+    monkeypatch.setattr(chaos.os, "kill", kill)
+    monkeypatch.setattr(chaos, "MOST_RACE_S", 0.0)
+    return found
+
+
+def test_the_copy_and_the_original_are_killed_by_turns_one_in_a_rollout(killed: list[int]) -> None:
+    evidence: list[dict[str, object]] = []
+    for _ in range(3):
+        killer = chaos.RacerKiller(make_fleet(Help.COPY, [7]), random.Random(0), evidence)
+        for _ in range(5):
+            killer.strike()
+    assert killed == [101, 100, 101]
+    assert [one["member"] for one in evidence] == ["copy", "original", "copy"]
+
+
+@pytest.mark.parametrize(("kind", "copies"), [(Help.DRAFT, [7]), (Help.COPY, [])])
+def test_who_does_not_race_is_not_killed(killed: list[int], kind: Help, copies: list[int]) -> None:
+    killer = chaos.RacerKiller(make_fleet(kind, copies), random.Random(0))
+    for _ in range(5):
+        killer.strike()
+    assert not killed
+    assert not killer.evidence

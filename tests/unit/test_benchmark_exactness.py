@@ -1,0 +1,53 @@
+"""A row of the exactness benchmark counts only if its mechanism was at work; help is forced only where it can be."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from paceline.planning.help import Drafting, Help, Helper, Load
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+import exactness
+import stragglers
+
+
+@pytest.mark.parametrize(
+    ("case", "found", "counts"),
+    [
+        ("decoupled", {"tokens": 500, "accepted_drafts": 300, "supplied": 30}, True),
+        ("decoupled", {"tokens": 499, "accepted_drafts": 300, "supplied": 300}, False),
+        ("enumeration", {"tokens": 500, "accepted_drafts": 300, "supplied": 29}, False),
+        ("enumeration", {"tokens": 500, "accepted_drafts": 0, "supplied": 0}, False),
+        ("races", {"tokens": 500, "changes": 100}, True),
+        ("races", {"tokens": 500, "changes": 99}, False),
+        ("role changes", {"tokens": 500, "changes": 50}, True),
+        ("role changes", {"tokens": 500, "changes": 49}, False),
+    ],
+)
+def test_a_row_counts_only_with_enough_of_its_mechanism(
+    case: str, found: dict[str, int], counts: bool
+) -> None:
+    assert exactness.is_enough(case, Counter(found), 500) is counts
+
+
+def test_tokens_behind_the_first_difference_have_diverged() -> None:
+    assert exactness.diverged((1, 2, 3, 4), (1, 2, 3, 4)) == 0
+    assert exactness.diverged((1, 2, 3, 4), (1, 9, 3, 4)) == 3
+    assert exactness.diverged((1, 2), (1, 2, 3)) == 1
+
+
+@pytest.mark.parametrize("is_helped", [False, True])
+def test_help_of_one_kind_is_given_wherever_it_can_be(is_helped: bool) -> None:
+    alone = np.ones(1)
+    load = Load(alone, alone, 1.0, 1.0, 0.01, 0.0, is_helped=is_helped)
+    able = Helper(ahead=(Drafting(0.001, 0.5),), can_copy=True)
+    for kind in (Help.DRAFT, Help.COPY):
+        assert (stragglers.choose(kind, load, able).kind is kind) is not is_helped
+        assert stragglers.choose(kind, load, Helper()).kind is Help.NOTHING
+    assert stragglers.choose(Help.NOTHING, load, able).kind is Help.NOTHING
