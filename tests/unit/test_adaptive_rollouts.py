@@ -95,7 +95,9 @@ class Link:
     def take(self) -> Any:
         if not self.saved:
             return None
-        return {}, SimpleNamespace(agreement=self.saved.pop(0), trained_s=4.0, trained_tokens=900)
+        return {}, SimpleNamespace(
+            agreement=self.saved.pop(0), first_agreement=0.1, trained_s=4.0, trained_tokens=900
+        )
 
 
 class Run:
@@ -199,7 +201,7 @@ def test_the_engine_gets_what_its_trainer_vouches_for() -> None:
     first, second, third = run.of(DrafterStep)
     assert (first.version, first.acceptance, first.agreement) == (0, None, 0.2)
     assert (second.version, second.acceptance, second.agreement) == (1, 0.5, 0.4)
-    assert (third.version, third.trained_tokens) == (1, 900)
+    assert (third.version, third.trained_tokens, third.first_agreement) == (1, 900, 0.1)
 
 
 def test_a_drafter_that_grew_wrong_is_not_used() -> None:

@@ -43,6 +43,7 @@ from paceline.report.figures import (
     FIGURES,
     Choice,
     Figure,
+    acceptance_figure,
     drafter_figure,
     duration,
     length_figure,
@@ -134,7 +135,7 @@ def test_an_adaptive_drafter_has_a_figure_of_its_own(tmp_path: Path) -> None:
             writer.write(
                 DrafterStep(
                     t_s=10.0 * step + 5, step=step, version=step - 1, tried=100 * (step > 1), right=right,
-                    agreement=0.5, trained_s=2.5, trained_tokens=7000,
+                    agreement=0.5, first_agreement=0.25, trained_s=2.5, trained_tokens=7000,
                 )
             )  # fmt: skip
             writer.write(train_step(step))
@@ -142,6 +143,10 @@ def test_an_adaptive_drafter_has_a_figure_of_its_own(tmp_path: Path) -> None:
     figure = drafter_figure(history)
     assert isinstance(figure, Figure)
     assert figure.series[0].y == [None, 0.3, 0.6]
+    assert [(one.name, one.y) for one in figure.series[1:]] == [
+        ("expected by its trainer", [0.5] * 3),
+        ("as it was at first, by its trainer", [0.25] * 3),
+    ]
     assert "60" in figure.summary
     assert "in sessions of 3" in figure.summary
     assert "<h2>Adaptive drafter</h2>" in render(history)
@@ -212,6 +217,18 @@ def test_what_each_of_several_drafters_has_supplied_is_told(run_dir: Path) -> No
     named = tile(history, "Acceptance length")[1]
     assert "80 % of these from the model drafter (small 50 %, tiny 20 %, wee 10 %)" in named
     assert "9 drafted ahead in vain (small 5, tiny 4, wee 0)" in named
+
+
+def test_what_the_model_free_drafter_gives_stands_beside_the_whole() -> None:
+    history = RunHistory(HEADER)
+    common = {"num_steps": 2, "step_s": 0.1, "num_running": 50.0, "num_draft_tokens": 200}
+    for step, num_model in ((1, 0), (2, 80)):
+        accepted = {"num_accepted_tokens": 100, "num_model_tokens": num_model, "num_adopted_tokens": 5}
+        history.add(EngineStepSample(t_s=step, step=step, **common | accepted))  # type: ignore[arg-type]
+        figure = acceptance_figure(history)
+        assert isinstance(figure, Figure)
+        assert len(figure.series) == step, "nothing else drafts in the first"
+    assert [one.y for one in figure.series] == [[2.0, 2.0], [1.95, 1.15]]
 
 
 def test_headline_numbers_are_those_of_the_record(run_dir: Path, history: RunHistory) -> None:

@@ -111,6 +111,18 @@ def test_an_eagle_3_head_says_which_layers_it_learns_from(settings: SpotSettings
         make_head(make_model(tmp_path / "shallow"), tmp_path / "none", "eagle3", seed=0)
 
 
+def test_the_drafter_as_it_was_is_measured_beside_the_present_one(settings: SpotSettings) -> None:
+    tell(settings, step=1)
+    trainer = SpotTrainer(msgspec.structs.replace(settings, compares=True), ticking(1.0).__next__)
+    for _ in range(60):
+        assert trainer.learn()
+    trainer.close()
+    _, made = read_drafter(Path(settings.folder)) or pytest.fail("nothing was saved")
+    assert made.agreement is not None
+    assert made.first_agreement is not None
+    assert 0.0 < made.first_agreement < made.agreement
+
+
 def test_a_head_of_another_target_is_refused(settings: SpotSettings, tmp_path: Path) -> None:
     other = make_model(tmp_path / "other", hidden=64)
     make_head(other, tmp_path / "head", "eagle", seed=0)

@@ -66,6 +66,8 @@ class SpotSettings(msgspec.Struct, frozen=True):
     """At which responses are sampled."""
     rate: float
     """Learning rate."""
+    compares: bool = False
+    """Measure the drafter as it was at first beside the present one, which shows what training brings."""
 
 
 def make_lesson(
@@ -95,6 +97,9 @@ class SpotTrainer:
         if not self._is_head:
             method = method.with_loss("forward_kl")
         network = _load_drafter(method, self._shared, Path(settings.drafter))
+        self._first = (
+            _load_drafter(method, self._shared, Path(settings.drafter)) if settings.compares else None
+        )
         self._trainer = Trainer(network, self._shared, method.objective)
         fused = read_fused_layers(Path(settings.drafter)) if self._is_head else ()
         self._made = describe(network, settings.method, method.objective.loss, settings.temperature, fused)
@@ -164,14 +169,19 @@ class SpotTrainer:
 
     def _save(self, coming: Pack) -> None:
         """Save the drafter, and how often it agrees with the target on the pack that it learns from next."""
-        with torch.no_grad():
-            network = self._trainer.network
-            disagreement = float(compute_loss(network, self._shared, coming, self._disagreement))
         self._made = msgspec.structs.replace(
-            self._made, trained_s=self._begun_s + self._clock(), agreement=1.0 - disagreement
+            self._made,
+            agreement=self._measure(self._trainer.network, coming),
+            first_agreement=None if self._first is None else self._measure(self._first, coming),
+            trained_s=self._begun_s + self._clock(),
         )
         self._writer.save(self._trainer.tensors(), self._made.note())
         self._saved_s = self._clock()
+
+    def _measure(self, network: Network, pack: Pack) -> float:
+        """How often a drafter agrees with the target."""
+        with torch.no_grad():
+            return 1.0 - float(compute_loss(network, self._shared, pack, self._disagreement))
 
 
 def _load_drafter(method: Method, shared: Shared, folder: Path) -> Network:

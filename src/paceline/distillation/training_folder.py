@@ -37,6 +37,8 @@ class Description(msgspec.Struct, frozen=True):
     trained_tokens: int = 0
     agreement: float | None = None
     """With the target under the shared dice, on the pack that it was about to learn from; None: not measured."""
+    first_agreement: float | None = None
+    """Of the drafter as it was at first, on the same pack; None: not measured."""
 
     def note(self) -> dict[str, str]:
         """As it stands in the file."""

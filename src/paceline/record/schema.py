@@ -232,6 +232,8 @@ class DrafterStep(_Event, frozen=True, tag="drafter_step"):
     """Of these, the first tokens that were the target's."""
     agreement: float | None = None
     """What its trainer measured before the engine got it: how often a token of it is the target's."""
+    first_agreement: float | None = None
+    """The same of the drafter that the run began with, where one was given: what it would be without training."""
     trained_s: float = 0.0
     """Processor time spent on it so far, loading included."""
     trained_tokens: int = 0

@@ -342,7 +342,7 @@ def throughput_figure(history: RunHistory) -> Drawing | str:
 
 
 def acceptance_figure(history: RunHistory) -> Drawing | str:
-    """Acceptance length of each train step's rollout."""
+    """Acceptance length of each train step's rollout, and beside a model drafter what the model-free one gave of it."""
     known = [(float(row.step), a) for row in history.rows if (a := row.acceptance_length) is not None]
     if not known:
         return "No acceptance length was recorded."
@@ -356,13 +356,27 @@ def acceptance_figure(history: RunHistory) -> Drawing | str:
     return Figure(
         x=Axis("train step", whole=True),
         y=ACCEPTANCE_AXIS,
-        series=[_line("acceptance length", xs, ys, colour=3)],
+        series=[_line("acceptance length", xs, ys, colour=3), *_model_free(history)],
         summary=f"On average {mean:.2f} tokens per request and engine step.{rate}",
     )
 
 
+def _model_free(history: RunHistory) -> list[Series]:
+    """The acceptance length by the model-free drafter's accepted tokens alone; none without a model drafter."""
+    found = [
+        (float(row.step), length)
+        for row in history.rows
+        if (length := row.speculation.model_free_length) is not None
+    ]
+    if not history.total.model or not found:
+        return []
+    xs, ys = zip(*found, strict=True)
+    return [_line("of this, model-free drafts", xs, ys, colour=6, style="thin")]
+
+
 def drafter_figure(history: RunHistory) -> Drawing | str:
-    """How often the first token of an adaptive drafter was right in each train step, and what its trainer expected.
+    """How often the first token of an adaptive drafter was right in each train step, and what its trainer expected: of
+    it, and of the drafter that the run began with.
 
     Only for a run that has one; words alone while neither is known.
     """
@@ -380,15 +394,22 @@ def drafter_figure(history: RunHistory) -> Drawing | str:
         f"{result} Trained for {duration(last.trained_s)} of processor time on {number(last.trained_tokens)} "
         f"tokens, in sessions of {duration(history.session_s)} together."
     )
-    expected = [one.agreement for one in steps]
+    expected, first = [one.agreement for one in steps], [one.first_agreement for one in steps]
     if all(share is None for share in used + expected):
         return summary
+    frozen = [_line("as it was at first, by its trainer", xs, first, colour=2, style="thin")]
+    if last.first_agreement is not None and last.agreement is not None:
+        summary += (
+            f" Its trainer expects {percent(last.agreement)} of it, and {percent(last.first_agreement)} of the drafter "
+            "that the run began with."
+        )
     return Figure(
         x=Axis("train step", whole=True),
         y=Axis("share of first draft tokens that are right", low=0.0, high=1.0),
         series=[
             _line("in the engine", xs, used, colour=3),
             _line("expected by its trainer", xs, expected, colour=6, style="thin"),
+            *(frozen if any(share is not None for share in first) else ()),
         ],
         summary=summary,
     )

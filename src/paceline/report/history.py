@@ -87,6 +87,12 @@ class Speculation:
         """1 + accepted draft tokens per request and step; None while nothing decoded."""
         return 1.0 + self.accepted / self.request_steps if self.request_steps else None
 
+    @property
+    def model_free_length(self) -> float | None:
+        """The same with the model-free drafter's tokens alone."""
+        num_free = self.accepted - self.model - self.adopted
+        return 1.0 + num_free / self.request_steps if self.request_steps else None
+
 
 @dataclass(slots=True)
 class StepRow:

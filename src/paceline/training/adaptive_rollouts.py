@@ -108,6 +108,7 @@ class AdaptiveDrafter:
             drafter=str(self.model),
             temperature=recipe.sampling.temperature,
             rate=section.learning_rate,
+            compares=not self.is_fresh,
         )
         self._folder.mkdir(parents=True, exist_ok=True)
         self.link = SpotLink(settings)
@@ -198,6 +199,7 @@ class AdaptiveRollouts(Rollouts):
                 tried=score.tried,
                 right=score.right,
                 agreement=None if made is None else made.agreement,
+                first_agreement=None if made is None else made.first_agreement,
                 trained_s=made.trained_s if made else 0.0,
                 trained_tokens=made.trained_tokens if made else 0,
                 collected_tokens=sum(sample.num_tokens for sample in samples) if self._drafter.is_head else 0,
