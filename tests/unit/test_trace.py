@@ -17,6 +17,7 @@ from trace_rules import check_trace
 from paceline.errors import RecordError
 from paceline.record import (
     ChunkDone,
+    DrafterSession,
     EngineStepSample,
     Header,
     HelpDone,
@@ -213,3 +214,14 @@ def test_the_command_writes_it(run: Run, run_dir: Path, tmp_path: Path) -> None:
 def test_a_place_that_cannot_be_written_is_named(run_dir: Path, tmp_path: Path) -> None:
     with pytest.raises(RecordError, match="cannot write"):
         write_trace(run_dir, tmp_path / "nowhere" / "trace.json")
+
+
+def test_sessions_of_a_drafters_trainer_have_a_track(tmp_path: Path) -> None:
+    with RecordWriter.create(tmp_path, HEADER) as writer:
+        for begin_s, worker in ((1.0, "w1"), (2.0, "w0"), (7.0, "")):
+            writer.write(DrafterSession(t_start_s=begin_s, t_end_s=begin_s + 1.0, step=1, worker=worker))
+    write_trace(tmp_path, tmp_path / "trace.json")
+    events = [event for event in check_trace(tmp_path / "trace.json") if event["pid"] == DRAFTERS]
+    assert [e["args"]["name"] for e in events if e["name"] == "thread_name"] == ["drafter's trainer"]
+    slices = [(event["name"], event["ts"], event["dur"]) for event in events if event["ph"] == "X"]
+    assert slices == [("trains on w1", 1e6, 1e6), ("trains on w0", 2e6, 1e6), ("trains", 7e6, 1e6)]

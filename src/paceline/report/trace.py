@@ -1,10 +1,10 @@
 """A run as a trace for Perfetto (ui.perfetto.dev) or chrome://tracing, in the Trace Event Format.
 
 Tracks: the trainer with its steps and phases; each engine worker with its engine steps, counters of what runs and of
-the acceptance length, and on a fleet the chunks that it ran; what is drafted ahead for each engine, and which worker of
-a fleet helps which; each response of a rollout beside its siblings. Slices of one track never overlap unless one lies
-within the other, and a track is named before it is used. Written as a stream: memory does not grow with the run, only
-with its largest rollout. Called by `paceline report --trace`.
+the acceptance length, and on a fleet the chunks that it ran; what is drafted ahead for each engine, which worker of a
+fleet helps which, and when an adaptive drafter is trained; each response of a rollout beside its siblings. Slices of
+one track never overlap unless one lies within the other, and a track is named before it is used. Written as a stream:
+memory does not grow with the run, only with its largest rollout. Called by `paceline report --trace`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 
 from paceline.record import (
     ChunkDone,
+    DrafterSession,
     EngineStepSample,
     Evaluation,
     Event,
@@ -38,6 +39,9 @@ PROCESSES = {
     RESPONSES: "responses by group",
     DRAFTERS: "draft workers",
 }
+
+TRAINING_TRACK = "drafter's trainer"
+"""There is one, so its sessions do not overlap."""
 
 MOST_ROWS = 1 << 16
 """Tracks of one worker that the viewer is asked to keep together."""
@@ -94,6 +98,9 @@ class _Tracks:
                 case TrainStep():
                     yield from self._end_rollout()
                     yield from _step_events(event)
+                case DrafterSession():
+                    yield from self._begin_draft_track(TRAINING_TRACK)
+                    yield _session_event(event, self._draft_tracks[TRAINING_TRACK])
                 case Evaluation():
                     args = {"solve_rate": event.solve_rate, "problems": event.n}
                     yield _instant(f"evaluation after step {event.step}", event.t_s, args)
@@ -236,6 +243,12 @@ def _help_event(event: HelpDone, track: int) -> Line:
     }
     args = {"step": event.step, "helped": event.helped, "leads": event.num_leads}
     name = texts.get(event.kind, event.kind)
+    return _slice(name, DRAFTERS, track, _us(event.t_start_s), _us(event.t_end_s), args)
+
+
+def _session_event(event: DrafterSession, track: int) -> Line:
+    name = f"trains on {event.worker}" if event.worker else "trains"
+    args = {"step": event.step}
     return _slice(name, DRAFTERS, track, _us(event.t_start_s), _us(event.t_end_s), args)
 
 
