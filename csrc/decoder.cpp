@@ -8,60 +8,15 @@
 #include <new>
 #include <numeric>
 
+#include "simd.hpp"
 #include "threads.hpp"
-
-#if defined(__x86_64__) && defined(__gnu_linux__) && defined(__GNUC__) && !defined(__clang__)
-#define PACELINE_SIMD __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
-#else
-#define PACELINE_SIMD
-#endif
-#define PACELINE_INLINE inline __attribute__((always_inline))
 
 namespace paceline {
 namespace {
 
-constexpr int64_t kWidth = 16;
 constexpr int64_t kLanes = 4;
 constexpr int64_t kPanel = kWidth * kLanes;
-constexpr int64_t kAhead = 2048;  // words
 constexpr int64_t kTile = 32;  // tokens that go through all layers together: their activations stay in the cache
-
-typedef float Lane __attribute__((vector_size(64)));
-typedef int32_t LaneInt __attribute__((vector_size(64)));
-typedef uint32_t LaneWords __attribute__((vector_size(64)));
-
-PACELINE_INLINE Lane load(const float* from) {
-  Lane value;
-  std::memcpy(&value, from, sizeof value);
-  return value;
-}
-
-PACELINE_INLINE LaneWords load(const uint32_t* from) {
-  LaneWords value;
-  std::memcpy(&value, from, sizeof value);
-  return value;
-}
-
-// As load, of words that come in order from beyond the second-level cache; asks for those further on.
-PACELINE_INLINE LaneWords load_ahead(const uint32_t* from) {
-#if defined(__GNUC__)
-  __builtin_prefetch(from + kAhead, 0, 2);
-#endif
-  return load(from);
-}
-
-PACELINE_INLINE void store(float* to, Lane value) { std::memcpy(to, &value, sizeof value); }
-
-// The two bfloat16 of each word.
-PACELINE_INLINE Lane low(LaneWords words) { return reinterpret_cast<Lane>(words << 16); }
-PACELINE_INLINE Lane high(LaneWords words) { return reinterpret_cast<Lane>(words & 0xFFFF0000u); }
-
-// A float's upper half, rounded to the nearest, ties to even.
-PACELINE_INLINE uint32_t rounded(float value) {
-  uint32_t bits;
-  std::memcpy(&bits, &value, sizeof bits);
-  return (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;
-}
 
 PACELINE_INLINE uint32_t pair(float low_half, float high_half) { return rounded(low_half) | rounded(high_half) << 16; }
 
@@ -156,12 +111,6 @@ PACELINE_INLINE void multiply_panels(const float* x, const PackedWeight& weight,
 
 // The panels of a piece of a product, which one thread does.
 constexpr int64_t kPiece = 2 * kPanel;
-
-// Multiply-adds of a product or an attention that are worth sharing: some ten microseconds of one thread.
-constexpr int64_t kWorthSharing = int64_t{1} << 18;
-
-// The threads for so many multiply-adds.
-int64_t threads_for(int64_t work, int64_t threads) { return work >= kWorthSharing ? threads : 1; }
 
 // All rows of x times kPanels panels, with enough sums at a time that none waits for its last multiply-add.
 template <typename Panel, int kPanels, bool kAdd>

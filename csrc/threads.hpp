@@ -13,6 +13,12 @@
 
 namespace paceline {
 
+// Multiply-adds that are worth sharing: some ten microseconds of one thread.
+constexpr int64_t kWorthSharing = int64_t{1} << 18;
+
+// The threads for so many multiply-adds.
+inline int64_t threads_for(int64_t work, int64_t threads) { return work >= kWorthSharing ? threads : 1; }
+
 // Calls work(thread, i) for i = 0..count, on `threads` threads or, without OpenMP, on the caller's.
 template <typename Work>
 void share(int64_t threads, int64_t count, const Work& work) {

@@ -69,6 +69,7 @@ def cached_by_architecture(vllm_config: Any, fused_layers: tuple[int, ...]) -> I
         bare.__dict__.pop("compute_hash", None)
         bare.additional_config = {
             "paceline_invariant": is_invariant(vllm_config),
+            "paceline_linear": has_own_linear(vllm_config),
             "paceline_fused_layers": fused_layers,
         }
         bare.speculative_config = None  # our proposer's, which names the target once more
@@ -87,8 +88,17 @@ def cached_by_architecture(vllm_config: Any, fused_layers: tuple[int, ...]) -> I
 
 def is_invariant(vllm_config: Any) -> bool:
     """Whether the batch-invariance measures of the CPU are on."""
+    return _chosen(vllm_config, "paceline_invariant")
+
+
+def has_own_linear(vllm_config: Any) -> bool:
+    """Whether linear layers get Paceline's kernels where they can (linear.py)."""
+    return _chosen(vllm_config, "paceline_linear")
+
+
+def _chosen(vllm_config: Any, name: str) -> bool:
     settings = vllm_config.additional_config
-    return bool(settings.get("paceline_invariant", False)) if isinstance(settings, dict) else False
+    return bool(settings.get(name, False)) if isinstance(settings, dict) else False
 
 
 def _depends_on_config_alone(model: Any) -> bool:

@@ -459,7 +459,7 @@ DOORS: tuple[Door, ...] = (
     ),
     Door(
         "vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm",
-        "packs a tied head again; its `cpu_linear` is wrapped (invariance.py)",
+        "packs a tied head again; its `cpu_linear` is wrapped (invariance.py), or it is replaced (linear.py)",
         parameters="layer remove_weight",
         mentions=("cpu_linear",),
     ),

@@ -3,7 +3,8 @@
 Three causes, three measures (docs/engine.md tells how each was found):
 
 1. The attention kernel may split a long context over threads, by batch: `VLLM_CPU_ATTN_SPLIT_KV=0`.
-2. oneDNN blocks the inner dimension of a product differently for a single row: a single row is computed twice.
+2. oneDNN blocks the inner dimension of a product differently for a single row: a single row is computed twice. (Not
+   where linear.py has replaced its kernels.)
 3. The attention kernel picks its tile by the number of query tokens of a request: each request is presented as
    several rows of at most `MAX_QUERY` query tokens. The step's keys and values are written before attention runs, so
    this is exact.
@@ -38,7 +39,7 @@ def prepare_environment() -> None:
 def pad_single_rows(model: torch.nn.Module) -> int:
     """Measure 2: wrap the linear kernels of a loaded model. Idempotent; run again after a weight update.
 
-    Returns the number of layers whose kernel is wrapped.
+    Returns the number of layers whose kernel is invariant now.
     """
     count = 0
     for layer in model.modules():
@@ -79,8 +80,13 @@ def _twice_if_single(kernel: Any) -> Any:
         result: torch.Tensor = kernel(doubled, weight, bias)[:1]
         return result.reshape(*shape[:-1], -1)
 
-    setattr(linear, _MARK, True)
-    return linear
+    return mark_invariant(linear)
+
+
+def mark_invariant(kernel: Any) -> Any:
+    """The kernel, marked as one that needs no measure."""
+    setattr(kernel, _MARK, True)
+    return kernel
 
 
 def split_queries(metadata: Any) -> Any:

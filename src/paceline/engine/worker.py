@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -50,7 +51,8 @@ class PacelineWorker(platform_worker()):  # type: ignore[misc]
         self.model_runner: Runner = _adopt(self.model_runner, self.vllm_config)
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        super().load_model(*args, **kwargs)
+        with self._kernels():
+            super().load_model(*args, **kwargs)
         model = self.model_runner.get_model()
         model.load_weights = self._load_live if is_cpu() else self._load_through
         if (gap := self.describe_invariance_gap()) is not None:
@@ -104,13 +106,22 @@ class PacelineWorker(platform_worker()):  # type: ignore[misc]
         self._unname_weights()
         model = self.model_runner.get_model()
         stand_in = model.__dict__.pop("load_weights", None)
-        try:
-            super().reload_weights(*args, **kwargs)
-        finally:
-            if stand_in is not None:
-                model.load_weights = stand_in
-        repack_tied_head(model)
+        with self._kernels():
+            try:
+                super().reload_weights(*args, **kwargs)
+            finally:
+                if stand_in is not None:
+                    model.load_weights = stand_in
+            repack_tied_head(model)
         self.model_runner.seal_model()
+
+    def _kernels(self) -> AbstractContextManager[None]:
+        """Around everything that packs weights: whose kernels the linear layers get."""
+        if not compiled.has_own_linear(self.vllm_config):
+            return nullcontext()
+        from paceline.engine.linear import replacing_kernels
+
+        return replacing_kernels()
 
     def describe_invariance_gap(self) -> str | None:
         """Which layers batch invariance was wanted for and is not ensured; None: none. Called by `collective_rpc`."""

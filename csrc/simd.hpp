@@ -1,0 +1,59 @@
+// Vectors of 16 floats in GCC's and Clang's own notation, and bfloat16 in pairs.
+//
+// Each function marked PACELINE_SIMD is compiled for several instruction sets and chosen when the library is loaded.
+
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#if defined(__x86_64__) && defined(__gnu_linux__) && defined(__GNUC__) && !defined(__clang__)
+#define PACELINE_SIMD __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#else
+#define PACELINE_SIMD
+#endif
+#define PACELINE_INLINE inline __attribute__((always_inline))
+
+namespace paceline {
+
+constexpr int64_t kWidth = 16;
+constexpr int64_t kAheadWords = 2048;
+
+typedef float Lane __attribute__((vector_size(64)));
+typedef int32_t LaneInt __attribute__((vector_size(64)));
+typedef uint32_t LaneWords __attribute__((vector_size(64)));
+
+PACELINE_INLINE Lane load(const float* from) {
+  Lane value;
+  std::memcpy(&value, from, sizeof value);
+  return value;
+}
+
+PACELINE_INLINE LaneWords load(const uint32_t* from) {
+  LaneWords value;
+  std::memcpy(&value, from, sizeof value);
+  return value;
+}
+
+// As load, of words that come in order from beyond the second-level cache; asks for those further on.
+PACELINE_INLINE LaneWords load_ahead(const uint32_t* from) {
+#if defined(__GNUC__)
+  __builtin_prefetch(from + kAheadWords, 0, 2);
+#endif
+  return load(from);
+}
+
+PACELINE_INLINE void store(float* to, Lane value) { std::memcpy(to, &value, sizeof value); }
+
+// The two bfloat16 of each word.
+PACELINE_INLINE Lane low(LaneWords words) { return reinterpret_cast<Lane>(words << 16); }
+PACELINE_INLINE Lane high(LaneWords words) { return reinterpret_cast<Lane>(words & 0xFFFF0000u); }
+
+// A float's upper half, rounded to the nearest, ties to even.
+PACELINE_INLINE uint32_t rounded(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  return (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;
+}
+
+}  // namespace paceline

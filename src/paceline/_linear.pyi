@@ -1,0 +1,5 @@
+PANEL: int
+
+def multiply(
+    x: int, rows: int, inputs: int, packed: int, bias: int, outputs: int, y: int, threads: int
+) -> None: ...
