@@ -23,7 +23,10 @@ namespace {
 using namespace paceline;
 
 constexpr int64_t kPanel = 2 * kWidth;  // outputs whose weights lie together: a word of two for each input and lane
-constexpr int kMostRows = 12;           // that share a pass over a panel: 24 sums and what they need fill the registers
+constexpr int64_t kPiece = 8;           // panels that a thread takes at a time, one after the other in memory
+constexpr int kMostRows = 14;           // that share a pass over a panel: 28 sums and what they need fill the registers
+constexpr int64_t kLine = 64;           // bytes
+constexpr int64_t kNear = 64 * kLine;   // bytes ahead of a single pass over each panel
 
 typedef uint16_t LaneHalves __attribute__((vector_size(32)));
 
@@ -41,16 +44,23 @@ struct Panel {
   int64_t inputs, outputs;
 };
 
+// What is asked of memory meanwhile: `step` bytes further on for each input.
+struct Ahead {
+  const char* at;
+  int64_t step;
+};
+
 // y [kRows, stride]: of kRows rows of x [kRows, inputs].
 template <int kRows>
-PACELINE_INLINE void multiply_tile(const float* x, const Panel& panel, uint16_t* y, int64_t stride) {
+PACELINE_INLINE void multiply_tile(const float* x, const Panel& panel, Ahead ahead, uint16_t* y, int64_t stride) {
   Lane low_sums[kRows], high_sums[kRows];
   for (int r = 0; r < kRows; ++r) {
     low_sums[r] = load(panel.bias);
     high_sums[r] = load(panel.bias + kWidth);
   }
-  for (int64_t k = 0; k < panel.inputs; ++k) {
-    const LaneWords words = load_ahead(panel.words + k * kWidth);
+  for (int64_t k = 0; k < panel.inputs; ++k, ahead.at += ahead.step) {
+    ask(ahead.at);
+    const LaneWords words = load(panel.words + k * kWidth);
     const Lane low_weights = low(words), high_weights = high(words);
     for (int r = 0; r < kRows; ++r) {
       low_sums[r] += low_weights * x[r * panel.inputs + k];
@@ -64,18 +74,22 @@ PACELINE_INLINE void multiply_tile(const float* x, const Panel& panel, uint16_t*
 }
 
 template <int kRows = kMostRows>
-PACELINE_INLINE void multiply_few(const float* x, int64_t rows, const Panel& panel, uint16_t* y, int64_t stride) {
+PACELINE_INLINE void multiply_few(const float* x, int64_t rows, const Panel& panel, Ahead ahead, uint16_t* y,
+                                  int64_t stride) {
   if constexpr (kRows > 1)
-    if (rows < kRows) return multiply_few<kRows - 1>(x, rows, panel, y, stride);
-  multiply_tile<kRows>(x, panel, y, stride);
+    if (rows < kRows) return multiply_few<kRows - 1>(x, rows, panel, ahead, y, stride);
+  multiply_tile<kRows>(x, panel, ahead, y, stride);
 }
 
-// All rows, in tiles of nearly the same size.
+// All rows, in tiles of nearly the same size. A panel that one tile needs arrives while it is used; one that several need
+// arrives in equal parts during all tiles of the panel before, so that those which find it in the cache do not leave memory idle.
 PACELINE_SIMD void multiply_panel(const float* x, int64_t rows, const Panel& panel, uint16_t* y, int64_t stride) {
-  const int64_t tiles = (rows + kMostRows - 1) / kMostRows;
+  const int64_t tiles = (rows + kMostRows - 1) / kMostRows, step = kLine / tiles;
+  const char* const begins = reinterpret_cast<const char*>(panel.words);
   for (int64_t i = 0; i < tiles; ++i) {
     const int64_t begin = rows * i / tiles, end = rows * (i + 1) / tiles;
-    multiply_few(x + begin * panel.inputs, end - begin, panel, y + begin * stride, stride);
+    const Ahead ahead{begins + (tiles == 1 ? kNear : panel.inputs * (kLine + i * step)), step};
+    multiply_few(x + begin * panel.inputs, end - begin, panel, ahead, y + begin * stride, stride);
   }
 }
 
@@ -104,12 +118,14 @@ void multiply(uintptr_t x, int64_t rows, int64_t inputs, uintptr_t packed, uintp
   share(threads_for(rows * inputs, threads), rows, [&](int64_t, int64_t r) {
     widen_all(at<const uint16_t>(x) + r * inputs, inputs, own + r * inputs);
   });
-  const int64_t panels = (outputs + kPanel - 1) / kPanel;
-  share(threads_for(rows * inputs * outputs, threads), panels, [&](int64_t, int64_t p) {
-    const int64_t first = p * kPanel;
-    Panel panel{at<const uint32_t>(packed) + p * inputs * kWidth, {}, inputs, std::min(kPanel, outputs - first)};
-    if (bias != 0) widen_all(at<const uint16_t>(bias) + first, panel.outputs, panel.bias);
-    multiply_panel(own, rows, panel, at<uint16_t>(y) + first, outputs);
+  const int64_t panels = (outputs + kPanel - 1) / kPanel, pieces = (panels + kPiece - 1) / kPiece;
+  share(threads_for(rows * inputs * outputs, threads), pieces, [&](int64_t, int64_t piece) {
+    for (int64_t p = piece * kPiece; p < std::min((piece + 1) * kPiece, panels); ++p) {
+      const int64_t first = p * kPanel;
+      Panel panel{at<const uint32_t>(packed) + p * inputs * kWidth, {}, inputs, std::min(kPanel, outputs - first)};
+      if (bias != 0) widen_all(at<const uint16_t>(bias) + first, panel.outputs, panel.bias);
+      multiply_panel(own, rows, panel, at<uint16_t>(y) + first, outputs);
+    }
   });
 }
 

@@ -35,11 +35,16 @@ PACELINE_INLINE LaneWords load(const uint32_t* from) {
   return value;
 }
 
+// Asks memory for what will be read soon, up to the second-level cache; any address will do.
+PACELINE_INLINE void ask(const void* address) {
+#if defined(__GNUC__)
+  __builtin_prefetch(address, 0, 2);
+#endif
+}
+
 // As load, of words that come in order from beyond the second-level cache; asks for those further on.
 PACELINE_INLINE LaneWords load_ahead(const uint32_t* from) {
-#if defined(__GNUC__)
-  __builtin_prefetch(from + kAheadWords, 0, 2);
-#endif
+  ask(from + kAheadWords);
   return load(from);
 }
 
