@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -99,17 +100,24 @@ def make_system(system: System, model: str, drafter: str, options: dict[str, Any
         settings = EngineSettings(model_drafter=drafter, compiled=system.compiled)
     elif system.name == "paceline_suffix":
         settings = EngineSettings(compiled=system.compiled)
+    kernels: AbstractContextManager[None] = nullcontext()
     if settings is None:
         extra["enforce_eager"] = not system.compiled
-    engine = RolloutEngine(
-        model,
-        settings,
-        dtype=options["dtype"],
-        max_model_len=2048,
-        max_num_seqs=MAX_NUM_SEQS,
-        kv_cache_bytes=1 << 30,
-        **extra,
-    )
+        if options["rival_kernels"] == "paceline":
+            from paceline.engine.linear import replacing_kernels
+
+            kernels = replacing_kernels()
+            extra["additional_config"] = {"linear_kernel": "paceline"}  # part of the compile cache's key
+    with kernels:
+        engine = RolloutEngine(
+            model,
+            settings,
+            dtype=options["dtype"],
+            max_model_len=2048,
+            max_num_seqs=MAX_NUM_SEQS,
+            kv_cache_bytes=1 << 30,
+            **extra,
+        )
     return lambda work: roll_out(engine, work)
 
 

@@ -12,6 +12,9 @@ compiled, as vLLM is by default, and corrected: on the CPU backend of 0.32 it di
 run's choice); the two best of a case are then started as a user would start them and measured. `over_best_rival`
 compares with the better one of the two.
 
+**Linear layers.** On CPUs without a matrix unit Paceline brings kernels of its own for them, which vLLM does not have.
+`--rival-kernels paceline` gives them to plain vLLM and its speculators too: then only drafting and verifying differ.
+
 **Paceline** runs compiled too, and eager in a second block: paceline_off (its sampler without drafts, the same tokens),
 paceline_suffix (suffix trees alone, what `PACELINE=1` gives) and paceline (with the small model).
 
@@ -95,7 +98,7 @@ class Bench:
 
     def start(self, system: System) -> Child:
         """An engine in a process of its own, warmed up: what it learns of the machine is learned."""
-        options = {"threads": self.options.threads, "dtype": self.options.dtype}
+        options = {name: getattr(self.options, name) for name in ("threads", "dtype", "rival_kernels")}
         child = Child(system.name, make_system, system, self.model, self.drafter, options)
         child.ready()
         warm_up = Work(self.tuning_prompts[:2], 4, self.options.max_tokens, TUNING_SEED - 1)
@@ -362,6 +365,12 @@ def parse_options(words: Sequence[str] | None = None) -> argparse.Namespace:
     made.add_argument("--drafter", metavar="DIR", help="another drafter; default: the pair's")
     made.add_argument("--dtype", default="bfloat16")
     made.add_argument("--threads", type=int, default=2, help="OMP threads of each engine")
+    made.add_argument(
+        "--rival-kernels",
+        default="vllm",
+        choices=["vllm", "paceline"],
+        help="whose linear layers plain vLLM and its speculators use",
+    )
     made.add_argument("--repetitions", type=int, default=3)
     made.add_argument("--eager-repetitions", type=int, default=1)
     made.add_argument("--max-tokens", type=int, default=1024)

@@ -34,10 +34,16 @@ def wide_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("wide"), layers=3, hidden=256, seed=3)
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+@pytest.fixture(
+    scope="module", params=[("float32", "vllm"), ("bfloat16", "vllm"), ("bfloat16", "paceline")], ids="-".join
+)
 def engine(request: pytest.FixtureRequest, wide_model: Path) -> Iterator[RolloutEngine]:
-    settings = EngineSettings(budget=BudgetSettings(policy="fixed", fixed_tokens=12), max_draft_tokens=12)
-    with RolloutEngine(wide_model, settings, dtype=request.param, kv_cache_bytes=1 << 28) as made:
+    dtype, kernel = request.param
+    settings = EngineSettings(
+        budget=BudgetSettings(policy="fixed", fixed_tokens=12), max_draft_tokens=12, linear_kernel=kernel
+    )
+    known.clear()
+    with RolloutEngine(wide_model, settings, dtype=dtype, kv_cache_bytes=1 << 28) as made:
         yield made
 
 

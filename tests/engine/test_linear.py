@@ -1,0 +1,125 @@
+"""The linear layers for CPUs without a matrix unit: right, the same bits in any batch, and renewed with the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_model import make_model
+
+from paceline.config import EngineSettings
+from paceline.engine.linear import pack, suits_this_cpu
+from paceline.engine.rollout_engine import RolloutEngine
+from paceline.types import RolloutRequest
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    rows=st.integers(1, 45),
+    inputs=st.integers(1, 300),
+    outputs=st.integers(1, 300),
+    biased=st.booleans(),
+    seed=st.integers(0, 1 << 30),
+)
+def test_products_are_right_and_the_same_bits_in_any_batch(
+    rows: int, inputs: int, outputs: int, biased: bool, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, inputs, generator=generator).bfloat16()
+    weight = torch.randn(outputs, inputs, generator=generator).bfloat16()
+    bias = torch.randn(outputs, generator=generator).bfloat16() if biased else None
+    packed = pack(weight)
+    y = torch.ops.paceline.linear(x, packed, bias, outputs)
+    exact = x.double() @ weight.double().T + (0 if bias is None else bias.double())
+    sizes = x.double().abs() @ weight.double().abs().T + 1
+    assert ((y.double() - exact).abs() <= exact.abs() * 2**-8 + sizes * inputs * 2**-24).all()
+    cut = int(torch.randint(rows + 1, (), generator=generator))
+    parts = [torch.ops.paceline.linear(part, packed, bias, outputs) for part in (x[:cut], x[cut:]) if len(part)]
+    assert torch.equal(torch.cat(parts), y)
+
+
+def test_threads_change_no_bit(threads: None) -> None:
+    x, weight = torch.randn(40, 700).bfloat16(), torch.randn(1500, 700).bfloat16()
+    found = []
+    for count in (1, 2, 3):
+        torch.set_num_threads(count)
+        found.append(torch.ops.paceline.linear(x, pack(weight), None, 1500))
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+
+
+def test_any_shape_of_activations_and_what_is_not_finite() -> None:
+    weight = torch.randn(40, 8).bfloat16()
+    x = torch.randn(2, 3, 16).bfloat16()[..., ::2]
+    y = torch.ops.paceline.linear(x, pack(weight), None, 40)
+    assert y.shape == (2, 3, 40)
+    assert torch.equal(y[1, 2], torch.ops.paceline.linear(x[1, 2], pack(weight), None, 40))
+    x[0, 0, 0], x[0, 1, 0] = torch.nan, torch.inf
+    y = torch.ops.paceline.linear(x, pack(weight), None, 40)
+    assert y[0, 0].isnan().all()
+    assert y[0, 1].isinf().all()
+    assert y[1].isfinite().all()
+    with pytest.raises(TypeError, match="float32"):
+        torch.ops.paceline.linear(x.float(), pack(weight), None, 40)
+
+
+def test_which_processors_they_are_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_avx512_supported", lambda: True)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    assert suits_this_cpu()
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    assert not suits_this_cpu()
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_supported", lambda: False)
+    assert not suits_this_cpu()
+
+
+def kernels(engine: RolloutEngine) -> set[str]:
+    model = engine.vllm_engine.model_executor.driver_worker.model_runner.model
+    return {layer.cpu_linear.__module__ for layer in model.modules() if hasattr(layer, "cpu_linear")}
+
+
+@pytest.mark.parametrize(("compiled", "tied"), [(False, True), (True, False)], ids=["eager tied", "compiled"])
+def test_new_weights_reach_them(compiled: bool, tied: bool, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+    from vllm import SamplingParams
+
+    folder = make_model(tmp_path / "old", tie=tied, seed=7)
+    policy = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    own = EngineSettings(linear_kernel="paceline", compiled=compiled)
+
+    def start(model: Path, chosen: EngineSettings = own) -> RolloutEngine:
+        return RolloutEngine(model, chosen, dtype="bfloat16", max_model_len=512, kv_cache_bytes=1 << 27)
+
+    def tokens(engine: RolloutEngine) -> list[tuple[int, ...]]:
+        wanted = [RolloutRequest((1, 5, 9, 13, 7), max_tokens=40, key=i) for i in range(4)]
+        return [r.tokens for r in engine.generate(wanted, SamplingParams(temperature=1.0, ignore_eos=True))]
+
+    with start(folder) as engine:
+        assert kernels(engine) == {"paceline.engine.linear"}
+        before = tokens(engine)
+        generator = torch.Generator().manual_seed(1)
+        with torch.no_grad():
+            for weight in policy.parameters():
+                weight.add_(torch.randn(weight.shape, generator=generator).bfloat16() * 0.05)
+        policy.save_pretrained(tmp_path / "new")
+        engine.push_weights(policy.named_parameters())
+        after = tokens(engine)
+        assert kernels(engine) == {"paceline.engine.linear"}
+    assert after != before, "the control"
+    with start(tmp_path / "new") as engine:
+        assert tokens(engine) == after
+    if not compiled:
+        with start(folder, own.model_copy(update={"linear_kernel": "vllm"})) as engine:
+            assert "paceline.engine.linear" not in kernels(engine)
