@@ -463,6 +463,22 @@ DOORS: tuple[Door, ...] = (
         parameters="layer remove_weight",
         mentions=("cpu_linear",),
     ),
+    Door(
+        "vllm.model_executor.layers:utils",
+        "its function above, which layers look up when they are called, is replaced while weights are packed (linear.py)",
+        members="dispatch_cpu_unquantized_gemm",
+    ),
+    Door(
+        "vllm.model_executor.layers.linear:UnquantizedLinearMethod.process_weights_after_loading",
+        "packs a layer's weights",
+        mentions=("utils import dispatch_cpu_unquantized_gemm", "remove_weight=True"),
+    ),
+    Door(
+        "vllm.model_executor.layers.vocab_parallel_embedding:"
+        "UnquantizedEmbeddingMethod.process_weights_after_loading",
+        "packs the head's weights",
+        mentions=("utils import dispatch_cpu_unquantized_gemm", "remove_weight=False"),
+    ),
     # -- compiled mode on the CPU
     Door("vllm.config:CompilationMode", "whether code is compiled", members="NONE"),
     Door("vllm.config.compilation:CompilationConfig", "whether code is compiled", members="mode"),
@@ -533,7 +549,7 @@ DOORS: tuple[Door, ...] = (
         members="kv_connector kv_role kv_connector_module_path",
     ),
     # -- how an engine is started and driven
-    Door("vllm.platforms:current_platform", "CPU or not", members="is_cpu"),
+    Door("vllm.platforms:current_platform", "CPU or not, and whose", members="is_cpu is_zen_cpu"),
     Door(
         ARGUMENTS,
         "Paceline's arguments (arguments.py); PACELINE=1 fills them in (plugin.py)",
