@@ -45,7 +45,9 @@ def test_products_are_right_and_the_same_bits_in_any_batch(
     sizes = x.double().abs() @ weight.double().abs().T + 1
     assert ((y.double() - exact).abs() <= exact.abs() * 2**-8 + sizes * inputs * 2**-24).all()
     cut = int(torch.randint(rows + 1, (), generator=generator))
-    parts = [torch.ops.paceline.linear(part, packed, bias, outputs) for part in (x[:cut], x[cut:]) if len(part)]
+    parts = [
+        torch.ops.paceline.linear(part, packed, bias, outputs) for part in (x[:cut], x[cut:]) if len(part)
+    ]
     assert torch.equal(torch.cat(parts), y)
 
 

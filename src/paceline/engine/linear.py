@@ -36,7 +36,7 @@ def suits_this_cpu() -> bool:
 
 
 def pack(weight: torch.Tensor) -> torch.Tensor:
-    """A weight [outputs, inputs] as panels [panels, inputs, 16, 2]: 32 outputs each, the last one filled up with zeros."""
+    """A weight [outputs, inputs] as panels [panels, inputs, 16, 2], 32 outputs each; the last is filled up with zeros."""
     outputs, inputs = weight.shape
     filled = torch.nn.functional.pad(weight, (0, 0, 0, -outputs % PANEL))
     return filled.view(-1, 2, PANEL // 2, inputs).permute(0, 3, 2, 1).contiguous()
