@@ -151,9 +151,9 @@ class EngineSettings(Section):
     """Bitwise the same logits in every batch. Unset: on for the CPU, left to vLLM's own switch on a GPU."""
 
     linear_kernel: Literal["auto", "paceline", "vllm"] = "auto"
-    """Whose kernels the linear layers of a bfloat16 target use on a CPU. Paceline's are batch-invariant by themselves, and faster
-    on CPUs with AVX-512 and no matrix unit; `auto` takes them there unless batch_invariant is off. The two differ in the last
-    bits: all workers of a run, and its resumptions, need the same."""
+    """Whose kernels the linear layers of a bfloat16 target use on a CPU. Paceline's are batch-invariant by themselves,
+    and faster on CPUs with AVX-512 and no matrix unit; `auto` takes them there unless batch_invariant is off. The two
+    differ in the last bits: all workers of a run, and its resumptions, need the same."""
 
     compiled: bool | None = None
     """Run the target through torch.compile: more tokens per second, for a first start of a minute and later ones from

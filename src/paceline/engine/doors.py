@@ -465,7 +465,7 @@ DOORS: tuple[Door, ...] = (
     ),
     Door(
         "vllm.model_executor.layers:utils",
-        "its function above, which layers look up when they are called, is replaced while weights are packed (linear.py)",
+        "its function above, which layers look up when called, is replaced while weights are packed (linear.py)",
         members="dispatch_cpu_unquantized_gemm",
     ),
     Door(

@@ -1,10 +1,10 @@
 """Linear layers of a bfloat16 target on CPUs without a matrix unit: the same bits in any batch, and faster.
 
-vLLM's CPU backend multiplies through oneDNN, which on such CPUs uses the bfloat16 dot product. Most of Intel's cores begin one of
-these in two cycles and four float32 multiply-adds in the same time; so `paceline._linear` widens the weights in registers.
-Each output is one chain of multiply-adds in the order of the inputs, whatever else is in the batch, so measure 2 of invariance.py is
-not needed for these layers. Layers of other dtypes, fused experts and quantised layers keep vLLM's kernels.
-(docs/decisions/0038-linear-layers.md)
+vLLM's CPU backend multiplies through oneDNN, which on such CPUs uses the bfloat16 dot product. Most of Intel's cores
+begin one of these in two cycles, and four float32 multiply-adds in the same time; so `paceline._linear` widens the
+weights in registers. Each output is one chain of multiply-adds in the order of the inputs, whatever else is in the
+batch, so measure 2 of invariance.py is not needed for these layers. Layers of other dtypes, fused experts and quantised
+layers keep vLLM's kernels. (docs/decisions/0038-linear-layers.md)
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def suits_this_cpu() -> bool:
 
 
 def pack(weight: torch.Tensor) -> torch.Tensor:
-    """A weight [outputs, inputs] as panels [panels, inputs, 16, 2], 32 outputs each; the last is filled up with zeros."""
+    """A weight [outputs, inputs] as panels [panels, inputs, 16, 2] of 32 outputs; the last is filled up with zeros."""
     outputs, inputs = weight.shape
     filled = torch.nn.functional.pad(weight, (0, 0, 0, -outputs % PANEL))
     return filled.view(-1, 2, PANEL // 2, inputs).permute(0, 3, 2, 1).contiguous()
