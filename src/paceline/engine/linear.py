@@ -52,11 +52,11 @@ def replacing_kernels() -> Iterator[None]:
     def dispatch_own(layer: torch.nn.Module, remove_weight: bool) -> None:
         weight = layer.weight
         if weight.is_meta or weight.ndim != 2 or weight.dtype is not torch.bfloat16:
-            return dispatch(layer, remove_weight)
+            dispatch(layer, remove_weight)
+            return
         layer.cpu_linear = _kernel(pack(weight.detach()), len(weight))
         if remove_weight:
             layer.weight = torch.nn.Parameter(weight.new_empty(0), requires_grad=False)
-        return None
 
     utils.dispatch_cpu_unquantized_gemm = dispatch_own
     try:
@@ -72,7 +72,6 @@ def _kernel(packed: torch.Tensor, outputs: int) -> Any:
     return mark_invariant(linear)
 
 
-@torch.library.impl(_LIBRARY, "linear", "CPU")
 def _linear(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, outputs: int) -> torch.Tensor:
     if x.dtype is not torch.bfloat16:
         raise TypeError(f"a bfloat16 layer got activations of {x.dtype}")
@@ -92,8 +91,11 @@ def _linear(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, ou
     return y
 
 
-@torch.library.register_fake("paceline::linear", lib=_LIBRARY)
 def _shape_of_linear(
     x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, outputs: int
 ) -> torch.Tensor:
     return x.new_empty((*x.shape[:-1], outputs))
+
+
+_LIBRARY.impl("linear", _linear, "CPU")
+torch.library.register_fake("paceline::linear", _shape_of_linear, lib=_LIBRARY)
