@@ -265,6 +265,8 @@ class RacerKiller:
     _since_s: float | None = None
     """When the present race was seen first."""
     _lasts_s: float = 0.0
+    _has_killed: bool = False
+    """One in a rollout: the other one has to end it."""
 
     def strike(self) -> None:
         """Look for a race, and kill once it has lasted for a while."""
@@ -273,6 +275,8 @@ class RacerKiller:
         controller, now_s = self.fleet._controller, time.monotonic()
         pairs = [pair for name in controller.workers for pair in controller.pairs_of(name)]
         race = next((pair for pair in pairs if pair.kind is Help.COPY), None)
+        if self._has_killed:
+            return
         if race is None or not controller._workers[race.helper.worker].copies:
             self._since_s = None
         elif self._since_s is None:
@@ -282,10 +286,7 @@ class RacerKiller:
             victim = race.helper.worker if member == "copy" else race.helped.worker
             os.kill(self.fleet._actors.process(victim), signal.SIGKILL)
             self.evidence.append({"member": member, "worker": victim, "raced_s": now_s - self._since_s})
-            self._since_s, self._lasts_s = (
-                now_s,
-                float("inf"),
-            )  # one in a rollout: the other one has to end it
+            self._has_killed = True
 
 
 def kill_racers(dtype: str, options: argparse.Namespace) -> dict[str, Any]:

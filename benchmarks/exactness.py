@@ -296,7 +296,7 @@ def compare(case: str, dtype: str, options: argparse.Namespace) -> dict[str, Any
             found = roll_out(seed)
             wanted = plain.call(found.requests, case in LEAST_CHANGES)
             tally["tokens"] += sum(map(len, wanted))
-            tally["diverged_tokens"] += sum(map(diverged, wanted, found.ids))
+            tally["diverged_tokens"] += sum(diverged(*pair) for pair in zip(wanted, found.ids, strict=True))
             tally["accepted_drafts"] += found.accepted
             tally["supplied"] += found.supplied
             tally["changes"] += found.changes

@@ -161,6 +161,8 @@ class Tuning:
     rivals: dict[str, Rival] = field(default_factory=dict)
     scores: dict[str, dict[str, float]] = field(default_factory=dict)
     """[case][setting]."""
+    kernels: str = "vllm"
+    """`--rival-kernels` of the trials."""
 
     def best(self, case: str) -> list[Rival]:
         """The two settings to measure."""
@@ -169,7 +171,7 @@ class Tuning:
     def write(self) -> dict[str, Any]:
         """As JSON."""
         rivals = {name: vars(rival) for name, rival in self.rivals.items()}
-        return {"rivals": rivals, "scores": self.scores}
+        return {"rivals": rivals, "scores": self.scores, "kernels": self.kernels}
 
     @classmethod
     def read(cls, file: Path) -> Tuning:
@@ -180,7 +182,17 @@ class Tuning:
             name: Rival(**one | {"table": one["table"] and tuple(map(tuple, one["table"]))})
             for name, one in found["rivals"].items()
         }
-        return cls(rivals, found["scores"])
+        return cls(rivals, found["scores"], found.get("kernels", "vllm"))
+
+
+def check_kernels(options: argparse.Namespace) -> None:
+    """End with a message where the trials to be reused were made with other linear layers."""
+    file = options.reuse_tuning or options.complete_tuning
+    if file is not None and (tuning := Tuning.read(file)).kernels != options.rival_kernels:
+        sys.exit(
+            f"{file} holds trials with --rival-kernels {tuning.kernels}, this run has {options.rival_kernels}: leave "
+            "the file out, or give the same"
+        )
 
 
 def tune(bench: Bench, plain: Child, tuning: Tuning) -> None:
@@ -323,7 +335,7 @@ def measure(bench: Bench, save: Callable[[dict[str, Any]], None]) -> None:
     for mode in options.modes:
         compiled = mode == "compiled"
         own = {name: bench.start(System(name, compiled)) for name in ("plain", "paceline", "paceline_suffix")}
-        tuning = Tuning()
+        tuning = Tuning(kernels=options.rival_kernels)
         if compiled:
             if options.reuse_tuning or options.complete_tuning:
                 tuning = Tuning.read(options.reuse_tuning or options.complete_tuning)
@@ -402,6 +414,7 @@ def main() -> None:
                 f"{bar['case']} {bar['bar']}: {bar['reached']:.2f} of {bar['needed']:.2f} needed: {verdict}"
             )
 
+    check_kernels(options)
     measure(make_bench(options), save)
 
 

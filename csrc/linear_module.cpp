@@ -1,8 +1,9 @@
 // paceline._linear: products of bfloat16 activations with a layer's bfloat16 weights, in float32, the same bits in any batch.
 //
-// Each output is one chain of multiply-adds over the inputs, in order, whatever rows share the call and whatever
-// the number of threads. Weights are widened in registers: where there is no matrix unit, float32 multiply-adds are up to
-// twice as fast as the bfloat16 dot product, which Intel's cores begin every second cycle only.
+// Each output is one chain of multiply-adds over the inputs, in order, whatever rows share the call and whatever the number
+// of threads; they are fused where the instruction set has fused ones. Weights are widened in registers: where there is no
+// matrix unit, float32 multiply-adds are up to twice as fast as the bfloat16 dot product, which Intel's cores begin every
+// second cycle only.
 // docs/decisions/0038-linear-layers.md
 
 #include <nanobind/nanobind.h>
@@ -25,6 +26,7 @@ using namespace paceline;
 constexpr int64_t kPanel = 2 * kWidth;  // outputs whose weights lie together: a word of two for each input and lane
 constexpr int64_t kPiece = 8;           // panels that a thread takes at a time, one after the other in memory
 constexpr int kMostRows = 14;           // that share a pass over a panel: 28 sums and what they need fill the registers
+constexpr int64_t kMostAtOnce = 512;    // rows: what is widened stays in some tens of megabytes
 constexpr int64_t kLine = 64;           // bytes
 constexpr int64_t kNear = 64 * kLine;   // bytes ahead of a single pass over each panel
 
@@ -104,29 +106,32 @@ PACELINE_SIMD void widen_all(const uint16_t* from, int64_t count, float* to) {
   for (int64_t i = 0; i < count; ++i) to[i] = widen(from[i]);
 }
 
-template <typename T>
-T* at(uintptr_t address) {
-  return reinterpret_cast<T*>(address);
+// y [rows, outputs] = x [rows, inputs] times the weights, plus the bias, for at most kMostAtOnce rows.
+void multiply_block(const uint16_t* x, int64_t rows, int64_t inputs, const uint32_t* packed, const uint16_t* bias,
+                    int64_t outputs, uint16_t* y, int64_t threads) {
+  thread_local std::vector<float> room;
+  room.resize(std::max(room.size(), static_cast<size_t>(rows * inputs)));
+  float* const wide = room.data();  // the other threads have rooms of their own
+  share(threads_for(rows * inputs, threads), rows,
+        [&](int64_t, int64_t r) { widen_all(x + r * inputs, inputs, wide + r * inputs); });
+  const int64_t panels = (outputs + kPanel - 1) / kPanel, pieces = (panels + kPiece - 1) / kPiece;
+  share(threads_for(rows * inputs * outputs, threads), pieces, [&](int64_t, int64_t piece) {
+    for (int64_t p = piece * kPiece; p < std::min((piece + 1) * kPiece, panels); ++p) {
+      const int64_t first = p * kPanel;
+      Panel panel{packed + p * inputs * kWidth, {}, inputs, std::min(kPanel, outputs - first)};
+      if (bias != nullptr) widen_all(bias + first, panel.outputs, panel.bias);
+      multiply_panel(wide, rows, panel, y + first, outputs);
+    }
+  });
 }
 
 // Addresses, as a layer of a compiled step is called every 100 microseconds and array arguments would take ten.
 void multiply(uintptr_t x, int64_t rows, int64_t inputs, uintptr_t packed, uintptr_t bias, int64_t outputs, uintptr_t y,
               int64_t threads) {
-  thread_local std::vector<float> wide;
-  wide.resize(static_cast<size_t>(std::max(rows * inputs, static_cast<int64_t>(wide.size()))));
-  float* const own = wide.data();  // the other threads have vectors of their own
-  share(threads_for(rows * inputs, threads), rows, [&](int64_t, int64_t r) {
-    widen_all(at<const uint16_t>(x) + r * inputs, inputs, own + r * inputs);
-  });
-  const int64_t panels = (outputs + kPanel - 1) / kPanel, pieces = (panels + kPiece - 1) / kPiece;
-  share(threads_for(rows * inputs * outputs, threads), pieces, [&](int64_t, int64_t piece) {
-    for (int64_t p = piece * kPiece; p < std::min((piece + 1) * kPiece, panels); ++p) {
-      const int64_t first = p * kPanel;
-      Panel panel{at<const uint32_t>(packed) + p * inputs * kWidth, {}, inputs, std::min(kPanel, outputs - first)};
-      if (bias != 0) widen_all(at<const uint16_t>(bias) + first, panel.outputs, panel.bias);
-      multiply_panel(own, rows, panel, at<uint16_t>(y) + first, outputs);
-    }
-  });
+  for (int64_t r = 0; r < rows; r += kMostAtOnce)
+    multiply_block(reinterpret_cast<const uint16_t*>(x) + r * inputs, std::min(kMostAtOnce, rows - r), inputs,
+                   reinterpret_cast<const uint32_t*>(packed), reinterpret_cast<const uint16_t*>(bias), outputs,
+                   reinterpret_cast<uint16_t*>(y) + r * outputs, threads);
 }
 
 }  // namespace

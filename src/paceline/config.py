@@ -9,6 +9,8 @@ from typing import Any, Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from paceline.processor import best_linear_kernel
+
 
 class Section(BaseModel):
     """Base of every section: frozen, no unknown keys."""
@@ -150,10 +152,10 @@ class EngineSettings(Section):
     batch_invariant: bool | None = None
     """Bitwise the same logits in every batch. Unset: on for the CPU, left to vLLM's own switch on a GPU."""
 
-    linear_kernel: Literal["auto", "paceline", "vllm"] = "auto"
-    """Whose kernels the linear layers of a bfloat16 target use on a CPU. Paceline's are batch-invariant by themselves,
-    and faster on CPUs with AVX-512 and no matrix unit; `auto` takes them there unless batch_invariant is off. The two
-    differ in the last bits: all workers of a run, and its resumptions, need the same."""
+    linear_kernel: Literal["paceline", "vllm"] = Field(default_factory=best_linear_kernel)
+    """Whose kernels the linear layers of a bfloat16 target use on a CPU. Paceline's are batch-invariant by themselves.
+    Unset: the faster ones by the processor on which the settings are made. The two differ in the last bits: all workers
+    of a run, and its resumptions, need the same."""
 
     compiled: bool | None = None
     """Run the target through torch.compile: more tokens per second, for a first start of a minute and later ones from

@@ -36,15 +36,26 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("compiled"), layers=3, hidden=256, seed=3)
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16"])
-def dtype(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
+@pytest.fixture(
+    scope="module", params=[("float32", "vllm"), ("bfloat16", "vllm"), ("bfloat16", "paceline")], ids="-".join
+)
+def kind(request: pytest.FixtureRequest) -> tuple[str, str]:
+    """Number format, and whose linear layers."""
+    return request.param  # type: ignore[no-any-return]
 
 
 @pytest.fixture(scope="module")
-def engine(dtype: str, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RolloutEngine]:
+def dtype(kind: tuple[str, str]) -> str:
+    return kind[0]
+
+
+@pytest.fixture(scope="module")
+def engine(
+    kind: tuple[str, str], folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[RolloutEngine]:
+    dtype, kernel = kind
     pool = KvPoolSettings(directory=str(tmp_path_factory.mktemp("pool")))
-    settings = SETTINGS.model_copy(update={"kv_pool": pool})
+    settings = SETTINGS.model_copy(update={"kv_pool": pool, "linear_kernel": kernel})
     with RolloutEngine(folder, settings, dtype=dtype, kv_cache_bytes=1 << 28) as made:
         yield made
 

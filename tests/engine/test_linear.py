@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,17 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_model import make_model
 
+from paceline._linear import multiply
 from paceline.config import EngineSettings
-from paceline.engine.linear import pack, suits_this_cpu
+from paceline.engine.linear import pack
 from paceline.engine.rollout_engine import RolloutEngine
 from paceline.types import RolloutRequest
-
-
-@pytest.fixture
-def threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 @settings(deadline=None, max_examples=40)
@@ -51,14 +44,25 @@ def test_products_are_right_and_the_same_bits_in_any_batch(
     assert torch.equal(torch.cat(parts), y)
 
 
-def test_threads_change_no_bit(threads: None) -> None:
-    x, weight = torch.randn(40, 700).bfloat16(), torch.randn(1500, 700).bfloat16()
+def test_threads_change_no_bit() -> None:
+    x, packed = torch.randn(40, 700).bfloat16(), pack(torch.randn(1500, 700).bfloat16())
     found = []
-    for count in (1, 2, 3):
-        torch.set_num_threads(count)
-        found.append(torch.ops.paceline.linear(x, pack(weight), None, 1500))
+    for threads in (1, 2, 3):
+        y = torch.empty(40, 1500, dtype=torch.bfloat16)
+        multiply(x.data_ptr(), 40, 700, packed.data_ptr(), 0, 1500, y.data_ptr(), threads)
+        found.append(y)
     assert torch.equal(found[0], found[1])
     assert torch.equal(found[0], found[2])
+
+
+@pytest.mark.parametrize("rows", [0, 700, 1025])
+def test_none_and_many_rows(rows: int) -> None:
+    x, weight = torch.randn(rows, 24).bfloat16(), torch.randn(70, 24).bfloat16()
+    y = torch.ops.paceline.linear(x, pack(weight), None, 70)
+    assert y.shape == (rows, 70)
+    assert all(
+        torch.equal(y[i], torch.ops.paceline.linear(x[i], pack(weight), None, 70)) for i in range(rows)
+    )
 
 
 def test_any_shape_of_activations_and_what_is_not_finite() -> None:
@@ -76,15 +80,18 @@ def test_any_shape_of_activations_and_what_is_not_finite() -> None:
         torch.ops.paceline.linear(x.float(), pack(weight), None, 40)
 
 
-def test_which_processors_they_are_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cpu, "_is_avx512_supported", lambda: True)
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
-    assert suits_this_cpu()
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
-    assert not suits_this_cpu()
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
-    monkeypatch.setattr(torch.cpu, "_is_avx512_supported", lambda: False)
-    assert not suits_this_cpu()
+def test_what_does_not_fit_is_refused() -> None:
+    packed, x = pack(torch.randn(40, 8).bfloat16()), torch.randn(2, 8).bfloat16()
+    with pytest.raises(ValueError, match="8 inputs and 40 outputs got 4 inputs"):
+        torch.ops.paceline.linear(x[:, :4], packed, None, 40)
+    with pytest.raises(ValueError, match="a bias of 32"):
+        torch.ops.paceline.linear(x, packed, torch.zeros(32).bfloat16(), 40)
+    with pytest.raises(TypeError, match=r"a bias of torch\.float32"):
+        torch.ops.paceline.linear(x, packed, torch.zeros(40), 40)
+    bias = torch.randn(80).bfloat16()[::2]
+    assert torch.equal(
+        torch.ops.paceline.linear(x, packed, bias, 40), torch.ops.paceline.linear(x, packed, bias.clone(), 40)
+    )
 
 
 def kernels(engine: RolloutEngine) -> set[str]:

@@ -55,6 +55,15 @@ def test_the_copy_and_the_original_are_killed_by_turns_one_in_a_rollout(killed: 
     assert [one["member"] for one in evidence] == ["copy", "original", "copy"]
 
 
+def test_a_race_that_begins_anew_costs_no_second_worker(killed: list[int]) -> None:
+    killer = chaos.RacerKiller(make_fleet(Help.COPY, [7]), random.Random(0))
+    for race in (True, False, True):
+        killer.fleet._controller._workers["w1"].copies = [7] if race else []
+        for _ in range(3):
+            killer.strike()
+    assert killed == [101]
+
+
 @pytest.mark.parametrize(("kind", "copies"), [(Help.DRAFT, [7]), (Help.COPY, [])])
 def test_who_does_not_race_is_not_killed(killed: list[int], kind: Help, copies: list[int]) -> None:
     killer = chaos.RacerKiller(make_fleet(kind, copies), random.Random(0))

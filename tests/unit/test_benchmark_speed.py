@@ -146,3 +146,13 @@ def test_tuning_prompts_are_never_measured(bench: Any) -> None:
     measured = {prompt for name, work in FakeEngine.works if name == "paceline" for prompt in work.prompts}
     assert tuned
     assert not tuned & measured
+
+
+def test_trials_with_other_linear_layers_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "tuned.json"
+    file.write_text(json.dumps({"tuning": speed.Tuning(kernels="paceline").write()}))
+    speed.check_kernels(speed.parse_options(["--reuse-tuning", str(file), "--rival-kernels", "paceline"]))
+    with pytest.raises(SystemExit, match="--rival-kernels paceline, this run has vllm"):
+        speed.check_kernels(speed.parse_options(["--reuse-tuning", str(file)]))
+    file.write_text(json.dumps({"rivals": {}, "scores": {}}))  # as written before there was a choice
+    speed.check_kernels(speed.parse_options(["--complete-tuning", str(file)]))

@@ -147,6 +147,21 @@ def test_a_run_keeps_to_its_mode(tmp_path: Path) -> None:
         check_resumable(load_recipe(path), recorded)
 
 
+def test_a_run_keeps_to_its_linear_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(tmp_path, MINIMAL)
+    own, other = (load_recipe(path, [f"engine.linear_kernel={name}"]) for name in ("paceline", "vllm"))
+    recorded = own.model_dump(mode="json")
+    check_resumable(own, recorded)
+    with pytest.raises(ConfigError, match=r"engine\.linear_kernel was 'paceline' and is 'vllm'"):
+        check_resumable(other, recorded)
+    del recorded["engine"]["linear_kernel"]  # as written before there was a choice
+    check_resumable(other, recorded)
+    with pytest.raises(ConfigError, match=r"engine\.linear_kernel was 'vllm' and is 'paceline'"):
+        check_resumable(own, recorded)
+    monkeypatch.setattr("paceline.training.recipe.is_cpu_build", lambda: False)
+    check_resumable(own, recorded)
+
+
 def test_schedule_with_an_end_fixes_the_steps(tmp_path: Path) -> None:
     path = write(tmp_path, MINIMAL + "optimizer: {schedule: linear}\n")
     recorded = load_recipe(path).model_dump(mode="json")

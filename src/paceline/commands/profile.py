@@ -117,6 +117,7 @@ def profile(
         target=model.resolve().name,
         dtype=used_dtype,
         compiled=compiled,
+        linear_kernel=launch.linear_kernel,
         num_gpus=tensor_parallel_size,
         threads=threads,
         machine=describe_machine(),

@@ -52,7 +52,7 @@ def engine_arguments(settings: EngineSettings | None = None, **fields: Any) -> d
         "additional_config": {
             "paceline": settings.model_dump(),
             "paceline_invariant": invariant,
-            "paceline_linear": is_cpu() and _takes_own_linear(settings, invariant),
+            "paceline_linear": is_cpu() and settings.linear_kernel == "paceline",
         },
         "async_scheduling": False,
     }
@@ -66,14 +66,6 @@ def engine_arguments(settings: EngineSettings | None = None, **fields: Any) -> d
 
         arguments["kv_transfer_config"] = transfer_config(settings.kv_pool)
     return arguments
-
-
-def _takes_own_linear(settings: EngineSettings, invariant: bool) -> bool:
-    from paceline.engine.linear import suits_this_cpu
-
-    return settings.linear_kernel == "paceline" or (
-        settings.linear_kernel == "auto" and invariant and suits_this_cpu()
-    )
 
 
 GRAPH_ARGUMENTS = ("cudagraph_capture_sizes", "max_cudagraph_capture_size", "compilation_config")

@@ -18,8 +18,8 @@ from paceline.engine.installed import is_cpu_build
 from paceline.errors import InstallError
 
 MIN_TOKENS = 2
-"""Fewest tokens of a compiled batch-invariant step. torch.compile takes sizes 0 and 1 for constants: it would cut the
-measure for single rows out of the graph."""
+"""Fewest tokens of a compiled batch-invariant step. torch.compile takes sizes 0 and 1 for constants: for one row it
+would make other code, and cut the measure for single rows out of the graph where there is one."""
 
 
 def check_compiler() -> None:

@@ -9,8 +9,8 @@ Three causes, three measures (docs/engine.md tells how each was found):
    several rows of at most `MAX_QUERY` query tokens. The step's keys and values are written before attention runs, so
    this is exact.
 
-Compiled code has the branch of measure 2 for several rows only, so a compiled step of one token is padded to two
-(compiled.py); the output head is not compiled and keeps the branch.
+Compiled code is made for two tokens and more, without measure 2's branch for one, so a compiled step of one token is
+padded to two (compiled.py). The output head is not compiled; where measure 2 is needed it keeps the branch.
 
 On a GPU vLLM has its own switch (`VLLM_BATCH_INVARIANT=1`), which this module leaves alone.
 """

@@ -18,28 +18,15 @@ import torch
 from paceline._linear import PANEL, multiply
 from paceline.engine.invariance import mark_invariant
 
-_LIBRARY = torch.library.Library("paceline", "DEF")
+_LIBRARY = torch.library.Library("paceline", "FRAGMENT")
 _LIBRARY.define("linear(Tensor x, Tensor packed, Tensor? bias, int outputs) -> Tensor")
-
-
-def suits_this_cpu() -> bool:
-    """Whether these layers are faster than vLLM's here: by instruction set, so that equal machines choose alike.
-
-    AMD's cores with AVX-512 have a fast bfloat16 dot product, and vLLM kernels of their own.
-    """
-    from paceline.engine.compat import current_platform
-
-    cpu = torch.cpu
-    return bool(
-        cpu._is_avx512_supported() and not cpu._is_amx_tile_supported() and not current_platform.is_zen_cpu()
-    )
 
 
 def pack(weight: torch.Tensor) -> torch.Tensor:
     """A weight [outputs, inputs] as panels [panels, inputs, 16, 2] of 32 outputs; the last is filled up with zeros."""
     outputs, inputs = weight.shape
     filled = torch.nn.functional.pad(weight, (0, 0, 0, -outputs % PANEL))
-    return filled.view(-1, 2, PANEL // 2, inputs).permute(0, 3, 2, 1).contiguous()
+    return filled.reshape(-1, 2, PANEL // 2, inputs).permute(0, 3, 2, 1).contiguous()
 
 
 @contextmanager
@@ -73,17 +60,25 @@ def _kernel(packed: torch.Tensor, outputs: int) -> Any:
 
 
 def _linear(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, outputs: int) -> torch.Tensor:
-    if x.dtype is not torch.bfloat16:
-        raise TypeError(f"a bfloat16 layer got activations of {x.dtype}")
     inputs = x.shape[-1]
+    if inputs != packed.shape[1] or (bias is not None and len(bias) != outputs):
+        raise ValueError(
+            f"a layer of {packed.shape[1]} inputs and {outputs} outputs got {inputs} inputs"
+            + ("" if bias is None else f" and a bias of {len(bias)}")
+        )
+    if x.dtype is not torch.bfloat16 or (bias is not None and bias.dtype is not torch.bfloat16):
+        raise TypeError(
+            f"a bfloat16 layer got {x.dtype}" + ("" if bias is None else f" and a bias of {bias.dtype}")
+        )
     rows = x.reshape(-1, inputs).contiguous()
+    added = None if bias is None else bias.contiguous()
     y = x.new_empty((*x.shape[:-1], outputs))
     multiply(
         rows.data_ptr(),
         len(rows),
         inputs,
         packed.data_ptr(),
-        0 if bias is None else bias.data_ptr(),
+        0 if added is None else added.data_ptr(),
         outputs,
         y.data_ptr(),
         torch.get_num_threads(),

@@ -65,6 +65,8 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     drafters: tuple[DrafterProfile, ...]
     compiled: bool = False
     """Whether the target ran compiled."""
+    linear_kernel: str = "vllm"
+    """Whose linear layers the target had (`EngineSettings.linear_kernel`)."""
 
 
 def write_profile(profile: Profile, path: Path) -> None:

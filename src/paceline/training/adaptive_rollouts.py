@@ -144,7 +144,7 @@ class AdaptiveRollouts(Rollouts):
     def __init__(
         self, rollouts: Rollouts, engine: GrowingEngines, drafter: AdaptiveDrafter, sessions: Sessions
     ) -> None:
-        """rollouts: carry out what is run on `engine`,."""
+        """rollouts: carry out what is run on `engine`."""
         super().__init__(engine, rollouts.record, rollouts.watcher, rollouts.interruption)
         self._rollouts, self._engine, self._sessions = rollouts, engine, sessions
         self._drafter, self._link = drafter, drafter.link

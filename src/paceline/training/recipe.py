@@ -14,6 +14,7 @@ from pydantic import Field, model_validator
 
 from paceline.config import EngineSettings, FleetSettings, RecordConfig, Section
 from paceline.config_file import apply_override, read_yaml, validate
+from paceline.engine.installed import is_cpu_build
 from paceline.errors import ConfigError
 
 Algorithm = Literal["grpo", "dapo", "dr_grpo", "gspo", "rloo"]
@@ -295,10 +296,17 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     return validate(Recipe, fields, f"recipe {source}")
 
 
+BEFORE_A_CHOICE = {"engine.compiled": False, "engine.linear_kernel": "vllm"}
+"""What recorded recipes do not say that are older than the choice."""
+
+
 def check_resumable(recipe: Recipe, recorded: Mapping[str, Any]) -> None:
     """Raise ConfigError if `recipe` differs from the `recorded` one in anything that the results rest on."""
     old, new = _flatten(recorded), _flatten(recipe.model_dump(mode="json"))
-    old.setdefault("engine.compiled", False)  # records of before there was a choice do not say
+    for key, value in BEFORE_A_CHOICE.items():
+        old.setdefault(key, value)
+    if not is_cpu_build():
+        old["engine.linear_kernel"] = new["engine.linear_kernel"]  # has no say on a GPU
     free = FREE_ON_RESUME
     if recipe.optimizer.schedule != "constant":
         free = free - {"steps"}

@@ -19,6 +19,7 @@ from paceline.commands.inputs.launch import GIB, available_bytes
 from paceline.engine.compiled import check_compiler
 from paceline.engine.installed import is_cpu_build
 from paceline.errors import PacelineError
+from paceline.processor import best_linear_kernel, cpu_features
 from paceline.record import describe_machine
 
 State = Literal["ok", "note", "warn", "fail"]
@@ -196,6 +197,9 @@ def look_at_machine() -> Iterator[Finding]:
     features = cpu_features()
     known = ", ".join(name for name in CPU_FEATURES if name in features) or "none of those known"
     yield Finding(area, "processor", "ok", f"{machine.cpu} ({known})")
+    if is_cpu_build():
+        whose = {"paceline": "Paceline's", "vllm": "vLLM's"}[best_linear_kernel()]
+        yield Finding(area, "linear layers in bfloat16", "ok", f"{whose} kernels are the faster ones here")
     if is_cpu_build() and platform.machine() == "x86_64" and features and "avx2" not in features:
         yield Finding(
             area, "avx2", "fail", "missing; vLLM's CPU backend needs it", "use a machine with AVX2 or AVX-512"
@@ -231,18 +235,6 @@ def look_at_compiler() -> Finding:
     count = sum(1 for _ in folder.glob("torch_aot_compile/*/rank_*/model"))
     found = f"{count} compiled models in {folder}" if count else f"nothing yet in {folder}"
     return Finding("machine", "compiled mode", "ok", f"{found}; a first start compiles for a minute")
-
-
-def cpu_features() -> frozenset[str]:
-    """Flags of the first processor, empty where the system does not say."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
-    except OSError:
-        return frozenset()
-    flags = (
-        line.split(":", 1)[1].split() for line in lines if line.lower().startswith(("flags", "features"))
-    )
-    return frozenset(next(flags, ()))
 
 
 def cpu_quota(path: Path = Path("/sys/fs/cgroup/cpu.max")) -> float | None:

@@ -41,6 +41,13 @@ class Launch:
     compiled: bool
     """Of plain vLLM too; `settings` has the same."""
 
+    @property
+    def linear_kernel(self) -> str:
+        """Whose kernels the linear layers have: others than vLLM's only in bfloat16, on a CPU, with `settings`."""
+        if self.settings is None or self.dtype == "float32" or not is_cpu_build():
+            return "vllm"
+        return self.settings.linear_kernel
+
     def start(self, **vllm_arguments: Any) -> RolloutEngine:
         """Start the engine in this process. Raises EngineError with vLLM's own words when it does not start."""
         if self.settings is None:

@@ -90,6 +90,7 @@ def plan_job(
         "seed": seed,
         "dtype": launch.dtype,
         "compiled": launch.compiled,
+        "linear_kernel": launch.linear_kernel,
         "plain": launch.settings is None,
     }
     todo = []

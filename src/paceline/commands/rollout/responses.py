@@ -184,7 +184,7 @@ def refuse_existing(path: Path) -> None:
         )
 
 
-UNSAID = {"compiled": False}
+UNSAID = {"compiled": False, "linear_kernel": "vllm"}
 """Options that files from before there was a choice do not name, and what they were."""
 
 

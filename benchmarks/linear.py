@@ -1,0 +1,66 @@
+"""Products of all linear layers of a target, by Paceline's kernels and by vLLM's (oneDNN), over the rows of a step.
+
+The shapes are those of the inflated Countdown policy: 16 layers, 189 M parameters, more than any cache holds. bfloat16.
+Milliseconds are medians of interleaved repetitions; `ratio` is vLLM's time over Paceline's.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+from harness import median, parser, publish
+
+SHAPES = ((1024, 2048), (1024, 1024), (1024, 5632), (2816, 1024))
+"""Inputs and outputs of a layer's products."""
+NUM_LAYERS = 16
+COLUMNS = ("rows", "vllm_ms", "paceline_ms", "ratio")
+
+
+def main() -> None:
+    made = parser(__doc__)
+    made.add_argument(
+        "--rows", type=int, nargs="+", default=[1, 2, 4, 6, 8, 12, 14, 16, 20, 24, 32, 64, 128, 512]
+    )
+    made.add_argument("--repetitions", type=int, default=9)
+    made.add_argument("--threads", type=int, default=2)
+    options = made.parse_args()
+    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+    import torch
+    from vllm import _custom_ops as ops
+
+    from paceline.engine.linear import pack
+
+    torch.set_num_threads(options.threads)
+    weights = [
+        [torch.randn(outputs, inputs).bfloat16() for inputs, outputs in SHAPES] for _ in range(NUM_LAYERS)
+    ]
+    handlers = [[ops.create_onednn_mm(weight.t(), 32) for weight in layer] for layer in weights]
+    packed = [[pack(weight) for weight in layer] for layer in weights]
+
+    def vllm(layer: int, at: int, x: Any) -> Any:
+        return ops.onednn_mm(handlers[layer][at], x, None)
+
+    def paceline(layer: int, at: int, x: Any) -> Any:
+        return torch.ops.paceline.linear(x, packed[layer][at], None, SHAPES[at][1])
+
+    def take_ms(multiply: Callable[[int, int, Any], Any], rows: int) -> float:
+        activations = [torch.randn(rows, inputs).bfloat16() for inputs, _ in SHAPES]
+        begin_s = time.perf_counter()
+        for layer in range(NUM_LAYERS):
+            for at, x in enumerate(activations):
+                multiply(layer, at, x)
+        return 1e3 * (time.perf_counter() - begin_s)
+
+    rows = []
+    for count in options.rows:
+        times = [(take_ms(vllm, count), take_ms(paceline, count)) for _ in range(options.repetitions)]
+        theirs, ours = (median(column) for column in zip(*times, strict=True))
+        rows.append({"rows": count, "vllm_ms": theirs, "paceline_ms": ours, "ratio": theirs / ours})
+    publish("linear", rows, COLUMNS, options)
+
+
+if __name__ == "__main__":
+    main()
