@@ -8,8 +8,8 @@ from __future__ import annotations
 import random
 from collections import Counter
 
-from chaos import Chaos, roll_out
 from fleet_parts import Generate, make_requests, make_score
+from saboteurs import Chaos, roll_out
 from vllm import SamplingParams
 
 from paceline.fleet.fleet import Fleet

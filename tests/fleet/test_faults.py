@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chaos import Chaos, Saboteur, roll_out
 from fleet_parts import KV_BYTES, MAX_LEN, POLICY, Generate, make_score
+from saboteurs import Chaos, Saboteur, roll_out
 from vllm import SamplingParams
 
 from paceline import cli

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chaos import roll_out
 from fleet_parts import ENGINE, KV_BYTES, POLICY, Generate
+from saboteurs import roll_out
 from vllm import SamplingParams
 
 from paceline.config import BudgetSettings, EngineSettings, FleetSettings
