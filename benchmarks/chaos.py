@@ -272,11 +272,11 @@ class RacerKiller:
         """Look for a race, and kill once it has lasted for a while."""
         from paceline.planning.help import Help
 
+        if self._has_killed:
+            return
         controller, now_s = self.fleet._controller, time.monotonic()
         pairs = [pair for name in controller.workers for pair in controller.pairs_of(name)]
         race = next((pair for pair in pairs if pair.kind is Help.COPY), None)
-        if self._has_killed:
-            return
         if race is None or not controller._workers[race.helper.worker].copies:
             self._since_s = None
         elif self._since_s is None:

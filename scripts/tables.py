@@ -129,7 +129,7 @@ def _list_cases(rows: Sequence[dict[str, Any]]) -> str:
                 case.replace("x", " x "),
                 f"{rival['normalised']:.2f} ({rival['system'].replace('_', ' ')})",
                 f"{suffix['ratio']:.2f}",
-                f"**{full['ratio']:.2f}** ({full['ratio_range'][0]:.2f} to {full['ratio_range'][1]:.2f})",
+                f"**{full['ratio']:.2f}**{_show_range(full['ratio_range'])}",
                 f"{full['over_best_rival']:.2f}",
                 # a bound below what was reached is an error of the clock's
                 f"{full['clairvoyant']:.2f}" if full["clairvoyant"] > full["ratio"] else "",
@@ -146,6 +146,12 @@ def _list_cases(rows: Sequence[dict[str, Any]]) -> str:
         "Paceline's tail",
     )
     return format_table(head, lines)
+
+
+def _show_range(ends: Sequence[float]) -> str:
+    """Nothing for a single repetition."""
+    low, high = ends
+    return f" ({low:.2f} to {high:.2f})" if low < high else ""
 
 
 def _list_speedups(systems: Sequence[dict[str, Any]], columns: dict[str, str]) -> str:

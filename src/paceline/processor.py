@@ -1,16 +1,29 @@
-"""What the processor can do, from the kernel's own list. Imports neither torch nor vLLM."""
+"""What the processor is and can do, from the kernel's own list. Imports neither torch nor vLLM."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from itertools import takewhile
 from pathlib import Path
 from typing import Literal
 
 CPU_INFO = Path("/proc/cpuinfo")
 
 
+def first_cpu() -> Mapping[str, str]:
+    """What is said of the first processor, names in small letters; empty where the system says nothing."""
+    try:
+        with CPU_INFO.open(errors="replace") as file:
+            pairs = (line.partition(":") for line in takewhile(str.strip, file))
+            return {name.strip().lower(): value.strip() for name, _, value in pairs}
+    except OSError:
+        return {}
+
+
 def cpu_features() -> frozenset[str]:
-    """Flags of the first processor, empty where the system does not say."""
-    return frozenset(_first("flags").split() or _first("features").split())
+    """Its flags, empty where the system does not say."""
+    cpu = first_cpu()
+    return frozenset((cpu.get("flags") or cpu.get("features", "")).split())
 
 
 def best_linear_kernel() -> Literal["paceline", "vllm"]:
@@ -20,13 +33,5 @@ def best_linear_kernel() -> Literal["paceline", "vllm"]:
     system shows of them, no matrix unit. AMD's have a fast bfloat16 dot product, and vLLM kernels of their own.
     """
     features = cpu_features()
-    suits = "avx512bw" in features and "avx512vl" in features and "amx_tile" not in features
-    return "paceline" if suits and _first("vendor_id") == "GenuineIntel" else "vllm"
-
-
-def _first(name: str) -> str:
-    try:
-        lines = CPU_INFO.read_text(errors="replace").splitlines()
-    except OSError:
-        return ""
-    return next((line.split(":", 1)[1].strip() for line in lines if line.lower().startswith(name)), "")
+    suits = {"avx512bw", "avx512vl"} <= features and "amx_tile" not in features
+    return "paceline" if suits and first_cpu().get("vendor_id") == "GenuineIntel" else "vllm"

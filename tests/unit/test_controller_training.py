@@ -26,7 +26,6 @@ from paceline.control.events import (
 )
 from paceline.fleet.controller_log import describe
 from paceline.fleet.help_log import HelpLog
-from paceline.planning.help import Help
 from paceline.types import RolloutRequest, StepCosts
 
 COSTS = StepCosts(0.001, 0.01, 0.0, 1.0, 1.0, 0.0, 0.0)
@@ -98,9 +97,11 @@ def test_the_rollouts_end_is_the_trainings() -> None:
     assert first == EndTraining("w1", 0)
     assert any(isinstance(one, Deliver) for one in others)
     assert world.tick() == []
-    [span] = world.log.take()
-    assert (span.kind, span.worker, span.helped) == (Help.TRAIN, "w1", "")
+    assert world.log.take() == []
+    [span] = world.log.take_training()
+    assert span.worker == "w1"
     assert span.end_s > span.start_s
+    assert world.log.take_training() == []
 
 
 def test_an_abandoned_rollout_trains_nobody() -> None:

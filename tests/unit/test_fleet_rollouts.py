@@ -10,6 +10,7 @@ import pytest
 pytest.importorskip("transformers", reason="transformers is not installed")
 
 from paceline.fleet.fleet import Finished
+from paceline.fleet.help_log import HelpLog
 from paceline.record import Note
 from paceline.training.fleet_rollouts import FleetRollouts
 from paceline.training.rollouts import DEAD_DRAFTER
@@ -26,7 +27,8 @@ class Fleet:
         self.board: Any = SimpleNamespace(
             take_steps=list, draft_sharing=DraftSharingCounters(), drafters=("small",)
         )
-        self.chunks = self.helps = SimpleNamespace(take=list)
+        self.chunks = SimpleNamespace(take=list)
+        self.helps = HelpLog()
 
     def submit(self, requests: Any, params: Any, journal: Any) -> None:
         self.num_unfinished = 1

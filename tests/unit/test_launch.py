@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from paceline.commands.inputs import launch
+from paceline.commands.inputs.launch import Launch, build_settings
+
 PROGRAM = """
 import sys
 from pathlib import Path
@@ -32,3 +35,22 @@ def test_an_error_comes_through_whatever_becomes_of_the_log(log: str, tmp_path: 
     if log == "log.txt":
         assert done.stdout.startswith("told")
         assert path.read_text() == "from a library\n"
+
+
+@pytest.mark.parametrize(
+    ("chosen", "dtype", "is_cpu", "kernel"),
+    [
+        ("paceline", "bfloat16", True, "paceline"),
+        ("paceline", "auto", True, "paceline"),
+        ("vllm", "bfloat16", True, "vllm"),
+        ("paceline", "float32", True, "vllm"),
+        ("paceline", "bfloat16", False, "vllm"),
+    ],
+)
+def test_whose_linear_layers(
+    chosen: str, dtype: str, is_cpu: bool, kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "is_cpu_build", lambda: is_cpu)
+    settings = build_settings(0, "suffix", None, compiled=False, linear_kernel=chosen)
+    assert Launch(Path("model"), settings, dtype, 64, 4, 1 << 20, True, False).linear_kernel == kernel
+    assert Launch(Path("model"), None, dtype, 64, 4, 1 << 20, True, False).linear_kernel == "vllm"

@@ -549,7 +549,7 @@ DOORS: tuple[Door, ...] = (
         members="kv_connector kv_role kv_connector_module_path",
     ),
     # -- how an engine is started and driven
-    Door("vllm.platforms:current_platform", "CPU or not, and whose", members="is_cpu is_zen_cpu"),
+    Door("vllm.platforms:current_platform", "CPU or not", members="is_cpu"),
     Door(
         ARGUMENTS,
         "Paceline's arguments (arguments.py); PACELINE=1 fills them in (plugin.py)",

@@ -35,13 +35,12 @@ Outcome = Literal["", "won", "lost", "stopped"]
 
 @dataclass(frozen=True, slots=True)
 class HelpSpan:
-    """A worker has helped another one, or has trained the drafter."""
+    """A worker has helped another one."""
 
     kind: Help
-    """draft, copy, take or train."""
+    """draft, copy or take."""
     worker: str
     helped: str
-    """Nobody, for `train`."""
     start_s: float
     """When it was ordered, by the clock that was given."""
     end_s: float
@@ -56,14 +55,24 @@ class HelpSpan:
     """copy: times that somebody got ahead of the other."""
 
 
+@dataclass(frozen=True, slots=True)
+class TrainingSpan:
+    """A worker has lent its time to the drafter's trainer, by the same clock."""
+
+    worker: str
+    start_s: float
+    end_s: float
+
+
 class HelpLog:
     """Give it every event with the actions that came of it."""
 
     def __init__(self) -> None:
         self._drafting: dict[str, HelpSpan] = {}  # by helped worker
         self._copying: dict[int, HelpSpan] = {}  # by chunk
-        self._training: dict[str, HelpSpan] = {}  # by worker
+        self._training: dict[str, float] = {}  # begin, by worker
         self._done: deque[HelpSpan] = deque(maxlen=MOST_HELPS)
+        self._trained: deque[TrainingSpan] = deque(maxlen=MOST_HELPS)
         self.races = Counter[str]()
         """Copies that are over, by the worker that generated them."""
         self.won = Counter[str]()
@@ -73,6 +82,12 @@ class HelpLog:
         """Helps that ended since the last call, in that order (at most the latest `MOST_HELPS`)."""
         done = list(self._done)
         self._done.clear()
+        return done
+
+    def take_training(self) -> list[TrainingSpan]:
+        """Sessions of the drafter's trainer that ended since the last call."""
+        done = list(self._trained)
+        self._trained.clear()
         return done
 
     def note(self, event: Event, actions: Sequence[Action], now_s: float) -> None:
@@ -93,9 +108,9 @@ class HelpLog:
                 case Rest(worker) | LoseDrafter(worker):
                     self._end_drafting(worker, now_s)
                 case TrainDrafter(worker):
-                    self._training[worker] = HelpSpan(Help.TRAIN, worker, "", now_s, now_s)
+                    self._training[worker] = now_s
                 case EndTraining(worker):
-                    self._done.append(replace(self._training.pop(worker), end_s=now_s))
+                    self._trained.append(TrainingSpan(worker, self._training.pop(worker), now_s))
                 case Adopt(worker):
                     self._note_lead(worker)
                 case CancelChunk(_, _, chunk):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from paceline.control.events import WorkerStep
     from paceline.fleet.chunk_log import ChunkSpan
     from paceline.fleet.fleet import Fleet
-    from paceline.fleet.help_log import HelpSpan
+    from paceline.fleet.help_log import HelpSpan, TrainingSpan
 
 
 class FleetRecording:
@@ -30,6 +31,7 @@ class FleetRecording:
         fleet.board.take_steps()
         fleet.chunks.take()
         fleet.helps.take()
+        fleet.helps.take_training()
         self._shared = fleet.board.draft_sharing
         self.begin_s = record.now_s()
         self._ahead_s = (
@@ -53,29 +55,40 @@ class FleetRecording:
 
     def end(self) -> None:
         """The rollout has ended: record what free workers did, and note what was wrong with the draft server."""
-        for one in self._fleet.helps.take() if self._step is not None else ():
-            self._record.write(self._describe(one, self._step or 0))
+        helps, sessions = self._fleet.helps.take(), self._fleet.helps.take_training()
+        if self._step is not None:
+            self._record_free_workers(self._step, helps, sessions)
         trouble = describe_sharing_trouble(self._fleet.board.draft_sharing - self._shared)
         if trouble is not None:
             self._record.write(Note(t_s=self._record.now_s(), text=trouble))
 
-    def _describe(self, one: HelpSpan, step: int) -> HelpDone | DrafterSession:
-        """What a free worker did, as an event of the record."""
-        start_s, end_s = round(one.start_s + self._ahead_s, 6), round(one.end_s + self._ahead_s, 6)
-        if one.kind is Help.TRAIN:
-            return DrafterSession(t_start_s=start_s, t_end_s=end_s, step=step, worker=one.worker)
+    def _record_free_workers(
+        self, step: int, helps: Sequence[HelpSpan], sessions: Sequence[TrainingSpan]
+    ) -> None:
         drafters = self._fleet.board.drafters
-        return HelpDone(
-            t_start_s=start_s,
-            t_end_s=end_s,
-            step=step,
-            worker=one.worker,
-            helped=one.helped,
-            kind=one.kind.value,
-            drafter=drafters[one.drafter] if one.kind is Help.DRAFT and len(drafters) > 1 else "",
-            outcome=one.outcome,
-            num_leads=one.num_leads,
-        )
+        for one in helps:
+            begin_s, end_s = self._times(one)
+            done = HelpDone(
+                t_start_s=begin_s,
+                t_end_s=end_s,
+                step=step,
+                worker=one.worker,
+                helped=one.helped,
+                kind=one.kind.value,
+                drafter=drafters[one.drafter] if one.kind is Help.DRAFT and len(drafters) > 1 else "",
+                outcome=one.outcome,
+                num_leads=one.num_leads,
+            )
+            self._record.write(done)
+        for session in sessions:
+            begin_s, end_s = self._times(session)
+            self._record.write(
+                DrafterSession(t_start_s=begin_s, t_end_s=end_s, step=step, worker=session.worker)
+            )
+
+    def _times(self, one: HelpSpan | TrainingSpan) -> tuple[float, float]:
+        """Begin and end by the record's clock."""
+        return round(one.start_s + self._ahead_s, 6), round(one.end_s + self._ahead_s, 6)
 
     def take_chunks(self) -> list[ChunkSpan]:
         """Chunks that have ended since the last call."""

@@ -45,7 +45,6 @@ class Help(StrEnum):
     DRAFT = "draft"
     TAKE = "take"
     COPY = "copy"
-    TRAIN = "train"
     NOTHING = "nothing"
 
 

@@ -7,6 +7,7 @@ import platform
 from importlib import metadata
 from pathlib import Path
 
+from paceline.processor import first_cpu
 from paceline.record.schema import Machine
 
 
@@ -20,16 +21,8 @@ def describe_machine() -> Machine:
     ]
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return Machine(cpu=_cpu_model(), cores=cores, memory_bytes=memory_bytes, gpus=tuple(gpus))
-
-
-def _cpu_model() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
-    except OSError:
-        lines = []
-    names = (line.split(":", 1)[1].strip() for line in lines if line.lower().startswith("model name"))
-    return next(names, platform.processor() or platform.machine())
+    cpu = first_cpu().get("model name") or platform.processor() or platform.machine()
+    return Machine(cpu=cpu, cores=cores, memory_bytes=memory_bytes, gpus=tuple(gpus))
 
 
 def describe_versions() -> dict[str, str]:

@@ -13,7 +13,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain, islice, zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from paceline.record import (
     ChunkDone,
@@ -30,6 +30,8 @@ from paceline.record import (
 )
 from paceline.record.whole_file import replacing
 from paceline.report.chunks import pack_rows
+
+_Span = TypeVar("_Span", ChunkDone, HelpDone)
 
 TRAINER, ENGINES, RESPONSES, DRAFTERS = 1, 2, 3, 4
 """Process ids, which the viewer groups tracks by."""
@@ -133,25 +135,15 @@ class _Tracks:
         self._helps.clear()
 
     def _chunk_events(self) -> Iterator[Line]:
-        by_worker: dict[str, list[ChunkDone]] = {}
-        for chunk in self._chunks:
-            by_worker.setdefault(chunk.worker, []).append(chunk)
-        for worker, chunks in sorted(by_worker.items()):
-            rows = pack_rows([(_us(chunk.t_start_s), _us(chunk.t_end_s)) for chunk in chunks])
-            for row, chunk in zip(rows, chunks, strict=True):
-                yield from self._begin_track(worker, 1 + row)
-                yield _chunk_event(chunk, self._tracks[worker, 1 + row])
+        for worker, row, chunk in _side_by_side(self._chunks):
+            yield from self._begin_track(worker, 1 + row)
+            yield _chunk_event(chunk, self._tracks[worker, 1 + row])
 
     def _help_events(self) -> Iterator[Line]:
-        by_worker: dict[str, list[HelpDone]] = {}
-        for one in self._helps:
-            by_worker.setdefault(one.worker, []).append(one)
-        for worker, helps in sorted(by_worker.items()):
-            rows = pack_rows([(_us(one.t_start_s), _us(one.t_end_s)) for one in helps])
-            for row, one in zip(rows, helps, strict=True):
-                name = f"{worker} helps" if row == 0 else f"{worker} helps {1 + row}"
-                yield from self._begin_draft_track(name)
-                yield _help_event(one, self._draft_tracks[name])
+        for worker, row, one in _side_by_side(self._helps):
+            name = f"{worker} helps" if row == 0 else f"{worker} helps {1 + row}"
+            yield from self._begin_draft_track(name)
+            yield _help_event(one, self._draft_tracks[name])
 
     def _begin_draft_track(self, name: str) -> Iterator[Line]:
         """Name a track of the draft workers before its first event."""
@@ -210,6 +202,17 @@ class _Tracks:
                 }
                 track = self._draft_tracks[name]
                 yield _slice(f"{num_drafted} tokens", DRAFTERS, track, begin_us, end_us, args)
+
+
+def _side_by_side(events: Iterable[_Span]) -> Iterator[tuple[str, int, _Span]]:
+    """Worker, row and event, so that events of one row do not overlap."""
+    by_worker: dict[str, list[_Span]] = {}
+    for one in events:
+        by_worker.setdefault(one.worker, []).append(one)
+    for worker, own in sorted(by_worker.items()):
+        rows = pack_rows([(_us(one.t_start_s), _us(one.t_end_s)) for one in own])
+        for row, one in zip(rows, own, strict=True):
+            yield worker, row, one
 
 
 def _by_drafter(event: EngineStepSample) -> Iterator[tuple[int, float, int, int]]:

@@ -174,6 +174,7 @@ def build_settings(
     compiled: bool,
     draft_worker: bool = False,
     further_drafters: Sequence[Path] = (),
+    linear_kernel: str | None = None,
 ) -> EngineSettings:
     """Paceline's settings for the engine, which may run in another folder; without any drafter the budget is off too.
 
@@ -184,7 +185,7 @@ def build_settings(
     Seal(read_secret(draft_secret_file))
     if compiled:
         check_compiler()
-    fields = {
+    fields: dict[str, Any] = {
         "run_seed": seed,
         "drafter": drafter,
         "model_drafter": None if model_drafter is None else str(model_drafter.resolve()),
@@ -196,6 +197,8 @@ def build_settings(
         "budget": {} if drafts else {"policy": "off"},
         "compiled": compiled,
     }
+    if linear_kernel is not None:
+        fields["linear_kernel"] = linear_kernel
     try:
         return EngineSettings.model_validate(fields)
     except ValidationError as error:

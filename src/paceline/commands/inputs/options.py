@@ -85,6 +85,14 @@ Compiled = Annotated[
         rich_help_panel="Engine",
     ),
 ]
+LinearKernel = Annotated[
+    Literal["paceline", "vllm"] | None,
+    typer.Option(
+        help="Whose linear layers a bfloat16 model has on a CPU; unset: by the processor. The two differ in the last "
+        "bits of logits: a file is resumed with its own.",
+        rich_help_panel="Engine",
+    ),
+]
 MaxNumSeqs = Annotated[int, typer.Option(help="Most responses that run at once.", rich_help_panel="Engine")]
 KvCacheGib = Annotated[
     float, typer.Option(help="Memory for keys and values, GiB (CPU only).", rich_help_panel="Engine")

@@ -25,6 +25,7 @@ from paceline.commands.inputs.options import (
     Dtype,
     FurtherDrafter,
     KvCacheGib,
+    LinearKernel,
     MaxNumSeqs,
     MaxTokens,
     MinP,
@@ -104,6 +105,7 @@ def rollout(
     ] = None,
     dtype: Dtype = "auto",
     compiled: Compiled = True,
+    linear_kernel: LinearKernel = None,
     max_num_seqs: MaxNumSeqs = 128,
     kv_cache_gib: KvCacheGib = 1.0,
     plain: Annotated[
@@ -238,7 +240,7 @@ def rollout(
             "--further-drafter drafts in a process of its own, or instead of the model drafter: give --draft-worker, "
             "or --ladder"
         )
-    _check_switches(samples, resume, overwrite, plain, model_drafter)
+    _check_switches(samples, resume, overwrite, plain, model_drafter, linear_kernel)
     if retry_failed and not resume:
         raise ConfigError("--retry-failed goes on with an output that is there: give --resume too")
     _check_record(record, fleet)
@@ -255,6 +257,7 @@ def rollout(
         compiled=compiled,
         draft_worker=draft_worker,
         further_drafters=further_drafter or (),
+        linear_kernel=linear_kernel,
     )
     console = Console(stderr=True)
     known = None
@@ -369,7 +372,12 @@ def _check_sharing(plain: bool, servers: Sequence[str], secret: Path | None) -> 
 
 
 def _check_switches(
-    samples: int, resume: bool, overwrite: bool, plain: bool, model_drafter: Path | None
+    samples: int,
+    resume: bool,
+    overwrite: bool,
+    plain: bool,
+    model_drafter: Path | None,
+    linear_kernel: str | None,
 ) -> None:
     if samples < 1:
         raise ConfigError(f"--samples {samples}: at least 1 response per prompt")
@@ -384,3 +392,5 @@ def _check_switches(
         raise ConfigError(
             "--plain runs vLLM without Paceline, so --model-drafter cannot draft: drop one of them"
         )
+    if plain and linear_kernel == "paceline":
+        raise ConfigError("--plain runs vLLM without Paceline and its --linear-kernel: drop one of them")
