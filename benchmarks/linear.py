@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from harness import median, parser, publish
@@ -16,7 +17,7 @@ from harness import median, parser, publish
 SHAPES = ((1024, 2048), (1024, 1024), (1024, 5632), (2816, 1024))
 """Inputs and outputs of a layer's products."""
 NUM_LAYERS = 16
-COLUMNS = ("rows", "vllm_ms", "paceline_ms", "ratio")
+COLUMNS = ("rows", "vllm_ms", "paceline_ms", "paceline_ratio", "paceline-dot_ms", "paceline-dot_ratio")
 
 
 def main() -> None:
@@ -31,6 +32,7 @@ def main() -> None:
     import torch
     from vllm import _custom_ops as ops
 
+    from paceline._linear import HAS_DOT
     from paceline.engine.linear import pack
 
     torch.set_num_threads(options.threads)
@@ -38,28 +40,40 @@ def main() -> None:
         [torch.randn(outputs, inputs).bfloat16() for inputs, outputs in SHAPES] for _ in range(NUM_LAYERS)
     ]
     handlers = [[ops.create_onednn_mm(weight.t(), 32) for weight in layer] for layer in weights]
-    packed = [[pack(weight) for weight in layer] for layer in weights]
+    systems: dict[str, Callable[[int, int, Any], Any]] = {
+        "vllm": lambda layer, at, x: ops.onednn_mm(handlers[layer][at], x, None)
+    }
+    for name, dot in (("paceline", False), ("paceline-dot", True)):
+        if HAS_DOT or not dot:
+            packed = [[pack(weight, dot) for weight in layer] for layer in weights]
+            systems[name] = partial(multiply, packed, dot)
 
-    def vllm(layer: int, at: int, x: Any) -> Any:
-        return ops.onednn_mm(handlers[layer][at], x, None)
-
-    def paceline(layer: int, at: int, x: Any) -> Any:
-        return torch.ops.paceline.linear(x, packed[layer][at], None, SHAPES[at][1])
-
-    def take_ms(multiply: Callable[[int, int, Any], Any], rows: int) -> float:
+    def take_ms(system: str, rows: int) -> float:
         activations = [torch.randn(rows, inputs).bfloat16() for inputs, _ in SHAPES]
         begin_s = time.perf_counter()
         for layer in range(NUM_LAYERS):
             for at, x in enumerate(activations):
-                multiply(layer, at, x)
+                systems[system](layer, at, x)
         return 1e3 * (time.perf_counter() - begin_s)
 
     rows = []
     for count in options.rows:
-        times = [(take_ms(vllm, count), take_ms(paceline, count)) for _ in range(options.repetitions)]
-        theirs, ours = (median(column) for column in zip(*times, strict=True))
-        rows.append({"rows": count, "vllm_ms": theirs, "paceline_ms": ours, "ratio": theirs / ours})
+        times = [[take_ms(name, count) for name in systems] for _ in range(options.repetitions)]
+        found = dict(zip(systems, map(median, zip(*times, strict=True)), strict=True))
+        row: dict[str, Any] = {"rows": count}
+        for name, ms in found.items():
+            row[f"{name}_ms"] = ms
+            if name != "vllm":
+                row[f"{name}_ratio"] = found["vllm"] / ms
+        rows.append(row)
     publish("linear", rows, COLUMNS, options)
+
+
+def multiply(packed: list[list[Any]], dot: bool, layer: int, at: int, x: Any) -> Any:
+    """By Paceline's kernels."""
+    import torch
+
+    return torch.ops.paceline.linear(x, packed[layer][at], None, SHAPES[at][1], dot)
 
 
 if __name__ == "__main__":

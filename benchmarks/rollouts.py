@@ -88,6 +88,7 @@ def make_system(system: System, model: str, drafter: str, options: dict[str, Any
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
     from paceline.config import EngineSettings
     from paceline.engine.rollout_engine import RolloutEngine, prepare_environment
+    from paceline.processor import best_linear_kernel
 
     prepare_environment()
     settings: EngineSettings | None = None
@@ -106,8 +107,8 @@ def make_system(system: System, model: str, drafter: str, options: dict[str, Any
         if options["rival_kernels"] == "paceline":
             from paceline.engine.linear import replacing_kernels
 
-            kernels = replacing_kernels()
-            extra["additional_config"] = {"linear_kernel": "paceline"}  # part of the compile cache's key
+            kernels = replacing_kernels(best_linear_kernel())
+            extra["additional_config"] = {"linear_kernel": best_linear_kernel()}  # in the compile cache's key
     with kernels:
         engine = RolloutEngine(
             model,

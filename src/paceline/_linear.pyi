@@ -1,5 +1,6 @@
 PANEL: int
+HAS_DOT: bool
 
 def multiply(
-    x: int, rows: int, inputs: int, packed: int, bias: int, outputs: int, y: int, threads: int
+    dot: bool, x: int, rows: int, inputs: int, packed: int, bias: int, outputs: int, y: int, threads: int
 ) -> None: ...

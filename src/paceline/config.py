@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from paceline.processor import best_linear_kernel
+from paceline.processor import LinearKernel, best_linear_kernel
 
 
 class Section(BaseModel):
@@ -152,10 +152,11 @@ class EngineSettings(Section):
     batch_invariant: bool | None = None
     """Bitwise the same logits in every batch. Unset: on for the CPU, left to vLLM's own switch on a GPU."""
 
-    linear_kernel: Literal["paceline", "vllm"] = Field(default_factory=best_linear_kernel)
-    """Whose kernels the linear layers of a bfloat16 target use on a CPU. Paceline's are batch-invariant by themselves.
-    Unset: the faster ones by the processor on which the settings are made. The two differ in the last bits: all workers
-    of a run, and its resumptions, need the same."""
+    linear_kernel: LinearKernel = Field(default_factory=best_linear_kernel)
+    """Whose kernels the linear layers of a bfloat16 target use on a CPU. Paceline's are batch-invariant by themselves;
+    `paceline-dot` uses the bfloat16 dot product, which the processor must have. Unset: the fastest by the processor on
+    which the settings are made. They differ in the last bits: all workers of a run, and its resumptions, need the
+    same."""
 
     compiled: bool | None = None
     """Run the target through torch.compile: more tokens per second, for a first start of a minute and later ones from

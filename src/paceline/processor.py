@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 CPU_INFO = Path("/proc/cpuinfo")
+LinearKernel = Literal["paceline", "paceline-dot", "vllm"]
 
 
 def first_cpu() -> Mapping[str, str]:
@@ -26,12 +27,15 @@ def cpu_features() -> frozenset[str]:
     return frozenset((cpu.get("flags") or cpu.get("features", "")).split())
 
 
-def best_linear_kernel() -> Literal["paceline", "vllm"]:
-    """Whose linear layers are faster here in bfloat16 (engine/linear.py).
+def best_linear_kernel() -> LinearKernel:
+    """Which linear layers are the fastest here in bfloat16 (engine/linear.py).
 
-    By the processor alone, so that equal machines choose alike: Paceline's on Intel's with AVX-512 and, in what this
-    system shows of them, no matrix unit. AMD's have a fast bfloat16 dot product, and vLLM kernels of their own.
+    By the processor alone, so that equal machines choose alike. Where what this system shows of it has AVX-512 and no
+    matrix unit, Paceline's: on Intel's by float32 multiply-adds, on AMD's, which have a fast one, by the dot product.
     """
-    features = cpu_features()
-    suits = {"avx512bw", "avx512vl"} <= features and "amx_tile" not in features
-    return "paceline" if suits and first_cpu().get("vendor_id") == "GenuineIntel" else "vllm"
+    features, vendor = cpu_features(), first_cpu().get("vendor_id")
+    if not {"avx512bw", "avx512vl"} <= features or "amx_tile" in features:
+        return "vllm"
+    if vendor == "GenuineIntel":
+        return "paceline"
+    return "paceline-dot" if vendor == "AuthenticAMD" and "avx512_bf16" in features else "vllm"

@@ -18,9 +18,12 @@ from tiny_model import VOCAB, make_model
 from paceline.config import BudgetSettings, EngineSettings, KvPoolSettings
 from paceline.engine.rollout_engine import RolloutEngine
 from paceline.errors import ConfigError, InstallError
+from paceline.processor import best_linear_kernel
 from paceline.types import Response, RolloutRequest
 
 MAX_TOKENS = 48
+OWN = "paceline-dot" if best_linear_kernel() == "paceline-dot" else "paceline"
+"""The linear layers of Paceline's that this processor can have."""
 SETTINGS = EngineSettings(
     budget=BudgetSettings(policy="fixed", fixed_tokens=8),
     max_draft_tokens=8,
@@ -37,7 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(
-    scope="module", params=[("float32", "vllm"), ("bfloat16", "vllm"), ("bfloat16", "paceline")], ids="-".join
+    scope="module", params=[("float32", "vllm"), ("bfloat16", "vllm"), ("bfloat16", OWN)], ids="-".join
 )
 def kind(request: pytest.FixtureRequest) -> tuple[str, str]:
     """Number format, and whose linear layers."""

@@ -15,10 +15,13 @@ from tiny_model import VOCAB, make_model
 from paceline.config import BudgetSettings, EngineSettings
 from paceline.engine import invariance
 from paceline.engine.rollout_engine import RolloutEngine
+from paceline.processor import best_linear_kernel
 from paceline.types import RolloutRequest
 
 CONTEXT = 1100
 """Beyond about 900 tokens of context the attention kernel's tiles depend on the number of query tokens."""
+OWN = "paceline-dot" if best_linear_kernel() == "paceline-dot" else "paceline"
+"""The linear layers of Paceline's that this processor can have."""
 
 
 def make_requests() -> list[RolloutRequest]:
@@ -35,7 +38,7 @@ def wide_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(
-    scope="module", params=[("float32", "vllm"), ("bfloat16", "vllm"), ("bfloat16", "paceline")], ids="-".join
+    scope="module", params=[("float32", "vllm"), ("bfloat16", "vllm"), ("bfloat16", OWN)], ids="-".join
 )
 def engine(request: pytest.FixtureRequest, wide_model: Path) -> Iterator[RolloutEngine]:
     dtype, kernel = request.param

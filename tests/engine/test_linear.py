@@ -10,13 +10,27 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_model import make_model
 
-from paceline._linear import multiply
+from paceline._linear import HAS_DOT, multiply
 from paceline.config import EngineSettings
+from paceline.engine import linear
+from paceline.engine.arguments import engine_arguments
 from paceline.engine.linear import pack
 from paceline.engine.rollout_engine import RolloutEngine
+from paceline.errors import ConfigError
+from paceline.processor import LinearKernel
 from paceline.types import RolloutRequest
 
+DOT = pytest.mark.skipif(not HAS_DOT, reason="no bfloat16 dot product (avx512_bf16)")
+each_kernel = pytest.mark.parametrize(
+    "dot", [False, pytest.param(True, marks=DOT)], ids=["multiply-adds", "dot"]
+)
 
+
+def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dot: bool) -> torch.Tensor:
+    return torch.ops.paceline.linear(x, pack(weight, dot), bias, len(weight), dot)  # type: ignore[no-any-return]
+
+
+@each_kernel
 @settings(deadline=None, max_examples=40)
 @given(
     rows=st.integers(1, 45),
@@ -26,64 +40,65 @@ from paceline.types import RolloutRequest
     seed=st.integers(0, 1 << 30),
 )
 def test_products_are_right_and_the_same_bits_in_any_batch(
-    rows: int, inputs: int, outputs: int, biased: bool, seed: int
+    dot: bool, rows: int, inputs: int, outputs: int, biased: bool, seed: int
 ) -> None:
+    inputs += inputs % 2 if dot else 0
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(rows, inputs, generator=generator).bfloat16()
     weight = torch.randn(outputs, inputs, generator=generator).bfloat16()
     bias = torch.randn(outputs, generator=generator).bfloat16() if biased else None
-    packed = pack(weight)
-    y = torch.ops.paceline.linear(x, packed, bias, outputs)
+    y = product(x, weight, bias, dot)
     exact = x.double() @ weight.double().T + (0 if bias is None else bias.double())
     sizes = x.double().abs() @ weight.double().abs().T + 1
     assert ((y.double() - exact).abs() <= exact.abs() * 2**-8 + sizes * inputs * 2**-24).all()
     cut = int(torch.randint(rows + 1, (), generator=generator))
-    parts = [
-        torch.ops.paceline.linear(part, packed, bias, outputs) for part in (x[:cut], x[cut:]) if len(part)
-    ]
+    parts = [product(part, weight, bias, dot) for part in (x[:cut], x[cut:]) if len(part)]
     assert torch.equal(torch.cat(parts), y)
 
 
-def test_threads_change_no_bit() -> None:
-    x, packed = torch.randn(40, 700).bfloat16(), pack(torch.randn(1500, 700).bfloat16())
+@each_kernel
+def test_threads_change_no_bit(dot: bool) -> None:
+    x, packed = torch.randn(40, 700).bfloat16(), pack(torch.randn(1500, 700).bfloat16(), dot)
     found = []
     for threads in (1, 2, 3):
         y = torch.empty(40, 1500, dtype=torch.bfloat16)
-        multiply(x.data_ptr(), 40, 700, packed.data_ptr(), 0, 1500, y.data_ptr(), threads)
+        multiply(dot, x.data_ptr(), 40, 700, packed.data_ptr(), 0, 1500, y.data_ptr(), threads)
         found.append(y)
     assert torch.equal(found[0], found[1])
     assert torch.equal(found[0], found[2])
 
 
+@each_kernel
 @pytest.mark.parametrize("rows", [0, 700, 1025])
-def test_none_and_many_rows(rows: int) -> None:
+def test_none_and_many_rows(rows: int, dot: bool) -> None:
     x, weight = torch.randn(rows, 24).bfloat16(), torch.randn(70, 24).bfloat16()
-    y = torch.ops.paceline.linear(x, pack(weight), None, 70)
+    y = product(x, weight, None, dot)
     assert y.shape == (rows, 70)
-    assert all(
-        torch.equal(y[i], torch.ops.paceline.linear(x[i], pack(weight), None, 70)) for i in range(rows)
-    )
+    assert all(torch.equal(y[i], product(x[i], weight, None, dot)) for i in range(rows))
 
 
-def test_any_shape_of_activations_and_what_is_not_finite() -> None:
+@each_kernel
+def test_any_shape_of_activations_and_what_is_not_finite(dot: bool) -> None:
     weight = torch.randn(40, 8).bfloat16()
     x = torch.randn(2, 3, 16).bfloat16()[..., ::2]
-    y = torch.ops.paceline.linear(x, pack(weight), None, 40)
+    y = product(x, weight, None, dot)
     assert y.shape == (2, 3, 40)
-    assert torch.equal(y[1, 2], torch.ops.paceline.linear(x[1, 2], pack(weight), None, 40))
+    assert torch.equal(y[1, 2], product(x[1, 2], weight, None, dot))
     x[0, 0, 0], x[0, 1, 0] = torch.nan, torch.inf
-    y = torch.ops.paceline.linear(x, pack(weight), None, 40)
+    y = product(x, weight, None, dot)
     assert y[0, 0].isnan().all()
     assert y[0, 1].isinf().all()
     assert y[1].isfinite().all()
     with pytest.raises(TypeError, match="float32"):
-        torch.ops.paceline.linear(x.float(), pack(weight), None, 40)
+        product(x.float(), weight, None, dot)
 
 
 def test_what_does_not_fit_is_refused() -> None:
     packed, x = pack(torch.randn(40, 8).bfloat16()), torch.randn(2, 8).bfloat16()
     with pytest.raises(ValueError, match="8 inputs and 40 outputs got 4 inputs"):
         torch.ops.paceline.linear(x[:, :4], packed, None, 40)
+    with pytest.raises(ValueError, match="16 inputs and 40 outputs got 8 inputs"):
+        torch.ops.paceline.linear(x, packed, None, 40, True)
     with pytest.raises(ValueError, match="a bias of 32"):
         torch.ops.paceline.linear(x, packed, torch.zeros(32).bfloat16(), 40)
     with pytest.raises(TypeError, match=r"a bias of torch\.float32"):
@@ -99,14 +114,21 @@ def kernels(engine: RolloutEngine) -> set[str]:
     return {layer.cpu_linear.__module__ for layer in model.modules() if hasattr(layer, "cpu_linear")}
 
 
-@pytest.mark.parametrize(("compiled", "tied"), [(False, True), (True, False)], ids=["eager tied", "compiled"])
-def test_new_weights_reach_them(compiled: bool, tied: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kernel", "compiled", "tied"),
+    [
+        ("paceline", False, True),
+        ("paceline", True, False),
+        pytest.param("paceline-dot", False, True, marks=DOT),
+    ],
+)
+def test_new_weights_reach_them(kernel: LinearKernel, compiled: bool, tied: bool, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
     from vllm import SamplingParams
 
     folder = make_model(tmp_path / "old", tie=tied, seed=7)
     policy = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
-    own = EngineSettings(linear_kernel="paceline", compiled=compiled)
+    own = EngineSettings(linear_kernel=kernel, compiled=compiled)
 
     def start(model: Path, chosen: EngineSettings = own) -> RolloutEngine:
         return RolloutEngine(model, chosen, dtype="bfloat16", max_model_len=512, kv_cache_bytes=1 << 27)
@@ -132,3 +154,9 @@ def test_new_weights_reach_them(compiled: bool, tied: bool, tmp_path: Path) -> N
     if not compiled:
         with start(folder, own.model_copy(update={"linear_kernel": "vllm"})) as engine:
             assert "paceline.engine.linear" not in kernels(engine)
+
+
+def test_a_processor_without_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "HAS_DOT", False)
+    with pytest.raises(ConfigError, match=r"linear_kernel='paceline-dot' needs .*avx512_bf16"):
+        engine_arguments(EngineSettings(linear_kernel="paceline-dot"))

@@ -42,6 +42,7 @@ def test_an_error_comes_through_whatever_becomes_of_the_log(log: str, tmp_path: 
     [
         ("paceline", "bfloat16", True, "paceline"),
         ("paceline", "auto", True, "paceline"),
+        ("paceline-dot", "bfloat16", True, "paceline-dot"),
         ("vllm", "bfloat16", True, "vllm"),
         ("paceline", "float32", True, "vllm"),
         ("paceline", "bfloat16", False, "vllm"),

@@ -19,6 +19,9 @@ WIDE = "fpu avx2 avx512f avx512bw avx512vl"
         ("GenuineIntel", f"{WIDE} amx_bf16 amx_tile", "vllm"),
         ("GenuineIntel", "fpu avx2", "vllm"),
         ("AuthenticAMD", WIDE, "vllm"),
+        ("AuthenticAMD", f"{WIDE} avx512_bf16", "paceline-dot"),
+        ("AuthenticAMD", "fpu avx2 avx512_bf16", "vllm"),
+        ("GenuineIntel", f"{WIDE} avx512_bf16", "paceline"),
     ],
 )
 def test_linear_layers_by_processor(

@@ -45,6 +45,10 @@ def engine_arguments(settings: EngineSettings | None = None, **fields: Any) -> d
             "batch_invariant=True is the CPU backend's mode; on a GPU leave it unset and start vLLM with "
             "VLLM_BATCH_INVARIANT=1"
         )
+    if is_cpu():
+        from paceline.engine.linear import check_kernel
+
+        check_kernel(settings.linear_kernel)
     arguments: dict[str, Any] = {
         "scheduler_cls": SCHEDULER,
         "worker_cls": WORKER,
@@ -52,7 +56,7 @@ def engine_arguments(settings: EngineSettings | None = None, **fields: Any) -> d
         "additional_config": {
             "paceline": settings.model_dump(),
             "paceline_invariant": invariant,
-            "paceline_linear": is_cpu() and settings.linear_kernel == "paceline",
+            "paceline_linear": settings.linear_kernel if is_cpu() else "vllm",
         },
         "async_scheduling": False,
     }

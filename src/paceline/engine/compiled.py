@@ -12,10 +12,11 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 from paceline.engine.installed import is_cpu_build
 from paceline.errors import InstallError
+from paceline.processor import LinearKernel
 
 MIN_TOKENS = 2
 """Fewest tokens of a compiled batch-invariant step. torch.compile takes sizes 0 and 1 for constants: for one row it
@@ -69,7 +70,7 @@ def cached_by_architecture(vllm_config: Any, fused_layers: tuple[int, ...]) -> I
         bare.__dict__.pop("compute_hash", None)
         bare.additional_config = {
             "paceline_invariant": is_invariant(vllm_config),
-            "paceline_linear": has_own_linear(vllm_config),
+            "paceline_linear": linear_kernel(vllm_config),
             "paceline_fused_layers": fused_layers,
         }
         bare.speculative_config = None  # our proposer's, which names the target once more
@@ -88,17 +89,17 @@ def cached_by_architecture(vllm_config: Any, fused_layers: tuple[int, ...]) -> I
 
 def is_invariant(vllm_config: Any) -> bool:
     """Whether the batch-invariance measures of the CPU are on."""
-    return _chosen(vllm_config, "paceline_invariant")
+    return bool(_chosen(vllm_config, "paceline_invariant", False))
 
 
-def has_own_linear(vllm_config: Any) -> bool:
-    """Whether linear layers get Paceline's kernels where they can (linear.py)."""
-    return _chosen(vllm_config, "paceline_linear")
+def linear_kernel(vllm_config: Any) -> LinearKernel:
+    """Whose kernels linear layers get where they can (linear.py)."""
+    return cast("LinearKernel", _chosen(vllm_config, "paceline_linear", "vllm"))
 
 
-def _chosen(vllm_config: Any, name: str) -> bool:
+def _chosen(vllm_config: Any, name: str, default: Any) -> Any:
     settings = vllm_config.additional_config
-    return bool(settings.get(name, False)) if isinstance(settings, dict) else False
+    return settings.get(name, default) if isinstance(settings, dict) else default
 
 
 def _depends_on_config_alone(model: Any) -> bool:

@@ -28,6 +28,11 @@ NATIVE = ("paceline._dice", "paceline._suffix", "paceline._decoder")
 CUDA_COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
 EXTRAS = {"trl": "trainers", "datasets": "trainers", "ray": "fleet"}
 """Optional packages and the extra of Paceline that installs them."""
+LINEAR_KERNELS = {
+    "paceline": "Paceline's kernels are the fastest ones here, by float32 multiply-adds",
+    "paceline-dot": "Paceline's kernels are the fastest ones here, by the bfloat16 dot product",
+    "vllm": "vLLM's kernels",
+}
 CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "bf16")
 REINSTALL = "make install in a checkout, or: pip install --force-reinstall paceline"
 CPU_LOCK = "pip install --no-deps -r requirements/cpu.lock"
@@ -198,8 +203,7 @@ def look_at_machine() -> Iterator[Finding]:
     known = ", ".join(name for name in CPU_FEATURES if name in features) or "none of those known"
     yield Finding(area, "processor", "ok", f"{machine.cpu} ({known})")
     if is_cpu_build():
-        whose = {"paceline": "Paceline's", "vllm": "vLLM's"}[best_linear_kernel()]
-        yield Finding(area, "linear layers in bfloat16", "ok", f"{whose} kernels are the faster ones here")
+        yield Finding(area, "linear layers in bfloat16", "ok", LINEAR_KERNELS[best_linear_kernel()])
     if is_cpu_build() and platform.machine() == "x86_64" and features and "avx2" not in features:
         yield Finding(
             area, "avx2", "fail", "missing; vLLM's CPU backend needs it", "use a machine with AVX2 or AVX-512"

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from paceline import processor
 from paceline.errors import ConfigError, RecordError
 
 ModelArgument = Annotated[
@@ -86,7 +87,7 @@ Compiled = Annotated[
     ),
 ]
 LinearKernel = Annotated[
-    Literal["paceline", "vllm"] | None,
+    processor.LinearKernel | None,
     typer.Option(
         help="Whose linear layers a bfloat16 model has on a CPU; unset: by the processor. The two differ in the last "
         "bits of logits: a file is resumed with its own.",

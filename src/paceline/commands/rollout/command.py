@@ -392,5 +392,5 @@ def _check_switches(
         raise ConfigError(
             "--plain runs vLLM without Paceline, so --model-drafter cannot draft: drop one of them"
         )
-    if plain and linear_kernel == "paceline":
+    if plain and linear_kernel not in (None, "vllm"):
         raise ConfigError("--plain runs vLLM without Paceline and its --linear-kernel: drop one of them")

@@ -47,7 +47,7 @@ from paceline.engine.compat import (
     is_cpu,
     worker_connector,
 )
-from paceline.engine.compiled import has_own_linear, is_compiled, is_invariant
+from paceline.engine.compiled import is_compiled, is_invariant, linear_kernel
 from paceline.engine.installed import vllm_version
 from paceline.engine.keys import policy_version_of
 from paceline.engine.kv.blocks import KvBlocks
@@ -337,7 +337,7 @@ def name_layout(vllm_config: Any, blocks: KvBlocks | None, run: str | None) -> b
         _name_weights(model.model),
         vllm_config.cache_config.cache_dtype,
         is_invariant(vllm_config),
-        has_own_linear(vllm_config),
+        linear_kernel(vllm_config),
         is_compiled(vllm_config),
         blocks.describe(),
     ]
