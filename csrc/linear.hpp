@@ -75,7 +75,7 @@ PACELINE_INLINE void multiply_tiles(const typename Kernel::Input* x, int64_t row
 }
 
 // By the bfloat16 dot product of AVX-512 (linear_dot.cpp): x [rows, inputs] in bfloat16, an even number of inputs.
-bool has_dot();
+extern const bool kDotBuilt;  // whether the compiler could
 void multiply_panel_dot(const uint16_t* x, int64_t rows, const Panel& panel, uint16_t* y, int64_t stride);
 
 }  // namespace paceline

@@ -23,8 +23,8 @@ namespace {
 
 using namespace paceline;
 
-constexpr int64_t kPiece = 8;           // panels that a thread takes at a time, one after the other in memory
-constexpr int64_t kMostAtOnce = 512;    // rows: what is widened stays in some tens of megabytes
+constexpr int64_t kPiece = 8;         // panels that a thread takes at a time, one after the other in memory
+constexpr int64_t kMostAtOnce = 512;  // rows: what is widened stays in some tens of megabytes
 
 // A word holds the weights of two outputs for one input, which a shift and a mask widen to floats.
 struct Widened {
@@ -57,6 +57,15 @@ float widen(uint16_t half) {
 
 PACELINE_SIMD void widen_all(const uint16_t* from, int64_t count, float* to) {
   for (int64_t i = 0; i < count; ++i) to[i] = widen(from[i]);
+}
+
+// Whether multiply_panel_dot may be called.
+bool has_dot() {
+#if defined(__x86_64__) && defined(__GNUC__)
+  return kDotBuilt && __builtin_cpu_supports("avx512bf16");
+#else
+  return false;
+#endif
 }
 
 // A layer: its weights in panels, its bias (null: none).

@@ -117,6 +117,20 @@ def list_prose_speed(rows: Rows) -> str:
     return _list_cases(rows("speed_prose"))
 
 
+def list_drafting(rows: Rows) -> str:
+    """Acceptance length, draft tokens per step and time per token of drafters on recorded responses."""
+    made = rows("drafting")
+    lines = []
+    for case in dict.fromkeys(row["case"] for row in made):
+        found = {row["system"]: row for row in made if row["case"] == case}
+        cells = [
+            f"{row['acceptance_length']:.2f} ({row['drafted_per_step']:.1f}; {row['us_per_token']:.1f})"
+            for row in map(found.__getitem__, DRAFTERS)
+        ]
+        lines.append((RECORDED[case], *cells))
+    return format_table(("recorded responses", *DRAFTERS.values()), lines)
+
+
 def _list_cases(rows: Sequence[dict[str, Any]]) -> str:
     compiled = [row for row in rows if row["mode"] == "compiled"]
     found = {(row["case"], row["system"]): row for row in compiled}
@@ -164,6 +178,19 @@ def _list_speedups(systems: Sequence[dict[str, Any]], columns: dict[str, str]) -
     return format_table(("preset", *columns), lines)
 
 
+DRAFTERS = {
+    "arctic default": "Arctic, defaults",
+    "arctic best": "Arctic, factor 4, no floor",
+    "paceline suffix": "Paceline",
+    "paceline, groups apart": "without shared counts",
+    "n-gram lookup": "n-gram lookup",
+}
+RECORDED = {
+    "grpo_gsm8k_tools_64x16:8": "GRPO step, 8 groups of 16",
+    "grpo_gsm8k_tools_64x16:64": "GRPO step, 64 groups of 16",
+    "thinking_deepseek_r1_glm:24": "thinking, 24 groups",
+    "aiw_qwen_distill_14b:6:16": "logic puzzles, 6 groups of 16",
+}
 TABLES: dict[str, Callable[[Rows], str]] = {
     "speed": list_speed,
     "speed_prose": list_prose_speed,
@@ -173,4 +200,5 @@ TABLES: dict[str, Callable[[Rows], str]] = {
     "papers.techniques": list_techniques,
     "papers.plans": list_plans,
     "simulated_live": list_live,
+    "drafting": list_drafting,
 }
