@@ -10,7 +10,7 @@ import numpy as np
 from clock import StepClock, fit_relative, step_features
 from numpy.typing import NDArray
 from recording import SHARPNESS, make_query
-from rollouts import Timed
+from rollouts import TAIL_SHARE, Timed
 from scipy.optimize import nnls
 from steps import Step
 
@@ -67,16 +67,39 @@ class DraftPrice:
         return self.step_s * len(drafted) + self.token_s * sum(drafted)
 
 
-def clairvoyant_s(
-    off: Timed, clock: StepClock, price: DraftPrice, drafter: str, depth: int
-) -> tuple[float, float]:
-    """Seconds of this rollout if each step verified exactly the tokens that will be accepted, up to `depth` a request.
+@dataclass(frozen=True)
+class Clairvoyant:
+    """Seconds of a rollout if each step verified exactly the tokens that will be accepted."""
 
-    First with free drafts, then at the drafter's price. off: the rollout without drafts.
-    """
+    free_s: float
+    """With free drafts."""
+    paid_s: float
+    """At the drafter's price."""
+    tail_s: float
+    """Of `free_s`, in the tail."""
+
+    def __add__(self, other: Clairvoyant) -> Clairvoyant:
+        """Both rollouts, one after the other."""
+        return Clairvoyant(self.free_s + other.free_s, self.paid_s + other.paid_s, self.tail_s + other.tail_s)
+
+
+NOTHING = Clairvoyant(0.0, 0.0, 0.0)
+
+
+def play_clairvoyant(
+    off: Timed, clock: StepClock, price: DraftPrice, drafter: str, depth: int
+) -> Clairvoyant:
+    """This rollout with drafts of the model up to `depth` tokens a request. off: the rollout without drafts."""
     steps = clairvoyant_steps(ModelDrafts(drafter, off, depth), off)
     free_s = steps_s(off, clock, steps)
-    return free_s, free_s + price.total_s(steps)
+    return Clairvoyant(free_s, free_s + price.total_s(steps), tail_steps_s(off, clock, steps))
+
+
+def tail_steps_s(off: Timed, clock: StepClock, steps: Sequence[tuple[int, int, int]]) -> float:
+    """Seconds of the steps in which as few responses run as in the tail. (`Timed.tail_s`)"""
+    most = len(off.ids) - 1 - int(TAIL_SHARE * (len(off.ids) - 1))
+    tail = [step for step in steps if step[0] <= most]
+    return float(clock.steps_s(np.array(tail)).sum()) if tail else 0.0
 
 
 def steps_s(off: Timed, clock: StepClock, steps: Sequence[tuple[int, int, int]]) -> float:

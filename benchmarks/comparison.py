@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+from bounds import Clairvoyant
 from plain_time import PlainTime
 from rollouts import Timed
 
@@ -92,15 +93,13 @@ def add_bound(row: dict[str, Any], bound: Bound, forced: Repetitions) -> None:
 
 
 def add_clairvoyant(
-    row: dict[str, Any], free_s: float, paid_s: float, forced: Sequence[Timed], runs: Sequence[Timed]
+    row: dict[str, Any], best: Clairvoyant, forced: Sequence[Timed], runs: Sequence[Timed]
 ) -> None:
-    """Put into the row what the clairvoyant policy would reach; seconds that it would need for these rollouts.
-
-    free_s: with free drafts, paid_s: at the drafter's price.
-    """
-    row["clairvoyant"] = sum(run.wall_s for run in forced) / free_s
-    row["clairvoyant_paid"] = sum(run.wall_s for run in forced) / paid_s
-    row["share_of_clairvoyant"] = free_s / sum(run.wall_s for run in runs)
+    """Put into the row what the clairvoyant policy would reach. best: what it needs for these rollouts."""
+    row["clairvoyant"] = sum(run.wall_s for run in forced) / best.free_s
+    row["clairvoyant_paid"] = sum(run.wall_s for run in forced) / best.paid_s
+    row["clairvoyant_tail"] = ratio(sum(run.tail_s for run in forced), best.tail_s)
+    row["share_of_clairvoyant"] = best.free_s / sum(run.wall_s for run in runs)
 
 
 def add_rival(rows: Sequence[dict[str, Any]], rivals: Sequence[str]) -> None:

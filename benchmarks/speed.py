@@ -29,7 +29,7 @@ Eager rows are `normalised` to compiled plain vLLM and have an eager plain vLLM 
 `without_waste` is the ratio of the same steps if drafting took no time and no rejected token were verified.
 `clairvoyant` is that of the best possible policy with this drafter: each step verifies exactly the tokens that will be
 accepted, drafts are free (bounds.py, on the last repetition, by the step times of the case). `clairvoyant_paid` is the
-same where those tokens take the drafter as long as in the case's own steps.
+same where those tokens take the drafter as long as in the case's own steps; `clairvoyant_tail` is its `tail_ratio`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from bounds import DraftPrice, clairvoyant_s, fit_clock, wasted_s
+from bounds import NOTHING, DraftPrice, fit_clock, play_clairvoyant, wasted_s
 from comparison import Bound, Repetitions, add_bound, add_clairvoyant, add_rival, check_bars, summarise
 from harness import Child, parser, publish
 from pairs import PAIRS, TARGETS, Prompt
@@ -52,6 +52,7 @@ from rollouts import System, Timed, Work, make_system
 from tuning import best_settings, next_length, tune_table
 
 from paceline.config import EngineSettings
+from paceline.processor import best_linear_kernel
 
 CASES = {"8x16": (8, 16), "2x4": (2, 4), "1x1": (1, 1)}
 TUNED = {"8x16": [(4, 16)], "2x4": [(2, 4)] * 2, "1x1": [(1, 1)] * 4}
@@ -72,6 +73,7 @@ COLUMNS = (
     "clairvoyant",
     "clairvoyant_paid",
     "tail_ratio",
+    "clairvoyant_tail",
     "normalised_tail",
     "acceptance_length",
     "nats_per_token",
@@ -186,7 +188,11 @@ class Tuning:
 
 
 def check_kernels(options: argparse.Namespace) -> None:
-    """End with a message where the trials to be reused were made with other linear layers."""
+    """End with a message where the linear layers wanted are not there, or trials to be reused were made with others."""
+    if options.rival_kernels == "paceline" and best_linear_kernel() == "vllm":
+        sys.exit(
+            "--rival-kernels paceline: on this processor Paceline itself uses vLLM's; leave the option out"
+        )
     file = options.reuse_tuning or options.complete_tuning
     if file is not None and (tuning := Tuning.read(file)).kernels != options.rival_kernels:
         sys.exit(
@@ -319,9 +325,8 @@ def compare(
         if name == "paceline":
             depth = EngineSettings().max_draft_tokens
             price = DraftPrice.fit([run for one in runs for run in one])
-            best = [clairvoyant_s(run, clock, price, drafter, depth) for run in off[-1]]
-            free_s, paid_s = map(sum, zip(*best, strict=True))
-            add_clairvoyant(row, free_s, paid_s, forced[-1], runs[-1])
+            best = [play_clairvoyant(run, clock, price, drafter, depth) for run in off[-1]]
+            add_clairvoyant(row, sum(best, NOTHING), forced[-1], runs[-1])
         rows.append({"case": case, **row})
     add_rival(rows, rivals)
     return rows

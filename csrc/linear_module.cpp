@@ -1,7 +1,7 @@
 // paceline._linear: products of bfloat16 activations with a layer's bfloat16 weights, in float32, the same bits in any batch.
 //
-// Each output is one chain of multiply-adds over the inputs, in order, whatever rows share the call and whatever the number
-// of threads; they are fused where the instruction set has fused ones. There are two kernels: one widens the weights in
+// Each output is one chain of multiply-adds over the inputs, in a fixed order, whatever rows share the call and whatever the
+// number of threads; they are fused where the instruction set has fused ones. There are two kernels: one widens the weights in
 // registers, as float32 multiply-adds are up to twice as fast as the bfloat16 dot product where cores begin one of these
 // every second cycle only (Intel's); the other uses the dot product (linear_dot.cpp).
 // docs/decisions/0038-linear-layers.md
@@ -11,6 +11,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <stdexcept>
 #include <vector>
 
 #include "linear.hpp"
@@ -59,10 +60,11 @@ PACELINE_SIMD void widen_all(const uint16_t* from, int64_t count, float* to) {
   for (int64_t i = 0; i < count; ++i) to[i] = widen(from[i]);
 }
 
-// Whether multiply_panel_dot may be called.
+// Whether multiply_panel_dot may be called. The others are of x86-64-v4, for which its file is compiled.
 bool has_dot() {
 #if defined(__x86_64__) && defined(__GNUC__)
-  return kDotBuilt && __builtin_cpu_supports("avx512bf16");
+  return kDotBuilt && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
 #else
   return false;
 #endif
@@ -103,6 +105,8 @@ void multiply_widened(const uint16_t* x, int64_t rows, const Layer& layer, uint1
 // Addresses, as a layer of a compiled step is called every 100 microseconds and array arguments would take ten.
 void multiply(bool dot, uintptr_t x, int64_t rows, int64_t inputs, uintptr_t packed, uintptr_t bias, int64_t outputs,
               uintptr_t y, int64_t threads) {
+  static const bool can_dot = has_dot();
+  if (dot && !can_dot) throw std::runtime_error("no bfloat16 dot product here (HAS_DOT)");
   const Layer layer{reinterpret_cast<const uint32_t*>(packed), reinterpret_cast<const uint16_t*>(bias), inputs, outputs};
   for (int64_t r = 0; r < rows; r += kMostAtOnce) {
     const uint16_t* const from = reinterpret_cast<const uint16_t*>(x) + r * inputs;

@@ -259,8 +259,9 @@ class BudgetSettings(Section):
     policy: Literal["marginal", "bandit", "thresholds", "fixed", "off"] = "marginal"
     """marginal: the set with the best expected tokens per second under the measured step time; bandit: TLT's
     bucketed epsilon-greedy bandit; thresholds: Seer's limits per request and batch; fixed: a length; off."""
-    max_draft_tokens: int = Field(default=16, ge=0, le=128)
-    """Longest draft verified per request and step, for every policy; vLLM takes at most 128."""
+    max_draft_tokens: int = Field(default=32, ge=0, le=128)
+    """Longest draft verified per request and step, for every policy, as far as the engine's own `max_draft_tokens`
+    reaches; vLLM takes at most 128."""
 
     min_gain: float = Field(default=0.01, ge=0.0, le=1.0)
     """marginal: expected gain in tokens per second below which nothing is verified (0.01 = 1 %)."""

@@ -23,7 +23,7 @@ from paceline.types import Response, RolloutRequest
 
 MAX_TOKENS = 48
 OWN = "paceline-dot" if best_linear_kernel() == "paceline-dot" else "paceline"
-"""The linear layers of Paceline's that this processor can have."""
+"""The faster ones of Paceline's linear layers here."""
 SETTINGS = EngineSettings(
     budget=BudgetSettings(policy="fixed", fixed_tokens=8),
     max_draft_tokens=8,

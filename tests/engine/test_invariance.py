@@ -12,16 +12,15 @@ from drafters import ScriptedDrafter
 from recorded_logits import recorded
 from tiny_model import VOCAB, make_model
 
+from paceline._linear import HAS_DOT
 from paceline.config import BudgetSettings, EngineSettings
 from paceline.engine import invariance
 from paceline.engine.rollout_engine import RolloutEngine
-from paceline.processor import best_linear_kernel
 from paceline.types import RolloutRequest
 
 CONTEXT = 1100
 """Beyond about 900 tokens of context the attention kernel's tiles depend on the number of query tokens."""
-OWN = "paceline-dot" if best_linear_kernel() == "paceline-dot" else "paceline"
-"""The linear layers of Paceline's that this processor can have."""
+DOT = pytest.mark.skipif(not HAS_DOT, reason="no bfloat16 dot product (avx512_bf16)")
 
 
 def make_requests() -> list[RolloutRequest]:
@@ -38,7 +37,13 @@ def wide_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(
-    scope="module", params=[("float32", "vllm"), ("bfloat16", "vllm"), ("bfloat16", OWN)], ids="-".join
+    scope="module",
+    params=[
+        pytest.param(("float32", "vllm"), id="float32"),
+        pytest.param(("bfloat16", "vllm"), id="bfloat16"),
+        pytest.param(("bfloat16", "paceline"), id="multiply-adds"),
+        pytest.param(("bfloat16", "paceline-dot"), id="dot", marks=DOT),
+    ],
 )
 def engine(request: pytest.FixtureRequest, wide_model: Path) -> Iterator[RolloutEngine]:
     dtype, kernel = request.param

@@ -14,7 +14,7 @@ from paceline._linear import HAS_DOT, multiply
 from paceline.config import EngineSettings
 from paceline.engine import linear
 from paceline.engine.arguments import engine_arguments
-from paceline.engine.linear import pack
+from paceline.engine.linear import pack, replacing_kernels
 from paceline.engine.rollout_engine import RolloutEngine
 from paceline.errors import ConfigError
 from paceline.processor import LinearKernel
@@ -93,12 +93,42 @@ def test_any_shape_of_activations_and_what_is_not_finite(dot: bool) -> None:
         product(x.float(), weight, None, dot)
 
 
+@each_kernel
+def test_a_subnormal_number_is_treated_alike_in_any_batch(dot: bool) -> None:
+    small = torch.tensor([1, 2, 64, 127], dtype=torch.int16).view(torch.bfloat16).repeat(8)
+    weight = torch.randn(40, 32).bfloat16()
+    weight[::3] = small
+    x = torch.randn(31, 32).bfloat16()
+    x[::2] = small
+    y = product(x, weight, None, dot)
+    assert y.isfinite().all()
+    assert all(torch.equal(y[i], product(x[i], weight, None, dot)) for i in range(len(x)))
+
+
+@DOT
+def test_a_layer_with_an_odd_number_of_inputs_keeps_vllms_kernel() -> None:
+    with replacing_kernels("paceline-dot"):
+        from vllm.model_executor.layers import utils
+
+        layers = [torch.nn.Linear(inputs, 48, bias=False, dtype=torch.bfloat16) for inputs in (33, 34)]
+        for layer in layers:
+            utils.dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
+    odd, even = (layer.cpu_linear for layer in layers)
+    assert odd.__module__ != even.__module__ == "paceline.engine.linear"
+    x = torch.randn(3, 33).bfloat16()
+    assert torch.allclose(odd(x, layers[0].weight, None), layers[0](x), atol=0.05)
+
+
 def test_what_does_not_fit_is_refused() -> None:
     packed, x = pack(torch.randn(40, 8).bfloat16()), torch.randn(2, 8).bfloat16()
     with pytest.raises(ValueError, match="8 inputs and 40 outputs got 4 inputs"):
         torch.ops.paceline.linear(x[:, :4], packed, None, 40)
     with pytest.raises(ValueError, match="16 inputs and 40 outputs got 8 inputs"):
         torch.ops.paceline.linear(x, packed, None, 40, True)
+    with pytest.raises(ValueError, match="2 panels of 32 outputs cannot give 65"):
+        torch.ops.paceline.linear(x, packed, None, 65)
+    with pytest.raises(ValueError, match="the layer has 7"):
+        pack(torch.randn(40, 7).bfloat16(), dot=True)
     with pytest.raises(ValueError, match="a bias of 32"):
         torch.ops.paceline.linear(x, packed, torch.zeros(32).bfloat16(), 40)
     with pytest.raises(TypeError, match=r"a bias of torch\.float32"):
@@ -160,3 +190,5 @@ def test_a_processor_without_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(linear, "HAS_DOT", False)
     with pytest.raises(ConfigError, match=r"linear_kernel='paceline-dot' needs .*avx512_bf16"):
         engine_arguments(EngineSettings(linear_kernel="paceline-dot"))
+    with pytest.raises(ConfigError, match="avx512_bf16"), replacing_kernels("paceline-dot"):
+        pass

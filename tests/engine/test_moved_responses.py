@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -392,16 +393,17 @@ def test_runs_have_entries_of_their_own(pair: Pair) -> None:
     assert pair.here.scheduler.kv_pool._layout in names
 
 
-@pytest.mark.parametrize("name", ["paceline_invariant", "paceline_linear"])
-def test_engines_of_other_bits_have_entries_of_their_own(pair: Pair, name: str) -> None:
+def test_engines_of_other_bits_have_entries_of_their_own(pair: Pair) -> None:
     from paceline.engine.kv.connector import name_layout, worker_end
 
     end = worker_end()
     assert end is not None
     config = copy.copy(pair.here.vllm_engine.vllm_config)
-    own = name_layout(config, end.blocks, None)
-    config.additional_config = config.additional_config | {name: not config.additional_config[name]}
-    assert name_layout(config, end.blocks, None) != own
+    own, names = config.additional_config, set()
+    for invariant, kernel in itertools.product((False, True), ("paceline", "paceline-dot", "vllm")):
+        config.additional_config = own | {"paceline_invariant": invariant, "paceline_linear": kernel}
+        names.add(name_layout(config, end.blocks, None))
+    assert len(names) == 6
 
 
 def test_a_process_has_one_pool(pair: Pair) -> None:

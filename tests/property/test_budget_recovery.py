@@ -13,12 +13,12 @@ from paceline.engine.model_steering import ModelSteering
 from paceline.planning.budget import BudgetSnapshot, BudgetState, decide, expected_accepted, update
 from paceline.types import DraftGrowth, Float32Array, Float64Array, StepObservation
 
-DEPTH = 16
+DEPTH = BudgetSettings().max_draft_tokens
 WARM, BUSY, RECOVERY, JUDGED = 300, 400, 256, 256
 BOUND = 0.03
 READING_S = 0.0001
 """What the drafter takes to read a token of many at once: about a tenth of what the target takes."""
-SETTINGS = BudgetSettings(max_draft_tokens=DEPTH)
+SETTINGS = BudgetSettings()
 
 
 def target_s(num_tokens: int) -> float:

@@ -10,7 +10,8 @@ import pytest
 from timed_rollouts import decode_step, plain_rollout
 
 from budget import check_rows  # isort: skip
-from bounds import DraftPrice, clairvoyant_steps, count_hits, fit_clock, steps_s, wasted_s  # isort: skip
+from bounds import DraftPrice, clairvoyant_steps, count_hits, fit_clock, steps_s, tail_steps_s, wasted_s  # isort: skip
+from clock import StepClock  # isort: skip
 from comparison import Bound, add_bound, add_rival, check_bars, summarise  # isort: skip
 from plain_time import PlainTime  # isort: skip
 from rollouts import Timed  # isort: skip
@@ -133,6 +134,14 @@ def test_clairvoyant_verifies_what_will_be_accepted() -> None:
     # Of 9 tokens one comes from prefill; 3 + 3 + 2 follow, the last never drafted. Of 4: 3 in one step.
     assert [step[:2] for step in steps] == [(2, 6), (1, 3), (1, 2)]
     assert steps[0][2] == 2 * 4
+
+
+def test_the_clairvoyant_tail_is_where_the_last_responses_run_alone() -> None:
+    """Of eight responses the tail begins when seven have ended."""
+    run, clock = plain_rollout([9, 4, 4, 4, 4, 4, 4, 4]), StepClock(np.array([1.0, 0.1, 0, 0, 0, 0, 0]))
+    steps = [(8, 16, 64), (2, 4, 20), (1, 3, 12), (1, 2, 15)]
+    assert tail_steps_s(run, clock, steps) == pytest.approx(1.3 + 1.2)
+    assert tail_steps_s(plain_rollout([9]), clock, steps[2:]) == 0.0
 
 
 def test_the_drafter_has_its_price() -> None:

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import pytest
 from timed_rollouts import plain_rollout
 
+from bounds import Clairvoyant  # isort: skip
 import speed  # isort: skip
 from rollouts import System, Timed, Work  # isort: skip
 
@@ -59,7 +60,9 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setattr(FakeEngine, "most_alive", 0)
     monkeypatch.setattr(speed.Bench, "start", lambda self, system: FakeEngine(system))
     monkeypatch.setattr(
-        speed, "clairvoyant_s", lambda off, *_: (off.wall_s * 0.95 / 2.1, off.wall_s * 0.95 / 2.05)
+        speed,
+        "play_clairvoyant",
+        lambda off, *_: Clairvoyant(off.wall_s * 0.95 / 2.1, off.wall_s * 0.95 / 2.05, off.tail_s / 3),
     )
 
     def make(*words: str) -> Any:
@@ -95,6 +98,7 @@ def test_the_best_two_settings_are_the_rivals_of_a_case(bench: Any) -> None:
     assert row["over_best_rival"] == pytest.approx(2.0 / 1.6, rel=0.03)
     assert row["share_of_clairvoyant"] == pytest.approx(2.0 / 2.1)
     assert row["clairvoyant_paid"] == pytest.approx(2.05)
+    assert row["clairvoyant_tail"] == pytest.approx(3.0 * 0.95)
     assert rows["paceline_off"]["equal"] is True
 
 
@@ -148,7 +152,8 @@ def test_tuning_prompts_are_never_measured(bench: Any) -> None:
     assert not tuned & measured
 
 
-def test_trials_with_other_linear_layers_are_refused(tmp_path: Path) -> None:
+def test_trials_with_other_linear_layers_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speed, "best_linear_kernel", lambda: "paceline")
     file = tmp_path / "tuned.json"
     file.write_text(json.dumps({"tuning": speed.Tuning(kernels="paceline").write()}))
     speed.check_kernels(speed.parse_options(["--reuse-tuning", str(file), "--rival-kernels", "paceline"]))
@@ -156,3 +161,9 @@ def test_trials_with_other_linear_layers_are_refused(tmp_path: Path) -> None:
         speed.check_kernels(speed.parse_options(["--reuse-tuning", str(file)]))
     file.write_text(json.dumps({"rivals": {}, "scores": {}}))  # as written before there was a choice
     speed.check_kernels(speed.parse_options(["--complete-tuning", str(file)]))
+
+
+def test_linear_layers_that_paceline_has_not_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speed, "best_linear_kernel", lambda: "vllm")
+    with pytest.raises(SystemExit, match="Paceline itself uses vLLM's"):
+        speed.check_kernels(speed.parse_options(["--rival-kernels", "paceline"]))

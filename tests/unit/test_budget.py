@@ -282,7 +282,7 @@ def test_arrays_must_fit_the_batch() -> None:
         {"bandit_batch_sizes": (1, 4)},
         {"bandit_batch_sizes": (1, 4, 4, 33)},
         {"bandit_strategies": ((2, 0, 4),), "bandit_batch_sizes": (1,)},
-        {"policy": "bandit", "bandit_strategies": ((17, 1, 4),), "bandit_batch_sizes": (1,)},
+        {"policy": "bandit", "bandit_strategies": ((33, 1, 4),), "bandit_batch_sizes": (1,)},
         {"unknown": 1},
     ],
 )

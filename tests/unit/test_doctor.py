@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from paceline.commands.doctor import findings
 from paceline.commands.doctor.command import _look
 from paceline.commands.doctor.findings import Finding, cpu_quota, fits, look_at_environment
 from paceline.commands.doctor.invariance_check import Way
@@ -94,3 +95,22 @@ def test_a_machine_without_a_compiler_is_checked_eager_alone(monkeypatch: pytest
     )
     assert len(list(_look({}, quick=False))) > len(findings)
     assert set(checked) == {False, True}
+
+
+@pytest.mark.parametrize(
+    ("kernel", "built", "state"),
+    [
+        ("paceline-dot", True, "ok"),
+        ("paceline-dot", False, "fail"),
+        ("paceline", False, "ok"),
+        ("vllm", False, "ok"),
+    ],
+)
+def test_a_kernel_that_was_not_built_is_found(
+    kernel: str, built: bool, state: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(findings, "best_linear_kernel", lambda: kernel)
+    monkeypatch.setattr("paceline._linear.HAS_DOT", built)
+    found = findings._look_at_kernels("machine")
+    assert found.state == state
+    assert bool(found.remedy) == (state != "ok")

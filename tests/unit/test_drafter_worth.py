@@ -49,7 +49,7 @@ def test_the_floor_is_the_price_of_a_place_in_the_step() -> None:
 
 
 def test_a_level_costs_its_time_in_tokens() -> None:
-    costs = level_costs(64, 0.002, timed(0.001, 0.0001))
+    costs = level_costs(64, 0.002, timed(0.001, 0.0001), timed(0.02, 0.001))
     assert costs.shape == (65,)
     assert costs[64] == pytest.approx((0.001 + 0.0064) / 0.002, rel=0.05)
     assert (np.diff(costs) >= 0).all()
@@ -119,9 +119,19 @@ def test_a_trial_of_one_request_is_not_cut_short() -> None:
 
 
 def test_a_level_for_a_sample_costs_its_share_of_one_for_all() -> None:
-    level_time = timed(0.001, 0.0001)
-    costs, sampled = level_costs(64, 0.002, level_time), level_costs(64, 0.002, level_time, 16)
+    level_time, step_time = timed(0.001, 0.0001), timed(0.001, 0.001)
+    costs, sampled = (level_costs(64, 0.002, level_time, step_time, most) for most in (None, 16))
     assert sampled[16] == pytest.approx(costs[64] / 4)
+
+
+def test_a_level_for_all_that_was_timed_on_a_busy_machine_does_not_end_a_trial() -> None:
+    """After a rest only levels for a sample are timed; the target's step says how much more one for all can take."""
+    level_time = timed(0.001, 0.0001)
+    for _ in range(64):
+        level_time = update_measured_time(level_time, 64, 0.2)
+    step_time = timed(0.02, 0.001)
+    sampled = level_costs(64, 0.002, level_time, step_time, 8)
+    assert sampled[8] < level_costs(64, 0.002, level_time, step_time)[64] / 8 / 5
 
 
 def test_a_shrunken_batch_ends_a_rest_where_the_drafter_is_not_known_to_lose() -> None:

@@ -474,3 +474,9 @@ def test_under_a_fixed_budget_a_model_drafts_so_many_tokens_and_never_rests() ->
         drafter="none", model_drafter="somewhere", budget=BudgetSettings(policy="fixed", fixed_tokens=0)
     )
     assert FastLoop(none).order() is None
+
+
+def test_the_budget_verifies_what_the_engine_may_draft() -> None:
+    """Two limits have the same default: with a lower one the other would do nothing."""
+    settings = EngineSettings()
+    assert settings.budget.max_draft_tokens == settings.max_draft_tokens

@@ -3,8 +3,8 @@
 vLLM's CPU backend multiplies through oneDNN, which on such CPUs uses the bfloat16 dot product. Most of Intel's cores
 begin one of these in two cycles, and four float32 multiply-adds in the same time; there `paceline._linear` widens the
 weights in registers. AMD's begin one in every cycle; there it uses the dot product too, and reads the weights while it
-multiplies. Each output is one chain of multiply-adds in the order of the inputs, whatever else is in the
-batch, so measure 2 of invariance.py is not needed for these layers. Layers of other dtypes, fused experts and quantised
+multiplies. Each output is one chain of multiply-adds in a fixed order, whatever else is in the batch, so measure 2 of
+invariance.py is not needed for these layers. Layers of other dtypes, fused experts and quantised
 layers keep vLLM's kernels. (docs/decisions/0038-linear-layers.md)
 """
 
@@ -29,9 +29,13 @@ def pack(weight: torch.Tensor, dot: bool = False) -> torch.Tensor:
     """A weight [outputs, inputs] in panels of 32 outputs, the last one filled up with zeros.
 
     Returns [panels, inputs, 16, 2], the two being outputs; with dot, for an even number of inputs,
-    [panels, inputs / 2, 2, 16, 2], the last two being inputs.
+    [panels, inputs / 2, 2, 16, 2], the last two being inputs. Raises ValueError for an odd number of these.
     """
     outputs, inputs = weight.shape
+    if dot and inputs % 2:
+        raise ValueError(
+            f"the dot product takes two inputs at a time, the layer has {inputs}: pack it without"
+        )
     filled = torch.nn.functional.pad(weight, (0, 0, 0, -outputs % PANEL))
     if dot:
         return filled.reshape(-1, 2, PANEL // 2, inputs // 2, 2).permute(0, 3, 1, 2, 4).contiguous()
@@ -43,7 +47,8 @@ def check_kernel(name: str) -> None:
     if name == "paceline-dot" and not HAS_DOT:
         raise ConfigError(
             "linear_kernel='paceline-dot' needs a processor, and a compiler at installation, with AVX-512's bfloat16 "
-            "dot product (avx512_bf16): use 'paceline', or leave it unset"
+            "dot product (avx512_bf16): give all engines of the run 'paceline' or 'vllm' (unset, the processor that "
+            "makes the settings decides)"
         )
 
 
@@ -51,8 +56,10 @@ def check_kernel(name: str) -> None:
 def replacing_kernels(kernel: LinearKernel) -> Iterator[None]:
     """While inside, what vLLM loads gets these layers where its weights are bfloat16 matrices.
 
-    With paceline-dot, layers with an odd number of inputs keep vLLM's kernels; with vllm, all do.
+    With paceline-dot, layers with an odd number of inputs keep vLLM's kernels; with vllm, all do. Raises ConfigError
+    where the processor lacks what the kernel needs.
     """
+    check_kernel(kernel)
     if kernel == "vllm":
         yield
         return
@@ -89,6 +96,8 @@ def _linear(
     x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, outputs: int, dot: bool = False
 ) -> torch.Tensor:
     inputs, wanted = x.shape[-1], packed.shape[1] * (2 if dot else 1)
+    if outputs > packed.shape[0] * PANEL:
+        raise ValueError(f"{packed.shape[0]} panels of {PANEL} outputs cannot give {outputs}")
     if inputs != wanted or (bias is not None and len(bias) != outputs):
         raise ValueError(
             f"a layer of {wanted} inputs and {outputs} outputs got {inputs} inputs"

@@ -86,18 +86,14 @@ class ModelSteering:
         )
 
     def _share_of_cost(self, batch: int, step_time: StepTimeModel) -> float:
-        """What the drafts took; for a sample of the requests its part of drafting, and of reading, for all.
-
-        What a level for all takes may be known from before the rest alone; the target's step, which is the same
-        arithmetic and grows no slower, was measured since. The smaller growth counts: the trial goes on with all
-        requests only if the sample says so, and measures then.
-        """
+        """What the drafts took; for a sample of the requests its part of drafting, and of reading, for all."""
         if not 0 < self._num_drafting < batch:
             return self._drafting_s
-        sizes = np.array([batch, self._num_drafting])
-        level_s, step_s = predict_s(self._level_time, sizes), predict_s(step_time, sizes)
-        growth = float(min(level_s[0] / level_s[1], step_s[0] / step_s[1]))
-        return self._drafting_s * growth * self._num_drafting / batch + self._reading_s / self._rest.last
+        sample = np.array([self._num_drafting])
+        share = self._num_drafting / batch
+        all_s = drafter_worth.scale_up(self._level_time, step_time, sample, 1 / share)
+        growth = float((all_s / predict_s(self._level_time, sample))[0])
+        return self._drafting_s * growth * share + self._reading_s / self._rest.last
 
     def advance(self, batch: int, step_time: StepTimeModel) -> bool:
         """Go on to the next step; returns whether the drafter works after it."""
@@ -115,4 +111,8 @@ class ModelSteering:
         token_s = self._worth.token_s(batch) or float(predict_s(step_time, batch)) / batch
         floor = drafter_worth.choose_floor(batch, num_drafted, token_s, step_time, lowest)
         drafting = self._rest.sample or None
-        return floor, drafter_worth.level_costs(batch, token_s, self._level_time, drafting), drafting
+        return (
+            floor,
+            drafter_worth.level_costs(batch, token_s, self._level_time, step_time, drafting),
+            drafting,
+        )

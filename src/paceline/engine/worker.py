@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -117,9 +117,12 @@ class PacelineWorker(platform_worker()):  # type: ignore[misc]
 
     def _kernels(self) -> AbstractContextManager[None]:
         """Around everything that packs weights: whose kernels the linear layers get."""
+        kernel = compiled.linear_kernel(self.vllm_config)
+        if kernel == "vllm":  # as on a GPU
+            return nullcontext()
         from paceline.engine.linear import replacing_kernels
 
-        return replacing_kernels(compiled.linear_kernel(self.vllm_config))
+        return replacing_kernels(kernel)
 
     def describe_invariance_gap(self) -> str | None:
         """Which layers batch invariance was wanted for and is not ensured; None: none. Called by `collective_rpc`."""

@@ -22,9 +22,10 @@ from dataclasses import dataclass, field, replace
 from math import isqrt
 
 import numpy as np
+from numpy.typing import NDArray
 
 from paceline.planning.latency import StepTimeModel, predict_s
-from paceline.types import Float32Array
+from paceline.types import Float32Array, Float64Array
 
 HIGHEST_FLOOR = 0.9
 """A draft never has to be surer than this to go on: certainty is what the budget judges, with fresher knowledge."""
@@ -197,15 +198,32 @@ def choose_floor(
 
 
 def level_costs(
-    batch: int, token_s: float, level_time: StepTimeModel, num_drafting: int | None = None
+    batch: int,
+    token_s: float,
+    level_time: StepTimeModel,
+    step_time: StepTimeModel,
+    num_drafting: int | None = None,
 ) -> Float32Array:
     """Accepted tokens that one drafting level over 0, 1, .. `batch` requests must be worth. [batch + 1] float32
 
     num_drafting: requests that stand for all of them in a trial; a level costs each what it would cost among all.
     """
-    scale = batch / num_drafting if num_drafting else 1.0
-    costs = predict_s(level_time, np.arange(batch + 1) * scale) / (scale * token_s)
+    scale, sizes = batch / num_drafting if num_drafting else 1.0, np.arange(batch + 1)
+    costs = scale_up(level_time, step_time, sizes, scale) / (scale * token_s)
     return costs.astype(np.float32)  # type: ignore[no-any-return]
+
+
+def scale_up(
+    level_time: StepTimeModel, step_time: StepTimeModel, sizes: NDArray[np.integer], scale: float
+) -> Float64Array:
+    """Seconds of a drafting level over `scale` times as many requests as `sizes`, told by one over so many.
+
+    What a level over more takes may be known from before a rest alone, when the machine was busy; the target's step,
+    which is the same arithmetic and grows no slower, was measured since. The smaller growth counts: a trial goes on
+    with more requests only if the smaller one says so, and measures then.
+    """
+    growth = predict_s(step_time, sizes * scale) / predict_s(step_time, np.maximum(sizes, 1))
+    return np.minimum(predict_s(level_time, sizes * scale), predict_s(level_time, sizes) * growth)
 
 
 def choose_depth(path: Float32Array, floor: float, costs: Float32Array, longest: int) -> int:

@@ -24,7 +24,7 @@ from paceline.record import describe_machine
 
 State = Literal["ok", "note", "warn", "fail"]
 
-NATIVE = ("paceline._dice", "paceline._suffix", "paceline._decoder")
+NATIVE = ("paceline._dice", "paceline._suffix", "paceline._tree", "paceline._decoder", "paceline._linear")
 CUDA_COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
 EXTRAS = {"trl": "trainers", "datasets": "trainers", "ray": "fleet"}
 """Optional packages and the extra of Paceline that installs them."""
@@ -195,6 +195,17 @@ def _look_at_companions(area: str) -> Iterator[Finding]:
         )
 
 
+def _look_at_kernels(area: str) -> Finding:
+    """Whose linear layers a bfloat16 target has by default, and whether they were built."""
+    kernel, name = best_linear_kernel(), "linear layers in bfloat16"
+    if kernel == "paceline-dot" and not importlib.import_module("paceline._linear").HAS_DOT:
+        found = "the processor has the bfloat16 dot product, the compiler at installation had not"
+        return Finding(
+            area, name, "fail", found, f"{REINSTALL}, with GCC 12 or later; or set linear_kernel='vllm'"
+        )
+    return Finding(area, name, "ok", LINEAR_KERNELS[kernel])
+
+
 def look_at_machine() -> Iterator[Finding]:
     """Processor and its features, cores, memory, GPUs."""
     area = "machine"
@@ -203,7 +214,7 @@ def look_at_machine() -> Iterator[Finding]:
     known = ", ".join(name for name in CPU_FEATURES if name in features) or "none of those known"
     yield Finding(area, "processor", "ok", f"{machine.cpu} ({known})")
     if is_cpu_build():
-        yield Finding(area, "linear layers in bfloat16", "ok", LINEAR_KERNELS[best_linear_kernel()])
+        yield _look_at_kernels(area)
     if is_cpu_build() and platform.machine() == "x86_64" and features and "avx2" not in features:
         yield Finding(
             area, "avx2", "fail", "missing; vLLM's CPU backend needs it", "use a machine with AVX2 or AVX-512"

@@ -89,7 +89,7 @@ Compiled = Annotated[
 LinearKernel = Annotated[
     processor.LinearKernel | None,
     typer.Option(
-        help="Whose linear layers a bfloat16 model has on a CPU; unset: by the processor. The two differ in the last "
+        help="Whose linear layers a bfloat16 model has on a CPU; unset: by the processor. They differ in the last "
         "bits of logits: a file is resumed with its own.",
         rich_help_panel="Engine",
     ),
