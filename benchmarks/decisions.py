@@ -4,7 +4,8 @@ Processor time, the fastest of five, one core: a busy machine does not make a de
 placement on 512 GPUs, reconfiguration of 1000 requests, racers for 10^4 requests, 10^4 dispatch decisions, and what the
 fleet's controller takes to hear of 10^4 ended chunks and give out the next ones, of 10^4 and 10^5 responses, and of the
 time four times a second. And what an engine step spends on its draft worker, telling and hearing all and deciding
-whether to wait, at 1 and 128 responses: the engine thread's time, median of 200 steps. Before each measurement the
+whether to wait, at 1 and 128 responses: the engine thread's time, median of 200 steps. `limit_ms` is what each should
+take at most; a row above it misses its limit. Before each measurement the
 processor's caches are filled with something else, as a target fills them.
 """
 

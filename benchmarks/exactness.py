@@ -2,8 +2,9 @@
 
 The reference is the same engine without drafts, all responses in one batch. Each case generates the same requests
 (prompts, keys) in another way: suffix and model drafts, garbage drafts of ragged length, small batches, chunks that
-are submitted again. `logits_different` counts accepted tokens whose raw logits differ in any bit. The next cases have
-batch invariance off; there diverged tokens are counted per response from its first difference on.
+are submitted again. `logits_different` counts accepted tokens whose raw logits differ in any bit. The next cases are
+the control (`invariant` false): the same with batch invariance off and vLLM's own linear kernels, in a process of its
+own in which nothing has been made invariant. Diverged tokens are counted per response from its first difference on.
 
 The last cases are drafters that run ahead, and help between workers. They are compared with plain decoding in another
 process, rollout by rollout, until there are `--least-tokens` tokens and enough of what the case is about (`counts`), or
@@ -38,10 +39,12 @@ from harness import Child, parser, publish, save
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests/engine"))
 COLUMNS = (
-    "case", "dtype", "tokens", "diverged_tokens", "per_million", "logits_different", "accepted_drafts", "share",
-    "changes", "counts",
+    "case", "dtype", "invariant", "tokens", "diverged_tokens", "per_million", "logits_different", "accepted_drafts",
+    "share", "changes", "counts",
 )  # fmt: skip
 CHUNK_TOKENS = 48
+SPLIT_KV = "VLLM_CPU_ATTN_SPLIT_KV"
+"""What an invariant engine sets in the environment (engine/invariance.py)."""
 RUNNING = {"decoupled": 8, "enumeration": 2, "races": 4, "role changes": 2}
 """Responses that run at once; of a fleet, in the tail."""
 LEAST_SHARE = 0.1
@@ -68,12 +71,14 @@ class Bench:
     def __init__(self, options: argparse.Namespace, dtype: str, invariant: bool) -> None:
         from paceline.config import BudgetSettings, EngineSettings
         from paceline.engine.rollout_engine import RolloutEngine
+        from paceline.processor import best_linear_kernel
 
         self.options = options
         self.settings = EngineSettings(
             model_drafter=options.drafter,
             max_draft_tokens=8,
             batch_invariant=invariant,
+            linear_kernel=best_linear_kernel() if invariant else "vllm",
             budget=BudgetSettings(policy="fixed", fixed_tokens=8),
         )
         self.engine = RolloutEngine(
@@ -151,7 +156,7 @@ def diverged(one: tuple[int, ...], other: tuple[int, ...]) -> int:
 
 
 def measure(
-    options: argparse.Namespace, dtype: str, cases: dict[str, Callable[..., Any]], invariant: bool
+    options: argparse.Namespace, dtype: str, names: list[str], invariant: bool
 ) -> list[dict[str, Any]]:
     """The rows of cases that share an engine."""
     from recorded_logits import recorded
@@ -163,14 +168,15 @@ def measure(
     tokens = sum(len(response.tokens) for response in reference)
     print(f"{dtype}: {tokens} tokens to compare", file=sys.stderr, flush=True)
     rows = []
-    for case, generate in cases.items():
+    for case in names:
         with recorded(bench.engine) as found:
-            responses = generate(bench, requests)
+            responses = (CASES | WITHOUT_INVARIANCE)[case](bench, requests)
         lost = sum(diverged(a.tokens, b.tokens) for a, b in zip(reference, responses, strict=True))
         rows.append(
             {
                 "case": case,
                 "dtype": dtype,
+                "invariant": invariant,
                 "tokens": tokens,
                 "diverged_tokens": lost,
                 "per_million": 1e6 * lost / tokens,
@@ -181,6 +187,29 @@ def measure(
         print(rows[-1], file=sys.stderr, flush=True)
     bench.engine.close()
     return rows
+
+
+def make_control(options: argparse.Namespace, dtype: str) -> Callable[[list[str]], list[dict[str, Any]]]:
+    """The control, for a process of its own; returns what measures its cases."""
+    os.environ.pop(SPLIT_KV, None)  # an invariant engine of the parent has set it
+
+    def measure_control(names: list[str]) -> list[dict[str, Any]]:
+        return measure(options, dtype, names, invariant=False)
+
+    return measure_control
+
+
+def compare_batches(options: argparse.Namespace, dtype: str) -> Iterator[list[dict[str, Any]]]:
+    """The rows of the cases that one engine can show, and those of their control."""
+    names = [case for case in CASES if case in options.rows]
+    if names:
+        yield measure(options, dtype, names, invariant=True)
+    names = [case for case in WITHOUT_INVARIANCE if case in options.rows]
+    if names:
+        control = Child("control", make_control, options, dtype)
+        control.ready()
+        yield control.call(names)
+        control.close()
 
 
 @dataclass(frozen=True)
@@ -351,11 +380,9 @@ def main() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     rows: list[dict[str, Any]] = []
     for dtype in options.dtypes:
-        for invariant, known in ((True, CASES), (False, WITHOUT_INVARIANCE)):
-            cases = {case: generate for case, generate in known.items() if case in options.rows}
-            if cases:
-                rows += measure(options, dtype, cases, invariant)
-                save("exactness", rows, options)
+        for found in compare_batches(options, dtype):
+            rows += found
+            save("exactness", rows, options)
         for case in MECHANISMS:
             if case in options.rows:
                 rows.append(compare(case, dtype, options))

@@ -131,6 +131,103 @@ def list_drafting(rows: Rows) -> str:
     return format_table(("recorded responses", *DRAFTERS.values()), lines)
 
 
+def list_scheduling(rows: Rows) -> str:
+    """Orders of dispatch on a live fleet."""
+    made = rows("fleet")
+    has_means = all("mean_ratio" in row for row in made)
+    lines = [
+        (
+            f"`{row['case']}`",
+            f"{row['tokens_per_s']:.0f}",
+            f"{row['ratio']:.2f}{_show_range(row['ratio_range'])}",
+            f"{row['over_oracle']:.2f}",
+            *((f"{row['mean_ratio']:.2f}",) if has_means else ()),
+            f"{row['tail_s']:.1f}",
+            f"{row['tail_ratio']:.2f}",
+            f"{row['preemptions']:,d}",
+            "yes" if row["equal"] else "no",
+        )
+        for row in made
+    ]
+    means = ("time until a response is finished, against `group`",) if has_means else ()
+    tail = ("tail s", "tail against `group`", "preempted", "tokens equal")
+    return format_table(("variant", "tokens/s", "against `group`", "against `oracle`", *means, *tail), lines)
+
+
+def list_simulated_scheduling(rows: Rows) -> str:
+    """Orders of dispatch against the oracle, simulated."""
+    made, lines = rows("scheduling"), []
+    for preset in in_presets(made):
+        title = load_scenario(preset).title
+        for row in (row for row in made if row["preset"] == preset):
+            cells = [
+                text
+                for name in ("context", "even")
+                for text in (
+                    f"{row[f'{name}_over_group']:.2f}",
+                    f"{row[f'{name}_over_oracle']:.2f} ({row[f'{name}_least_over_oracle']:.2f})",
+                )
+            ]
+            lines.append((title, str(row["groups_per_worker"]), *cells))
+            title = ""
+    orders = [
+        f"`{name}` {over}" for name in ("context", "even") for over in ("over groups", "over the oracle")
+    ]
+    return format_table(("preset", "groups per worker", *orders), lines)
+
+
+def list_driver_load(rows: Rows) -> str:
+    """The share of a core that a fleet costs its driver, Ray's part included."""
+    found = {row["case"]: row["value"] for row in rows("driver_load")}
+    own = found["64 workers x 128 chunks at 100 ms"] / 100
+    ray = found["Ray brings a report of 128 growths"] * 1e-6 * REPORTS_PER_S
+    lines = [
+        ("Paceline: reports read, heard and journalled", f"{own:.0%}"),
+        (f"Ray: {REPORTS_PER_S} reports a second brought", f"{ray:.0%}"),
+        ("both", f"**{own + ray:.0%}**"),
+    ]
+    return format_table(("the driver's processor time", "of one core"), lines)
+
+
+def list_decisions(rows: Rows) -> str:
+    """What each decision takes beside the limit that we set for it."""
+    lines = [
+        (
+            row["case"],
+            f"{row['ms']:.3g}",
+            f"{row['limit_ms']:g}",
+            "yes" if row["ms"] <= row["limit_ms"] else "**no**",
+        )
+        for row in rows("decisions")
+    ]
+    return format_table(("decision", "ms", "limit", "met"), lines)
+
+
+def tell_control(rows: Rows) -> str:
+    """What diverges without batch invariance; that it is not known, while no file has rows of the control."""
+    control = [row for row in rows("exactness") if row.get("invariant") is False]
+    if not control:
+        return "How often that happens without invariance has to be measured again."
+    if not any(row["logits_different"] for row in control):
+        tokens = sum({row["dtype"]: row["tokens"] for row in control}.values())
+        return (
+            f"How often depends on processor, model and batch: in our last run without invariance ({tokens:,d} tokens on "
+            "the CPU, `benchmarks/exactness.py`) vLLM's own kernels gave the same bits in every batch, so it shows none."
+        )
+    worst = {
+        dtype: max((row for row in control if row["dtype"] == dtype), key=lambda row: row["per_million"])
+        for dtype in dict.fromkeys(row["dtype"] for row in control)
+    }
+    parts = [
+        f"{row['per_million']:.0f} of a million tokens in {dtype} ({row['diverged_tokens']:,d} of {row['tokens']:,d})"
+        for dtype, row in worst.items()
+    ]
+    return (
+        f"Without invariance, and with vLLM's linear kernels, up to {' and '.join(parts)} came behind a place where a "
+        "response parted ways with plain decoding (on the CPU, `benchmarks/exactness.py`)."
+    )
+
+
 def _list_cases(rows: Sequence[dict[str, Any]]) -> str:
     compiled = [row for row in rows if row["mode"] == "compiled"]
     found = {(row["case"], row["system"]): row for row in compiled}
@@ -185,6 +282,8 @@ DRAFTERS = {
     "paceline, groups apart": "without shared counts",
     "n-gram lookup": "n-gram lookup",
 }
+REPORTS_PER_S = 640
+"""Of 64 workers, ten times a second."""
 RECORDED = {
     "grpo_gsm8k_tools_64x16:8": "GRPO step, 8 groups of 16",
     "grpo_gsm8k_tools_64x16:64": "GRPO step, 64 groups of 16",
@@ -201,4 +300,9 @@ TABLES: dict[str, Callable[[Rows], str]] = {
     "papers.plans": list_plans,
     "simulated_live": list_live,
     "drafting": list_drafting,
+    "fleet": list_scheduling,
+    "scheduling": list_simulated_scheduling,
+    "driver_load": list_driver_load,
+    "decisions": list_decisions,
+    "exactness.control": tell_control,
 }

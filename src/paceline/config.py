@@ -136,8 +136,8 @@ class EngineSettings(Section):
 
     suffix_memory_bytes: int = Field(default=1 << 30, ge=1 << 20)
     """Memory bound of all suffix trees; whole groups are dropped, least recently used first. The lookup drafter's bound
-    too: each of its indices has the same share and forgets its oldest n-grams when it grows beyond that; prompts keep
-    theirs."""
+    too, for its texts and its one index of their n-grams together: the n-grams noted longest ago go first, prompts'
+    included, and where the texts alone take more than half of it, everything is forgotten at once."""
 
     draft_servers: tuple[str, ...] = ()
     """Addresses of draft servers (`paceline draft-server`), the same for every worker: responses of a group draft from

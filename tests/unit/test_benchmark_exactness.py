@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from argparse import Namespace
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -34,6 +38,35 @@ def test_a_row_counts_only_with_enough_of_its_mechanism(
     case: str, found: dict[str, int], counts: bool
 ) -> None:
     assert exactness.is_enough(case, Counter(found), 500) is counts
+
+
+def test_the_control_has_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        exactness,
+        "measure",
+        lambda options, dtype, names, invariant: [{"case": name, "invariant": invariant} for name in names],
+    )
+    built = []
+
+    class InThisProcess:
+        def __init__(self, name: str, make: Callable[..., Any], *args: Any) -> None:
+            monkeypatch.setenv(exactness.SPLIT_KV, "0")  # as it is inherited
+            self.call = make(*args)
+            built.append(name)
+            assert exactness.SPLIT_KV not in os.environ
+
+        def ready(self) -> None: ...
+
+        def close(self) -> None: ...
+
+    monkeypatch.setattr(exactness, "Child", InThisProcess)
+    control = "suffix and model drafts, invariance off"
+    options = Namespace(rows=["garbage drafts", control])
+    assert list(exactness.compare_batches(options, "float32")) == [
+        [{"case": "garbage drafts", "invariant": True}],
+        [{"case": control, "invariant": False}],
+    ]
+    assert built == ["control"]
 
 
 def test_tokens_behind_the_first_difference_have_diverged() -> None:

@@ -113,3 +113,40 @@ def test_a_table_is_written_whole(root: Path, monkeypatch: pytest.MonkeyPatch) -
     assert not complaints
     assert text == "<!--table speed.cases-->\n\n8x16\n8x16\n2x4\n\n<!--/table-->\n"
     assert fill_numbers.fill(text, results)[0] == text
+
+
+def table(name: str, rows: list[dict[str, Any]]) -> str:
+    return fill_numbers.TABLES[name](lambda source: rows)
+
+
+def test_the_control_is_told_only_where_it_was_measured() -> None:
+    row = {
+        "dtype": "float32",
+        "diverged_tokens": 3,
+        "tokens": 100_000,
+        "per_million": 30.0,
+        "logits_different": 9,
+    }
+    assert "measured again" in table("exactness.control", [row, row | {"invariant": True}])
+    rows = [row | {"invariant": False}, row | {"invariant": False, "diverged_tokens": 5, "per_million": 50.0}]
+    assert "50 of a million tokens in float32 (5 of 100,000)" in table("exactness.control", rows)
+    same = row | {"invariant": False, "diverged_tokens": 0, "per_million": 0.0, "logits_different": 0}
+    told = table("exactness.control", [same, same, same | {"dtype": "bfloat16"}])
+    assert "(200,000 tokens on the CPU" in told
+    assert "so it shows none" in told
+
+
+def test_the_drivers_share_of_a_core_has_rays_part_in_it() -> None:
+    rows = [
+        {"case": "64 workers x 128 chunks at 100 ms", "value": 30.0},
+        {"case": "Ray brings a report of 128 growths", "value": 500.0},
+    ]
+    assert table("driver_load", rows).endswith("| both | **62%** |")
+
+
+def test_a_missed_limit_is_said() -> None:
+    rows = [{"case": "one", "ms": 0.4, "limit_ms": 0.3}, {"case": "other", "ms": 7.0, "limit_ms": 50.0}]
+    assert table("decisions", rows).splitlines()[2:] == [
+        "| one | 0.4 | 0.3 | **no** |",
+        "| other | 7 | 50 | yes |",
+    ]

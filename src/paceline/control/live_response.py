@@ -176,6 +176,9 @@ class LiveResponse:
     def finish(self, finish_reason: str, policy_version: int, failure: str | None = None) -> Response:
         """The finished response. A step brings one token and the accepted drafts. failure: why it has failed, if it
         has.
+
+        Its tuples of Python numbers take about 70 bytes a token, where `tokens` and `logprobs` take 8: whoever keeps
+        many keeps those.
         """
         request = self.request
         assert request.key is not None

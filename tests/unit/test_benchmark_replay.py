@@ -1,0 +1,46 @@
+"""Replays of recorded responses: every policy ends with the same tokens, and suffix trees draft without a model."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+import replay
+from recording import DEPTH, Clock, Rollout
+
+SAMPLES, LENGTH = 4, 96
+
+
+@pytest.fixture
+def rollout() -> Rollout:
+    """One group, whose responses all count alike."""
+    response = np.arange(LENGTH, dtype=np.int32) % 24
+    drafts = np.zeros((SAMPLES, LENGTH, DEPTH))
+    return Rollout(
+        prompts=[(30, 31, 32)] * SAMPLES,
+        keys=[2**63 + number for number in range(SAMPLES)],
+        groups=[7] * SAMPLES,
+        responses=[response.copy() for _ in range(SAMPLES)],
+        tokens=drafts.astype(np.int32),
+        cells=drafts.astype(np.int16),
+        max_tokens=LENGTH,
+        measured_s={},
+    )
+
+
+def test_suffix_trees_alone_draft_what_responses_repeat(rollout: Rollout) -> None:
+    step = np.array([0.02, 1e-4, 1e-4, 1e-4, 1e-5, 1e-6, 1e-6])
+    recorded = replay.Replay(rollout, Clock(step, np.zeros(3)))
+    policy = replay.Policy(replay.SUFFIX, "no drafter is loaded")
+    plain = replay.Policy("off", "no drafter is loaded").play(recorded)
+    assert (plain.num_steps, plain.num_drafted) == (LENGTH - 1, 0)
+    for _ in range(2):  # what was learned of acceptance stays, the responses do not
+        found = policy.play(recorded)
+        assert found.num_accepted > LENGTH
+        assert found.num_decoded + found.num_accepted == SAMPLES * (LENGTH - 1)
+        assert found.wall_s < plain.wall_s
