@@ -105,11 +105,39 @@ def list_live(rows: Rows) -> str:
 
 
 def list_speed(rows: Rows) -> str:
-    """Group rollouts, compiled: vLLM's best tuned speculation and Paceline, times as fast as plain vLLM.
+    """Group rollouts, compiled: vLLM's best tuned speculation and Paceline, times as fast as plain vLLM."""
+    return _list_cases(rows("speed"))
 
-    The small cases are of a later run, with rivals tuned on its machine.
-    """
-    return _list_cases([*rows("speed_few"), *(row for row in rows("speed") if row["case"] == "8x16")])
+
+def list_intel_speed(rows: Rows) -> str:
+    """The same on another kind of processor; the small cases with rivals tuned there."""
+    return _list_cases([*rows("speed_intel_few"), *rows("speed_intel")])
+
+
+def list_bars(rows: Rows) -> str:
+    """What was to be reached and what was."""
+    lines = []
+    for bar in rows("speed.bars"):
+        share = "share" in bar["bar"]
+        numbers = (f"{100 * x:.0f} %" if share else f"{x:.2f}" for x in (bar["needed"], bar["reached"]))
+        lines.append(
+            (bar["case"].replace("x", " x "), bar["bar"], *numbers, "met" if bar["met"] else "missed")
+        )
+    return format_table(("case", "what", "aimed at", "reached", ""), lines)
+
+
+def list_bounds(rows: Rows) -> str:
+    """How much is left above Paceline, and in the tail."""
+    compiled = {(row["case"], row["system"]): row for row in rows("speed") if row["mode"] == "compiled"}
+    lines = []
+    for case in dict.fromkeys(case for case, _ in compiled):
+        full, off = compiled[case, "paceline"], compiled[case, "paceline_off"]
+        figures = [compiled[case, full["best_rival"]]["normalised"], off["ratio"], full["ratio"]]
+        figures += [full[name] for name in BOUNDS]
+        lines.append((case.replace("x", " x "), *("" if one is None else f"{one:.2f}" for one in figures)))
+    return format_table(
+        ("case", "best rival", "Paceline without drafts", "Paceline", *BOUNDS.values()), lines
+    )
 
 
 def list_prose_speed(rows: Rows) -> str:
@@ -211,8 +239,9 @@ def tell_control(rows: Rows) -> str:
     if not any(row["logits_different"] for row in control):
         tokens = sum({row["dtype"]: row["tokens"] for row in control}.values())
         return (
-            f"How often depends on processor, model and batch: in our last run without invariance ({tokens:,d} tokens on "
-            "the CPU, `benchmarks/exactness.py`) vLLM's own kernels gave the same bits in every batch, so it shows none."
+            f"How often depends on processor, model and batch: in our last run without invariance ({tokens:,d} tokens "
+            "on the CPU, `benchmarks/exactness.py`) vLLM's own kernels gave the same bits in every batch, so it shows "
+            "none."
         )
     worst = {
         dtype: max((row for row in control if row["dtype"] == dtype), key=lambda row: row["per_million"])
@@ -275,6 +304,14 @@ def _list_speedups(systems: Sequence[dict[str, Any]], columns: dict[str, str]) -
     return format_table(("preset", *columns), lines)
 
 
+BOUNDS = {
+    "without_waste": "without waste",
+    "clairvoyant_paid": "clairvoyant, paid",
+    "clairvoyant": "clairvoyant",
+    "tail_ratio": "Paceline's tail",
+    "without_waste_tail": "tail without waste",
+    "clairvoyant_tail": "clairvoyant tail",
+}
 DRAFTERS = {
     "arctic default": "Arctic, defaults",
     "arctic best": "Arctic, factor 4, no floor",
@@ -292,6 +329,9 @@ RECORDED = {
 }
 TABLES: dict[str, Callable[[Rows], str]] = {
     "speed": list_speed,
+    "speed_intel": list_intel_speed,
+    "speed.bars": list_bars,
+    "speed.bounds": list_bounds,
     "speed_prose": list_prose_speed,
     "papers.claims": list_claims,
     "papers.counts": list_counts,
