@@ -254,7 +254,8 @@ class Response:
     num_steps: int
     """Engine steps in which the response decoded; acceptance length = new tokens / num_steps."""
     failure: str | None = None
-    """Why the engine gave this response up, and no other; None unless `finish_reason` is "error"."""
+    """Why this response was given up, and no other, to be read behind "response 3"; None unless `finish_reason` is
+    "error"."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,16 @@
-"""Every private door of TRL and transformers that Paceline uses still exists and has the shape we rely on."""
+"""Every private door of TRL and transformers that Paceline uses still exists and has the shape we rely on.
+
+The lists of them (`MODULES`, `TRAINERS_OWN`, `ELSEWHERE`) are complete. Nothing of veRL's is touched.
+"""
 
 from __future__ import annotations
 
+import ast
 import inspect
+import re
+from collections.abc import Iterator
 from dataclasses import fields
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -17,7 +24,11 @@ import trl.trainer.rloo_trainer as rloo
 from trl import GRPOConfig, RLOOConfig
 from trl.generation.vllm_generation import VLLMGeneration
 
+import paceline
+from paceline.engine.doors import has_member
 from paceline.integrations.trl import options
+from paceline.integrations.trl.generation import EngineGeneration
+from paceline.integrations.trl.trainers import EngineTrainer
 
 TRAINERS = [(grpo, grpo.GRPOTrainer), (rloo, rloo.RLOOTrainer)]
 both = pytest.mark.parametrize(("module", "trainer"), TRAINERS, ids=["grpo", "rloo"])
@@ -25,6 +36,80 @@ both = pytest.mark.parametrize(("module", "trainer"), TRAINERS, ids=["grpo", "rl
 
 def names(function: Any) -> list[str]:
     return list(inspect.signature(function).parameters)
+
+
+# -- the lists are complete
+
+MODULES = {grpo.__name__, rloo.__name__}
+"""Imported from below TRL's top."""
+
+TRAINERS_OWN = {
+    *("_calculate_rewards", "_prepare_inputs", "_get_per_token_logps_and_entropies"),
+    *("_metrics", "_buffered_inputs", "_step"),
+    *("vllm_generation", "args", "model", "state"),
+}
+"""Methods of TRL's trainers that ours replaces, and attributes that it reads."""
+
+ELSEWHERE = {"_load_from_checkpoint", "_save_checkpoint", "_attn_implementation"}
+"""Private names of transformers' trainer and configurations."""
+
+PACKAGE = Path(paceline.__file__).parent
+SOURCES = sorted({*PACKAGE.rglob("*.py")} - {*(PACKAGE / "engine").rglob("*.py")})
+
+
+def imported(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            yield node.module or ""
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+
+
+def foreign(tree: ast.Module) -> set[str]:
+    """Private names of other objects than `self` that the file does not give to any of its own."""
+    nodes = list(ast.walk(tree))
+    own = {node.name for node in nodes if isinstance(node, ast.FunctionDef)}
+    own |= {
+        node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+    }
+    own |= {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    read = {
+        node.attr for node in nodes if isinstance(node, ast.Attribute) and ast.unparse(node.value) != "self"
+    }
+    return {name for name in read - own - {"_replace"} if re.match("_[^_]", name)}
+
+
+def test_every_private_name_of_another_package_is_listed() -> None:
+    """Those that the engine touches stand in engine/doors.py (test_vllm_doors.py)."""
+    trees = [ast.parse(path.read_text()) for path in SOURCES]
+    assert set().union(*map(foreign, trees)) == ELSEWHERE
+    modules = {name for tree in trees for name in imported(tree)}
+    assert {name for name in modules if name.startswith("trl.")} == MODULES
+    assert not {name for name in modules if name.split(".")[0] == "verl"}
+
+
+@both
+def test_what_our_trainer_replaces_and_reads_is_listed(module: ModuleType, trainer: type) -> None:
+    [node] = ast.parse(inspect.getsource(EngineTrainer)).body
+    own = {*vars(EngineTrainer), *inspect.get_annotations(EngineTrainer)}
+    own |= {
+        read.attr
+        for read in ast.walk(node)
+        if isinstance(read, ast.Attribute) and ast.unparse(read.value) in {"self", "super()"}
+    }
+    found = {name for name in own if not name.startswith("__") and has_member(trainer, name)}
+    assert found == TRAINERS_OWN
+
+
+@both
+def test_what_trl_asks_its_generation_for_is_there(module: ModuleType, trainer: type) -> None:
+    asked = set(re.findall(r"self\.vllm_generation\.(\w+)", inspect.getsource(module)))
+    assert {name for name in asked if not hasattr(EngineGeneration, name)} <= {"vllm_client"}, "of a server"
+    paths = set(re.findall(r"self\.vllm_generation\.llm\.([\w.]+)", inspect.getsource(module)))
+    assert paths <= {"llm_engine.model_config.max_model_len"}
+
+
+# -- and each door has its shape
 
 
 @both
@@ -131,3 +216,11 @@ def test_metrics_are_lists_by_mode(module: ModuleType, trainer: type) -> None:
 def test_checkpoint_can_be_saved_at_any_time() -> None:
     assert names(transformers.Trainer._save_checkpoint) == ["self", "model", "trial"]
     assert "self._save_rng_state(" in inspect.getsource(transformers.Trainer._save_checkpoint)
+
+
+def test_a_checkpoint_can_be_read_without_training() -> None:
+    assert names(transformers.Trainer._load_from_checkpoint)[:2] == ["self", "resume_from_checkpoint"]
+
+
+def test_a_configuration_says_how_its_model_attends() -> None:
+    assert hasattr(transformers.PretrainedConfig, "_attn_implementation")

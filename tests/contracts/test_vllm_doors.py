@@ -1,4 +1,4 @@
-"""Each private name of vLLM that the engine uses still exists, and the list of them is complete."""
+"""Each private name of vLLM that Paceline uses still exists, and the list of them is complete."""
 
 from __future__ import annotations
 
@@ -13,14 +13,16 @@ from types import SimpleNamespace
 
 import pytest
 
-import paceline.engine
+import paceline
 from paceline.engine import doors
 from paceline.engine.doors import DOORS, Door, check_doors, has_member
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-ENGINE = Path(paceline.engine.__file__).parent
-SOURCES = sorted(ENGINE.rglob("*.py"))
+PACKAGE = Path(paceline.__file__).parent
+ENGINE = sorted((PACKAGE / "engine").rglob("*.py"))
+SOURCES = sorted({*ENGINE, *(path for path in PACKAGE.rglob("*.py") if "vllm" in path.read_text())})
+"""Who may touch vLLM: the engine, and whoever names it."""
 NAMES = {door.target for door in DOORS}
 
 
@@ -51,9 +53,15 @@ def imports(path: Path) -> Iterator[str]:
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm":
             yield from (f"{node.module}:{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name.startswith("vllm."))
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ENGINE)))
+def name_of(path: Path) -> str:
+    return str(path.relative_to(PACKAGE))
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=name_of)
 def test_every_name_imported_from_vllm_is_a_door(path: Path) -> None:
     public = {"vllm:SamplingParams"}
     wanted = {name for name in imports(path) if name not in public}
@@ -76,7 +84,7 @@ BASES = {
 
 CLASSES = {
     node.name: node
-    for path in SOURCES
+    for path in ENGINE
     for node in ast.walk(ast.parse(path.read_text()))
     if isinstance(node, ast.ClassDef)
 }
@@ -119,6 +127,7 @@ def test_every_class_on_top_of_vllm_is_looked_at() -> None:
 
 
 HOLDS = {
+    (None, "vllm_engine"): doors.ENGINE,
     (doors.SCHEDULER, "running"): doors.REQUEST,
     (doors.SCHEDULER, "requests"): doors.REQUEST,
     (doors.SCHEDULER, "waiting"): doors.QUEUE,
@@ -163,6 +172,9 @@ HOLDS = {
     (doors.ENGINE, "vllm_config"): doors.CONFIG,
     (doors.ENGINE, "model_config"): doors.MODEL_CONFIG,
     (doors.ENGINE, "engine_core"): doors.CLIENT,
+    (doors.ENGINE, "model_executor"): doors.EXECUTOR,
+    (doors.EXECUTOR, "driver_worker"): doors.WORKER_WRAPPER,
+    (doors.WORKER_WRAPPER, "worker"): doors.GPU_WORKER,
     (doors.ENGINE, "output_processor"): doors.OUTPUT_PROCESSOR,
     (doors.OUTPUT_PROCESSOR, "process_outputs"): "vllm.v1.engine.output_processor:OutputProcessorOutput",
     (doors.CLIENT, "engine_core"): doors.CORE,
@@ -170,7 +182,7 @@ HOLDS = {
     (doors.CORE_OUTPUTS, "outputs"): doors.CORE_OUTPUT,
     (doors.CORE_OUTPUT, "new_logprobs"): "vllm.v1.outputs:LogprobsLists",
 }
-"""What an attribute is, what it is a collection of, or what a method returns."""
+"""What an attribute is, what it is a collection of, or what a method returns. Of None: whoever has it."""
 
 ANNOTATIONS = {
     door.target.rpartition(":")[2]: door.target for door in DOORS if door.target.startswith("vllm.v1")
@@ -186,30 +198,30 @@ VARIABLES = {
         "kv_cache_config": doors.KV_CONFIG,
         "scheduler_output": doors.SCHEDULER_OUTPUT,
     },
-    "compiled.py": {"bare": doors.CONFIG, "model": doors.MODEL_CONFIG},
-    "invariance.py": {"metadata": doors.ATTENTION_METADATA, "split": doors.ATTENTION_METADATA},
-    "kv/connector.py": {"spec": doors.KV_SPEC},
-    "kv/use.py": {"scheduler": doors.SCHEDULER},
-    "multipath/spare_blocks.py": {"self._pool": doors.POOL, "self._held": doors.BLOCK},
-    "plugin.py": {"engine_args": doors.ARGUMENTS},
-    "rollout_engine.py": {"self._engine": doors.ENGINE},
-    "scheduler.py": {"request": doors.REQUEST, "output": doors.SCHEDULER_OUTPUT},
-    "token_outputs.py": {"self._engine": doors.ENGINE, "output": doors.CORE_OUTPUT},
-    "v1/path_runner.py": {"metadata": doors.ATTENTION_METADATA},
-    "v1/proposer.py": {
+    "engine/compiled.py": {"bare": doors.CONFIG, "model": doors.MODEL_CONFIG},
+    "engine/invariance.py": {"metadata": doors.ATTENTION_METADATA, "split": doors.ATTENTION_METADATA},
+    "engine/kv/connector.py": {"spec": doors.KV_SPEC},
+    "engine/kv/use.py": {"scheduler": doors.SCHEDULER},
+    "engine/multipath/spare_blocks.py": {"self._pool": doors.POOL, "self._held": doors.BLOCK},
+    "engine/plugin.py": {"engine_args": doors.ARGUMENTS},
+    "engine/rollout_engine.py": {"self._engine": doors.ENGINE},
+    "engine/scheduler.py": {"request": doors.REQUEST, "output": doors.SCHEDULER_OUTPUT},
+    "engine/token_outputs.py": {"self._engine": doors.ENGINE, "output": doors.CORE_OUTPUT},
+    "engine/v1/path_runner.py": {"metadata": doors.ATTENTION_METADATA},
+    "engine/v1/proposer.py": {
         "self._config": doors.CONFIG,
         "self._runner": doors.RUNNER,
         "state": doors.REQUEST_STATE,
         "s": doors.REQUEST_STATE,
     },
-    "v2/runner.py": {"request": "vllm.v1.core.sched.output:NewRequestData"},
-    "v2/speculator.py": {
+    "engine/v2/runner.py": {"request": "vllm.v1.core.sched.output:NewRequestData"},
+    "engine/v2/speculator.py": {
         "input_batch": doors.BATCH_V2,
         "req_states": doors.STATES_V2,
         "runner": doors.RUNNER_V2,
     },
-    "v1/runner.py": {"state": doors.REQUEST_STATE},
-    "waiting.py": {"scheduler": doors.SCHEDULER, "manager": doors.KV_MANAGER, "r": doors.REQUEST},
+    "engine/v1/runner.py": {"state": doors.REQUEST_STATE},
+    "engine/waiting.py": {"scheduler": doors.SCHEDULER, "manager": doors.KV_MANAGER, "r": doors.REQUEST},
 }
 """Variables of vLLM's that nothing else tells the class of, by file; "": of all files."""
 
@@ -217,8 +229,10 @@ VARIABLES = {
 class Reads(ast.NodeVisitor):
     """Follows vLLM's objects through a file: `found` is (class, attribute) of all that it reads of them."""
 
-    def __init__(self, variables: dict[str, str]) -> None:
+    def __init__(self, variables: dict[str, str], annotations: dict[str, str] | None = None) -> None:
+        """annotations: what classes the names of classes mean in the file; by default the engine's."""
         self.known = variables
+        self.annotations = ANNOTATIONS if annotations is None else annotations
         self.found: set[tuple[str, str]] = set()
 
     def class_of(self, node: ast.expr) -> str | None:
@@ -226,7 +240,7 @@ class Reads(ast.NodeVisitor):
             return known
         if isinstance(node, ast.Attribute):
             owner = self.class_of(node.value)
-            return owner if node.attr in COLLECTION or owner is None else HOLDS.get((owner, node.attr))
+            return owner if node.attr in COLLECTION else HOLDS.get((owner, node.attr))
         if isinstance(node, ast.Subscript):
             return self.class_of(node.value)
         return self.class_of(node.func) if isinstance(node, ast.Call) else None
@@ -253,8 +267,8 @@ class Reads(ast.NodeVisitor):
         self.known = dict(before)
         for argument in (*node.args.args, *node.args.kwonlyargs):
             name = ast.unparse(argument.annotation).split(" |")[0] if argument.annotation else ""
-            if name in ANNOTATIONS:
-                self.known[argument.arg] = ANNOTATIONS[name]
+            if name in self.annotations:
+                self.known[argument.arg] = self.annotations[name]
         for statement in ast.walk(node):
             if isinstance(statement, ast.Assign):
                 self.learn(statement.targets[0], statement.value)
@@ -271,9 +285,11 @@ class Reads(ast.NodeVisitor):
             self.known[target.id] = found
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ENGINE)))
+@pytest.mark.parametrize("path", SOURCES, ids=name_of)
 def test_what_is_read_of_vllms_objects_is_listed(path: Path) -> None:
-    reads = Reads(VARIABLES[""] | VARIABLES.get(str(path.relative_to(ENGINE)), {}))
+    """Outside the engine a class by the name of one of vLLM's is another one."""
+    variables = VARIABLES[""] | VARIABLES.get(name_of(path), {})
+    reads = Reads(variables, None if path in ENGINE else {})
     reads.visit(ast.parse(path.read_text()))
     own = {
         (base, name) for cls, bases in BASES.items() for base in bases for name in own_names(cls) | noted(cls)
@@ -286,6 +302,12 @@ def noted(name: str) -> set[str]:
     """Attributes that a class annotates."""
     nodes = (node.target for node in CLASSES[name].body if isinstance(node, ast.AnnAssign))
     return {node.id for node in nodes if isinstance(node, ast.Name)}
+
+
+def test_the_reader_follows_the_engine_out_of_its_folder() -> None:
+    reads = Reads({}, {})
+    reads.visit(ast.parse("runner = self.engine.vllm_engine.model_executor.driver_worker.worker.colour"))
+    assert reads.found >= {(doors.ENGINE, "model_executor"), (doors.GPU_WORKER, "colour")}
 
 
 def test_the_reader_follows_objects() -> None:

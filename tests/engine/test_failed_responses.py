@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from tiny_model import VOCAB, make_model
 from paceline.config import BudgetSettings, EngineSettings
 from paceline.engine.rollout_engine import RolloutEngine, TokenEvent
 from paceline.errors import EngineError
+from paceline.integrations.trl.generation import EngineGeneration
 from paceline.types import Response, RolloutRequest
 
 POISON = VOCAB - 1
@@ -137,6 +139,25 @@ def test_a_failure_is_raised_unless_it_shall_be_delivered(
     assert failed.finish_reason == "error"
     events = list(engine.stream(wanted, params(), on_failure="deliver"))
     assert [event.index for event in events if event.failure is not None] == [2]
+
+
+def test_a_trainer_of_ones_own_gets_a_failure_with_the_others(engine: RolloutEngine) -> None:
+    trainer: Any = SimpleNamespace(model=SimpleNamespace(training=True), state=SimpleNamespace(global_step=0))
+    generation = EngineGeneration(
+        trainer=trainer,
+        engine=engine,
+        run_seed=0,
+        model=None,
+        accelerator=SimpleNamespace(num_processes=1),
+        processing_class=None,
+        max_completion_length=2,
+        temperature=2.0,
+        generation_kwargs={"allowed_token_ids": [9, POISON]},
+    )
+    made = generation.generate([[1, 7 + i] for i in range(12)], None, 1)[1]
+    assert {row[0] for row in made} == {9, POISON}
+    for row, response in zip(made, generation.responses, strict=True):
+        assert (response.failure is not None) == (row == [POISON])
 
 
 @pytest.mark.parametrize("drafts", [False, True])

@@ -37,7 +37,9 @@ class Engine:
     share: float = 0.0
     """Of the responses whose states are kept."""
 
-    def stream(self, requests: Sequence[RolloutRequest], params: Any) -> Iterator[TokenEvent]:
+    def stream(
+        self, requests: Sequence[RolloutRequest], params: Any, *, on_failure: str = "raise"
+    ) -> Iterator[TokenEvent]:
         for index, request in enumerate(requests):
             if not self.is_dropped:
                 self.score += DrafterScore(10, 5, self.alarms)

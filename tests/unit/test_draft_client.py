@@ -522,6 +522,62 @@ def test_without_a_server_the_text_of_ended_groups_is_bounded(monkeypatch: pytes
         client.close()
 
 
+def live_through(client: DraftClient, key: int) -> None:
+    """A response of 1000 tokens in a group where another one stays."""
+    client.watch(GROUP, key)
+    client.report(GROUP, key, 0, range(1000))
+    client.leave(GROUP, key, 1000)
+
+
+def test_the_text_of_ended_responses_in_a_group_that_lives_on_is_bounded(
+    server: Server, join: Callable[..., DraftClient], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The latest ones are kept: a server that was started anew is told them, and what still runs."""
+    monkeypatch.setattr("paceline.drafting.client.MOST_ENDED_BYTES", 10 * 4300)
+    monkeypatch.setattr("paceline.drafting.client.MOST_HEARD", 20)
+    one, keys = join(), range(100, 150)
+    one.watch(GROUP, HERE)
+    one.report(GROUP, HERE, 0, [1, 2, 3])
+    for key in keys:
+        live_through(one, key)
+        assert held_bytes(one) <= 10 * 4000 + 12
+        deadline_s = time.monotonic() + PATIENCE_S
+        while one._links[0].unsent:
+            assert time.monotonic() < deadline_s
+            time.sleep(0.002)
+    assert len(one._groups[GROUP].heard) <= 20
+    assert one.counters().dropped_tokens == 0
+    other = join()
+    other.watch(GROUP, THERE)
+    hear(other, {HERE: [1, 2, 3], **{key: list(range(1000)) for key in keys}})
+    server.kill()
+    server.start()
+    late = join()
+    late.watch(GROUP, THERE)
+    hear(late, {HERE: [1, 2, 3], **{key: list(range(1000)) for key in keys[-10:]}})
+
+
+def test_without_a_server_the_text_of_ended_responses_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.drafting.client.MOST_ENDED_BYTES", 10 * 4300)
+    client = DraftClient(["tcp://127.0.0.1:1"], interval_ms=2.0)
+    try:
+        client.watch(GROUP, HERE)
+        for key in range(100, 1100):
+            live_through(client, key)
+            assert held_bytes(client) <= 10 * 4000
+            assert len(client._links[0].unsent) <= 10
+        client.watch(GROUP, 1099, range(1000))  # the last one goes on here
+        for key in range(2000, 2020):
+            live_through(client, key)
+        assert held_bytes(client) == 11 * 4000
+        client.leave(GROUP, HERE, 0)
+        client.leave(GROUP, 1099, 1000)
+        client.unwatch(GROUP)
+        assert (client._ended, client._ended_bytes) == ({}, 0)
+    finally:
+        client.close()
+
+
 def test_what_a_fast_loop_knows_of_shared_groups_goes_with_them(server: Server) -> None:
     loop = FastLoop(EngineSettings(draft_servers=(server.address,)))
     sharing = loop._sharing

@@ -74,7 +74,7 @@ def test_what_is_not_a_left_pool_stays(tmp_path: Path) -> None:
         (FleetSettings(), EngineSettings(kv_pool=OTHERS), True),
     ],
 )
-def test_no_pool_where_there_is_no_use_for_one(
+def test_no_pool_where_there_is_no_use_for_one_and_none_is_left(
     settings: FleetSettings,
     engine: EngineSettings,
     is_one_machine: bool,
@@ -82,6 +82,7 @@ def test_no_pool_where_there_is_no_use_for_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(kv_pool, "SHARED_MEMORY", tmp_path)
+    (tmp_path / f"{kv_pool.PREFIX}of-a-killed-driver").mkdir()
     assert open_pool(settings, engine, is_one_machine) is None
     assert not list(tmp_path.iterdir())
 

@@ -34,7 +34,9 @@ class Engine:
         self.policy_version, self.place, self.right, self.longest = 0, 0, right, 24
         self.score = DrafterScore()
 
-    def stream(self, requests: Sequence[RolloutRequest], params: Any) -> Iterator[TokenEvent]:
+    def stream(
+        self, requests: Sequence[RolloutRequest], params: Any, *, on_failure: str = "raise"
+    ) -> Iterator[TokenEvent]:
         for index, request in enumerate(requests):
             self.score += DrafterScore(100, self.right[self.place])
             tokens = tuple(range(self.longest - index % 9))

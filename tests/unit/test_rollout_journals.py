@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +19,7 @@ from paceline.types import DrafterScore, Response, RolloutRequest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
+WHY = "ended with 'error': NaN"
 REQUESTS = [RolloutRequest((1, 2), 9, key=key, group=0, sample=key) for key in range(4)]
 
 
@@ -93,13 +94,16 @@ def test_journals_are_removed_once_a_checkpoint_holds_their_steps(tmp_path: Path
 
 @dataclass
 class Engine:
-    """Generates key, key, .. and dies when it has finished `most` responses."""
+    """Generates key, key, .. and dies when it has finished `most` responses; those of the keys in `failing` fail."""
 
     most: int = 99
+    failing: tuple[int, ...] = ()
     policy_version: int = 3
     asked: list[int | None] = field(default_factory=list)
 
-    def stream(self, requests: Sequence[RolloutRequest], params: Any) -> Iterator[TokenEvent]:
+    def stream(
+        self, requests: Sequence[RolloutRequest], params: Any, *, on_failure: str = "raise"
+    ) -> Iterator[TokenEvent]:
         for index, request in enumerate(requests):
             if index == self.most:
                 raise KeyboardInterrupt
@@ -107,6 +111,9 @@ class Engine:
             tokens = (request.key or 0,) * 5
             logprobs = (-0.5,) * 5
             response = Response(request, tokens, logprobs, "stop", request.key or 0, 0, 3, 7, 2, 3)
+            if request.key in self.failing:
+                assert on_failure == "deliver"
+                response = replace(response, finish_reason="error", failure=WHY)
             yield TokenEvent(index, tokens, logprobs, response)
 
     def take_observations(self) -> list[Any]:
@@ -136,3 +143,17 @@ def test_one_engine_generates_what_is_missing(tmp_path: Path) -> None:
     assert found == tuple(
         WatchedRollouts(Engine(), record, quiet, quiet).run(REQUESTS, None, 4).responses  # type: ignore[arg-type]
     )
+
+
+def test_one_engine_delivers_a_failure_and_a_resumed_step_generates_it_again(tmp_path: Path) -> None:
+    journals, notes = RolloutJournals(tmp_path), list[str]()
+    record: Any = SimpleNamespace(now_s=lambda: 1.0, write=lambda note: notes.append(note.text))
+    quiet: Any = SimpleNamespace(check=lambda: None, show_rollout=lambda meter: None)
+    for asked in ([0, 1, 2, 3], [1]):
+        journal, engine = journals.open(4, "params"), Engine(failing=(1,))
+        rollout = WatchedRollouts(engine, record, quiet, quiet).run(REQUESTS, None, 4, journal)  # type: ignore[arg-type]
+        journal.close()
+        assert engine.asked == asked
+        assert [r.failure for r in rollout.responses] == [None, WHY, None, None]
+        assert rollout.rewards == (None, 0.0, None, None)
+    assert notes == 2 * [f"1 of 4 responses have no reward of their own: it {WHY}"]

@@ -85,7 +85,7 @@ class CountingEngine:
     def _grow(self, index: int, request: RolloutRequest) -> TokenEvent:
         if index in self.failing:
             del self.running[index]
-            why = f"response {index} ended with 'error': the engine reported an internal error"
+            why = "ended with 'error': the engine reported an internal error"
             return TokenEvent(index, (), (), Response(request, (), (), "error", 0, 0, 0, 0, 0, 0, why))
         token = len(request.generated)
         tokens = (*request.generated, token)

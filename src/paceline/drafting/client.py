@@ -7,7 +7,9 @@ fails, drafting goes on from what is here. `watch` to `take` are for one thread,
 All that has grown goes out in one message per server and tick. What the server has not taken yet stays here, and the
 next message begins with what has waited longest; so it is with what is asked for. No group starves, however many.
 
-Memory: a group without a response here is only remembered (`MOST_DORMANT`), with text as long as that is unsent.
+Memory: a group without a response here is only remembered (`MOST_DORMANT`), with text as long as that is unsent. In a
+group that lives on, what has ended is kept for a server that comes to lack it (`MOST_ENDED_BYTES`), and how far each
+response was heard of (`MOST_HEARD`).
 
 Responses move between workers. Invariant: `watch`, `report` and `take` together give the tokens of each response in
 order and without a gap; what was given before may come again after a `watch`, or from the response's beginning on.
@@ -17,7 +19,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -49,6 +51,15 @@ MOST_DORMANT = 1024
 
 MOST_UNSENT_BYTES = 64 << 20
 """Text of dormant groups that waits for a server that takes nothing; beyond this whole groups go, the oldest first."""
+
+MOST_ENDED_BYTES = 64 << 20
+"""Responses that have ended in groups that live on; beyond this they go, sent or not, the first to end first."""
+
+RESPONSE_BYTES = 300
+"""What such a response costs beyond its tokens, about."""
+
+MOST_HEARD = 1 << 16
+"""Responses of one group of which it is known how far they were heard of, as many as a server's log takes."""
 
 MOST_WAITING = 1 << 14
 """Pieces that wait to be taken; while there are more, nothing is fetched."""
@@ -94,8 +105,16 @@ class _Group:
     heard_at: int = 0
     """When news of it came last, in answers of its server: the others are asked for first."""
     own: dict[int, _Own] = field(default_factory=dict)  # by key
-    heard: dict[int, int] = field(default_factory=dict)
-    """Tokens of each response, by key, from which on more is handed over; those that the log has while it is here."""
+    heard: OrderedDict[int, int] = field(default_factory=OrderedDict)
+    """Tokens of each response, by key, from which on more is handed over; those that the log has while it is here. The
+    one that has not grown for the longest time comes first."""
+
+    def note_heard(self, key: int, num_tokens: int) -> None:
+        """So much of a response is known here."""
+        self.heard[key] = num_tokens
+        self.heard.move_to_end(key)
+        if len(self.heard) > MOST_HEARD:
+            self.heard.popitem(last=False)
 
     def num_unsent(self) -> int:
         """Bytes of text that no server has taken."""
@@ -140,6 +159,9 @@ class DraftClient:
         self._groups: dict[int, _Group] = {}
         self._dormant: dict[int, _Group] = {}
         """Groups without a response here, the longest without first."""
+        self._ended: OrderedDict[tuple[int, int], int] = OrderedDict()
+        """Bytes of each response that has ended in a group that lives on, the first to end first."""
+        self._ended_bytes = 0
         self._counts: Counter[str] = Counter()  # the fields of DraftSharingCounters
         self._arrived: deque[Growth] = deque()
         self._context = zmq.Context()
@@ -155,7 +177,10 @@ class DraftClient:
         with self._lock:
             known = self._groups.get(group)
             if known is None:
-                known = self._groups[group] = self._dormant.pop(group) if group in self._dormant else _Group()
+                known = self._groups[group] = self._dormant.pop(group, None) or _Group()
+                for other, unsent in known.own.items():
+                    self._note_ended(group, other, unsent)
+            self._note_ended(group, key, None)
             own = known.own.setdefault(key, _Own())
             own.is_here = True
             if heard := known.heard.get(key, 0):
@@ -177,16 +202,20 @@ class DraftClient:
             known = self._groups.get(group)
             if known is not None and key in known.own:
                 known.own[key].is_here = False
+                self._note_ended(group, key, known.own[key])
                 if known.heard.get(key, 0) > num_tokens:  # others were ahead: the log is read again
                     known.since = 0
                     self._epoch += 1
-                known.heard[key] = num_tokens
+                known.note_heard(key, num_tokens)
+                self._drop_ended()
 
     def unwatch(self, group: int) -> None:
         """The last response of the group here has ended. What was reported is still sent."""
         with self._lock:
             if (known := self._groups.pop(group, None)) is not None:
                 self._dormant[group] = known
+                for key in known.own:
+                    self._note_ended(group, key, None)
                 self._trim(known)
                 self._drop_dormant()
 
@@ -195,6 +224,8 @@ class DraftClient:
         with self._lock:
             self._groups.clear()
             self._dormant.clear()
+            self._ended.clear()
+            self._ended_bytes = 0
             for link in self._links:
                 link.unsent.clear()
             self._arrived.clear()
@@ -229,6 +260,25 @@ class DraftClient:
         else:
             self._link_of(group).unsent.pop((group, key), None)
 
+    def _note_ended(self, group: int, key: int, own: _Own | None) -> None:
+        """A response has ended in a group that lives on; None: it is back, or the group has ended too."""
+        self._ended_bytes -= self._ended.pop((group, key), 0)
+        if own is not None:
+            self._ended[group, key] = num_bytes = RESPONSE_BYTES + len(own.tokens)
+            self._ended_bytes += num_bytes
+
+    def _drop_ended(self) -> None:
+        """Forget the responses that ended first, beyond the bound."""
+        while self._ended_bytes > MOST_ENDED_BYTES:
+            group, key = next(iter(self._ended))
+            self._note_ended(group, key, None)
+            self._drop(group, key, self._groups[group].own.pop(key))
+
+    def _drop(self, group: int, key: int, own: _Own) -> None:
+        """What is unsent of a response will not be."""
+        self._link_of(group).unsent.pop((group, key), None)
+        self._counts["dropped_tokens"] += max(len(own.tokens) - own.num_sent, 0) // TOKEN_BYTES
+
     def _trim(self, group: _Group) -> None:
         """Of a dormant group the text goes once it is sent; `heard` says how far it went."""
         group.own = {key: own for key, own in group.own.items() if own.num_sent < len(own.tokens)}
@@ -243,10 +293,9 @@ class DraftClient:
             lost, group = unsent.get(number, 0), self._dormant[number]
             if lost or len(self._dormant) > MOST_DORMANT:
                 del self._dormant[number]
-                for key in group.own:
-                    self._link_of(number).unsent.pop((number, key), None)
+                for key, own in group.own.items():
+                    self._drop(number, key, own)
                 excess -= lost
-                self._counts["dropped_tokens"] += lost // TOKEN_BYTES
 
     # -- the thread's side
 
@@ -359,7 +408,7 @@ class DraftClient:
         tokens = np.frombuffer(piece.tokens, dtype="<i4")[heard - piece.start :].astype(np.int32)
         if tokens.min() < 0 or tokens.max() >= self._vocab_size:
             return
-        group.heard[piece.key] = heard + len(tokens)
+        group.note_heard(piece.key, heard + len(tokens))
         own = group.own.get(piece.key)
         if own is not None and own.is_here:
             return

@@ -1,8 +1,9 @@
-"""The doors: every private name of vLLM that the engine relies on, per class, and whether it is still there.
+"""The doors: every private name of vLLM that Paceline relies on, per class, and whether it is still there.
 
-Invariant: what an `engine/` module imports from vLLM, overrides in it, sets in it or reads of it stands in `DOORS`, and
-`use` says what for (the contract tests compare). Imports vLLM inside `check_doors` alone, and never `compat`, which
-cannot be imported when a door has moved. Callers: `paceline doctor`, tests/contracts/test_vllm_doors.py.
+Invariant: what a module imports from vLLM, overrides in it, sets in it or reads of it stands in `DOORS`, and `use` says
+what for (the contract tests compare; TRL's private names stand in tests/contracts/test_trl_doors.py). Imports vLLM
+inside `check_doors` alone, and never `compat`, which cannot be imported when a door has moved. Callers: `paceline
+doctor`, tests/contracts/test_vllm_doors.py.
 """
 
 from __future__ import annotations
@@ -50,6 +51,8 @@ BUILTIN = "vllm.v1.sample.logits_processor.builtin"
 ENGINE = "vllm.v1.engine.llm_engine:LLMEngine"
 CLIENT = "vllm.v1.engine.core_client:InprocClient"
 CORE = "vllm.v1.engine.core:EngineCore"
+EXECUTOR = "vllm.v1.executor.uniproc_executor:UniProcExecutor"
+WORKER_WRAPPER = "vllm.v1.worker.worker_base:WorkerWrapperBase"
 CORE_OUTPUTS = "vllm.v1.engine:EngineCoreOutputs"
 CORE_OUTPUT = "vllm.v1.engine:EngineCoreOutput"
 OUTPUT_PROCESSOR = "vllm.v1.engine.output_processor:OutputProcessor"
@@ -437,6 +440,11 @@ DOORS: tuple[Door, ...] = (
         parameters="params",
     ),
     Door("vllm.sampling_params:RequestOutputKind", "new tokens alone, step by step", members="DELTA"),
+    Door(
+        "vllm.sampling_params:StructuredOutputsParams",
+        "TRL's regex, and structured outputs given as fields (integrations/trl/generation.py)",
+        parameters="regex",
+    ),
     # -- the worker, weights and batch invariance
     Door(
         CPU_WORKER,
@@ -588,8 +596,10 @@ DOORS: tuple[Door, ...] = (
         ENGINE,
         "RolloutEngine",
         members="from_engine_args add_request abort_request collective_rpc reset_prefix_cache engine_core "
-        "output_processor model_config vllm_config",
+        "output_processor model_config vllm_config model_executor",
     ),
+    Door(EXECUTOR, "the runner, to time it on a GPU (commands/doctor/gpu_parts.py)", members="driver_worker"),
+    Door(WORKER_WRAPPER, "the same", members="worker"),
     Door(f"{ENGINE}.abort_request", "by vLLM's own ids", parameters="request_ids internal"),
     Door(
         CLIENT,

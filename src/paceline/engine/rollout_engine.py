@@ -255,7 +255,7 @@ class RolloutEngine:
                     if grown.request in self._pending:
                         event = self._take(grown)
                         if event.failure is not None and on_failure == "raise":
-                            raise EngineError(event.failure)
+                            raise EngineError(f"response {event.index} {event.failure}")
                         yield event
         finally:
             self._abort([name for name in started if name in self._pending], keep_kv=False)
@@ -410,7 +410,7 @@ class RolloutEngine:
         failure = None
         if reason not in FINISH_REASONS:
             cause = live.failure if live and live.failure else "the engine reported an internal error"
-            failure = f"response {pending.index} ended with {reason!r}: {cause}"
+            failure = f"ended with {reason!r}: {cause}"
         return Response(
             request=request,
             tokens=(*request.generated, *pending.tokens),

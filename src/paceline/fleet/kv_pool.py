@@ -103,9 +103,13 @@ class FleetKvPool:
 def open_pool(settings: FleetSettings, engine: EngineSettings, is_one_machine: bool) -> FleetKvPool | None:
     """The pool of the fleet's workers: the one that the engines' settings name, or one of the fleet's own.
 
+    What killed fleets have left on this machine is removed whether this one gets a pool or not.
+
     None: it wants none, memory has no room for one, or another program keeps it. Raises ConfigError for directories of
     no use.
     """
+    base = SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
+    remove_leftovers(base)
     named = engine.kv_pool
     if not is_one_machine or (named is not None and named.backend != "paceline"):
         return None
@@ -113,8 +117,6 @@ def open_pool(settings: FleetSettings, engine: EngineSettings, is_one_machine: b
         return FleetKvPool.join(named)
     if settings.workers < 2 or settings.variant in {"sticky", "group"}:
         return None
-    base = SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
-    remove_leftovers(base)
     num_bytes = min(int(settings.kv_pool_gib * (1 << 30)), shutil.disk_usage(base).free // 2)
     return FleetKvPool.make(base, num_bytes) if num_bytes >= LEAST_BYTES else None
 

@@ -402,7 +402,7 @@ class RolloutWorker:
                 num_steps=chunk.num_steps,
                 num_draft_tokens=event.response.num_draft_tokens,
                 finish_reason="error" if event.failure else event.response.finish_reason,
-                failure=event.failure and event.failure.partition(": ")[2],  # its number there is the chunk's
+                failure=event.failure and event.failure.partition(": ")[2],  # the cause
             )
         )
 

@@ -15,7 +15,7 @@ from paceline.fleet.chunk_log import ChunkSpan
 from paceline.fleet.fleet import Finished, Fleet
 from paceline.fleet.recording import FleetRecording
 from paceline.fleet.rewards import Reward
-from paceline.record import Note, RecordWriter
+from paceline.record import RecordWriter
 from paceline.tasks import Row, Task
 from paceline.terminal.interruption import Interruption
 from paceline.terminal.meter import RolloutMeter
@@ -117,11 +117,7 @@ class FleetRollouts(Rollouts):
         rewards = [self._known_reward(one) for one in finished]
         if self._reward is None and not any(rewards):
             return ()
-        failures = [reward.failure for reward in rewards if reward is not None and reward.failure is not None]
-        if failures:
-            text = f"{len(failures)} of {len(rewards)} responses have no reward of their own: {failures[0]}"
-            self.record.write(Note(t_s=self.record.now_s(), text=text))
-        return tuple(None if reward is None else reward.value for reward in rewards)
+        return self._note_failures(rewards)
 
     def _fail(self, index: int, failure: str) -> Reward:
         """The reward of a failed response, where no reward worker says it."""

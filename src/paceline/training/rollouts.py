@@ -12,10 +12,12 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from paceline.config import RewardSettings
 from paceline.control.events import Keep
 from paceline.control.live_response import LiveResponse
 from paceline.control.packed import Packed
 from paceline.engine.rollout_engine import RolloutEngine
+from paceline.fleet.rewards import Reward
 from paceline.record import Comparison, Note, RecordWriter, measure_tail
 from paceline.terminal.interruption import Interruption
 from paceline.terminal.meter import RolloutMeter
@@ -43,7 +45,7 @@ class Rollout:
     begin_s: float
     ends_s: tuple[float, ...]  # [num_responses]
     rewards: tuple[float | None, ...] = ()
-    """By response, where they were scored while others still ran; None: this one was not."""
+    """By response, where some were scored while others still ran, or have failed; None: the trainer scores it."""
     chunks: tuple[ChunkSpan, ...] = ()
     """On a fleet: what ran where, on the run clock."""
 
@@ -166,6 +168,14 @@ class Rollouts(ABC):
         if self.engine.drafter_score().alarms > before:
             self.record.write(Note(t_s=self.record.now_s(), text=DEAD_DRAFTER))
 
+    def _note_failures(self, rewards: Sequence[Reward | None]) -> tuple[float | None, ...]:
+        """The rewards, as `Rollout` has them; why some are those of a failure is noted in the record."""
+        failures = [reward.failure for reward in rewards if reward is not None and reward.failure is not None]
+        if failures:
+            text = f"{len(failures)} of {len(rewards)} responses have no reward of their own: {failures[0]}"
+            self.record.write(Note(t_s=self.record.now_s(), text=text))
+        return tuple(None if reward is None else reward.value for reward in rewards)
+
     @contextmanager
     def _drafting(self, wanted: bool) -> Iterator[None]:
         self.engine.set_drafting(wanted)
@@ -176,7 +186,7 @@ class Rollouts(ABC):
 
 
 class WatchedRollouts(Rollouts):
-    """Rollouts on one engine."""
+    """Rollouts on one engine. A response that fails is delivered with the others, and a journal does not keep it."""
 
     def __init__(
         self, engine: RolloutEngine, record: RecordWriter, watcher: Watcher, interruption: Interruption
@@ -201,7 +211,8 @@ class WatchedRollouts(Rollouts):
         meter = RolloutMeter(len(requests))
         meter.count(0, len(requests) - len(missing))
         rest = [requests[index] for index in missing]
-        with unchanged_randomness(), closing(self._engine.stream(rest, params)) as events:
+        stream = self._engine.stream(rest, params, on_failure="deliver")
+        with unchanged_randomness(), closing(stream) as events:
             for event in events:
                 self.interruption.check()
                 if steps := self._engine.take_observations():  # the first event of a step
@@ -215,11 +226,18 @@ class WatchedRollouts(Rollouts):
                 if event.response is not None:
                     index = missing[event.index]
                     responses[index], ends_s[index] = event.response, self.record.now_s()
-                    if journal is not None:
+                    if journal is not None and event.failure is None:
                         journal.write([_keep(index, event.response)])
         recording.flush()
         self._note_alarms(num_alarms)
-        return Rollout(tuple(r for r in responses if r is not None), begin_s, tuple(ends_s))
+        done = tuple(r for r in responses if r is not None)
+        return Rollout(done, begin_s, tuple(ends_s), self._reward_failures(done))
+
+    def _reward_failures(self, responses: Sequence[Response]) -> tuple[float | None, ...]:
+        """What a response that failed gets; the trainer scores the others."""
+        value = RewardSettings().failure_reward
+        rewards = [None if r.failure is None else Reward(value, f"it {r.failure}") for r in responses]
+        return self._note_failures(rewards) if any(rewards) else ()
 
     def _recall(self, requests: Sequence[RolloutRequest], journal: Journal | None) -> list[Response | None]:
         """The responses that an earlier run has finished, by place."""

@@ -6,11 +6,13 @@ within the step, prompt's place and token ids, sample): every step throws new di
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from paceline.dice import derive_key
+from paceline.engine.rollout_engine import RolloutEngine
 from paceline.errors import ConfigError, EngineError, UnsupportedError
 from paceline.types import Response, RolloutRequest
 
@@ -25,7 +27,7 @@ class Engine(Protocol):
     """What generates: a RolloutEngine, or something around one that also measures."""
 
     def generate(self, requests: Sequence[RolloutRequest], params: SamplingParams) -> list[Response]:
-        """Responses in the order of the requests."""
+        """Responses in the order of the requests; one that fails comes with the others, and says so."""
         ...
 
     def push_weights(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int | None = None) -> int:
@@ -116,7 +118,7 @@ class EngineGeneration:
             raise UnsupportedError("prompts with images: only text prompts can be rolled out")
         requests = self._requests(prompts, num_generations)
         with profiler or nullcontext():
-            self.responses = self.engine.generate(requests, self._params())
+            self.responses = _delivering(self.engine)(requests, self._params())
         _refuse_empty(self.responses)
         tokens = [list(response.tokens) for response in self.responses]
         logprobs = [[[value] for value in response.logprobs] for response in self.responses]
@@ -163,6 +165,13 @@ class EngineGeneration:
         if isinstance(outputs := given.get("structured_outputs"), dict):
             given["structured_outputs"] = StructuredOutputsParams(**outputs)
         return SamplingParams(**given)
+
+
+def _delivering(engine: Engine) -> Callable[[Sequence[RolloutRequest], SamplingParams], list[Response]]:
+    """The engine's `generate`; a RolloutEngine alone has to be told that one failed response shall not end all."""
+    if isinstance(engine, RolloutEngine):
+        return partial(engine.generate, on_failure="deliver")
+    return engine.generate
 
 
 def _refuse_empty(responses: Sequence[Response]) -> None:
