@@ -177,7 +177,7 @@ class DraftClient:
         with self._lock:
             known = self._groups.get(group)
             if known is None:
-                known = self._groups[group] = self._dormant.pop(group, None) or _Group()
+                known = self._groups[group] = self._dormant.pop(group) if group in self._dormant else _Group()
                 for other, unsent in known.own.items():
                     self._note_ended(group, other, unsent)
             self._note_ended(group, key, None)
