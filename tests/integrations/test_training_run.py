@@ -301,9 +301,9 @@ def test_a_killed_run_goes_on_within_the_rollout(
     asked: list[int] = []
     stream = RolloutEngine.stream
 
-    def count(engine: RolloutEngine, requests: Sequence[Any], params: Any) -> Any:
+    def count(engine: RolloutEngine, requests: Sequence[Any], params: Any, **options: Any) -> Any:
         asked.append(len(requests))
-        return stream(engine, requests, params)
+        return stream(engine, requests, params, **options)
 
     monkeypatch.setattr(RolloutEngine, "stream", count)
     summary, _ = run(recipe, folder, resume=True)
