@@ -15,6 +15,7 @@
 #include <cstring>
 #include <span>
 #include <stdexcept>
+#include <tuple>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -107,6 +108,28 @@ class Tree {
     if (any) keep(kRoot, 0);
   }
 
+  // How many tokens of a source these decided ones judge, up to its first wrong one, and how many of them are right. Of
+  // the tokens that it proposes behind the same ones the likeliest counts, of equal ones the first.
+  std::pair<int32_t, int32_t> judge(size_t source, std::span<const int32_t> decided) const {
+    int32_t num_right = 0, at = kRoot;
+    for (int32_t token : decided) {
+      at = token < 0 ? kNone : likeliest(source, at);
+      if (at == kNone) break;
+      if (nodes_[at].token != token) return {num_right + 1, num_right};
+      ++num_right;
+    }
+    return {num_right, num_right};
+  }
+
+  // Whether any source from this one on proposes a next token.
+  bool holds(size_t source) const {
+    for (int32_t at = first_; at != kNone; at = nodes_[at].next_sibling) {
+      const float* own = claims_.data() + at * num_sources_;
+      if (std::any_of(own + source, own + num_sources_, [](float claim) { return claim > 0.0f; })) return true;
+    }
+    return false;
+  }
+
   // The chain with the most expected accepted tokens, at most `limit` long.
   void best(int32_t limit, std::vector<Draft>& chain, std::vector<double>& values, std::vector<int32_t>& next) const {
     values.assign(nodes_.size() + 1, 0.0);  // of what follows a node, the root's first
@@ -142,8 +165,19 @@ class Tree {
     return made;
   }
 
+  int32_t first_child(int32_t parent) const { return parent == kRoot ? first_ : nodes_[parent].first_child; }
+
+  // The child of a node that a source believes in most; kNone where it proposes none.
+  int32_t likeliest(size_t source, int32_t parent) const {
+    int32_t best = kNone;
+    float claim = kLeast;
+    for (int32_t at = first_child(parent); at != kNone; at = nodes_[at].next_sibling)  // what was added last comes first
+      if (claims_[at * num_sources_ + source] >= claim) claim = claims_[at * num_sources_ + source], best = at;
+    return best;
+  }
+
   int32_t child(int32_t parent, int32_t token) const {
-    int32_t at = parent == kRoot ? first_ : nodes_[parent].first_child;
+    int32_t at = first_child(parent);
     while (at != kNone && nodes_[at].token != token) at = nodes_[at].next_sibling;
     return at;
   }
@@ -164,8 +198,7 @@ class Tree {
     auto source = static_cast<int32_t>(num_sources_) - 1;
     while (source > 0 && own[source] <= 0.0f) --source;
     float left = 1.0f;
-    const int32_t parent = nodes_[node].parent;
-    for (int32_t at = parent == kRoot ? first_ : nodes_[parent].first_child; at != kNone; at = nodes_[at].next_sibling) {
+    for (int32_t at = first_child(nodes_[node].parent); at != kNone; at = nodes_[at].next_sibling) {
       if (at == node) continue;
       const float* other = claims_.data() + at * num_sources_;
       if (static_cast<size_t>(source) + 1 < num_sources_)
@@ -298,6 +331,28 @@ class DraftTrees {
     }
   }
 
+  // Fills how many tokens of a source those decided for each response judge, and how many of these are right.
+  void judge(size_t source, Row<int64_t> responses, Table<int32_t> decided, OutRow<int32_t> told,
+             OutRow<int32_t> right) {
+    const size_t rows = responses.size(), width = decided.shape(1);
+    check(source < num_sources_, "no such source");
+    check(decided.shape(0) == rows && told.size() == rows && right.size() == rows,
+          "the arrays do not fit each other");
+    for (size_t i = 0; i < rows; ++i) {
+      const Tree* tree = find(responses(i));
+      std::tie(told(i), right(i)) =
+          tree == nullptr ? std::pair{0, 0} : tree->judge(source, {decided.data() + i * width, width});
+    }
+  }
+
+  bool holds(size_t source, Row<int64_t> responses) {
+    check(source < num_sources_, "no such source");
+    return std::any_of(responses.data(), responses.data() + responses.size(), [&](int64_t response) {
+      const Tree* tree = find(response);
+      return tree != nullptr && tree->holds(source);
+    });
+  }
+
   void allow(Row<int64_t> responses, Row<int32_t> most_ahead) {
     check(most_ahead.size() == responses.size(), "the arrays do not fit each other");
     for (size_t i = 0; i < responses.size(); ++i)
@@ -372,6 +427,8 @@ NB_MODULE(_tree, m) {
       .def("advance", &DraftTrees::advance, "responses"_a, "offsets"_a, "tokens"_a)
       .def("add", &DraftTrees::add)
       .def("add_packed", &DraftTrees::add_packed)
+      .def("judge", &DraftTrees::judge)
+      .def("holds", &DraftTrees::holds)
       .def("allow", &DraftTrees::allow, "responses"_a, "most_ahead"_a)
       .def("best", &DraftTrees::best)
       .def_prop_ro("num_nodes", &DraftTrees::num_nodes)

@@ -19,6 +19,16 @@ class DraftTrees:
         /,
     ) -> None: ...
     def add_packed(self, source: int, drafts: bytes, /) -> None: ...
+    def judge(
+        self,
+        source: int,
+        responses: Int64Array,
+        decided: Int32Array,
+        told: Int32Array,
+        right: Int32Array,
+        /,
+    ) -> None: ...
+    def holds(self, source: int, responses: Int64Array, /) -> bool: ...
     def allow(self, responses: Int64Array, most_ahead: Int32Array) -> None: ...
     def best(
         self,

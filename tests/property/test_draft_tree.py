@@ -131,6 +131,7 @@ def test_the_best_chain_is_the_models(events: list[tuple], limit: int) -> None:
                 model.chains = [one for one in model.chains if one[0] != source]
             model.chains.append((source, start, tokens, acceptance))
         check_best(trees, model, limit)
+        check_sources(trees, model)
         assert trees.text(5) == np.array([*range(START), *model.text], np.int32).tobytes()
         assert trees.num_nodes == len(model.claims())
 
@@ -166,6 +167,48 @@ def check_best(trees: DraftTrees, model: Model, limit: int) -> None:
     whole = np.prod(best.acceptance[0, :length], dtype=np.float64)
     assert (best.num_open, best.open_probability) == (int(is_open), pytest.approx(whole * is_open))
     assert value_of(claims, found) == model.best_value(limit)
+
+
+def check_sources(trees: DraftTrees, model: Model) -> None:
+    claims, one = model.claims(), np.array([5])
+    for source in Source:
+        assert trees.holds(source, one) == any(max(own) >= source for own in claims.values())
+        for _, decided, _ in model.living()[-3:]:
+            told, right = trees.judge(source, one, np.array([[*decided, -1, -1]], np.int32))
+            assert (told[0], right[0]) in judged(claims, source, tuple(decided))
+
+
+def judged(
+    claims: dict[tuple[int, ...], dict[int, float]], source: int, decided: tuple[int, ...]
+) -> set[tuple[int, int]]:
+    """What decided tokens may say of a source: told and right ones. Of its equally likely tokens any may count."""
+    found: set[tuple[int, int]] = set()
+    for place, token in enumerate(decided):
+        own = {
+            chain[-1]: max(sure[source], LEAST)
+            for chain, sure in claims.items()
+            if len(chain) == place + 1 and chain[:-1] == decided[:place] and source in sure
+        }
+        likeliest = {one for one, sure in own.items() if sure == max(own.values())}
+        if likeliest - {token}:
+            found.add((place + 1, place))
+        if token not in likeliest:
+            return found or {(place, place)}
+    return {*found, (len(decided), len(decided))}
+
+
+def test_each_source_is_judged_by_what_it_proposed_whosever_token_was_offered() -> None:
+    """The further drafter proposes what the first one does, and is right: else it were judged only where that fails."""
+    trees, one = DraftTrees(), np.array([3, 4])
+    for response in (3, 4):
+        trees.open(response, np.arange(10, dtype=np.int32))
+        for source, tokens in ((Source.MODEL, [1, 2, 3]), (Source.MODEL - 1, [1, 2, 9])):
+            trees.add(source, np.array([response]), np.array([10]), chains_of(tokens, [0.5] * 3))
+    decided = np.array([[1, 2, 3, 7], [1, 2, -1, -1]], np.int32)
+    for source, told, right in ((Source.MODEL, [3, 2], [3, 2]), (Source.MODEL - 1, [3, 2], [2, 2])):
+        found = trees.judge(source, one, decided)
+        assert [values.tolist() for values in found] == [told, right]
+    assert [values.tolist() for values in trees.judge(Source.FREE, one, decided)] == [[0, 0], [0, 0]]
 
 
 @given(st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=20), max_size=12))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,11 +18,10 @@ from paceline.engine.loop_log import open_log
 from paceline.engine.loop_replay import replay_engine
 from paceline.planning.draft_ahead import most_ahead
 from paceline.planning.latency import StepTimeModel, update_measured_time
-from paceline.planning.reconfigure import LEAST_STEPS, is_due, reconfigure
+from paceline.planning.reconfigure import LEAST_STEPS, LONGEST_REST, is_due, is_trial, reconfigure, replan
 from paceline.planning.wait import decide_wait
 from paceline.planning.window import Mode, StepTimes, tokens_per_s
 from paceline.record.decisions import DecisionReader
-from paceline.types import MetDrafts
 
 
 class Link:
@@ -42,15 +40,6 @@ def step_time(base_s: float, token_s: float) -> StepTimeModel:
         for _ in range(2):
             model = update_measured_time(model, size, base_s + token_s * size)
     return model
-
-
-def met(count: int, width: int, from_model: np.ndarray[Any, Any]) -> MetDrafts:
-    shape = count, width
-    sources = np.where(from_model, Source.MODEL, Source.FREE).astype(np.int32)
-    tokens = np.zeros(shape, np.int32)
-    return MetDrafts(
-        tokens, np.full(count, width, np.int32), np.full(shape, 0.5, np.float32), sources, 0, 0.0
-    )
 
 
 @given(
@@ -129,9 +118,8 @@ def test_what_an_engine_plans_is_planned_again_from_its_log(seed: int, every: in
             num_plans += has_planned
             assert set(link.allowed) in (set(), set(range(count)))
             assert all(0 <= most <= 16 for most in link.allowed.values())
-            seen = rng.integers(0, 5, count).astype(np.int32)
-            right = np.minimum(rng.integers(0, 5, count), seen).astype(np.int32)
-            windows.learn(names, met(count, 4, rng.random((count, 4)) < 0.7), right, seen)
+            told = rng.integers(0, 5, count).astype(np.int32)
+            windows.learn(names, told, np.minimum(rng.integers(0, 5, count), told).astype(np.int32))
             if step == 60:
                 windows.close(0)
         log.close()
@@ -147,9 +135,7 @@ def test_a_response_that_drafts_badly_is_told_from_one_that_drafts_well() -> Non
     windows = DraftWindows(link, Source.MODEL, 32, 8, open_log(EngineSettings()))  # type: ignore[arg-type]
     names, model = np.array([3, 4], np.int64), step_time(0.01, 0.0)
     for _ in range(40):
-        windows.learn(
-            names, met(2, 8, np.ones((2, 8), bool)), np.array([8, 0], np.int32), np.full(2, 8, np.int32)
-        )
+        windows.learn(names, np.array([8, 1], np.int32), np.array([8, 0], np.int32))
     for _ in range(32):
         windows.advance(names, model, 0.005)
     assert link.allowed[3] > link.allowed[4] == 0
@@ -158,3 +144,32 @@ def test_a_response_that_drafts_badly_is_told_from_one_that_drafts_well() -> Non
     for _ in range(32):
         windows.advance(names, model, 0.0)
     assert windows._drafts == {}, "before drafts are measured nothing is planned"
+
+
+def test_a_drafter_that_does_not_pay_is_tried_again_after_rests_that_grow() -> None:
+    times = StepTimes(1, 9.0, np.ones(9))
+    tried = [idle for idle in range(40) if replan([0.1, 0.2], times, idle).is_trial]
+    assert tried == [idle for idle in range(40) if is_trial(idle)] == [1, 2, 4, 8, 16, 24, 32]
+    assert LONGEST_REST == 8
+    assert replan([0.1, 0.2], times, 1).windows.tolist() == [1, 1]
+    pays = StepTimes(1, 0.01, np.ones(9))
+    assert not replan([0.9, 0.2], pays, 1).is_trial, "something is drafted, and so measured"
+
+
+@pytest.mark.parametrize("trouble", ["slow", "wrong"])
+def test_what_was_given_up_for_all_comes_back_when_it_pays_again(trouble: str) -> None:
+    """It is measured only where something is drafted; plans without drafts know what they knew before."""
+    link = Link()
+    windows = DraftWindows(link, Source.MODEL, 16, 8, open_log(EngineSettings()))  # type: ignore[arg-type]
+    names, model = np.array([3, 4], np.int64), step_time(0.01, 0.0)
+    draft_s, rests = 0.012 if trouble == "slow" else 0.006, []
+    for step in range(16 * 20):
+        has_recovered = step > 16 * 3
+        if not link.allowed or any(link.allowed.values()):
+            is_right = has_recovered or trouble == "slow"
+            windows.learn(names, np.array([2, 2], np.int32), np.full(2, 2 * is_right, np.int32))
+            draft_s = 0.0005 if has_recovered else draft_s
+        if windows.advance(names, model, draft_s):
+            rests.append(not any(link.allowed.values()))
+    assert rests[0]
+    assert not any(rests[-10:])

@@ -48,7 +48,7 @@ def drafts(tokens: list[int], *, number: int = 1, call_s: float = 0.001) -> Draf
         begun=1,
         number=number,
         trees=pack_draft(0, 10, *chain),
-        call_s=call_s,
+        level_s=call_s,
         num_levels=1,
         mean_acceptance=0.8,
         counts=DraftCounts(),

@@ -29,7 +29,7 @@ class FakeModel:
     def __init__(self) -> None:
         self.kept: dict[int, list[int]] = {}
         self.is_broken = False
-        self.num_calls = 0
+        self.num_calls = self.num_levels = 0
 
     def draft(
         self, contexts: Sequence[Int32Array], query: DraftQuery, depth: int, **options: Any
@@ -50,6 +50,7 @@ class FakeModel:
             (tokens + 400).astype(np.int32),
         )
         self.num_calls += 1
+        self.num_levels += depth
         return batch, DraftGrowth(depth, depth * count, 0.001 * depth)
 
     def fork(self, row: int, branch: int, num_tokens: int) -> None:
@@ -241,6 +242,25 @@ def test_it_learns_how_sure_its_drafts_are_and_how_sharply_to_draw() -> None:
     assert told.calibration[NUM_CELLS - 1] < before
     assert engine.worker.say(engine.address).mean_acceptance == pytest.approx(0.5, abs=0.05)
     assert told._sharpness.wins.sum() == 0, "all sharpnesses have drawn the same"
+
+
+def test_what_a_level_takes_is_told_whatever_the_depth_of_the_last_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """D stands in every plan: a shallow call at the end of a window must not make it look dear."""
+    engine, level_s = Engine(window=2), 0.0008
+    monkeypatch.setattr(
+        "paceline.drafting.draft_worker.time.perf_counter", lambda: level_s * engine.model.num_levels
+    )
+    engine.open(0)
+    told = []
+    for position in range(3, 20):
+        while engine.worker.draft(0.0):
+            told.append(engine.worker.say("this"))
+        engine.grow({0: [100 + position]})
+    assert len({drafts.num_levels for drafts in told}) > 1
+    assert [drafts.level_s for drafts in told] == pytest.approx([level_s] * len(told))
+    assert [drafts.call_s for drafts in told] == pytest.approx([level_s * one.num_levels for one in told])
 
 
 def test_what_is_lost_is_asked_for() -> None:

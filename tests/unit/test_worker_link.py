@@ -99,7 +99,7 @@ def drafts(begun: int, trees: bytes = b"", num_drafted: int = 0, num_wasted: int
         begun=begun,
         number=0,
         trees=trees,
-        call_s=0.001,
+        level_s=0.0005,
         num_levels=2,
         mean_acceptance=0.6,
         counts=DraftCounts(num_drafted, num_wasted, num_branches=2, num_hits=1),

@@ -52,8 +52,8 @@ GRID = np.asarray(SHARPNESS_GRID, dtype=np.float32)
 PULSE_S = 0.5
 """A worker that has nothing new to say repeats itself so often, and says so often that it is lost."""
 
-_CALL_SMOOTHING = 0.2
-"""What a new measurement of a call's time counts."""
+_CALL_KEPT = 0.8
+"""What a call counts one later, in what a level takes."""
 
 _ACCEPTANCE_TOKENS = 200.0
 """Decided draft tokens after which one counts 1/e in the mean acceptance."""
@@ -126,7 +126,8 @@ class DraftWorker:
         self._rows = itertools.count()
         self._num_branches = num_branches
         self._spare_rows = list(itertools.islice(self._rows, num_branches))
-        self._call_s, self._num_levels = 0.0, 0
+        self._calls_s, self._levels = 0.0, 0.0  # decayed sums over the calls
+        self._num_levels = 0
 
     # -- what it is told
 
@@ -303,7 +304,8 @@ class DraftWorker:
                 self._level_time, rows, growth.seconds / growth.num_levels
             )
             self._num_levels = growth.num_levels
-            self._call_s += _CALL_SMOOTHING * (call_s - self._call_s) if self._call_s else call_s
+            self._calls_s = self._calls_s * _CALL_KEPT + call_s
+            self._levels = self._levels * _CALL_KEPT + growth.num_levels
 
     def has_news(self, engine: str) -> bool:
         """Whether something was drafted that this engine has not been told."""
@@ -317,7 +319,7 @@ class DraftWorker:
             begun=told.begun,
             number=told.number,
             trees=b"".join(one.pack(name) for name, one in told.responses.items()),
-            call_s=self._call_s,
+            level_s=self._calls_s / self._levels if self._levels else 0.0,
             num_levels=self._num_levels,
             mean_acceptance=self._accepted / self._decided,
             counts=told.counts,

@@ -100,6 +100,22 @@ class DraftTrees:
         open_ones = self._native.best(responses, positions, limits, table, num_tokens)
         return MetDrafts(table[0], num_tokens, table[1].view(np.float32), table[2], *open_ones)
 
+    def judge(self, source: int, responses: Int64Array, decided: Int32Array) -> tuple[Int32Array, Int32Array]:
+        """How right was a source, whosever drafts were offered? Asked before `advance` hears of the decided tokens.
+
+        Of the tokens that it proposes behind the same ones the likeliest counts, of equal ones the first.
+
+        decided: of each response, -1 behind them. [num_responses, most]
+        Returns how many of its tokens are judged, up to the first wrong one, and how many are right. [num_responses]
+        """
+        told, right = np.empty((2, len(responses)), np.int32)
+        self._native.judge(source, responses, decided, told, right)
+        return told, right
+
+    def holds(self, source: int, responses: Int64Array) -> bool:
+        """Whether this source, or one that is better informed, proposes a next token of any of these responses."""
+        return self._native.holds(source, responses)
+
     def allow(self, responses: Int64Array, most_ahead: Int32Array) -> None:
         """So many undecided tokens of each response may be drafted ahead. [num_responses]"""
         self._native.allow(responses, most_ahead)

@@ -110,14 +110,19 @@ class Drafts(msgspec.Struct, frozen=True, array_like=True):
     """Of the last `Step` that was heard before."""
     trees: bytes
     """One `pack_draft` after another."""
-    call_s: float
-    """What a drafting call takes, smoothed; 0: none was made yet."""
+    level_s: float
+    """What one more token of all its responses takes, of the last calls; 0: none was drafted yet."""
     num_levels: int
-    """Tokens that the last one drafted for each of its responses."""
+    """Tokens that the last call drafted for each of its responses."""
     mean_acceptance: float
     """Of this worker's tokens, decayed."""
     counts: DraftCounts
     """Since `Begin`."""
+
+    @property
+    def call_s(self) -> float:
+        """What a drafting call takes that drafts as far as the last; 0: none was made yet."""
+        return self.level_s * self.num_levels
 
 
 ToWorker: TypeAlias = Begin | Step

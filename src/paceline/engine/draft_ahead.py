@@ -61,7 +61,7 @@ class _Worker:
     @property
     def level_s(self) -> float:
         """What it takes for one more token of all responses that it drafts for; 0 before it has drafted."""
-        return self.latest.call_s / max(self.latest.num_levels, 1) if self.latest is not None else 0.0
+        return 0.0 if self.latest is None else self.latest.level_s
 
     def take(self, trees: DraftTrees, timeout_s: float = 0.0) -> bool:
         """Put what arrives into the trees; returns whether something has."""
@@ -184,11 +184,11 @@ class DraftAhead:
             names = responses.tolist()
             self._trees.allow(responses, np.max([link.most_ahead(names) for link in self.links], axis=0))
 
-    def learn(self, responses: Int64Array, drafts: MetDrafts, right: Int32Array, seen: Int32Array) -> None:
-        """What has become of a step's drafts, as `DraftWindows.learn`."""
+    def learn(self, responses: Int64Array, decided: Int32Array) -> None:
+        """What a step has decided, as `DraftTrees.judge`: each worker is judged by what it has proposed itself."""
         for worker in self._workers:
             if worker.windows is not None:
-                worker.windows.learn(responses, drafts, right, seen)
+                worker.windows.learn(responses, *self._trees.judge(worker.source, responses, decided))
 
     def best(
         self, query: DraftQuery, step_time: StepTimeModel, num_drafted: int, may_wait: bool

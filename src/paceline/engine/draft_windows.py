@@ -20,9 +20,9 @@ from paceline.drafting.worker_link import WorkerLink
 from paceline.engine.loop_log import EngineLog
 from paceline.planning.draft_ahead import most_ahead
 from paceline.planning.latency import StepTimeModel, predict_s
-from paceline.planning.reconfigure import is_due, reconfigure
+from paceline.planning.reconfigure import is_due, replan
 from paceline.planning.window import StepTimes
-from paceline.types import Float64Array, Int32Array, Int64Array, MetDrafts
+from paceline.types import Float64Array, Int32Array, Int64Array
 
 PRIOR_TOKENS = 16.0
 """What the mean of all responses counts in the estimate of one."""
@@ -52,20 +52,16 @@ class DraftWindows:
         self._drafts: dict[int, _Drafts] = {}
         self._num_steps = 0
         self._planned_batch = 0
+        self._num_idle = 0  # plans in a row that found nothing worth drafting
         self.num_changes = 0
         """Changes between coupled and decoupled."""
 
-    def learn(self, responses: Int64Array, drafts: MetDrafts, right: Int32Array, seen: Int32Array) -> None:
-        """What has become of a step's drafts: of the first `seen` tokens of each, `right` are the target's."""
-        place = np.arange(drafts.tokens.shape[1])
-        is_own = drafts.sources == self._source
-        accepted = (is_own & (place < right[:, None])).sum(axis=1).tolist()
-        told = (is_own & (place < np.minimum(right + 1, seen)[:, None])).sum(axis=1).tolist()
-        for row, response in enumerate(responses.tolist()):
-            if told[row]:
-                one = self._drafts.setdefault(response, _Drafts())
-                one.accepted += accepted[row]
-                one.drafted += told[row]
+    def learn(self, responses: Int64Array, told: Int32Array, right: Int32Array) -> None:
+        """What a step has decided about the worker's own drafts (`DraftTrees.judge`). [num_responses] each"""
+        for row in np.flatnonzero(told).tolist():
+            one = self._drafts.setdefault(int(responses[row]), _Drafts())
+            one.accepted += int(right[row])
+            one.drafted += int(told[row])
 
     def advance(self, responses: Int64Array, step_time: StepTimeModel, draft_s: float) -> bool:
         """A step begins: plan anew where it is time; returns whether it was.
@@ -80,8 +76,9 @@ class DraftWindows:
         names = responses.tolist()
         acceptance = self._estimate(names)
         times = StepTimes(1, draft_s, predict_s(step_time, count * (self._windows + 1)))
-        plan = reconfigure(acceptance, times, everyone=True)
-        self._log.write_windows(acceptance, times, plan, self._source)
+        plan = replan(acceptance, times, self._num_idle)
+        self._log.write_windows(acceptance, times, self._num_idle, plan, self._source)
+        self._num_idle = 0 if plan.windows.any() and not plan.is_trial else self._num_idle + 1
         self._link.allow(names, most_ahead(plan.windows, plan.is_coupled).tolist())
         for response, is_coupled in zip(names, plan.is_coupled.tolist(), strict=True):
             one = self._drafts.setdefault(response, _Drafts())

@@ -569,9 +569,7 @@ class FastLoop:
             taken = np.arange(proposal.batch.tokens.shape[1]) < accepted[:, None]
             self._accepted = np.bincount(proposal.batch.sources[taken], minlength=len(NO_TOKENS))
             if self.ahead is not None:
-                seen = np.minimum(proposal.batch.num_tokens, num_decided)
-                right = leading_matches(proposal.batch.tokens, seen, decided)
-                self.ahead.learn(proposal.responses, proposal.batch, right, seen)
+                self.ahead.learn(proposal.responses, decided)
         elif proposal.candidates[-1] is not None:  # the model's, which were alone
             self._accepted = NO_TOKENS.copy()
             self._accepted[Source.MODEL - self._place] = accepted.sum()

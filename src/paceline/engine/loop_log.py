@@ -112,15 +112,16 @@ class EngineLog:
         self._writer.write(line)
 
     def write_windows(
-        self, acceptance: Float64Array, times: StepTimes, plan: Reconfiguration, source: int
+        self, acceptance: Float64Array, times: StepTimes, num_idle: int, plan: Reconfiguration, source: int
     ) -> None:
-        """A draft worker's windows and modes, planned anew for every response that drafts."""
+        """A draft worker's windows and modes, planned anew for every response that drafts (`replan`)."""
         if self._writer is None:
             return
         line = WindowsLine(
             acceptance=acceptance.tobytes(),
             draft_s=float(np.asarray(times.draft_s)),
             verify_s=times.verify_s.tobytes(),
+            num_idle=num_idle,
             windows=tuple(plan.windows.tolist()),
             is_coupled=tuple(plan.is_coupled.tolist()),
             drafter=Source.MODEL - source,

@@ -19,7 +19,7 @@ from paceline.planning.budget import (
     expected_accepted,
     update,
 )
-from paceline.planning.reconfigure import reconfigure
+from paceline.planning.reconfigure import replan
 from paceline.planning.wait import WaitSnapshot, decide_wait
 from paceline.planning.window import StepTimes
 from paceline.record.decisions import (
@@ -183,7 +183,7 @@ class _Replay:
         """Window and mode of every response."""
         acceptance = np.frombuffer(line.acceptance, np.float64)
         times = StepTimes(1, line.draft_s, np.frombuffer(line.verify_s, np.float64))
-        plan = reconfigure(acceptance, times, everyone=True)
+        plan = replan(acceptance, times, line.num_idle)
         planned: Windows = tuple(plan.windows.tolist()), tuple(plan.is_coupled.tolist())
         self._windows.compare((line.windows, line.is_coupled), planned, _tell_windows)
 

@@ -8,7 +8,7 @@ and by engines with a draft worker (engine/draft_windows.py).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import numpy as np
@@ -19,6 +19,12 @@ from paceline.types import Float64Array, Int32Array, Int64Array
 
 LEAST_STEPS = 16
 """Steps between two plans at least, however the batch changes."""
+
+TRIAL_WINDOW = 1
+"""Of everyone, decoupled, in a trial of a drafter that does not pay."""
+
+LONGEST_REST = 8
+"""Plans from trial to trial at most; the first follow each other after 1, 2 and 4."""
 
 _CHANGE = 0.25
 """A batch that has changed by this share of what it was is planned for anew."""
@@ -36,6 +42,8 @@ class Reconfiguration:
     windows: Int32Array  # [num_changed] draft tokens; 0: this request decodes without drafts
     is_coupled: NDArray[np.bool_]  # [num_changed]
     tokens_per_s: Float64Array  # [num_changed] expected rate of each
+    is_trial: bool = False
+    """Nothing is worth drafting, as far as is known; it is drafted to be measured."""
 
 
 class PlanTable:
@@ -92,6 +100,24 @@ def reconfigure(
         else _best_plans(rates[below], times, rules)
     )
     return Reconfiguration(below, *plans)
+
+
+def replan(acceptance: ArrayLike, times: StepTimes, num_idle: int) -> Reconfiguration:
+    """Everyone's window and mode in a running engine, as `reconfigure`, and now and then a trial where these are all 0.
+
+    What is not drafted is not measured, so a drafter that was slow on a busy machine, or wrong under an older policy,
+    would never come back. num_idle: plans before this one, in a row, that found nothing worth drafting.
+    """
+    plan = reconfigure(acceptance, times, everyone=True)
+    if plan.windows.any() or not is_trial(num_idle):
+        return plan
+    windows = np.full_like(plan.windows, TRIAL_WINDOW)
+    return replace(plan, windows=windows, is_coupled=np.zeros_like(plan.is_coupled), is_trial=True)
+
+
+def is_trial(num_idle: int) -> bool:
+    """Whether to draft all the same, after so many plans in a row that found nothing worth drafting."""
+    return num_idle > 0 and num_idle % min(1 << (num_idle.bit_length() - 1), LONGEST_REST) == 0
 
 
 def _best_plans(rates: Float64Array, times: StepTimes, rules: Rules) -> _Plans:

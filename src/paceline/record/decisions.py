@@ -188,6 +188,8 @@ class WindowsLine(_Line, frozen=True, tag="windows"):
     is_coupled: tuple[bool, ...]
     drafter: int = 0
     """Whose windows they are, as in WaitLine."""
+    num_idle: int = 0
+    """Plans before this one, in a row, that found nothing worth drafting."""
 
 
 class StepLine(_Line, frozen=True, tag="step"):
