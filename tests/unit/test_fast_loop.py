@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import fields, replace
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from paceline.types import (
     DraftGrowth,
     DraftPaths,
     DraftQuery,
+    MetDrafts,
     ModelBatch,
     ModelDrafts,
     StepObservation,
@@ -289,9 +291,16 @@ def test_the_model_drafter_rests_while_it_does_not_pay() -> None:
     assert sum(worked) < 20
 
 
-def test_a_drafter_is_not_asked_for_what_cannot_pay(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a token costs as much as a request, no draft pays; where steps get cheaper, or after a rest, some may."""
-    loop = FastLoop(EngineSettings(budget=BudgetSettings(refresh_steps=30), draft_floor=0.0))
+@pytest.mark.parametrize("others", [{}, {"adopt_leads": True}, {"model_drafter": "somewhere"}])
+def test_a_drafter_is_not_asked_for_what_cannot_pay(
+    monkeypatch: pytest.MonkeyPatch, others: dict[str, Any]
+) -> None:
+    """Where a token costs as much as a request, no draft pays; where steps get cheaper, or after a rest, some may.
+
+    others: whose drafts could meet those of the drafter, and never come; a racer's come at last.
+    """
+    settings = EngineSettings(budget=BudgetSettings(refresh_steps=30), draft_floor=0.0, **others)
+    loop = FastLoop(settings)
     fill(loop)
     asked: list[int] = []
     assert loop.drafter is not None
@@ -310,6 +319,30 @@ def test_a_drafter_is_not_asked_for_what_cannot_pay(monkeypatch: pytest.MonkeyPa
     run(60, 0.01)
     assert run(60, 0.01) <= 4, "twice after refresh_steps"
     assert run(200, 0.0) > 100
+    run(60, 0.01)
+    loop.adopt(1, 10, [7, 8, 9, 6])
+    assert run(8, 0.01) == (8 if settings.adopt_leads else 0)
+
+
+def test_without_a_lead_an_engine_that_may_race_pays_for_no_trees() -> None:
+    """`help` lets every engine of a fleet adopt leads, and few ever do."""
+    loop = FastLoop(EngineSettings(adopt_leads=True, budget=FIXED, draft_floor=0.0))
+    fill(loop)
+    assert loop._trees is not None
+    made = loop.propose(query(), 0)
+    assert made.lengths.sum() == 12
+    assert loop._trees.num_responses == 0
+    loop.adopt(1, 10, [70, 80, 90])
+    made = loop.propose(query(), 0)
+    assert made.batch.tokens[1, :3].tolist() == [70, 80, 90]
+    assert made.batch.tokens[0, :3].tolist() != [70, 80, 90]
+    loop.learn(made, made.lengths, table_of([[1], [70, 80, 90, 3], [1]]))
+    loop.append([(0, 0, [1]), (0, 1, [70, 80, 90, 3]), (0, 2, [1])])
+    loop.observe(step(3, int(made.lengths.sum()), 3))
+    later = replace(query(), positions=np.array([11, 14, 11]))
+    loop.propose(later, 0)  # finds that the lead is spent
+    made = loop.propose(later, 0)
+    assert not isinstance(made.batch, MetDrafts)
 
 
 def test_without_a_budget_the_model_drafter_does_nothing() -> None:

@@ -198,7 +198,7 @@ class FastLoop:
         A group has the first prompt that it was opened with; a response to another one (a later turn, say) shares the
         group's tokens all the same: drafts are proposals, and no mistake of the user's to end the engine for.
         """
-        if self._trees is not None and self.drafting:
+        if self.ahead is not None and self._trees is not None and self.drafting:
             self._trees.open(response, np.asarray([*prompt, *generated], np.int32))
         if self.ahead is not None and self.may_draft and limit:
             self.ahead.open(response, key, temperature, limit)
@@ -367,7 +367,7 @@ class FastLoop:
         self._now = self.budget.at_context(num_context_tokens)
         self._batch_size = len(query.groups)
         drafter_query = replace(query, responses=self._drafter_numbers(query.responses.tolist()))
-        free = self._draft_free(drafter_query, num_other_tokens, weight)
+        free = self._draft_free(query, drafter_query, num_other_tokens, weight)
         model, model_paths = self._match_model(query)
         batch = self._meet(query, (free, model), may_wait=num_other_tokens == 0)
         snapshot = self._snapshot(batch.path_probability, num_other_tokens, weight)
@@ -410,7 +410,7 @@ class FastLoop:
         self, query: DraftQuery, fresh: tuple[DraftBatch | None, DraftBatch | None], may_wait: bool
     ) -> DraftChains:
         """Each request's draft. fresh: what has been drafted in the engine, model-free and by the model."""
-        if self._trees is None:
+        if self._trees is None or (self.ahead is None and fresh[1] is None and not self._has_others(query)):
             alone = next((made for made in fresh if made is not None), None)
             return _no_drafts(len(query.groups)) if alone is None else alone
         for source, made in zip((Source.FREE, Source.MODEL - self._place), fresh, strict=True):
@@ -424,8 +424,13 @@ class FastLoop:
         return self._trees.best(query.responses, query.positions, query.max_tokens)
 
     def _draft_free(
-        self, query: DraftQuery, num_other_tokens: int, weight: Float64Array | None
+        self,
+        query: DraftQuery,
+        drafter_query: DraftQuery,
+        num_other_tokens: int,
+        weight: Float64Array | None,
     ) -> DraftBatch | None:
+        """drafter_query: the same by the drafter's own numbers of the responses."""
         if self.drafter is None:
             return None
         if self._sharing is not None:
@@ -433,7 +438,7 @@ class FastLoop:
         if not self._may_pay(query, num_other_tokens, weight):
             return None
         return self.drafter.draft(
-            query,
+            drafter_query,
             sharpness=self.free.beta,
             sharpness_grid=GRID,
             calibration=self.free.calibration,
@@ -443,15 +448,22 @@ class FastLoop:
     def _may_pay(self, query: DraftQuery, num_other_tokens: int, weight: Float64Array | None) -> bool:
         """Whether drafting model-free could be worth its time: not if the best cell's tokens, all along, are too dear.
 
-        Asked after steps that verified nothing. Drafts that meet others in the trees are always made.
+        Asked after steps that verified nothing. Drafts that meet others are always made.
         """
-        if self._num_drafted or self._trees is not None:
+        if self._num_drafted or self._has_others(query):
             return True
         longest = int(query.max_tokens.max(initial=0))
         path = np.cumprod(np.full(longest, self.free.calibration.max(), np.float32))
         ceiling = np.where(np.arange(longest) < query.max_tokens[:, None], path, np.float32(0.0))
         snapshot = self._snapshot(ceiling, num_other_tokens, weight)
         return budget.may_pay(snapshot, self._now, self._settings.budget)
+
+    def _has_others(self, query: DraftQuery) -> bool:
+        """Whether any other drafter's tokens are there for these requests, to meet the model-free ones."""
+        if self._trees is None:
+            return False
+        is_fed = self._arrived is not None or bool(self._leads)
+        return is_fed or self._trees.holds(Source.FREE + 1, query.responses)
 
     def _free_paths(self, query: DraftQuery) -> Callable[[], DraftPaths] | None:
         """What has the model-free drafter propose several paths; None if it cannot."""

@@ -52,7 +52,7 @@ class Leads:
             tokens[None], np.array([len(tokens)], np.int32), np.ones((1, len(tokens)), np.float32)
         )
         where = np.array([[response], [position]], np.int64)
-        self._trees.add(Source.LEAD, where[0], where[1], chain)
+        self._trees.add(Source.LEAD, where[0], where[1], chain, anew=True)
 
     def close(self, response: int) -> None:
         """A response has ended."""
