@@ -465,7 +465,7 @@ class FleetSettings(Section):
     """How often a worker tells what it has generated; a lost worker costs at most so much of its work. Workers with
     more chunks than their driver can hear of so often (10,000 in all at 100 ms) tell less often by themselves."""
     silence_s: float = Field(default=300.0, gt=0.0)
-    """A worker whose engine finished no step for so long, with chunks to run, counts as lost."""
+    """A worker that finished no step for so long, with chunks to run or engines to draft for, counts as lost."""
     start_timeout_s: float = Field(default=900.0, gt=0.0)
     """An engine that takes longer to start, or to load weights, counts as lost. A draft ladder may take as long."""
     max_failed_starts: int = Field(default=3, ge=1)

@@ -22,6 +22,8 @@ from paceline.control.events import (
     Reported,
     Rest,
     RunChunk,
+    StartWorker,
+    StopWorker,
     Submitted,
     Tick,
     WorkerLost,
@@ -82,9 +84,11 @@ class Fleet:
         return self.tell(Tick(self.now_s))
 
 
-def tail(workers: int = 2, drafter: int = 0, others: tuple[Drafting, ...] = ()) -> tuple[Fleet, str, str]:
+def tail(
+    workers: int = 2, drafter: int = 0, others: tuple[Drafting, ...] = (), **fields: object
+) -> tuple[Fleet, str, str]:
     """A fleet in which one worker still generates; gives it and the free one."""
-    fleet = Fleet(workers)
+    fleet = Fleet(workers, **fields)
     fleet.submit(5000, *[100] * (workers - 1), drafter=drafter, others=others)
     busy = fleet.chunks[0].worker
     [free] = [order.worker for index, order in fleet.chunks.items() if index == 1]
@@ -173,6 +177,52 @@ def test_a_lost_helper_is_told_of_and_the_next_life_helps() -> None:
     assert LoseDrafter(busy, 0) in actions
     fleet.up(free, 1)
     assert fleet.tick() == [DraftFor(free, 1, (busy,), (f"ipc://{busy}/0",))]
+
+
+@pytest.mark.parametrize(
+    ("workers", "fields"), [(3, {}), (4, {"roles": "2 verifiers + 2 drafters", "help": "none"})]
+)
+def test_a_helper_whose_drafting_fails_is_replaced_until_the_next_rollout(
+    workers: int, fields: dict[str, str]
+) -> None:
+    """It is up all the while, and says so; the other one would never have been asked."""
+    fleet = Fleet(workers, **fields)
+    fleet.submit(5000)
+    fleet.report("w0")
+    [order] = fleet.tick()
+    assert isinstance(order, DraftFor)
+    failed = order.worker
+    told = fleet.tell(Reported(failed, 0, Report(7, has_failed_drafting=True)))
+    assert told == [LoseDrafter("w0", 0), Rest(failed, 0)]
+    assert fleet.controller.state_of(failed) == "up"
+    [instead] = fleet.tick()
+    assert isinstance(instead, DraftFor)
+    assert instead.worker not in ("w0", failed)
+    fleet.tell(Reported(failed, 0, Report(7)))
+    fleet.tell(Reported(instead.worker, 0, Report(7, has_failed_drafting=True)))
+    assert fleet.tick() == [], "the engine drafts with what it has"
+    fleet.end(0, 50)
+    fleet.submit(5000)
+    assert fleet.tick() == [order]
+
+
+def test_a_helper_that_stands_still_is_lost_and_another_one_helps() -> None:
+    fleet, busy, _ = tail(workers=3, silence_s=5.0)
+    [order] = fleet.tick()
+    assert isinstance(order, DraftFor)
+    for step in range(20):  # nothing is said of the busy one, which has its limit too
+        fleet.tell(Reported(order.worker, 0, Report(10 + step)))
+        fleet.tell(Reported(busy, 0, Report(10 + step)))
+        assert not fleet.tick()
+    found: list[Action] = []
+    for step in range(20):
+        fleet.tell(Reported(order.worker, 0, Report(29)))  # its process answers, its engine's thread hangs
+        fleet.tell(Reported(busy, 0, Report(30 + step)))
+        found += fleet.tick()
+    assert found[:3] == [StopWorker(order.worker, 0), StartWorker(order.worker, 1), LoseDrafter(busy, 0)]
+    assert isinstance(found[3], DraftFor)
+    assert found[3].worker not in (order.worker, busy)
+    assert len(found) == 4
 
 
 def test_a_helper_of_a_lost_worker_takes_over_its_responses() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from reports import digest, pack
 
-from paceline.control.events import CancelChunk, Ending, Growth, Report, RunChunk
+from paceline.control.events import CancelChunk, DraftFor, Ending, Growth, Report, RunChunk
 from paceline.engine import rungs
 from paceline.engine.rollout_engine import TokenEvent
 from paceline.errors import EngineError
@@ -64,7 +64,7 @@ class CountingEngine:
         return DrafterScore(tried=4)
 
     def make_draft_workers(self) -> list[Any]:
-        return []
+        return ["a drafter"]
 
     def use_drafter(self, place: int) -> None:
         self.drafter = place
@@ -361,3 +361,31 @@ def test_drafters_come_and_samples_go_between_two_steps(
     (dropped, collected, (pushed, weights)) = told
     assert (dropped, collected, pushed) == (("drop_drafter",), ("collect_states", 0.25, 99), "push_drafter")
     assert weights["w"].tolist() == [1.0, 1.0]
+
+
+def test_turns_of_drafting_are_told_and_that_it_has_failed(
+    worker: RolloutWorker, engine: CountingEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that who helps, and stands still or fails, is not counted on for ever; its engine goes on."""
+    fails = threading.Event()
+
+    def serve(drafter: str, addresses: tuple[str, ...], goes_on: Callable[[], bool], idle_s: float) -> None:
+        assert (drafter, addresses) == ("a drafter", ("ipc://there",))
+        while goes_on():
+            if fails.wait(0.001):
+                raise RuntimeError("no memory")
+
+    monkeypatch.setattr("paceline.drafting.draft_worker.serve", serve)
+    order = DraftFor("w0", 0, ("w1",), ("ipc://there",))
+    worker.take([order], None)
+    told = [wait_for(worker, lambda report: report.num_steps > 0).num_steps]
+    told.append(wait_for(worker, lambda report: report.num_steps > told[0]).num_steps)
+    fails.set()
+    wait_for(worker, lambda report: report.has_failed_drafting)
+    assert not worker.report(0.0).has_failed_drafting, "once"
+    fails.clear()
+    worker.take([order], None)
+    wait_for(worker, lambda report: report.num_steps > told[1] + 1)
+    worker.take([chunk(3, 1)], PARAMS)
+    engine.gate.release()
+    assert wait_for(worker, lambda report: bool(report.endings)).endings[0].chunk == 3

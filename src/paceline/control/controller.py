@@ -101,9 +101,12 @@ class _Worker:
     costs: StepCosts | None = None
     """Of its steps, as told last."""
     num_steps: int = 0
+    """Of its life, as told last."""
     has_run: bool = False
     """Chunks, in this life."""
     has_generated: bool = False
+    may_help: bool = True
+    """Drafting for others has not failed here in this rollout."""
     chunks: dict[int, RunningChunk] = field(default_factory=dict)
     """Those that run here, by number."""
     second: set[int] = field(default_factory=set)
@@ -266,6 +269,8 @@ class Controller:
         )
         if self._helping is not None:
             self._helping.use_drafters(event.drafter, event.others)
+        for worker in self._workers.values():
+            worker.may_help = True
         actions: list[Action] = []
         for index, request in enumerate(event.requests):
             kept = event.kept.get(index)
@@ -392,6 +397,7 @@ class Controller:
         if report.num_steps > worker.num_steps:
             worker.num_steps, worker.waiting_since_s = report.num_steps, None
         worker.costs = report.costs or worker.costs
+        worker.may_help &= not report.has_failed_drafting
         actions: list[Action] = []
         for growth in report.growths:
             actions += self._grow(worker, growth)
@@ -612,7 +618,7 @@ class Controller:
             worker.num_fruitless += 1
         worker.life += 1
         worker.facts, worker.costs, worker.waiting_since_s, worker.num_steps = None, None, None, 0
-        worker.has_run = worker.has_generated = False
+        worker.has_run, worker.has_generated, worker.may_help = False, False, True
         if worker.num_fruitless < self._settings.max_failed_starts:
             worker.state = "starting"
             return [StartWorker(worker.name, worker.life), *actions]
@@ -687,8 +693,9 @@ class Controller:
         racing = {worker.place for worker in up if worker.copies}
         busy = {worker.place for worker in up if worker.chunks and worker.place not in racing}
         idle = [worker.place for worker in up if not worker.chunks]
-        actions = helping.end(set(idle), busy, racing)
-        if not is_time or not idle or self._dispatcher is None:
+        able = [place for place in idle if self._workers[place.worker].may_help]
+        actions = helping.end(set(idle), set(able), busy, racing)
+        if not is_time or not able or self._dispatcher is None:
             return actions
         assert isinstance(event, Tick)
         self._helped_s = event.now_s
@@ -697,11 +704,11 @@ class Controller:
             settled = can_move and not worker.held and not worker.new
             helping.predict(worker.name, self._remainders(worker), worker.costs, can_move=settled)
         doors = {place.worker: door for place in busy if (door := self._door(place)) is not None}
-        drafters = [place for place in idle if self._workers[place.worker].is_drafter]
+        drafters = [place for place in able if self._workers[place.worker].is_drafter]
         actions += helping.assign(drafters, doors)
         if not helping.kinds or self._dispatcher.num_waiting:
             return actions
-        free = [self._workers[place.worker] for place in idle if place not in drafters]
+        free = [self._workers[place.worker] for place in able if place not in drafters]
         for pair in helping.choose({worker.place: worker.costs for worker in free}, busy, doors):
             helper, helped = self._workers[pair.helper.worker], self._workers[pair.helped.worker]
             match pair.kind:
@@ -789,18 +796,23 @@ class Controller:
         listened_s = self._listen(now_s)
         actions: list[Action] = []
         for worker in self._workers.values():
-            if worker.state == "given up" or (worker.state == "up" and not worker.chunks):
+            is_up, drafts = worker.state == "up", self._drafts(worker)
+            if worker.state == "given up" or (is_up and not worker.chunks and not drafts):
                 worker.waiting_since_s = None
                 continue
             if worker.waiting_since_s is None:
                 worker.waiting_since_s = listened_s
-            is_up = worker.state == "up"
             limit_s = self._settings.silence_s if is_up else self._settings.start_timeout_s
             if listened_s - worker.waiting_since_s > limit_s:
-                what = "finished no engine step" if is_up else f"was still {worker.state}"
+                step = "turn of drafting" if drafts else "engine step"
+                what = f"finished no {step}" if is_up else f"was still {worker.state}"
                 actions.append(StopWorker(worker.name, worker.life))
                 actions += self._lose(worker, f"it {what} after {limit_s:g} s")
         return actions
+
+    def _drafts(self, worker: _Worker) -> bool:
+        """Whether a worker drafts for others."""
+        return any(pair.kind is Help.DRAFT for pair in self.pairs_of(worker.name))
 
     def _listen(self, now_s: float) -> float:
         """Time goes on; gives the seconds that the driver has listened so far."""

@@ -129,13 +129,15 @@ class Report:
     """What happened on a worker since its last report."""
 
     num_steps: int
-    """Engine steps of this life."""
+    """Of this life: engine steps, and turns of drafting for other engines."""
     growths: Growths = field(default_factory=Growths)
     endings: tuple[Ending, ...] = ()
     refused: tuple[int, ...] = ()
     """Chunks of another policy version than the engine has."""
     rejected: tuple[tuple[int, str], ...] = ()
     """Chunks that the engine cannot run, and why."""
+    has_failed_drafting: bool = False
+    """Since the last report drafting for other engines has failed; it has ended."""
     telemetry: Telemetry | None = None
     costs: StepCosts | None = None
     """None: not measured, or of no use."""

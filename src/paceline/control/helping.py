@@ -118,16 +118,16 @@ class Helping:
         """Whether anyone helps so."""
         return bool(self._pairs)
 
-    def end(self, idle: set[Place], busy: set[Place], racing: set[Place]) -> list[Action]:
-        """End the pairs whose copy is over, whose drafter is no longer idle, or whose helped worker no longer busy.
+    def end(self, idle: set[Place], able: set[Place], busy: set[Place], racing: set[Place]) -> list[Action]:
+        """End the pairs whose copy is over, whose drafter is no longer able, or whose helped worker no longer busy.
 
-        racing: the workers that run a copy.
+        able: the idle ones whose drafting has not failed. racing: the workers that run a copy.
         """
         actions: list[Action] = []
         left: set[Place] = set()
         for pair in [pair for pairs in self._pairs.values() for pair in pairs]:
             helper, helped = pair.helper, pair.helped
-            if (helper in racing) if pair.kind is Help.COPY else (helper in idle and helped in busy):
+            if (helper in racing) if pair.kind is Help.COPY else (helper in able and helped in busy):
                 continue
             self._remove(pair)
             if pair.kind is Help.COPY:

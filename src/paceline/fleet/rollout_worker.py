@@ -161,7 +161,7 @@ class RolloutWorker:
         self._steps: list[WorkerStep] = []
         self._num_steps = 0
         self._told_s = 0.0
-        self._has_news = False
+        self._has_news = self._has_failed_drafting = False
         self._failure: BaseException | None = None
         self._is_stopping = False
         self._engine: RolloutEngine
@@ -330,10 +330,19 @@ class RolloutWorker:
         from paceline.drafting.draft_worker import serve
 
         try:
-            serve(self._drafters[self._place], self._helped, self._orders.empty, HEAR_S)
+            serve(self._drafters[self._place], self._helped, self._end_turn, HEAR_S)
         except Exception:  # drafts are no reason to end an engine
-            LOGGER.warning("this worker drafts for no other one any more", exc_info=True)
-            self._drafters = []
+            LOGGER.warning("drafting for other workers has failed", exc_info=True)
+            self._helped = ()
+            with self._changed:
+                self._has_failed_drafting = True
+                self._changed.notify_all()
+
+    def _end_turn(self) -> bool:
+        """A turn of drafting for others is over; whether to go on."""
+        with self._changed:
+            self._num_steps += 1
+        return self._orders.empty()
 
     def _begin(self, order: RunChunk, params: SamplingParams) -> None:
         self._helped = ()
@@ -411,6 +420,8 @@ class RolloutWorker:
     def _is_due(self) -> bool:
         if self._failure is not None or self._endings or self._refused or self._rejected:
             return True
+        if self._has_failed_drafting:
+            return True
         interval_s = self._pace.interval_s(len(self._chunks))
         return self._has_news and time.monotonic() - self._told_s >= interval_s
 
@@ -435,10 +446,11 @@ class RolloutWorker:
                 self._engine.drafter_score(),
             ),
             costs=self._engine.step_costs() if self._spec.tells_costs else None,
+            has_failed_drafting=self._has_failed_drafting,
         )
         for news in (self._endings, self._refused, self._rejected, self._steps):
             news.clear()
-        self._told_s, self._has_news = time.monotonic(), False
+        self._told_s, self._has_news, self._has_failed_drafting = time.monotonic(), False, False
         return report
 
 
