@@ -102,6 +102,7 @@ def test_the_ladder_is_measured_and_the_engine_is_as_before(
     assert tuple(one.drafter for one in ladder.drafters) == names
     assert all(0.0 < one.speedup[0] <= one.speedup[1] for one in ladder.drafters)
     assert all(one.draft_s > 0.0 for one in ladder.drafters)
+    assert all(0.0 < one.lone_draft_s <= one.draft_s for one in ladder.drafters)
     assert len(told) == 4
     assert engine.drafter_score() == score, "played drafters do not count"
     assert engine.scheduler.loop.drafter is drafter is not None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -20,7 +22,9 @@ from paceline.planning.help import (
 )
 from paceline.planning.window import Mode, StepTimes, tokens_per_s
 
-draftings = st.builds(Drafting, st.floats(1e-5, 0.05), st.floats(0.0, 0.99), st.integers(0, 2))
+draftings = st.builds(
+    Drafting, st.floats(1e-5, 0.05), st.floats(0.0, 0.99), st.integers(0, 2), st.floats(0.0, 0.01)
+)
 helpers = st.builds(
     Helper,
     ahead=st.lists(draftings, max_size=3).map(tuple),
@@ -68,10 +72,11 @@ def every_option(load: Load, helper: Helper) -> list[tuple[float, Help]]:
             verify_s = (
                 load.base_s + load.token_s * mean_batch * (w + 1) + (load.inside_s if is_other else 0.0)
             )
-            times = StepTimes(1, ahead.draft_s, np.array(verify_s))
+            draft_s = ahead.draft_s + (mean_batch - 1.0) * ahead.more_s
+            times = StepTimes(1, draft_s, np.array(verify_s))
             rate = float(tokens_per_s(ahead.acceptance, w, times, Mode.DECOUPLED))
             if is_other:  # what the worker's own drafter brings is there too
-                rate = max(rate, load.tokens_per_step / max(w * ahead.draft_s, verify_s))
+                rate = max(rate, load.tokens_per_step / max(w * draft_s, verify_s))
             found.append((helper.switch_s + steps[0] * load.tokens_per_step / rate, Help.DRAFT))
     if helper.can_take:
         for k in range(1, len(steps)):
@@ -168,5 +173,9 @@ def test_what_helps_depends_on_what_is_left() -> None:
     better, worse = Drafting(0.002, 0.95, 1), Drafting(0.004, 0.6, 2)
     assert decide_help(alone, Helper((ahead, worse, better))).drafter == 1, "dearer, and more often right"
     assert decide_help(alone, Helper((ahead, worse))).drafter == 0
+    grows = Drafting(0.001, 0.95, 1, more_s=0.05)
+    assert decide_help(alone, Helper((ahead, grows))).drafter == 1, "it is dear for many only"
+    eight = replace(alone, steps=np.full(8, 1000.0), context_tokens=np.full(8, 500.0))
+    assert decide_help(eight, Helper((ahead, grows))).drafter == 0
     almost = Load(np.array([3.0]), np.array([500.0]), 1.0, 1.0, 0.01, 0.0001)
     assert decide_help(almost, everything).kind is Help.NOTHING, "it ends before anyone could help"

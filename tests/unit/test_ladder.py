@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.errors import ConfigError, RecordError
-from paceline.planning.ladder import choose_first, observe, rank_drafters, rate_of
+from paceline.planning.ladder import choose_first, known_draftings, observe, rank_drafters, rate_of
 from paceline.record.ladder_file import Ladder, LadderFile, Rungs, Tried, read_ladder, write_ladder
 
 LADDER = Ladder(
@@ -83,3 +83,17 @@ def test_the_file_comes_back_and_another_version_is_refused(tmp_path: Path) -> N
     (tmp_path / "old.json").write_text('{"version": 0}')
     with pytest.raises(RecordError, match="version 0"):
         read_ladder(tmp_path / "old.json")
+
+
+def test_what_a_helper_would_take_follows_its_batch() -> None:
+    """Measured for 8 responses and for one: a draft token of the last straggler costs less than one of a batch."""
+    rungs = (Rungs("a", (1.0,), 0.015, 0.001), Rungs("b", (1.0,), 0.015), Rungs("c", (1.0,)))
+    tried = {name: Tried(3.0, 4.0) for name in "abc"}
+    known = LadderFile(ladder=Ladder(8, (0.5,), rungs), tried=tried)
+    measured, flat = known_draftings(known, ("b", "a", "c"))
+    assert [measured.seconds(batch) for batch in (1, 8, 15)] == pytest.approx([0.001, 0.015, 0.029])
+    assert [flat.seconds(batch) for batch in (1, 8)] == [0.015, 0.015], "a ladder of before"
+    assert [(one.drafter, one.acceptance) for one in (measured, flat)] == [(1, 0.75), (0, 0.75)]
+    assert known_draftings(LadderFile(ladder=None), ("a",)) == ()
+    lone = Ladder(1, (0.5,), (Rungs("a", (1.0,), 0.002, 0.002),))
+    assert known_draftings(LadderFile(ladder=lone, tried=tried), ("a",))[0].seconds(1) == 0.002

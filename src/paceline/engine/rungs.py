@@ -2,8 +2,8 @@
 
 Responses of an earlier run are generated again, plainly and with each of the engine's model drafters, which really
 drafts while its tokens are right as often as wanted (drafting/synthetic.py), and once by itself. The tokens are the
-same every time; the time of the steps is the measurement. Called by the `ladder` command and by training runs, between
-rollouts.
+same every time; the time of the steps is the measurement. What a draft token takes is measured for all responses and
+for one, as a helper drafts for few. Called by the `ladder` command and by training runs, between rollouts.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def measure_ladder(
     names = engine.settings.drafter_names
     loop = engine.scheduler.loop
     seconds: dict[str, list[float]] = {}
-    draft_s: dict[str, float] = {}
+    draft_s: dict[str, tuple[float, float]] = {}
     tried: dict[str, Tried] = {}
     free, loop.drafter = loop.drafter, None
     score = loop.watch.score
@@ -80,13 +80,16 @@ def measure_ladder(
                 tell(f"{name} at an acceptance rate of {rate:g}")
                 engine.use_drafter(place, Play(known, rate))
                 seconds.setdefault(name, []).append(_generate_s(engine, requests, params))
-            draft_s[name] = loop.level_s(len(requests))
+            _generate_s(engine, [max(requests, key=lambda one: one.max_tokens)], params)
+            draft_s[name] = loop.level_s(len(requests)), loop.level_s(1)
             tried[name] = _try(engine, place, requests, params)
         plain_s.append(_plain_s(engine, requests, params))
     finally:
         loop.drafter, loop.watch.score = free, score
         engine.use_drafter(0)
-    drafters = [Rungs(name, _speedups(sum(plain_s) / 2, own), draft_s[name]) for name, own in seconds.items()]
+    drafters = [
+        Rungs(name, _speedups(sum(plain_s) / 2, own), *draft_s[name]) for name, own in seconds.items()
+    ]
     return LadderFile(ladder=Ladder(len(requests), tuple(rates), tuple(drafters)), tried=tried)
 
 

@@ -66,7 +66,8 @@ from paceline.fleet.rollout_worker import EngineSpec
 from paceline.fleet.status import StatusBoard, WorkerStatus
 from paceline.fleet.weights import pack_weights
 from paceline.planning.help import Drafting
-from paceline.record.ladder_file import LadderFile, Tried
+from paceline.planning.ladder import known_draftings
+from paceline.record.ladder_file import LadderFile
 from paceline.types import (
     DrafterScore,
     DraftSharingCounters,
@@ -504,13 +505,7 @@ class Fleet:
         """What is known of the engines' drafters: from the next rollout on a free worker may help with any of those
         whose cost and acceptance were measured (`FleetSettings.help`).
         """
-        names = self.engine_settings.drafter_names
-        measured = () if known.ladder is None else known.ladder.drafters
-        self._drafting = tuple(
-            Drafting(one.draft_s, tried.right / tried.tried, names.index(one.drafter))
-            for one in measured
-            if one.draft_s and one.drafter in names and (tried := known.tried.get(one.drafter, Tried())).tried
-        )
+        self._drafting = known_draftings(known, self.engine_settings.drafter_names)
 
     def measure_ladder(self, responses: Sequence[Response], params: SamplingParams) -> LadderFile | None:
         """The draft ladder as one of the engines measures it (`engine.rungs.measure_ladder`), while the others rest.

@@ -53,11 +53,17 @@ class Drafting:
     """A drafter of a free worker."""
 
     draft_s: float
-    """D, seconds of a draft token of all responses that it drafts for."""
+    """D, seconds of a draft token of the first response that it drafts for."""
     acceptance: float
     """Probability that a draft token is accepted if those before it were."""
     drafter: int = 0
     """Its place in the engines' settings."""
+    more_s: float = 0.0
+    """What D grows by with each further response; 0 where it is known at the present batch."""
+
+    def seconds(self, batch: float) -> float:
+        """D, of a draft token of each of so many responses."""
+        return self.draft_s + self.more_s * (batch - 1.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,10 +157,11 @@ def _draft(load: Load, drafting: Drafting, switch_s: float) -> HelpChoice:
     in its draft trees a step brings at least what the better of them does.
     """
     longest = float(load.steps[0])
+    batch = float(load.steps.sum()) / longest
     windows = np.arange(1, MAX_WINDOW + 1)
     is_other = drafting.drafter != load.drafter
-    draft_s = windows * drafting.draft_s
-    verify_s = load.base_s + load.token_s * float(load.steps.sum()) / longest * (windows + 1)
+    draft_s = windows * drafting.seconds(batch)
+    verify_s = load.base_s + load.token_s * batch * (windows + 1)
     verify_s += load.inside_s if is_other else 0.0
     refill = np.minimum(draft_s, verify_s) / np.maximum(draft_s, verify_s)
     tokens = decoupled_tokens(drafting.acceptance, windows, refill)
@@ -181,7 +188,7 @@ def _copy(load: Load, helper: Helper) -> HelpChoice:
     alone_s = float(load.seconds(longest, longest))
     if helper.inside is not None:
         verify_s = np.asarray(load.base_s + load.token_s * np.arange(1, MAX_WINDOW + 2), np.float64)
-        times = StepTimes(1, helper.inside.draft_s, verify_s)
+        times = StepTimes(1, helper.inside.seconds(1), verify_s)
         rate = float(best_window(helper.inside.acceptance, times, Mode.COUPLED).tokens_per_s)
         alone_s = min(alone_s, longest * load.tokens_per_step / rate)
     moved_s = helper.switch_s + helper.load_token_s * float(load.context_tokens[0])

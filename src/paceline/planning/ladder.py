@@ -2,7 +2,7 @@
 
 The ladder has been measured on the running engine (engine/rungs.py): the speed-up of each drafter over plain decoding
 at several acceptance rates, between which it is interpolated. A drafter's own rate is that of earlier steps. Owns the
-choice, and what the rates are made of.
+choice, what the rates are made of, and what is known of a drafter that may help from another worker.
 
 Differs: the paper's history is given. Here a drafter that was never used counts as always right, and what is known of
 one that is not used fades, so that each is tried again while it could be the best, and never where it could not be.
@@ -10,13 +10,14 @@ one that is not used fades, so that each is tried again while it could be the be
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from paceline.errors import ConfigError
-from paceline.record.ladder_file import Ladder, Tried
+from paceline.planning.help import Drafting
+from paceline.record.ladder_file import Ladder, LadderFile, Rungs, Tried
 
 KEPT = 0.9
 """Of what is known of every drafter, from step to step: after some 70 steps a thousand tokens have faded."""
@@ -72,3 +73,21 @@ def observe(tried: Mapping[str, Tried], drafter: str, num_right: int, num_tried:
     known = {name: Tried(KEPT * one.right, KEPT * one.tried) for name, one in tried.items()}
     before = known.get(drafter, Tried())
     return {**known, drafter: Tried(before.right + num_right, before.tried + num_tried)}
+
+
+def known_draftings(known: LadderFile, names: Sequence[str]) -> tuple[Drafting, ...]:
+    """The drafters whose cost and acceptance were measured. names: of the engines' drafters, by place."""
+    if known.ladder is None:
+        return ()
+    return tuple(
+        _drafting(one, known.ladder.batch, tried, names.index(one.drafter))
+        for one in known.ladder.drafters
+        if one.draft_s and one.drafter in names and (tried := known.tried.get(one.drafter, Tried())).tried
+    )
+
+
+def _drafting(rungs: Rungs, batch: int, tried: Tried, place: int) -> Drafting:
+    """D between one response and the ladder's batch, and beyond, as a straight line through what was measured."""
+    lone_s = rungs.lone_draft_s or rungs.draft_s
+    more_s = max(rungs.draft_s - lone_s, 0.0) / max(batch - 1, 1)
+    return Drafting(lone_s, tried.right / tried.tried, place, more_s)

@@ -26,6 +26,8 @@ class Rungs(msgspec.Struct, frozen=True):
     speedup: tuple[float, ...]  # [num_rates] over plain decoding; not falling
     draft_s: float = 0.0
     """Seconds of a draft token of all responses; 0: not known."""
+    lone_draft_s: float = 0.0
+    """The same of one response; 0: not known."""
 
 
 class Ladder(msgspec.Struct, frozen=True):
