@@ -279,7 +279,7 @@ class DrafterScore:
     right: int = 0
     """Of these, the first tokens that were the target's."""
     alarms: int = 0
-    """Times that the drafter was found dead, and dropped (planning/zero_acceptance.py)."""
+    """Times that the drafter, or that of a draft worker, was found dead and dropped (planning/zero_acceptance.py)."""
 
     @property
     def acceptance(self) -> float | None:

@@ -49,7 +49,7 @@ def pause_after_a_save(folder: Path, pause: Any, killed: list[int] | None = None
     saved = folder / "drafter" / "training.safetensors"
     lesson = folder / "drafter" / "lesson.safetensors"
 
-    def wait(link: SpotLink) -> None:
+    def wait(link: SpotLink) -> Any:
         before = saved.stat().st_mtime_ns if saved.is_file() else 0
         for _ in range(2400):
             if not lesson.is_file() or (saved.is_file() and saved.stat().st_mtime_ns > before):
@@ -58,6 +58,6 @@ def pause_after_a_save(folder: Path, pause: Any, killed: list[int] | None = None
         if saved.is_file() and killed == []:
             killed.append(link.pid)
             os.kill(link.pid, signal.SIGKILL)
-        pause(link)
+        return pause(link)
 
     return wait

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 from tempfile import mkdtemp
+from typing import Any
 
 import pytest
 import safetensors.torch
@@ -14,10 +15,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from paceline.distillation.packing import Sample
-from paceline.distillation.sample_buffer import SUFFIX, SampleBuffer
+from paceline.distillation.sample_buffer import BLOCK_BYTES, SUFFIX, SampleBuffer
 from paceline.errors import ConfigError, RecordError
 
-WIDTH = 6
+WIDTH = 60
+LIMITS = {"memory_bytes": 1 << 20, "disk_bytes": 1 << 20, "num_steps": 3}
 
 
 def make_sample(num_tokens: int, seed: int = 0) -> Sample:
@@ -28,7 +30,11 @@ def make_sample(num_tokens: int, seed: int = 0) -> Sample:
 
 def file_size(sample: Sample) -> int:
     note = {"num_prompt_tokens": str(sample.num_prompt_tokens)}
-    return len(safetensors.torch.save({"ids": sample.ids, "states": sample.states}, note))
+    return blocks(len(safetensors.torch.save({"ids": sample.ids, "states": sample.states}, note)))
+
+
+def blocks(num_bytes: int) -> int:
+    return (num_bytes + BLOCK_BYTES - 1) // BLOCK_BYTES * BLOCK_BYTES
 
 
 def is_same(first: Sample, second: Sample) -> bool:
@@ -40,12 +46,14 @@ def is_same(first: Sample, second: Sample) -> bool:
 
 
 class BufferMachine(RuleBasedStateMachine):
-    """Adds, draws, begins steps and restarts, beside a dictionary that holds everything worth keeping."""
+    """Adds, draws, begins steps and restarts, beside a dictionary that holds everything worth keeping, and is sorted
+    for every draw.
+    """
 
-    @initialize(memory=st.integers(0, 4000), disk=st.integers(0, 9000))
-    def start(self, memory: int, disk: int) -> None:
+    @initialize(memory=st.integers(0, 40_000), disk=st.integers(0, 24 * BLOCK_BYTES), steps=st.integers(1, 5))
+    def start(self, memory: int, disk: int, steps: int) -> None:
         self.folder = Path(mkdtemp(prefix="samples-"))
-        self.limits = {"memory_bytes": memory, "disk_bytes": disk}
+        self.limits = {"memory_bytes": memory, "disk_bytes": disk, "num_steps": steps}
         self.buffer = SampleBuffer(self.folder, **self.limits)
         self.model: dict[tuple[int, int], Sample] = {}
         self.draws: dict[tuple[int, int], int] = {}
@@ -58,7 +66,7 @@ class BufferMachine(RuleBasedStateMachine):
         return name[0], len(self.model[name].ids), name[1]
 
     def file_bytes(self) -> int:
-        return sum(path.stat().st_size for path in self.folder.iterdir())
+        return sum(blocks(path.stat().st_size) for path in self.folder.iterdir())
 
     @rule(response=st.integers(0, 12), num_tokens=st.integers(2, 40))
     def add(self, response: int, num_tokens: int) -> None:
@@ -79,6 +87,11 @@ class BufferMachine(RuleBasedStateMachine):
     @rule(ahead=st.integers(0, 2))
     def begin_step(self, ahead: int) -> None:
         self.buffer.begin_step(self.buffer.step + ahead)
+        self.forget_old_steps()
+
+    def forget_old_steps(self) -> None:
+        for name in [one for one in self.model if one[0] <= self.buffer.step - self.limits["num_steps"]]:
+            del self.model[name], self.draws[name]
 
     @rule(num_tokens=st.integers(1, 90))
     def draw(self, num_tokens: int) -> None:
@@ -100,6 +113,13 @@ class BufferMachine(RuleBasedStateMachine):
         places = [place(name) for name in names]
         assert places == sorted(places)
         assert all(place(other) >= places[-1] for other in left)
+
+        def turn(name: tuple[int, int]) -> tuple[int, int, int, int, int]:
+            draws, at = place(name)
+            longest_first = (0, -len(self.model[name].ids))
+            return draws, at, *((-name[0], 0) if at else longest_first), name[1]
+
+        assert names == sorted(self.model, key=turn)[: len(names)]
         firsts = [len(one.ids) for one, at in zip(drawn, places, strict=True) if at == (places[0][0], 0)]
         assert firsts == sorted(firsts, reverse=True)
         for name in names:
@@ -138,7 +158,7 @@ TestBuffer.settings = settings(max_examples=60, stateful_step_count=30, deadline
 
 
 def test_long_responses_of_the_step_before_come_first_then_the_current_ones(tmp_path: Path) -> None:
-    buffer = SampleBuffer(tmp_path, memory_bytes=1 << 20, disk_bytes=1 << 20)
+    buffer = SampleBuffer(tmp_path, **LIMITS)
     for step, lengths in enumerate([(50, 60), (5, 70, 30, 90), (10, 20)]):
         buffer.begin_step(step)
         for response, length in enumerate(lengths):
@@ -149,13 +169,47 @@ def test_long_responses_of_the_step_before_come_first_then_the_current_ones(tmp_
     assert [len(one.ids) for one in buffer.draw(50)] == [30, 10, 20]
 
 
+def test_steps_that_are_too_old_go_with_their_files(tmp_path: Path) -> None:
+    buffer = SampleBuffer(tmp_path, **LIMITS)
+    for step in range(1, 6):
+        buffer.begin_step(step)
+        for response in range(4):
+            buffer.add(response, make_sample(5))
+    assert {step for step, _ in buffer.held} == {3, 4, 5}
+    assert len(list(tmp_path.iterdir())) == len(buffer) == 12
+    assert buffer.disk_bytes == 12 * BLOCK_BYTES, "a small file takes a block"
+    buffer.begin_step(40)
+    assert not buffer.held
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_draw_touches_what_it_draws_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    buffer = SampleBuffer(tmp_path, **LIMITS)
+    for response in range(60):
+        buffer.add(response, make_sample(5))
+    buffer.draw(1)
+    placed: list[Any] = []
+    turn = SampleBuffer._turn
+
+    def note(self: SampleBuffer, entry: Any) -> tuple[int, int, int, int, int]:
+        placed.append(entry)
+        return turn(self, entry)
+
+    monkeypatch.setattr(SampleBuffer, "_turn", note)
+    for _ in range(150):
+        assert len(buffer.draw(1)) == 1
+    assert len(placed) == 150
+
+
 def test_what_cannot_be_is_said(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="disk_bytes is -1"):
-        SampleBuffer(tmp_path, memory_bytes=0, disk_bytes=-1)
-    buffer = SampleBuffer(tmp_path, memory_bytes=0, disk_bytes=1 << 20)
+        SampleBuffer(tmp_path, memory_bytes=0, disk_bytes=-1, num_steps=1)
+    with pytest.raises(ConfigError, match="num_steps is 0, must be at least 1"):
+        SampleBuffer(tmp_path, memory_bytes=0, disk_bytes=0, num_steps=0)
+    buffer = SampleBuffer(tmp_path, **LIMITS)
     buffer.begin_step(4)
     with pytest.raises(ConfigError, match="step 3 comes after step 4"):
         buffer.begin_step(3)
     (tmp_path / "file").write_text("")
     with pytest.raises(RecordError, match="choose another place"):
-        SampleBuffer(tmp_path / "file", memory_bytes=0, disk_bytes=0)
+        SampleBuffer(tmp_path / "file", **LIMITS)

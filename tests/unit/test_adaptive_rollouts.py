@@ -83,12 +83,25 @@ class Link:
     calls: list[Any] = field(default_factory=list)
     saved: list[float] = field(default_factory=list)
     """Agreement of the drafters that it saves."""
+    present: float | None = None
+    """Of the drafter that the engine has, as the trainer measures it."""
+    core_s: float | None = 0.25
+    """Processor time of each session; None: the trainer has ended."""
+    before: Any = None
+    """The drafter that was used before the run was resumed."""
 
     def resume(self) -> None:
         self.calls.append("resume")
 
-    def pause(self) -> None:
+    def pause(self) -> float | None:
         self.calls.append("pause")
+        return self.core_s
+
+    def use(self) -> None:
+        self.calls.append("use")
+
+    def used(self) -> Any:
+        return self.before
 
     def teach(self, step: int, policy: Any, samples: Any) -> None:
         told = [(tuple(sample.ids.tolist()), sample.num_prompt_tokens) for sample in samples]
@@ -98,15 +111,21 @@ class Link:
         if not self.saved:
             return None
         return {}, SimpleNamespace(
-            agreement=self.saved.pop(0), first_agreement=0.1, trained_s=4.0, trained_tokens=900
+            agreement=self.saved.pop(0),
+            first_agreement=0.1,
+            used_agreement=self.present,
+            trained_s=4.0,
+            trained_tokens=900,
         )
 
 
 class Run:
     """Rollouts with everything around them made up."""
 
-    def __init__(self, max_running: int = 2, is_fresh: bool = True, is_head: bool = False) -> None:
-        self.engine, self.link = Engine(), Link()
+    def __init__(
+        self, max_running: int = 2, is_fresh: bool = True, is_head: bool = False, before: Any = None
+    ) -> None:
+        self.engine, self.link = Engine(), Link(before=before)
         self.events: list[Any] = []
         self.shown: list[int] = []
         self.clock = iter(range(10**6))
@@ -146,7 +165,16 @@ def test_a_session_is_a_rollouts_tail() -> None:
     [session] = run.of(DrafterSession)
     assert session.step == 1
     assert session.t_end_s > session.t_start_s
+    assert session.core_s == 0.25
     assert len(run.shown) == len(REQUESTS)
+
+
+def test_a_trainer_that_has_ended_has_no_sessions() -> None:
+    run = Run(max_running=2)
+    run.link.core_s = None
+    run.step(1)
+    assert run.link.calls == ["pause", "resume", "pause"]
+    assert not run.of(DrafterSession)
 
 
 def test_evaluations_have_no_sessions() -> None:
@@ -211,6 +239,33 @@ def test_a_drafter_that_grew_wrong_is_not_used() -> None:
     run.link.saved = [float("nan")]
     run.step(1)
     assert run.engine.is_dropped
+
+
+@pytest.mark.parametrize(("agreement", "version"), [(0.4, 0), (0.69, 0), (0.696, 1), (0.8, 1)])
+def test_a_drafter_that_has_got_worse_is_not_used(agreement: float, version: int) -> None:
+    run = Run(is_fresh=False)
+    run.link.present, run.link.saved = 0.7, [agreement]
+    run.step(1)
+    assert run.engine.drafter_version == version
+    assert ("use" in run.link.calls) == (version == 1)
+
+
+def test_a_dead_drafter_has_nothing_to_be_better_than() -> None:
+    run = Run(is_fresh=False)
+    run.link.present, run.engine.alarms = 0.7, 1
+    run.step(1)
+    run.link.saved = [0.4]
+    run.step(2)
+    assert run.engine.drafter_version == 1
+
+
+def test_a_resumed_run_goes_on_with_the_drafter_that_it_used() -> None:
+    run = Run(before=({}, None))
+    assert not run.engine.is_dropped
+    assert run.engine.drafter_version == 1
+    run.link.present, run.link.saved = 0.7, [0.4]
+    run.step(1)
+    assert run.engine.drafter_version == 1
 
 
 def test_a_drafter_that_was_given_is_used_from_the_start() -> None:

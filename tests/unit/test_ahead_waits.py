@@ -15,7 +15,7 @@ from paceline.drafting.worker_wire import DraftCounts, Drafts, pack_draft
 from paceline.engine.draft_ahead import DraftAhead
 from paceline.planning.latency import StepTimeModel, update_measured_time
 from paceline.planning.wait import WaitSnapshot
-from paceline.types import DraftQuery
+from paceline.types import DraftQuery, MetDrafts
 
 WINDOW = 4
 
@@ -70,7 +70,8 @@ class Ahead:
         links = [self.link] if further is None else [self.link, further]
         self.trees.open(0, np.arange(10, dtype=np.int32))
         log: Any = SimpleNamespace(write_wait=lambda snapshot, *_: self.snapshots.append(snapshot))
-        self.ahead = DraftAhead(links, self.trees, log, by_turns=by_turns)  # type: ignore[arg-type]
+        folders = ("first", "second")
+        self.ahead = DraftAhead(links, self.trees, log, by_turns=by_turns, folders=folders)  # type: ignore[arg-type]
         self.snapshots: list[WaitSnapshot]
         self.step_time = StepTimeModel.initial()
         for size in (1, 2, 4, 8, 16):
@@ -178,3 +179,30 @@ def test_by_turns_whole_windows_are_waited_for_whatever_it_takes() -> None:
     died = Ahead(drafts([1]), None, by_turns=True)
     assert [died.best(), died.best()] == [[1], [1]]
     assert [timeout_s > 0.0 for timeout_s in died.link.timeouts_s] == [False, True, False]
+
+
+def test_a_workers_drafter_of_which_nothing_is_accepted_is_dropped(caplog: pytest.LogCaptureFixture) -> None:
+    """Its drafts are heard no more, and nothing waits for it; what others have drafted does not count against it."""
+    made = Ahead(drafts([1, 2]), further=Link([drafts([1, 2])]))
+    one, seen = np.zeros(1, np.int64), np.ones(1, np.int32)
+
+    def learn(source: int, right: int) -> None:
+        tokens, sources = np.array([[4]], np.int32), np.array([[source]], np.int32)
+        met = MetDrafts(tokens, seen, np.ones((1, 1), np.float32), sources, 0, 0.0)
+        made.ahead.learn(one, met, np.array([right], np.int32), seen)
+
+    for _ in range(60):
+        learn(Source.FREE, 0)
+        learn(Source.MODEL - 1, 1)
+    assert made.ahead.num_alarms == 0
+    for _ in range(60):
+        learn(Source.MODEL, 0)
+    assert made.ahead.num_alarms == 1
+    assert not made.ahead.has(0)
+    assert made.ahead.has(1)
+    assert (
+        sum("accepts nothing from the model drafter first" in line.getMessage() for line in caplog.records)
+        == 1
+    )
+    made.link.script = [drafts([7, 8])]
+    assert made.best() == [1, 2]

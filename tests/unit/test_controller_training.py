@@ -36,6 +36,9 @@ TOKENS = tuple(range(100, 140))
 class World:
     """A rollout of which each of the first workers has a response, or the first all of them."""
 
+    core_s: float | None = 0.5
+    """Processor time that the trainer uses in each session; None: it does not run."""
+
     def __init__(
         self, num_workers: int = 3, num_responses: int = 1, trains: bool = True, help: str = "none"
     ) -> None:
@@ -60,6 +63,9 @@ class World:
         actions = self.controller.decide(event)
         self.now_s += 0.01
         self.log.note(event, actions, self.now_s)
+        for one in actions:
+            if isinstance(one, EndTraining):
+                self.log.end_training(one.worker, self.core_s, self.now_s)
         return actions
 
     def tick(self, passed_s: float = HELP_S) -> list[Action]:
@@ -101,6 +107,15 @@ def test_the_rollouts_end_is_the_trainings() -> None:
     [span] = world.log.take_training()
     assert span.worker == "w1"
     assert span.end_s > span.start_s
+    assert span.core_s == 0.5
+    assert world.log.take_training() == []
+
+
+def test_time_of_a_worker_that_no_trainer_used_is_not_harvested() -> None:
+    world = World()
+    world.core_s = None
+    world.tick()
+    world.end("w0")
     assert world.log.take_training() == []
 
 

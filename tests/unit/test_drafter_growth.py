@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from paceline.planning.drafter_growth import PATIENCE, Growth, observe
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.planning.drafter_growth import FALL, MARGIN, PATIENCE, Growth, may_replace, observe
+from paceline.planning.zero_acceptance import HEALTHY
 
 
 def follow(growth: Growth, *acceptances: float, is_new: bool = True) -> Growth:
@@ -42,3 +49,39 @@ def test_a_policy_that_became_harder_is_no_reason_to_train_for_ever() -> None:
     growth = follow(growth, *[0.4] * PATIENCE)
     assert not growth.pays
     assert growth.reached == 0.4
+
+
+@pytest.mark.parametrize(
+    ("agreement", "present", "wanted"),
+    [
+        (0.29, None, False),
+        (0.3, None, True),
+        (0.4, 0.7, False),
+        (0.696, 0.7, True),
+        (0.8, 0.7, True),
+        (0.29, 0.29, False),
+        (None, None, False),
+        (math.nan, 0.1, False),
+    ],
+)
+def test_what_drafts_is_replaced_by_what_is_no_worse(
+    agreement: float | None, present: float | None, wanted: bool
+) -> None:
+    assert may_replace(agreement, present) == wanted
+
+
+@given(st.lists(st.floats(0.0, 1.0), max_size=40), st.floats(HEALTHY, 1.0))
+def test_small_losses_have_no_time_to_add_up(made: list[float], present: float) -> None:
+    """What drafts between two rises has lost `FALL` at most when training rests."""
+    growth, first = Growth(present), present
+    for agreement in made:
+        if not growth.pays:
+            break
+        is_new = may_replace(agreement, present)
+        if is_new:
+            present = agreement
+        rose = observe(growth, present, is_new)
+        first = present if rose.num_flat == 0 and is_new else first
+        growth = rose
+    assert present >= first - FALL - 1e-9
+    assert pytest.approx(FALL) == PATIENCE * MARGIN

@@ -464,6 +464,31 @@ def test_a_dead_model_drafter_is_dropped_until_it_has_other_weights(caplog: pyte
     assert draft(loop, first=9)
 
 
+@pytest.mark.parametrize(
+    ("what", "cause"),
+    [("loaded", "another tokenizer"), ("pushed", "lost in the push"), ("stale", "stale weights")],
+)
+def test_an_alarm_names_the_likely_cause(what: str, cause: str, caplog: pytest.LogCaptureFixture) -> None:
+    loop = FastLoop(EngineSettings(model_drafter="m", drafter="none", budget=FIXED))
+    if what == "pushed":
+        loop.renew_model()
+    elif what == "stale":
+        assert all(draft(loop, first=4) for _ in range(10))
+        loop.forget_tokens()
+    assert not all(draft(loop, first=9) for _ in range(30))
+    [line] = [one.getMessage() for one in caplog.records if "accepts nothing" in one.getMessage()]
+    causes = ("another tokenizer", "lost in the push", "stale weights")
+    assert [one for one in causes if one in line] == [cause]
+
+
+def test_an_alarm_names_the_drafter_that_is_used(caplog: pytest.LogCaptureFixture) -> None:
+    settings = EngineSettings(model_drafter="m", further_drafters=("n",), drafter="none", budget=FIXED)
+    loop = FastLoop(settings)
+    loop.renew_model(1)
+    assert not all(draft(loop, first=9) for _ in range(30))
+    assert sum("the model drafter n," in line.getMessage() for line in caplog.records) == 1
+
+
 def test_a_drafter_that_was_alive_may_be_dead_to_other_weights_of_the_target() -> None:
     loop = FastLoop(EngineSettings(model_drafter="m", drafter="none", budget=FIXED))
     assert all(draft(loop, first=4) for _ in range(10))

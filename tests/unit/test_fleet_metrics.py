@@ -14,6 +14,7 @@ from paceline.config import FleetSettings
 from paceline.errors import ConfigError
 from paceline.fleet.metrics import COUNTERS, GAUGES, LOCAL_HOST, MetricsServer
 from paceline.fleet.status import StatusBoard, WorkerStatus
+from paceline.types import DrafterScore
 
 BOARD = StatusBoard(
     {
@@ -31,6 +32,7 @@ BOARD = StatusBoard(
             num_wasted=5,
             further_wasted=(2,),
             wait_s=0.5,
+            drafter_score=DrafterScore(90, 0, 1),
         ),
         "w1": WorkerStatus("w1"),
     },
@@ -64,6 +66,7 @@ def test_the_board_is_served_as_it_is_now(server: MetricsServer) -> None:
     assert found["paceline_worker_generated_tokens_total", "w0"] == 70
     assert found["paceline_worker_losses_total", "w0"] == 1
     assert found["paceline_worker_wait_seconds_total", "w0"] == 0.5
+    assert found["paceline_worker_drafter_alarms_total", "w0"] == 1
     sources = {"suffix": 20, "small": 20, "tiny": 10, "lead": 0}
     assert sources == {name: found["paceline_worker_source_tokens_total", f"w0 {name}"] for name in sources}
     wasted = {"small": 3, "tiny": 2}

@@ -87,13 +87,21 @@ def test_orders_go_out_once_per_worker_and_before_its_weights(fleet: Fleet) -> N
 
 def test_the_trainer_is_stopped_before_any_chunk_goes_out(fleet: Fleet) -> None:
     calls = fleet._actors.told  # type: ignore[attr-defined]
-    trainer: Any = SimpleNamespace(
-        resume=lambda: calls.append(("resume",)), pause=lambda: calls.append(("pause",))
-    )
+    used_s = iter([0.25, None])  # the second time it has died
+
+    def pause() -> float | None:
+        calls.append(("pause",))
+        return next(used_s)
+
+    trainer: Any = SimpleNamespace(resume=lambda: calls.append(("resume",)), pause=pause)
     fleet._trainer = trainer
-    fleet._act([TrainDrafter("w1", 0)])
-    fleet._act([EndTraining("w1", 0), CancelChunk("w1", 0, 7)])
-    assert told(fleet) == [("resume",), ("pause",), ("order", "w1", 7)]
+    for _ in range(2):
+        fleet.helps.note(Tick(1.0), [TrainDrafter("w1", 0)], 1.0)
+        fleet._act([TrainDrafter("w1", 0)])
+        fleet._act([EndTraining("w1", 0), CancelChunk("w1", 0, 7)])
+        assert told(fleet) == [("resume",), ("pause",), ("order", "w1", 7)]
+        calls = fleet._actors.told  # type: ignore[attr-defined]
+    assert [(one.worker, one.core_s) for one in fleet.helps.take_training()] == [("w1", 0.25)]
 
 
 def test_a_failure_is_raised_when_all_else_is_done(fleet: Fleet) -> None:

@@ -131,7 +131,9 @@ def test_an_adaptive_drafter_has_a_figure_of_its_own(tmp_path: Path) -> None:
     with closing(writer):
         for step, right in ((1, 0), (2, 30), (3, 60)):
             writer.write(response(step, 10.0 * step + 5))
-            writer.write(DrafterSession(t_start_s=10.0 * step + 4, t_end_s=10.0 * step + 5, step=step))
+            writer.write(
+                DrafterSession(t_start_s=10.0 * step + 4, t_end_s=10.0 * step + 5, step=step, core_s=0.25)
+            )
             writer.write(
                 DrafterStep(
                     t_s=10.0 * step + 5, step=step, version=step - 1, tried=100 * (step > 1), right=right,
@@ -149,6 +151,7 @@ def test_an_adaptive_drafter_has_a_figure_of_its_own(tmp_path: Path) -> None:
     ]
     assert "60" in figure.summary
     assert "in sessions of 3" in figure.summary
+    assert "together (0.8 core-seconds)" in figure.summary
     assert "<h2>Adaptive drafter</h2>" in render(history)
     rollouts = running_figure(history)
     assert isinstance(rollouts, Choice)

@@ -9,6 +9,7 @@ from collections import Counter
 from itertools import pairwise
 from pathlib import Path
 
+import msgspec
 import pytest
 from fleet_record import FleetRun, total_tokens
 
@@ -210,4 +211,6 @@ def test_free_workers_that_trained_are_named() -> None:
         unspaced(describe_sessions(sessions))
         == "w0 trained the drafter (1.50 s); w1 trained the drafter (3 s)"
     )
+    with_cores = [msgspec.structs.replace(one, core_s=0.25) for one in sessions]
+    assert "w1 trained the drafter (3 s, 0.5 core-seconds)" in unspaced(describe_sessions(with_cores))
     assert describe_sessions([]) == ""

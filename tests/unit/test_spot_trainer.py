@@ -20,14 +20,23 @@ from safetensors.torch import load_file
 from tiny_model import make_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from paceline.distillation import checkpoints, spot
+from paceline.distillation import checkpoints, spot, spot_link
 from paceline.distillation.export import export
 from paceline.distillation.fresh_drafter import make_head, make_small_model
 from paceline.distillation.packing import Sample
-from paceline.distillation.spot import LESSON, SpotSettings, SpotTrainer, make_lesson, read_drafter
+from paceline.distillation.sample_buffer import SampleBuffer
+from paceline.distillation.spot import (
+    LESSON,
+    SpotSettings,
+    SpotTrainer,
+    is_held_out,
+    make_lesson,
+    read_drafter,
+)
 from paceline.distillation.spot_link import SpotLink
 from paceline.distillation.target import choose_layers, load_model, read_samples
-from paceline.distillation.training_folder import FILE_NAME, read_folder
+from paceline.distillation.training_folder import FILE_NAME, USED_NAME, read_folder
+from paceline.drafting.child_process import ChildProcess
 from paceline.drafting.drafter import is_draft_head, read_fused_layers
 from paceline.drafting.model import ModelDrafter
 from paceline.errors import CheckpointError
@@ -121,6 +130,99 @@ def test_the_drafter_as_it_was_is_measured_beside_the_present_one(settings: Spot
     assert made.agreement is not None
     assert made.first_agreement is not None
     assert 0.0 < made.first_agreement < made.agreement
+
+
+def test_nobody_learns_from_what_a_drafter_is_measured_on(
+    settings: SpotSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors, note = make_lesson(1, policy_of(settings), responses_of(settings, 50))
+    checkpoints.write(Path(settings.folder) / LESSON, tensors, note)
+    learned: set[tuple[int, ...]] = set()
+    draw = SampleBuffer.draw
+
+    def note_draw(buffer: SampleBuffer, num_tokens: int) -> list[Sample]:
+        drawn = draw(buffer, num_tokens)
+        learned.update(tuple(sample.ids.tolist()) for sample in drawn)
+        return drawn
+
+    monkeypatch.setattr(SampleBuffer, "draw", note_draw)
+    trainer = SpotTrainer(settings, ticking(1.0).__next__)
+    for _ in range(6):
+        assert trainer.learn()
+    trainer.close()
+    measured = {tuple(sample.ids.tolist()) for sample in trainer._held}
+    assert (len(learned), len(measured)) == (48, 2)
+    assert not learned & measured
+    _, made = read_drafter(Path(settings.folder)) or pytest.fail("nothing was saved")
+    assert made.agreement is not None
+    assert made.used_agreement is None, "engines have none yet"
+
+
+def test_one_response_in_twenty_is_held_out_but_never_all() -> None:
+    assert [sum(is_held_out(n, count) for n in range(count)) for count in (1, 2, 8, 20, 40, 400)] == [
+        0, 1, 1, 1, 2, 20,
+    ]  # fmt: skip
+
+
+def test_the_drafter_that_engines_have_is_measured_beside_the_present_one(settings: SpotSettings) -> None:
+    tell(settings, step=1)
+    folder = Path(settings.folder)
+    trainer = SpotTrainer(settings, itertools.count(1000.0).__next__)  # it was long in loading
+    for _ in range(3):
+        assert trainer.learn()
+    trainer.close()
+    tensors, first = read_folder(folder) or pytest.fail("nothing was saved")
+    assert 0 < first.trained_s < 100
+    used = {name: tensor for name, tensor in tensors.items() if name.startswith("network.")}
+    checkpoints.write(folder / USED_NAME, used, first.note())
+    trainer = SpotTrainer(settings, itertools.count(1000.0).__next__)
+    for _ in range(6):
+        assert trainer.learn()
+    trainer.close()
+    _, second = read_folder(folder) or pytest.fail("nothing was saved")
+    assert second.used_agreement == pytest.approx(first.agreement, abs=1e-6)
+    assert second.used_agreement != second.agreement
+    assert first.trained_s < second.trained_s < 100
+
+
+def test_a_session_tells_what_it_used_and_a_dead_trainer_has_none(
+    settings: SpotSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    busy = ("timeit", ("-n", "1000000000", "pass"))
+    monkeypatch.setattr(spot_link, "ChildProcess", lambda what, *_: ChildProcess(what, *busy))
+    link = SpotLink(settings)
+    try:
+        assert link.pause() is None, "nobody has let it go"
+        link.resume()
+        while (link._child.core_s() or 0.0) < 0.1:
+            time.sleep(0.01)
+        core_s = link.pause()
+        assert core_s is not None
+        assert 0.05 < core_s < 5.0
+        link.resume()
+        os.kill(link.pid, signal.SIGKILL)
+        while link._child.core_s() is not None:
+            time.sleep(0.01)
+        assert link.pause() is None
+    finally:
+        link.close()
+
+
+def test_a_drafter_that_engines_have_got_is_found_again(settings: SpotSettings) -> None:
+    tell(settings, step=1)
+    trainer = SpotTrainer(settings, ticking(1.0).__next__)
+    for _ in range(3):
+        assert trainer.learn()
+    trainer.close()
+    link = SpotLink(settings)
+    assert link.used() is None
+    weights, made = link.take() or pytest.fail("nothing was saved")
+    link.use()
+    link.close()
+    found, described = link.used() or pytest.fail("nothing was kept")
+    assert described == made
+    assert found.keys() == weights.keys()
+    assert all(one.equal(weights[name]) for name, one in found.items())
 
 
 def test_a_head_of_another_target_is_refused(settings: SpotSettings, tmp_path: Path) -> None:

@@ -9,8 +9,10 @@ one comes is given up for it.
 from __future__ import annotations
 
 import os
+import shutil
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -108,6 +110,23 @@ def write(path: Path, tensors: Mapping[str, Tensor], note: Note) -> None:
         os.fsync(folder)
     finally:
         os.close(folder)
+
+
+@contextmanager
+def written_aside(out: Path) -> Iterator[Path]:
+    """A folder to write into, which takes the place of `out` when the block ends: in one move where there is nothing
+    yet, else file by file, each in one move. A block that does not end leaves `out` as it was. Raises OSError.
+    """
+    aside = out.with_name(f"{out.name}.new")
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    yield aside
+    if out.is_dir():
+        for path in sorted(aside.iterdir()):
+            path.replace(out / path.name)
+        aside.rmdir()
+    else:
+        aside.rename(out)
 
 
 def read(path: Path) -> tuple[dict[str, Tensor], dict[str, str]] | None:

@@ -15,6 +15,7 @@ from typing import Any, Literal
 import safetensors.torch
 from torch import Tensor
 
+from paceline.distillation.checkpoints import written_aside
 from paceline.distillation.methods import MethodName
 from paceline.distillation.trainer import NETWORK
 from paceline.distillation.training_folder import Description
@@ -27,7 +28,7 @@ ARCHITECTURES = {"eagle": "LlamaForCausalLM", "hass": "LlamaForCausalLM", "eagle
 
 
 def export(tensors: Mapping[str, Tensor], made: Description, out: Path, form: Form, verifier: str) -> None:
-    """Write a checkpoint folder.
+    """Write a checkpoint folder; one that is ended before it is done leaves no part of it.
 
     verifier: name or path of the target, which the `speculators` form carries. Raises ConfigError for a form that the
     method does not have, RecordError if the disk refuses.
@@ -38,9 +39,9 @@ def export(tensors: Mapping[str, Tensor], made: Description, out: Path, form: Fo
     else:
         config = made.config if made.method == "osd" else _head_config(made)
     try:
-        out.mkdir(parents=True, exist_ok=True)
-        (out / "model.safetensors").write_bytes(safetensors.torch.save(weights, {"format": "pt"}))
-        (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        with written_aside(out) as aside:
+            (aside / "model.safetensors").write_bytes(safetensors.torch.save(weights, {"format": "pt"}))
+            (aside / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     except OSError as error:
         raise RecordError(f"cannot write {out}: {error.strerror}; choose another place") from error
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from paceline.distillation.checkpoints import written_aside
 from paceline.distillation.export import export
 from paceline.distillation.methods import METHODS, MethodName, build_network
 from paceline.distillation.networks import Shared
@@ -21,13 +22,13 @@ SHARE = 0.5
 
 
 def make_small_model(target: Path, out: Path, hidden_size: int | None, num_layers: int, seed: int) -> None:
-    """Write a Llama model with random weights into a folder, with the target's tokenizer.
+    """Write a Llama model with random weights into a folder, with the target's tokenizer; all of it or nothing.
 
-    hidden_size: a multiple of 64; None: half the target's. torch's generator is left as it is found. Raises
+    hidden_size: a multiple of 64; None: `default_width`. torch's generator is left as it is found. Raises
     CheckpointError for another width.
     """
     wanted = AutoConfig.from_pretrained(target, local_files_only=True).get_text_config()
-    size = hidden_size or max(int(wanted.hidden_size * SHARE) // HEAD_DIM, 1) * HEAD_DIM
+    size = hidden_size or default_width(target)
     if size % HEAD_DIM:
         raise CheckpointError(f"a drafter's hidden size is {size}: make it a multiple of {HEAD_DIM}")
     config = LlamaConfig(
@@ -46,12 +47,27 @@ def make_small_model(target: Path, out: Path, hidden_size: int | None, num_layer
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        LlamaForCausalLM(config).save_pretrained(out)
-    lend_tokenizer(target, out)
+        model = LlamaForCausalLM(config)
+    with written_aside(out) as aside:
+        model.save_pretrained(aside)
+        lend_tokenizer(target, aside)
+
+
+def default_width(target: Path) -> int:
+    """Hidden size of a fresh small model: half the target's."""
+    config = AutoConfig.from_pretrained(target, local_files_only=True).get_text_config()
+    return max(int(config.hidden_size * SHARE) // HEAD_DIM, 1) * HEAD_DIM
+
+
+def read_size(folder: Path) -> tuple[int, int]:
+    """Hidden size and layers of a small model."""
+    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    return config.hidden_size, config.num_hidden_layers
 
 
 def make_head(target: Path, out: Path, method: MethodName, seed: int) -> None:
-    """Write a head with random weights into a folder; it shares the target's embedding, head and tokenizer.
+    """Write a head with random weights into a folder, all of it or nothing; it shares the target's embedding, head and
+    tokenizer.
 
     method: any but osd. torch's generator is left as it is found. Raises CheckpointError for EAGLE-3 and a target of
     fewer layers than it fuses.

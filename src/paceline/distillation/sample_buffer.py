@@ -3,14 +3,20 @@
 While a step's responses are still being generated, those that have finished are the short ones. So the buffer keeps
 the step before, and each pass over it begins with that step's long responses, stale by one update (one-step offset).
 
-Every sample is a file of its own, so that a restart finds it; as many as fit stay in memory too. Where room is short,
-whole responses go: older steps before newer ones, and the short ones of a step first. One process owns a folder.
+Every sample is a file of its own, so that a restart finds it; as many as fit stay in memory too. Steps that are too old
+go. Where room is short, whole responses go: older steps before newer ones, and the short ones of a step first. One
+process owns a folder.
+
+Orders are kept in heaps, and an entry that has left is passed over where it turns up: an operation takes logarithmic
+time, but for the first draw after an addition or a new step, which orders anew what is held.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
+import heapq
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,15 +29,18 @@ from paceline.errors import ConfigError, RecordError
 SUFFIX = ".sample"
 LONG_SHARE = 0.9
 """A response of the step before is long if it is longer than this share of the current step's."""
+BLOCK_BYTES = 4096
+"""Of the disk: a file takes whole blocks."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Entry:
     step: int
     response: int
     num_tokens: int
     path: Path
     file_bytes: int
+    """On the disk."""
     num_draws: int
     sample: Sample | None = None
     """None: on disk alone."""
@@ -42,26 +51,61 @@ class _Entry:
         return self.step, self.num_tokens, self.response
 
 
+class _Heap:
+    """Entries by a key that does not change while they are in it; of equal keys the one that came first."""
+
+    def __init__(self, is_held: Callable[[_Entry], bool]) -> None:
+        """is_held: whether an entry still counts; one that does not is passed over."""
+        self._is_held = is_held
+        self._items: list[tuple[tuple[int, ...], int, _Entry]] = []
+        self._ties = itertools.count()
+
+    def push(self, key: tuple[int, ...], entry: _Entry) -> None:
+        """Put an entry in."""
+        heapq.heappush(self._items, (key, next(self._ties), entry))
+
+    def least(self) -> _Entry | None:
+        """The entry with the least key, None where there is none."""
+        while self._items and not self._is_held(self._items[0][2]):
+            heapq.heappop(self._items)
+        return self._items[0][2] if self._items else None
+
+    def pop(self) -> _Entry | None:
+        """Take that entry out."""
+        if (entry := self.least()) is not None:
+            heapq.heappop(self._items)
+        return entry
+
+
 class SampleBuffer:
     """Samples by step and response.
 
-    memory_bytes: of samples in memory. disk_bytes: of files. Raises ConfigError for a bound below 0, RecordError for a
-    folder that cannot be used.
+    memory_bytes: of samples in memory. disk_bytes: of files. num_steps: the current step's samples are kept, and those
+    of the steps before it, so many together. Raises ConfigError for a bound that cannot be, RecordError for a folder
+    that cannot be used.
     """
 
-    def __init__(self, folder: Path, *, memory_bytes: int, disk_bytes: int) -> None:
-        for name, value in (("memory_bytes", memory_bytes), ("disk_bytes", disk_bytes)):
-            if value < 0:
-                raise ConfigError(f"the sample buffer's {name} is {value}, must be at least 0")
+    def __init__(self, folder: Path, *, memory_bytes: int, disk_bytes: int, num_steps: int) -> None:
+        for name, value, least in (
+            ("memory_bytes", memory_bytes, 0),
+            ("disk_bytes", disk_bytes, 0),
+            ("num_steps", num_steps, 1),
+        ):
+            if value < least:
+                raise ConfigError(f"the sample buffer's {name} is {value}, must be at least {least}")
         self.folder = folder
-        self._memory_limit, self._disk_limit = memory_bytes, disk_bytes
+        self._memory_limit, self._disk_limit, self._num_steps = memory_bytes, disk_bytes, num_steps
         self.memory_bytes = self.disk_bytes = 0
         self._entries: dict[tuple[int, int], _Entry] = {}
+        self._passes = Counter[int]()  # entries by the number of their draws
+        self._by_worth = _Heap(self._is_held)
+        self._loaded = _Heap(lambda entry: entry.sample is not None)  # by worth too
+        self._order: _Heap | None = None  # in which they are drawn; None: to be made anew
+        self._long = 0  # tokens of the step's longest responses, when that was made
         try:
             folder.mkdir(parents=True, exist_ok=True)
             for entry in _scan(folder):
-                self._entries[entry.step, entry.response] = entry
-                self.disk_bytes += entry.file_bytes
+                self._keep(entry)
         except OSError as error:
             raise RecordError(
                 f"cannot keep samples in {folder}: {error.strerror}; choose another place"
@@ -84,7 +128,8 @@ class SampleBuffer:
             raise ConfigError(
                 f"step {step} comes after step {self.step}: begin the run with a folder of its own"
             )
-        self.step = step
+        self.step, self._order = step, None
+        self._trim()
 
     def add(self, response: int, sample: Sample) -> None:
         """Take a sample of the current step, in place of an earlier part of the same response.
@@ -95,10 +140,8 @@ class SampleBuffer:
         size = _write(path, sample)
         if (old := self._entries.get((self.step, response))) is not None:
             self._forget(old)
-        first_pass = min((entry.num_draws for entry in self._entries.values()), default=0)
-        entry = _Entry(self.step, response, len(sample.ids), path, size, first_pass)
-        self._entries[self.step, response] = entry
-        self.disk_bytes += size
+        entry = _Entry(self.step, response, len(sample.ids), path, size, min(self._passes, default=0))
+        self._keep(entry)
         self._remember(entry, sample)
         self._trim()
 
@@ -108,42 +151,68 @@ class SampleBuffer:
         Responses that were drawn less often come first; of these the long ones of the step before, longest first, then
         the current step's, then all others, newest first.
         """
-        drawn: list[Sample] = []
-        for entry in self._order():
-            if num_tokens <= 0:
-                break
+        if self._order is None:
+            self._order = self._make_order()
+        drawn: list[tuple[_Entry, Sample]] = []
+        while num_tokens > 0 and (entry := self._order.pop()) is not None:
             sample = entry.sample or _read(entry.path)
             if sample is None:
                 self._drop(entry)
                 continue
-            entry.num_draws += 1
             num_tokens -= len(sample.ids)
-            drawn.append(sample)
+            drawn.append((entry, sample))
             if entry.sample is None:
                 self._remember(entry, sample)
+        for entry, _ in drawn:
+            self._count(entry, entry.num_draws + 1)
+            self._order.push(self._turn(entry), entry)
         self._trim()
-        return drawn
+        return [sample for _, sample in drawn]
 
-    def _order(self) -> list[_Entry]:
-        current = sorted(e.num_tokens for e in self._entries.values() if e.step == self.step)
-        long = current[int(LONG_SHARE * (len(current) - 1))] if current else 0
+    def _make_order(self) -> _Heap:
+        current = sorted(entry.num_tokens for entry in self._entries.values() if entry.step == self.step)
+        self._long = current[int(LONG_SHARE * (len(current) - 1))] if current else 0
+        order = _Heap(self._is_held)
+        for entry in self._entries.values():
+            order.push(self._turn(entry), entry)
+        return order
 
-        def key(entry: _Entry) -> tuple[int, int, int, int, int]:
-            if entry.step == self.step - 1 and entry.num_tokens > long:
-                return entry.num_draws, 0, 0, -entry.num_tokens, entry.response
-            place = 1 if entry.step == self.step else 2
-            return entry.num_draws, place, -entry.step, 0, entry.response
+    def _turn(self, entry: _Entry) -> tuple[int, int, int, int, int]:
+        """Of two entries the lesser is drawn first."""
+        if entry.step == self.step - 1 and entry.num_tokens > self._long:
+            return entry.num_draws, 0, 0, -entry.num_tokens, entry.response
+        place = 1 if entry.step == self.step else 2
+        return entry.num_draws, place, -entry.step, 0, entry.response
 
-        return sorted(self._entries.values(), key=key)
+    def _is_held(self, entry: _Entry) -> bool:
+        return self._entries.get((entry.step, entry.response)) is entry
+
+    def _keep(self, entry: _Entry) -> None:
+        self._entries[entry.step, entry.response] = entry
+        self.disk_bytes += entry.file_bytes
+        self._passes[entry.num_draws] += 1
+        self._by_worth.push(entry.worth, entry)
+        self._order = None
+
+    def _count(self, entry: _Entry, num_draws: int | None) -> None:
+        """It has been drawn so often; None: it has left."""
+        self._passes[entry.num_draws] -= 1
+        if not self._passes[entry.num_draws]:
+            del self._passes[entry.num_draws]
+        if num_draws is not None:
+            entry.num_draws = num_draws
+            self._passes[num_draws] += 1
 
     def _remember(self, entry: _Entry, sample: Sample) -> None:
         entry.sample = sample
         self.memory_bytes += sample.num_bytes
+        self._loaded.push(entry.worth, entry)
 
     def _forget(self, entry: _Entry) -> None:
         """Take an entry out; its file stays, or is another's by now."""
         del self._entries[entry.step, entry.response]
         self.disk_bytes -= entry.file_bytes
+        self._count(entry, None)
         self._unload(entry)
 
     def _unload(self, entry: _Entry) -> None:
@@ -157,19 +226,26 @@ class SampleBuffer:
 
     def _trim(self) -> None:
         """Keep to the bounds."""
-        if self.disk_bytes <= self._disk_limit and self.memory_bytes <= self._memory_limit:
-            return
-        for entry in sorted(self._entries.values(), key=lambda entry: entry.worth):
-            if self.disk_bytes > self._disk_limit:
-                self._drop(entry)
-            elif self.memory_bytes > self._memory_limit:
-                self._unload(entry)
-            else:
-                return
+        oldest = self.step - self._num_steps + 1
+        while (entry := self._by_worth.least()) is not None:
+            if entry.step >= oldest and self.disk_bytes <= self._disk_limit:
+                break
+            self._drop(entry)
+        while (entry := self._loaded.least()) is not None and self.memory_bytes > self._memory_limit:
+            self._loaded.pop()
+            self._unload(entry)
+
+
+def blocks_bytes(num_bytes: int) -> int:
+    """What a file of so many bytes takes of the disk."""
+    return -(-num_bytes // BLOCK_BYTES) * BLOCK_BYTES
 
 
 def _write(path: Path, sample: Sample) -> int:
-    """Write a sample's file in one move; its bytes. A machine that goes down may leave it damaged, which is noticed."""
+    """Write a sample's file in one move; its bytes on the disk.
+
+    A machine that goes down may leave it damaged, which is noticed.
+    """
     data = safetensors.torch.save(
         {"ids": sample.ids, "states": sample.states}, {"num_prompt_tokens": str(sample.num_prompt_tokens)}
     )
@@ -182,7 +258,7 @@ def _write(path: Path, sample: Sample) -> int:
         raise RecordError(
             f"cannot write {path}: {error.strerror}; free some space, or lower the buffer's disk_bytes"
         ) from error
-    return len(data)
+    return blocks_bytes(len(data))
 
 
 def _read(path: Path) -> Sample | None:
@@ -207,4 +283,4 @@ def _scan(folder: Path) -> Iterator[_Entry]:
         except (OSError, SafetensorError):
             path.unlink()
             continue
-        yield _Entry(int(step), int(response), num_tokens, path, os.path.getsize(path), 0)
+        yield _Entry(int(step), int(response), num_tokens, path, blocks_bytes(path.stat().st_size), 0)

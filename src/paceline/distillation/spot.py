@@ -5,6 +5,9 @@ Everything passes through one folder, so that either side may stop at any moment
     lesson.safetensors      from the run: the policy's weights, and responses of the step before, for a head with states
     samples/                responses that were heard of (sample_buffer.py)
     training.safetensors    the drafter in training, with its optimizers (training_folder.py)
+    used.safetensors        from the run: the drafter that its engines have
+
+One response in twenty is not learned from: on these the drafter is measured, beside the one that the engines have.
 
 A draft head learns from the hidden states that the engine has read out of its own steps, one update older than the
 weights. For a small language model the states are computed here, by the newest weights, of the responses that are drawn
@@ -15,6 +18,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import accumulate
 from pathlib import Path
 
 import msgspec
@@ -31,7 +36,7 @@ from paceline.distillation.packing import Pack, Sample, pack_samples
 from paceline.distillation.sample_buffer import SampleBuffer
 from paceline.distillation.target import load_model, read_states, share
 from paceline.distillation.trainer import NETWORK, Trainer, load_network
-from paceline.distillation.training_folder import FILE_NAME, Description, describe, read_folder
+from paceline.distillation.training_folder import FILE_NAME, USED_NAME, Description, describe, read_folder
 from paceline.drafting.drafter import read_fused_layers
 from paceline.errors import CheckpointError
 
@@ -48,6 +53,13 @@ SAVE_EVERY_S = 2.0
 """Processor time that is lost with the process at most."""
 MEMORY_BYTES, DISK_BYTES = 256 << 20, 1 << 30
 """Bounds of the sample buffer; a token takes 4 bytes, and the state of one as many as it has."""
+NUM_STEPS = 4
+"""Training steps of which samples are kept, the present one, which has none yet, among them: older ones are another
+policy's."""
+HELD_OUT = 20
+"""Of so many responses one is measured on, and not learned from."""
+MEASURED_TOKENS = 2048
+"""Of responses that were held out, at most, the newest first; a response that begins within is taken whole."""
 
 
 class SpotSettings(msgspec.Struct, frozen=True):
@@ -96,21 +108,25 @@ class SpotTrainer:
         method = METHODS[settings.method].at_temperature(settings.temperature)
         if not self._is_head:
             method = method.with_loss("forward_kl")
-        network = _load_drafter(method, self._shared, Path(settings.drafter))
-        self._first = (
-            _load_drafter(method, self._shared, Path(settings.drafter)) if settings.compares else None
-        )
+        self._build = partial(_load_drafter, method, self._shared, Path(settings.drafter))
+        network = self._build()
+        self._first = self._build() if settings.compares else None
+        self._used = self._first
         self._trainer = Trainer(network, self._shared, method.objective)
         fused = read_fused_layers(Path(settings.drafter)) if self._is_head else ()
         self._made = describe(network, settings.method, method.objective.loss, settings.temperature, fused)
         if (found := read_folder(self._folder)) is not None:
             self._trainer.load(found[0])
             self._made = found[1]
-        self._buffer = SampleBuffer(self._folder / SAMPLES, memory_bytes=MEMORY_BYTES, disk_bytes=DISK_BYTES)
+        self._buffer = SampleBuffer(
+            self._folder / SAMPLES, memory_bytes=MEMORY_BYTES, disk_bytes=DISK_BYTES, num_steps=NUM_STEPS
+        )
+        self._held: list[Sample] = []  # newest first
+        self._exam: Pack | None = None  # of these, as they are to the present policy
         self._writer = CheckpointWriter(self._folder / FILE_NAME)
-        self._heard_ns = 0
-        self._begun_s = self._made.trained_s
+        self._heard_ns = self._used_ns = 0
         self._saved_s = self._clock()
+        self._begun_s = self._made.trained_s - self._saved_s  # loading is not training
         self._disagreement = Objective("disagreement", temperature=method.objective.temperature)
 
     def learn(self) -> bool:
@@ -121,7 +137,7 @@ class SpotTrainer:
             return False
         pack = pack_samples(drawn if self._is_head else self._think(drawn))
         if self._clock() - self._saved_s >= SAVE_EVERY_S:
-            self._save(pack)
+            self._save()
         warmth = min(self._made.trained_tokens / WARM_UP_TOKENS, 1.0)
         self._trainer.step(pack, self._rate * max(warmth, 0.05))
         self._made = msgspec.structs.replace(
@@ -144,10 +160,7 @@ class SpotTrainer:
     def _hear(self) -> None:
         """Take in the lesson, if there is a new one."""
         path = self._folder / LESSON
-        try:
-            written_ns = path.stat().st_mtime_ns
-        except FileNotFoundError:
-            return
+        written_ns = _written_ns(path)
         if written_ns == self._heard_ns or (lesson := checkpoints.read(path)) is None:
             return
         self._heard_ns = written_ns
@@ -163,25 +176,69 @@ class SpotTrainer:
         shapes: list[list[int]] = tensors["shapes"].tolist()
         lengths = [length for length, _ in shapes]
         parts = zip(tensors["ids"].split(lengths), tensors["states"].split(lengths), shapes, strict=True)
+        held = []
         for number, (ids, states, (_, num_prompt_tokens)) in enumerate(parts):
-            self._buffer.add(number, Sample(ids.clone(), num_prompt_tokens, states.clone()))
+            sample = Sample(ids.clone(), num_prompt_tokens, states.clone())
+            if is_held_out(number, len(shapes)):
+                held.append(sample)
+            else:
+                self._buffer.add(number, sample)
+        self._held = _first_of([*held, *self._held], MEASURED_TOKENS)
+        self._exam = None
         self._buffer.begin_step(self._buffer.step + 1)
 
-    def _save(self, coming: Pack) -> None:
-        """Save the drafter, and how often it agrees with the target on the pack that it learns from next."""
+    def _look_at_engines(self) -> None:
+        """Read the drafter that the engines have, if they have got another one."""
+        path = self._folder / USED_NAME
+        written_ns = _written_ns(path)
+        if written_ns == self._used_ns or (found := checkpoints.read(path)) is None:
+            return
+        self._used_ns, self._used = written_ns, self._build()
+        load_network(self._used, found[0])
+
+    def _save(self) -> None:
+        """Save the drafter, and how often it and the one that the engines have agree with the target."""
+        self._look_at_engines()
+        first_agreement = self._measure(self._first)
         self._made = msgspec.structs.replace(
             self._made,
-            agreement=self._measure(self._trainer.network, coming),
-            first_agreement=None if self._first is None else self._measure(self._first, coming),
+            agreement=self._measure(self._trainer.network),
+            first_agreement=first_agreement,
+            used_agreement=first_agreement if self._used is self._first else self._measure(self._used),
             trained_s=self._begun_s + self._clock(),
         )
         self._writer.save(self._trainer.tensors(), self._made.note())
         self._saved_s = self._clock()
 
-    def _measure(self, network: Network, pack: Pack) -> float:
-        """How often a drafter agrees with the target."""
+    def _measure(self, network: Network | None) -> float | None:
+        """How often a drafter agrees with the newest target on what was held out; None where either is missing."""
+        if network is None or not self._held:
+            return None
+        if self._exam is None:
+            self._exam = pack_samples(self._held if self._is_head else self._think(self._held))
         with torch.no_grad():
-            return 1.0 - float(compute_loss(network, self._shared, pack, self._disagreement))
+            return 1.0 - float(compute_loss(network, self._shared, self._exam, self._disagreement))
+
+
+def is_held_out(number: int, count: int) -> bool:
+    """Whether a response of a lesson of `count` is not learned from: the middle one of each `HELD_OUT`; of fewer the
+    middle one of all, unless it is the only one.
+    """
+    return count > 1 and number % HELD_OUT == min(count, HELD_OUT) // 2
+
+
+def _first_of(samples: Sequence[Sample], num_tokens: int) -> list[Sample]:
+    """The first samples, until they have so many tokens."""
+    before = accumulate((sample.num_tokens for sample in samples), initial=0)
+    return [sample for sample, have in zip(samples, before, strict=False) if have < num_tokens]
+
+
+def _written_ns(path: Path) -> int:
+    """When a file was written; 0: never."""
+    try:
+        return path.stat().st_mtime_ns
+    except FileNotFoundError:
+        return 0
 
 
 def _load_drafter(method: Method, shared: Shared, folder: Path) -> Network:
@@ -194,7 +251,7 @@ def _load_drafter(method: Method, shared: Shared, folder: Path) -> Network:
     return network
 
 
-def read_drafter(folder: Path) -> tuple[dict[str, Tensor], Description] | None:
-    """The weights of the drafter in training, and what it is; None before the first."""
-    found = read_folder(folder)
+def read_drafter(folder: Path, name: str = FILE_NAME) -> tuple[dict[str, Tensor], Description] | None:
+    """The weights of the drafter in training, or of the folder's other one, and what it is; None before the first."""
+    found = read_folder(folder, name)
     return None if found is None else (drafter_weights(found[0], found[1].method), found[1])

@@ -18,6 +18,8 @@ from paceline.distillation.trainer import load_network
 from paceline.errors import CheckpointError
 
 FILE_NAME = "training.safetensors"
+USED_NAME = "used.safetensors"
+"""Of a run's folder: the drafter that its engines have, in the same form without optimizers."""
 NOTE = "paceline"
 
 
@@ -33,12 +35,14 @@ class Description(msgspec.Struct, frozen=True):
     config: dict[str, Any]
     """transformers' configuration of the network."""
     trained_s: float = 0.0
-    """Processor time spent on it."""
+    """Processor time spent on training it, loading excluded."""
     trained_tokens: int = 0
     agreement: float | None = None
-    """With the target under the shared dice, on the pack that it was about to learn from; None: not measured."""
+    """With the target under the shared dice, on responses that it does not learn from; None: not measured."""
     first_agreement: float | None = None
-    """Of the drafter as it was at first, on the same pack; None: not measured."""
+    """Of the drafter as it was at first, on the same responses; None: not measured."""
+    used_agreement: float | None = None
+    """Of the drafter that the run's engines have, on the same responses; None: they have none, or not measured."""
 
     def note(self) -> dict[str, str]:
         """As it stands in the file."""
@@ -53,9 +57,9 @@ def describe(
     return Description(method, loss, temperature, fused_layers, msgspec.to_builtins(config, enc_hook=str))
 
 
-def read_folder(folder: Path) -> tuple[dict[str, Tensor], Description] | None:
-    """What the folder holds, None for nothing. Raises CheckpointError for a file of something else."""
-    found = checkpoints.read(folder / FILE_NAME)
+def read_folder(folder: Path, name: str = FILE_NAME) -> tuple[dict[str, Tensor], Description] | None:
+    """What the folder holds under this name, None for nothing. Raises CheckpointError for a file of something else."""
+    found = checkpoints.read(folder / name)
     if found is None:
         return None
     tensors, note = found
@@ -63,7 +67,7 @@ def read_folder(folder: Path) -> tuple[dict[str, Tensor], Description] | None:
         return tensors, msgspec.json.decode(note[NOTE], type=Description)
     except (KeyError, msgspec.DecodeError) as error:
         raise CheckpointError(
-            f"{folder / FILE_NAME} was not written by 'paceline drafter train': choose another folder"
+            f"{folder / name} was not written by 'paceline drafter train': choose another folder"
         ) from error
 
 

@@ -61,6 +61,15 @@ class ChildProcess:
         """Process id of the present one."""
         return self._process.pid
 
+    def core_s(self) -> float | None:
+        """Processor time that the present one has used, seconds; None where it has ended."""
+        import psutil
+
+        if self._process.poll() is not None:
+            return None
+        used = psutil.Process(self.pid).cpu_times()
+        return float(used.user + used.system)
+
     def check(self) -> None:
         """Start it again if it has ended: at once, but with growing pauses, and in the end not, where it fails to."""
         if self._process.poll() is None or self._num_failed == MAX_FAILED_STARTS:

@@ -16,6 +16,7 @@ from paceline.drafting.worker_link import WorkerLink
 from paceline.drafting.worker_wire import DraftCounts, Drafts, WorkerSettings
 from paceline.engine.draft_windows import DraftWindows
 from paceline.engine.loop_log import EngineLog
+from paceline.engine.model_watch import ModelWatch
 from paceline.planning.latency import MAX_TOKENS, StepTimeModel, predict_s
 from paceline.planning.wait import WaitSnapshot, decide_wait
 from paceline.types import DraftQuery, Int32Array, Int64Array, MetDrafts
@@ -49,14 +50,20 @@ UNKNOWN_SIZES = TargetSizes()
 class _Worker:
     """What an engine knows of one of its draft workers."""
 
-    def __init__(self, link: WorkerLink, source: int, windows: DraftWindows | None) -> None:
-        """source: its number in the draft trees. windows: None: they stay as they are."""
+    def __init__(self, link: WorkerLink, source: int, windows: DraftWindows | None, folder: str) -> None:
+        """source: its number in the draft trees. windows: None: they stay as they are. folder: of its drafter."""
         self.link, self.source, self.windows = link, source, windows
+        self.watch = ModelWatch(folder)
         self.latest: Drafts | None = None
         self.since_s = 0.0
         """When it was told of the last step, or said something about it."""
         self.is_late = False
         """Whether the last wait for it was in vain."""
+
+    @property
+    def is_there(self) -> bool:
+        """Whether it may be counted on: it has come, and its drafter is not dead."""
+        return self.link.is_there and self.watch.is_used
 
     @property
     def level_s(self) -> float:
@@ -66,13 +73,22 @@ class _Worker:
     def take(self, trees: DraftTrees, timeout_s: float = 0.0) -> bool:
         """Put what arrives into the trees; returns whether something has."""
         drafts = self.link.take(timeout_s)
-        if drafts is None:
+        if drafts is None or not self.watch.is_used:
             return False
         trees.add_packed(self.source, drafts.trees)
         self.latest, self.is_late = drafts, False
         if drafts.number == self.link.number:
             self.since_s = time.perf_counter()
         return True
+
+    def learn(self, responses: Int64Array, told: Int32Array, right: Int32Array) -> None:
+        """What a step has decided about its drafts (`DraftTrees.judge`): for the windows, and the first ones for the
+        watch.
+        """
+        if self.windows is not None:
+            self.windows.learn(responses, told, right)
+        if self.is_there:
+            self.watch.count(int((told > 0).sum()), int((right > 0).sum()))
 
     def arrival_s(self, latest: Drafts, now_s: float) -> float:
         """Until it says something more. latest: what it has said last."""
@@ -92,8 +108,9 @@ class DraftAhead:
         max_window: int = 0,
         *,
         by_turns: bool = False,
+        folders: Sequence[str] = (),
     ) -> None:
-        """links: of the model drafter's worker, and of further ones.
+        """links: of the model drafter's worker, and of further ones. folders: of their drafters, for warnings.
 
         every, max_window: as `DraftWindows`; 0: windows are not planned. by_turns: each step waits for whole windows.
         """
@@ -103,7 +120,8 @@ class DraftAhead:
         for place, link in enumerate(links):
             source = Source.MODEL - place
             windows = DraftWindows(link, source, every, max_window, log) if every and max_window else None
-            self._workers.append(_Worker(link, source, windows))
+            folder = folders[place] if folders else f"of place {place}"
+            self._workers.append(_Worker(link, source, windows, folder))
         self.wait_s = 0.0
         """Of all steps."""
         self.step_wait_s = 0.0
@@ -135,6 +153,7 @@ class DraftAhead:
         """Forget all responses: the policy has changed."""
         for worker in self._workers:
             worker.link.forget()
+            worker.watch.begin_trial()
             if worker.windows is not None:
                 worker.windows.clear()
 
@@ -148,7 +167,7 @@ class DraftAhead:
     @property
     def is_there(self) -> bool:
         """Whether any worker may be counted on."""
-        return any(link.is_there for link in self.links)
+        return any(worker.is_there for worker in self._workers)
 
     @property
     def counts(self) -> tuple[DraftCounts, ...]:
@@ -157,7 +176,12 @@ class DraftAhead:
 
     def has(self, place: int) -> bool:
         """Whether the worker that drafts with the model drafter of this place may be counted on."""
-        return self.links[place].is_there
+        return self._workers[place].is_there
+
+    @property
+    def num_alarms(self) -> int:
+        """Times that a worker's drafter was found dead, and dropped."""
+        return sum(worker.watch.score.alarms for worker in self._workers)
 
     def drafting(self, place: int) -> tuple[float, float] | None:
         """What that drafter takes for one more token of all responses, and how often its tokens are accepted, as its
@@ -187,8 +211,7 @@ class DraftAhead:
     def learn(self, responses: Int64Array, decided: Int32Array) -> None:
         """What a step has decided, as `DraftTrees.judge`: each worker is judged by what it has proposed itself."""
         for worker in self._workers:
-            if worker.windows is not None:
-                worker.windows.learn(responses, *self._trees.judge(worker.source, responses, decided))
+            worker.learn(responses, *self._trees.judge(worker.source, responses, decided))
 
     def best(
         self, query: DraftQuery, step_time: StepTimeModel, num_drafted: int, may_wait: bool
@@ -227,7 +250,7 @@ class DraftAhead:
         expected = [
             (worker, worker.latest, worker.arrival_s(worker.latest, now_s))
             for worker in self._workers
-            if worker.latest and worker.latest.call_s and worker.link.is_there and not worker.is_late
+            if worker.latest and worker.latest.call_s and worker.is_there and not worker.is_late
         ]
         return min(expected, key=lambda one: one[2], default=None)
 
@@ -286,4 +309,12 @@ def start_draft_ahead(
     ]
     longest = min(settings.max_draft_tokens, settings.budget.max_draft_tokens)
     every = 0 if settings.draft_by_turns else settings.reconfigure_steps
-    return DraftAhead(links, trees, log, every, longest, by_turns=settings.draft_by_turns)
+    return DraftAhead(
+        links,
+        trees,
+        log,
+        every,
+        longest,
+        by_turns=settings.draft_by_turns,
+        folders=settings.model_drafters,
+    )

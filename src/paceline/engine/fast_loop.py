@@ -43,6 +43,7 @@ from paceline.types import (
     DraftBatch,
     DraftChains,
     DraftOrder,
+    DrafterScore,
     DraftPaths,
     DraftQuery,
     DraftSharingCounters,
@@ -306,9 +307,13 @@ class FastLoop:
         self._place = self._place if place is None else place
         self._recent.forget_drafts()
         self.model = Learned(_model_prior(self._settings), self._settings.sharpness)
-        self.watch.renew()
+        self.watch.renew(None if place is None else self._settings.model_drafters[place])
         self._steering.renew(is_other=is_other)
         self._log.write_new_drafter(is_other)
+
+    def drafter_score(self) -> DrafterScore:
+        """How often the engine's own model drafter was right, with the alarms of its draft workers too."""
+        return self.watch.score + DrafterScore(alarms=0 if self.ahead is None else self.ahead.num_alarms)
 
     def sharing_counters(self) -> DraftSharingCounters:
         """What this engine has told the draft servers and heard from them; zeros without any."""

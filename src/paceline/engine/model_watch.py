@@ -1,31 +1,33 @@
-"""Watches the model drafter inside an engine: whether it is used, how often it is right, and whether it is dead."""
+"""Watches a model drafter, of an engine or a draft worker: is it used, how often is it right, and is it dead?"""
 
 from __future__ import annotations
 
 import logging
 
 from paceline.planning import zero_acceptance
-from paceline.planning.zero_acceptance import Trial
+from paceline.planning.zero_acceptance import Trial, likely_cause
 from paceline.types import DraftBatch, DrafterScore, Int32Array
 
 LOGGER = logging.getLogger(__name__)
 
 
 class ModelWatch:
-    """One per engine. folder: of the model drafter; None: there is none."""
+    """One of the engine's own, and one per draft worker. folder: of the model drafter; None: there is none."""
 
     def __init__(self, folder: str | None) -> None:
         self.is_used = folder is not None
         self.score = DrafterScore()
         self._folder, self._trial = folder, Trial()
+        self._was_alive = self._is_pushed = False
 
     def drop(self) -> None:
         """Its weights are no good: use it no more until `renew`."""
         self.is_used = False
 
-    def renew(self) -> None:
-        """It has other weights."""
-        self.is_used, self._trial = True, Trial()
+    def renew(self, folder: str | None = None) -> None:
+        """It has other weights. folder: those of another drafter, from there; None: they were pushed to it."""
+        self._folder, self._is_pushed = folder or self._folder, folder is None
+        self.is_used, self._trial, self._was_alive = True, Trial(), False
 
     def begin_trial(self) -> None:
         """The target may have other weights: a drafter that was alive need not be any more."""
@@ -38,14 +40,19 @@ class ModelWatch:
         first: the target's tokens, -1 where there is none. [num_requests]
         """
         told = (drafts.num_tokens > 0) & (first >= 0)
-        tried, right = int(told.sum()), int((drafts.tokens[told, 0] == first[told]).sum())
+        self.count(int(told.sum()), int((drafts.tokens[told, 0] == first[told]).sum()))
+
+    def count(self, tried: int, right: int) -> None:
+        """`right` of `tried` first tokens of its drafts were the target's, in one step. A dead drafter is dropped."""
         self.score += DrafterScore(tried, right)
         self._trial = zero_acceptance.observe(self._trial, tried, right)
+        self._was_alive = self._was_alive or self._trial.verdict == "alive"
         if self._trial.verdict == "dead" and self.is_used:
             LOGGER.warning(
-                "the target accepts nothing from the model drafter %s: random, stale or lost weights, or another "
-                "tokenizer; going on without it until weights are pushed to it",
+                "the target accepts nothing from the model drafter %s, likely because of %s; going on without it until "
+                "it has other weights",
                 self._folder,
+                likely_cause(was_alive=self._was_alive, is_pushed=self._is_pushed),
             )
             self.score += DrafterScore(alarms=1)
             self.drop()

@@ -507,7 +507,7 @@ class RolloutEngine:
 
     def drafter_score(self) -> DrafterScore:
         """How often the engine's own model drafter was right; zeros without one."""
-        return DrafterScore() if self.settings is None else self.scheduler.loop.watch.score
+        return DrafterScore() if self.settings is None else self.scheduler.loop.drafter_score()
 
     def collect_states(self, share: float, max_bytes: int) -> None:
         """Keep the target's last hidden states of a share of the responses, for the training of draft heads.

@@ -109,8 +109,8 @@ class DrafterTrainer(Protocol):
         """Let it train."""
         ...
 
-    def pause(self) -> None:
-        """Stop it now."""
+    def pause(self) -> float | None:
+        """Stop it now; the processor time that it has used since `resume`, seconds, None where it did not run."""
         ...
 
 
@@ -604,9 +604,9 @@ class Fleet:
                 case TrainDrafter():
                     assert self._trainer is not None
                     self._trainer.resume()
-                case EndTraining():
+                case EndTraining(worker):
                     assert self._trainer is not None
-                    self._trainer.pause()
+                    self.helps.end_training(worker, self._trainer.pause(), time.monotonic())
                 case Disagree(worker, _, message):
                     LOGGER.error("a copy or its original on %s was stopped: %s", worker, message)
                     self.board.workers[worker].num_disagreed += 1

@@ -15,7 +15,6 @@ from paceline.control.events import (
     Adopt,
     CancelChunk,
     DraftFor,
-    EndTraining,
     Event,
     LoseDrafter,
     Reported,
@@ -62,10 +61,12 @@ class TrainingSpan:
     worker: str
     start_s: float
     end_s: float
+    core_s: float
+    """Processor time that the trainer has used."""
 
 
 class HelpLog:
-    """Give it every event with the actions that came of it."""
+    """Give it every event with the actions that came of it, and what the trainer did when it has stopped."""
 
     def __init__(self) -> None:
         self._drafting: dict[str, HelpSpan] = {}  # by helped worker
@@ -109,8 +110,6 @@ class HelpLog:
                     self._end_drafting(worker, now_s)
                 case TrainDrafter(worker):
                     self._training[worker] = now_s
-                case EndTraining(worker):
-                    self._trained.append(TrainingSpan(worker, self._training.pop(worker), now_s))
                 case Adopt(worker):
                     self._note_lead(worker)
                 case CancelChunk(_, _, chunk):
@@ -119,6 +118,12 @@ class HelpLog:
                     self._end_drafting(worker, now_s)
                     for chunk in [at for at, one in self._copying.items() if worker == one.worker]:
                         self._end_copy(chunk, now_s, "stopped")
+
+    def end_training(self, worker: str, core_s: float | None, now_s: float) -> None:
+        """The trainer has stopped. core_s: processor time that it has used meanwhile; None: it did not run."""
+        start_s = self._training.pop(worker, now_s)
+        if core_s is not None:
+            self._trained.append(TrainingSpan(worker, start_s, now_s, core_s))
 
     def _begin(self, order: RunChunk, now_s: float) -> None:
         if order.help is None or order.helped is None:

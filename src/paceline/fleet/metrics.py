@@ -41,6 +41,10 @@ COUNTERS: dict[str, tuple[str, Callable[[WorkerStatus], float]]] = {
     "branches": ("Likely corrections prepared for it", lambda status: status.num_branches),
     "branch_hits": ("Rejections whose correction was prepared", lambda status: status.num_branch_hits),
     "disagreements": ("Races that it left with another token", lambda status: status.num_disagreed),
+    "drafter_alarms": (
+        "Times that a model drafter of which nothing was accepted was dropped",
+        lambda status: status.drafter_score.alarms,
+    ),
     "preemptions": ("Requests that lost their KV while they ran", lambda status: status.num_preemptions),
     "kv_loads": ("Chunks that found their KV in the pool", lambda status: status.kv_pool.hits),
     "kv_disk_loads": ("Of these, those that found it on disk", lambda status: status.kv_pool.disk_hits),

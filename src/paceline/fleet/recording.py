@@ -82,8 +82,9 @@ class FleetRecording:
             self._record.write(done)
         for session in sessions:
             begin_s, end_s = self._times(session)
+            worker, core_s = session.worker, session.core_s
             self._record.write(
-                DrafterSession(t_start_s=begin_s, t_end_s=end_s, step=step, worker=session.worker)
+                DrafterSession(t_start_s=begin_s, t_end_s=end_s, step=step, worker=worker, core_s=core_s)
             )
 
     def _times(self, one: HelpSpan | TrainingSpan) -> tuple[float, float]:

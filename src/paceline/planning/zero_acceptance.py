@@ -43,6 +43,19 @@ class Trial:
         return "dead" if self.evidence > 0 else "alive"
 
 
+def likely_cause(*, was_alive: bool, is_pushed: bool) -> str:
+    """Why a drafter is dead, in words.
+
+    was_alive: the weights that it has were found alive before, by earlier weights of the target. is_pushed: they were
+    pushed to a running engine, not loaded from its folder.
+    """
+    if was_alive:
+        return "stale weights: it was right until the target got others"
+    if is_pushed:
+        return "random weights, or some that were lost in the push: it was never right with those that were pushed"
+    return "random weights, another target's, or another tokenizer: it was never right"
+
+
 def observe(trial: Trial, tried: int, right: int) -> Trial:
     """The trial after a step in which `right` of `tried` first draft tokens were the target's. A verdict stands."""
     if not tried or trial.verdict is not None:

@@ -231,11 +231,12 @@ class DrafterStep(_Event, frozen=True, tag="drafter_step"):
     right: int = 0
     """Of these, the first tokens that were the target's."""
     agreement: float | None = None
-    """What its trainer measured before the engine got it: how often a token of it is the target's."""
+    """What its trainer measured of the newest one, on responses that it does not learn from: how often a token of it is
+    the target's. The engine gets it if it is no worse than the one that it has."""
     first_agreement: float | None = None
     """The same of the drafter that the run began with, where one was given: what it would be without training."""
     trained_s: float = 0.0
-    """Processor time spent on it so far, loading included."""
+    """Processor time spent on training it so far, without loading."""
     trained_tokens: int = 0
     collected_tokens: int = 0
     """Tokens of the rollout whose hidden states the engines have kept, for a draft head."""
@@ -249,13 +250,15 @@ class DrafterStep(_Event, frozen=True, tag="drafter_step"):
 
 
 class DrafterSession(_Event, frozen=True, tag="drafter_session"):
-    """An adaptive drafter was trained in the tail of a rollout."""
+    """An adaptive drafter was trained in the tail of a rollout. There is none where its trainer did not run."""
 
     t_start_s: float
     t_end_s: float
     step: int
     worker: str = ""
     """Of a fleet: the free worker whose time it was; empty: the one engine's."""
+    core_s: float | None = None
+    """Processor time that its trainer has used, loading included; None: an older record does not say."""
 
 
 class Note(_Event, frozen=True, tag="note"):

@@ -392,7 +392,7 @@ def drafter_figure(history: RunHistory) -> Drawing | str:
     )
     summary = (
         f"{result} Trained for {duration(last.trained_s)} of processor time on {number(last.trained_tokens)} "
-        f"tokens, in sessions of {duration(history.session_s)} together."
+        f"tokens, in sessions of {duration(history.session_s)} together{_cores(history.session_core_s)}."
     )
     expected, first = [one.agreement for one in steps], [one.first_agreement for one in steps]
     if all(share is None for share in used + expected):
@@ -413,6 +413,11 @@ def drafter_figure(history: RunHistory) -> Drawing | str:
         ],
         summary=summary,
     )
+
+
+def _cores(core_s: float | None) -> str:
+    """What sessions have used, behind how long they took; nothing where that is not known."""
+    return "" if core_s is None else f" ({core_s:.1f} core-seconds)"
 
 
 def batch_figure(history: RunHistory) -> Drawing | str:

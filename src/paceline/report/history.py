@@ -156,6 +156,8 @@ class RunHistory:
         self.drafter_steps: dict[int, DrafterStep] = {}
         self.session_s = 0.0
         """Of all sessions of an adaptive drafter."""
+        self.session_core_s: float | None = None
+        """Processor time that its trainer has used in them; None: the record does not say."""
         self.total = Speculation()
         self.by_batch: dict[int, Speculation] = {}
         """Key: floor(log2(decoding requests per step))."""
@@ -267,6 +269,8 @@ class RunHistory:
 
     def _add_session(self, session: DrafterSession) -> None:
         self.session_s += session.t_end_s - session.t_start_s
+        if session.core_s is not None:
+            self.session_core_s = (self.session_core_s or 0.0) + session.core_s
         self._rollout(session.step, session.t_start_s).sessions.append(session)
 
     def _add_help(self, one: HelpDone) -> None:

@@ -251,7 +251,7 @@ def _help_event(event: HelpDone, track: int) -> Line:
 
 def _session_event(event: DrafterSession, track: int) -> Line:
     name = f"trains on {event.worker}" if event.worker else "trains"
-    args = {"step": event.step}
+    args = {"step": event.step, "core_s": event.core_s}
     return _slice(name, DRAFTERS, track, _us(event.t_start_s), _us(event.t_end_s), args)
 
 

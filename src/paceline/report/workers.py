@@ -76,11 +76,19 @@ def describe_helps(helps: Sequence[HelpDone]) -> str:
 def describe_sessions(sessions: Sequence[DrafterSession]) -> str:
     """Which workers lent their time to the drafter's trainer; empty if none did."""
     lasted_s: defaultdict[str, float] = defaultdict(float)
+    core_s: defaultdict[str, float] = defaultdict(float)
     for one in sessions:
         lasted_s[one.worker] += one.t_end_s - one.t_start_s
+        if one.core_s is not None:
+            core_s[one.worker] += one.core_s
     return "; ".join(
-        f"{worker} trained the drafter ({duration(s)})" for worker, s in sorted(lasted_s.items())
+        f"{worker} trained the drafter ({duration(s)}{_cores(core_s.get(worker))})"
+        for worker, s in sorted(lasted_s.items())
     )
+
+
+def _cores(core_s: float | None) -> str:
+    return "" if core_s is None else f", {core_s:.1f} core-seconds"
 
 
 def _describe_help(worker: str, helped: str, kind: str, drafter: str, helps: Sequence[HelpDone]) -> str:

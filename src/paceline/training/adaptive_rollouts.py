@@ -18,18 +18,24 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import torch
 
+from paceline.distillation.checkpoints import written_aside
 from paceline.distillation.export import export
-from paceline.distillation.fresh_drafter import lend_tokenizer, make_head, make_small_model
+from paceline.distillation.fresh_drafter import (
+    default_width,
+    lend_tokenizer,
+    make_head,
+    make_small_model,
+    read_size,
+)
 from paceline.distillation.methods import MethodName
 from paceline.distillation.packing import Sample
 from paceline.distillation.spot import SpotSettings
 from paceline.distillation.spot_link import SpotLink
-from paceline.distillation.training_folder import Description, read_folder
+from paceline.distillation.training_folder import USED_NAME, Description, read_folder
 from paceline.drafting.drafter import is_draft_head, read_fused_layers
 from paceline.errors import CheckpointError
 from paceline.planning import drafter_growth
 from paceline.planning.drafter_growth import Growth
-from paceline.planning.zero_acceptance import HEALTHY
 from paceline.record import DrafterStep
 from paceline.training.drafter_sessions import Sessions
 from paceline.training.randomness import unchanged_randomness
@@ -81,10 +87,14 @@ class GrowingEngines(Engines, Protocol):
 
 
 class AdaptiveDrafter:
-    """A drafter and its trainer. Use in `with`; at the end the drafter is in `drafter/model` of the run folder."""
+    """A drafter and its trainer. Use in `with`; at the end the best one that is known is in `drafter/model` of the run
+    folder, unless that is the one that was given.
+    """
 
     def __init__(self, recipe: Recipe, section: AdaptiveDrafterSection, folder: Path) -> None:
-        """folder: of the run. Raises CheckpointError for a width that cannot be, or a drafter of another kind."""
+        """folder: of the run. Raises CheckpointError for a width that cannot be, or where the drafter that was given,
+        or that grew here before, is of another kind or size than the section's.
+        """
         self.section = section
         self.is_head = section.method != "osd"
         self.is_fresh = recipe.engine.model_drafter is None
@@ -92,12 +102,11 @@ class AdaptiveDrafter:
         self.model = self._folder / GROWN
         if not self.is_fresh:
             self.model = Path(str(recipe.engine.model_drafter))
-            if (found := KINDS[_method_of(self.model)]) != KINDS[section.method]:
-                raise CheckpointError(
-                    f"{self.model} is {found}, and adaptive_drafter.method={section.method} grows "
-                    f"{KINDS[section.method]}: choose another method, or give another drafter or none"
-                )
-        elif not self.model.is_dir():
+            self._check_kind("choose another method, or give another drafter or none")
+        elif all((self.model / name).is_file() for name in ("config.json", "model.safetensors")):
+            self._check_kind("set the method back, or begin anew with another --out")
+            self._check_size()
+        else:
             with unchanged_randomness():
                 self._make(recipe.seed)
         settings = SpotSettings(
@@ -113,6 +122,24 @@ class AdaptiveDrafter:
         self._folder.mkdir(parents=True, exist_ok=True)
         self.link = SpotLink(settings)
 
+    def _check_kind(self, remedy: str) -> None:
+        if (found := KINDS[_method_of(self.model)]) != (wanted := KINDS[self.section.method]):
+            raise CheckpointError(
+                f"{self.model} is {found}, and adaptive_drafter.method={self.section.method} grows {wanted}: {remedy}"
+            )
+
+    def _check_size(self) -> None:
+        """Of a small language model that grew here before."""
+        if self.is_head:
+            return
+        wanted = self.section.hidden_size or default_width(self._target), self.section.layers
+        found = read_size(self.model)
+        if found != wanted:
+            raise CheckpointError(
+                f"{self.model} has hidden size {found[0]} and {found[1]} layers, and adaptive_drafter asks for hidden "
+                f"size {wanted[0]} and {wanted[1]} layers: set them back, or begin anew with another --out"
+            )
+
     def _make(self, seed: int) -> None:
         section = self.section
         if self.is_head:
@@ -125,10 +152,20 @@ class AdaptiveDrafter:
 
     def __exit__(self, *exc: object) -> None:
         self.link.close()
-        if (found := read_folder(self._folder)) is not None:
-            export(*found, self._folder / GROWN, "huggingface", str(self._target))
-            if not self.is_head:
-                lend_tokenizer(self._target, self._folder / GROWN)
+        if (found := self._best()) is not None:
+            with written_aside(self._folder / GROWN) as aside:
+                export(*found, aside, "huggingface", str(self._target))
+                if not self.is_head:
+                    lend_tokenizer(self._target, aside)
+
+    def _best(self) -> tuple[dict[str, torch.Tensor], Description] | None:
+        """The newest drafter, unless the one that engines used last is better; None: the one that was given is, or
+        there is no other.
+        """
+        newest, used = read_folder(self._folder), read_folder(self._folder, USED_NAME)
+        if newest is None or (used is None and self.is_fresh):
+            return newest
+        return newest if drafter_growth.may_replace(newest[1].agreement, newest[1].used_agreement) else used
 
 
 def _method_of(folder: Path) -> MethodName:
@@ -152,7 +189,11 @@ class AdaptiveRollouts(Rollouts):
         self._made: Description | None = None
         self._lesson: tuple[int, list[Sample]] | None = None
         self._link.pause()
-        if drafter.is_fresh:
+        used = self._link.used()
+        self._is_used = used is not None or not drafter.is_fresh
+        if used is not None:
+            engine.push_drafter(used[0])
+        elif drafter.is_fresh:
             engine.drop_drafter()
 
     def push_weights(self, weights: Iterable[tuple[str, Any]], version: int | None) -> int:
@@ -188,6 +229,7 @@ class AdaptiveRollouts(Rollouts):
         collection_s = self._engine.collection_s() if self._drafter.is_head else 0.0
         self._collect(False)
         score = self._engine.drafter_score() - before
+        self._is_used = self._is_used and not score.alarms
         self._growth = drafter_growth.observe(self._growth, score.acceptance, is_new)
         self._lesson = step, samples
         made = self._made
@@ -226,12 +268,15 @@ class AdaptiveRollouts(Rollouts):
         ]
 
     def _swap(self) -> bool:
-        """Give the engines the newest drafter, once it agrees often enough to be told from a dead one."""
+        """Give the engines the newest drafter, if it is no worse than the one that they have."""
         found = self._link.take()
         if found is None:
             return False
         weights, self._made = found
-        if not (self._made.agreement or 0.0) >= HEALTHY:  # nor where it is NaN
+        present = self._made.used_agreement if self._is_used else None
+        if not drafter_growth.may_replace(self._made.agreement, present):
             return False
         self._engine.push_drafter(weights)
+        self._link.use()
+        self._is_used = True
         return True

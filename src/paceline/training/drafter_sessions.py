@@ -63,11 +63,17 @@ class TailSessions:
         for action in actions:
             now_s = self._record.now_s()
             if action.kind == "stop":
-                self._link.pause()
-                self._record.write(DrafterSession(t_start_s=self._begin_s, t_end_s=now_s, step=self._step))
+                self._end(self._link.pause(), now_s)
             else:
                 self._begin_s = now_s
                 self._link.resume()
+
+    def _end(self, core_s: float | None, now_s: float) -> None:
+        """core_s: processor time that the trainer has used; None: none has run."""
+        if core_s is not None:
+            self._record.write(
+                DrafterSession(t_start_s=self._begin_s, t_end_s=now_s, step=self._step, core_s=core_s)
+            )
 
 
 class FleetSessions:

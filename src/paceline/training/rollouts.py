@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 
 DEAD_DRAFTER = (
-    "the target accepts nothing from the model drafter: random, stale or lost weights, or another tokenizer; the run "
-    "goes on without it"
+    "the target accepts nothing from the model drafter: random, stale or lost weights, or another tokenizer (its "
+    "warning in the log says what is likely); the run goes on without it"
 )
 
 
