@@ -42,8 +42,8 @@ from paceline.planning.paths import most_paths
 from paceline.types import (
     DraftBatch,
     DraftChains,
-    DraftOrder,
     DrafterScore,
+    DraftOrder,
     DraftPaths,
     DraftQuery,
     DraftSharingCounters,
