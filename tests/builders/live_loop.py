@@ -66,7 +66,9 @@ def live(settings: EngineSettings, seed: int, num_steps: int) -> list[Proposal]:
             loop.observe(StepObservation(0, 0, 0, 40, 0.05))
             continue
         if settings.model_drafter is not None and rng.random() < 0.05:
-            loop.renew_model(None if rng.random() < 0.5 else int(rng.integers(0, 2)))
+            loop.renew_model(
+                None if rng.random() < 0.5 else int(rng.integers(0, len(settings.model_drafters)))
+            )
         query = _query(int(rng.integers(1, MOST_REQUESTS + 1)), position)
         others = int(rng.integers(0, 20)) if rng.random() < 0.2 else 0
         weight = rng.uniform(0.5, 2.0, len(query.groups)) if loop.is_fair else None

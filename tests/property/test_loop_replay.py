@@ -19,9 +19,11 @@ def engines(draw: st.DrawFn) -> EngineSettings:
     drafter = draw(st.sampled_from(["suffix", "none"]))
     policy = draw(st.sampled_from(["marginal", "marginal", "bandit", "thresholds", "fixed"]))
     num_paths = draw(st.integers(1, 3)) if drafter == "suffix" else 1
+    model = draw(st.sampled_from(["somewhere", *([None] if drafter == "suffix" else [])]))
     return EngineSettings(
         drafter=drafter,
-        model_drafter=draw(st.sampled_from(["somewhere", *([None] if drafter == "suffix" else [])])),
+        model_drafter=model,
+        further_drafters=() if model is None else ("elsewhere",),
         num_paths=num_paths,
         max_alternatives=draw(st.integers(1, 6)),
         budget=BudgetSettings(

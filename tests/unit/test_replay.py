@@ -47,7 +47,12 @@ from paceline.record.tally import Tally
 from paceline.types import RolloutRequest
 
 STEPS = 120
-FULL: dict[str, Any] = {"num_paths": 3, "model_drafter": "somewhere", "max_draft_tokens": 8}
+FULL: dict[str, Any] = {
+    "num_paths": 3,
+    "model_drafter": "somewhere",
+    "further_drafters": ["elsewhere"],
+    "max_draft_tokens": 8,
+}
 
 
 def record(folder: Path, **fields: Any) -> Path:
