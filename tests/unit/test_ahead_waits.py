@@ -15,7 +15,7 @@ from paceline.drafting.worker_wire import DraftCounts, Drafts, pack_draft
 from paceline.engine.draft_ahead import DraftAhead
 from paceline.planning.latency import StepTimeModel, update_measured_time
 from paceline.planning.wait import WaitSnapshot
-from paceline.types import DraftQuery, MetDrafts
+from paceline.types import DraftQuery
 
 WINDOW = 4
 
@@ -183,20 +183,14 @@ def test_by_turns_whole_windows_are_waited_for_whatever_it_takes() -> None:
 
 def test_a_workers_drafter_of_which_nothing_is_accepted_is_dropped(caplog: pytest.LogCaptureFixture) -> None:
     """Its drafts are heard no more, and nothing waits for it; what others have drafted does not count against it."""
-    made = Ahead(drafts([1, 2]), further=Link([drafts([1, 2])]))
-    one, seen = np.zeros(1, np.int64), np.ones(1, np.int32)
-
-    def learn(source: int, right: int) -> None:
-        tokens, sources = np.array([[4]], np.int32), np.array([[source]], np.int32)
-        met = MetDrafts(tokens, seen, np.ones((1, 1), np.float32), sources, 0, 0.0)
-        made.ahead.learn(one, met, np.array([right], np.int32), seen)
-
+    made = Ahead(drafts([1, 2]), further=Link([drafts([7, 8])]))
+    one, decided = np.zeros(1, np.int64), np.array([[7]], np.int32)
     for _ in range(60):
-        learn(Source.FREE, 0)
-        learn(Source.MODEL - 1, 1)
-    assert made.ahead.num_alarms == 0
+        made.ahead.learn(one, decided)
+    assert made.ahead.num_alarms == 0, "it has proposed nothing"
+    made.best()
     for _ in range(60):
-        learn(Source.MODEL, 0)
+        made.ahead.learn(one, decided)
     assert made.ahead.num_alarms == 1
     assert not made.ahead.has(0)
     assert made.ahead.has(1)
@@ -204,5 +198,5 @@ def test_a_workers_drafter_of_which_nothing_is_accepted_is_dropped(caplog: pytes
         sum("accepts nothing from the model drafter first" in line.getMessage() for line in caplog.records)
         == 1
     )
-    made.link.script = [drafts([7, 8])]
-    assert made.best() == [1, 2]
+    made.link.script = [drafts([4, 5])]
+    assert made.best() == [1, 2], "it is heard no more"
