@@ -165,7 +165,7 @@ class EngineSettings(Section):
 
     graph_memory_bytes: int = Field(default=6 << 30, ge=1 << 20)
     """On a GPU: most memory of CUDA graphs, which are captured for the step sizes that the budget uses
-    (planning/captures.py). 6 GiB are about as many graphs as vLLM captures."""
+    (planning/captures.py), each size in two graphs. 6 GiB are 52 graphs, by an estimate."""
 
     budget: BudgetSettings = Field(default_factory=lambda: BudgetSettings())
     """How many drafted tokens are verified in each step."""

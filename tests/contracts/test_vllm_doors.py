@@ -161,6 +161,7 @@ HOLDS = {
     (doors.RUNNER_V2, "vllm_config"): doors.CONFIG,
     (doors.RUNNER_V2, "req_states"): doors.STATES_V2,
     (doors.RUNNER_V2, "sampler"): doors.SAMPLER_V2,
+    (doors.RUNNER_V2, "cudagraph_manager"): doors.GRAPHS_V2,
     (doors.RUNNER_V2, "rejection_sampler"): doors.VERIFIER_V2,
     (doors.SAMPLER_V2, "sampling_states"): doors.SAMPLING_V2,
     (doors.VERIFIER_V2, "sampler"): doors.SAMPLER_V2,
@@ -214,6 +215,7 @@ VARIABLES = {
         "state": doors.REQUEST_STATE,
         "s": doors.REQUEST_STATE,
     },
+    "engine/v2/graphs.py": {"runner": doors.RUNNER_V2, "made": doors.GRAPHS_V2},
     "engine/v2/runner.py": {"request": "vllm.v1.core.sched.output:NewRequestData"},
     "engine/v2/speculator.py": {
         "input_batch": doors.BATCH_V2,

@@ -25,8 +25,8 @@ from drafters import ScriptedDrafter
 from safetensors.torch import load_file
 from sampling_options import OPTIONS
 from tiny_model import VOCAB
-from torch.utils._python_dispatch import TorchDispatchMode
 from vllm import LLM, SamplingParams
+from waits import watch
 
 from paceline.commands.doctor.gpu_parts import generate_ours, generate_plain
 from paceline.commands.doctor.invariance_check import write_model
@@ -124,30 +124,49 @@ def refusals(engine: RolloutEngine) -> list[str]:
     return said
 
 
-class Waits(TorchDispatchMode):
-    """Notes operations for whose result a host has to wait."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(
-            word in str(func) for word in ("_local_scalar_dense", "nonzero", "aten.equal", "masked_select")
-        ):
-            self.found.append(str(func))
-        return func(*args, **(kwargs or {}))
+STEP = "execute_model", "sample_tokens"
+"""A runner's whole step; what it drafted is taken after it, and waited for then."""
 
 
-def watch(owner: Any, name: str, waits: Waits) -> None:
-    """Note what `owner.name` waits for."""
-    inner = getattr(owner, name)
+def runner_of(engine: RolloutEngine) -> Any:
+    """V2's, in this process."""
+    return engine.vllm_engine.model_executor.driver_worker.worker.model_runner
 
-    def watched(*args: Any, **kwargs: Any) -> Any:
-        with waits:
-            return inner(*args, **kwargs)
 
-    setattr(owner, name, watched)
+def wait_on_purpose(runner: Any) -> None:
+    """Let the runner's `put_drafts` wait for the device in two ways, so that a test can show that both are seen."""
+    put = runner.put_drafts
+
+    def wait(drafts: Any) -> None:
+        put(drafts)
+        tokens = runner.req_states.draft_tokens[0]
+        tokens[0].item()
+        tokens[tokens > 0]
+
+    runner.put_drafts = wait
+
+
+def draft_for_a_sample(engine: RolloutEngine, drafter: Any) -> dict[str, Any]:
+    """Decode while the model drafter is asked to draft for two requests of each step; with the rows of its levels."""
+    loop, speculator = engine.scheduler.loop, runner_of(engine).speculator
+    order, levels, rows = loop.order, speculator._multi_step_decode, []
+
+    def sample() -> Any:
+        wanted = order()
+        return None if wanted is None else replace(wanted, most_requests=2)
+
+    def count(*args: Any) -> None:
+        run_model = speculator._run_model
+        speculator._run_model = lambda *inputs: rows.append(len(inputs[0])) or run_model(*inputs)
+        try:
+            levels(*args)
+        finally:
+            del speculator._run_model
+
+    loop.order, speculator._multi_step_decode = sample, count
+    made = run(engine, drafter, names=FEW)
+    del loop.order, speculator._multi_step_decode
+    return {**made, "rows": rows}
 
 
 def accept_at_random() -> list[Any]:
@@ -191,10 +210,17 @@ def main(target: str, drafter: str, file: str) -> None:
     made["plain"] = {"responses": plain}
     with RolloutEngine(drafter, None, kv_cache_bytes=1 << 26, **SIZES) as engine:
         made["other weights"] = {"responses": decode(engine, names=FEW)}
+    speculation = {"method": "draft_model", "model": drafter, "num_speculative_tokens": 4}
+    with RolloutEngine(
+        target, None, kv_cache_bytes=1 << 26, speculative_config=speculation, **SIZES
+    ) as engine:
+        waits = watch(runner_of(engine), *STEP)
+        decode(engine, names=FEW)
+        made["plain vLLM waits"] = sorted(waits)
     known = {KEYS[n] % (1 << 64): (*PROMPTS[n], *plain[n]["tokens"]) for n in CASES}
     settings = EngineSettings(max_draft_tokens=4, budget=BudgetSettings(policy="fixed", fixed_tokens=4))
     with RolloutEngine(target, settings, kv_cache_bytes=1 << 26, **SIZES) as engine:
-        runner = engine.vllm_engine.model_executor.driver_worker.worker.model_runner
+        runner = runner_of(engine)
         made["runner"] = [cls.__module__ for cls in type(runner).__mro__]
         made["none"] = run(engine, None)
         made["suffix"] = run(engine, engine.scheduler.loop.drafter)
@@ -207,15 +233,17 @@ def main(target: str, drafter: str, file: str) -> None:
     pool = KvPoolSettings(directory=f"{file}.pool", memory_bytes=1 << 24)
     settings = settings.model_copy(update={"model_drafter": drafter, "kv_pool": pool})
     with RolloutEngine(target, settings, kv_cache_bytes=1 << 26, **SIZES) as engine:
-        runner = engine.vllm_engine.model_executor.driver_worker.worker.model_runner
+        runner = runner_of(engine)
         made["model"] = run(engine, None, names=HALF)
         made["mixed"] = run(engine, engine.scheduler.loop.drafter, names=HALF)
-        waits = Waits()
-        watch(runner, "put_drafts", waits)
-        watch(runner.speculator, "propose", waits)
-        watch(runner.rejection_sampler, "_verify", waits)
+        made["sample"] = draft_for_a_sample(engine, None)
         made["moved"] = move(engine)
-        made["waits"] = waits.found
+        waits = watch(runner, *STEP)
+        made["watched"] = run(engine, engine.scheduler.loop.drafter, names=FEW)
+        made["waits"] = sorted(waits)
+        wait_on_purpose(runner)
+        run(engine, engine.scheduler.loop.drafter, names=FEW[:1])
+        made["waits on purpose"] = sorted(waits)
         made["verifying"] = asdict(time_verifying(runner, 2, 3, 1500, 1))
         points = measure_steps(engine, [Shape(2, 1, 8), Shape(2, 3, 8)], 1)
         made["steps"] = [(point.tokens_per_request, point.step_s) for point in points]

@@ -18,7 +18,7 @@ import pytest
 
 HERE = Path(__file__).parent
 INSIDE = ("suffix", "garbage", "scripted", "mixed", "model")
-MODES = ("none", *INSIDE, "worker", "worker and suffix")
+MODES = ("none", *INSIDE, "sample", "watched", "worker", "worker and suffix")
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed"),
@@ -138,9 +138,22 @@ def test_what_the_doctor_asks_a_gpu_has_answers(made: dict[str, Any]) -> None:
     assert all(seconds > 0 for _, seconds in made["steps"])
 
 
-def test_nothing_waits_for_the_device(made: dict[str, Any]) -> None:
-    """Of what Paceline adds to a step, drafts of both kinds among it."""
-    assert made["waits"] == []
+def test_a_step_waits_for_no_more_than_plain_vllms_with_its_draft_model(made: dict[str, Any]) -> None:
+    """The whole step, drafts of both kinds in it; and a wait would be seen."""
+    assert made["watched"]["num_model_tokens"] > 0
+    plain = set(made["plain vLLM waits"])
+    assert set(made["waits"]) - plain == set()
+    [*seen] = set(made["waits on purpose"]) - plain
+    assert {place.split(" in ")[0] for place in seen} >= {"item", "index"}
+    assert all("interpreted_engines.py" in place for place in seen)
+
+
+def test_a_sample_is_drafted_for_alone(made: dict[str, Any]) -> None:
+    """A trial of the model drafter, behind its first level, which keeps every request's cache complete."""
+    sample = made["sample"]
+    assert max(sample["rows"]) == 2
+    assert sample["num_draft_tokens"] > 20
+    assert sample["num_accepted_tokens"] > 0.4 * sample["num_draft_tokens"]
 
 
 def test_prefixes_are_accepted(made: dict[str, Any]) -> None:

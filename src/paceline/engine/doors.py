@@ -40,6 +40,7 @@ STATES_V2 = "vllm.v1.worker.gpu.states:RequestState"
 BATCH_V2 = "vllm.v1.worker.gpu.input_batch:InputBatch"
 SAMPLER_V2 = "vllm.v1.worker.gpu.sample.sampler:Sampler"
 SAMPLING_V2 = "vllm.v1.worker.gpu.sample.states:SamplingStates"
+GRAPHS_V2 = "vllm.v1.worker.gpu.cudagraph_utils:ModelCudaGraphManager"
 VERIFIER_V2 = "vllm.v1.worker.gpu.spec_decode.rejection_sampler:RejectionSampler"
 SPECULATOR_V2 = "vllm.v1.worker.gpu.spec_decode.speculator:DraftModelSpeculator"
 BASE_SPECULATOR_V2 = "vllm.v1.worker.gpu.spec_decode.speculator:BaseSpeculator"
@@ -321,9 +322,31 @@ DOORS: tuple[Door, ...] = (
     Door(
         RUNNER_V2,
         "KeyedRunnerV2 (v2/): verification, and drafts where V2 reads them",
-        overrides="load_model add_requests execute_model prepare_inputs take_draft_token_ids speculator "
-        "rejection_sampler",
-        members="get_model model req_states sampler speculative_config vllm_config device max_num_reqs",
+        overrides="load_model initialize_kv_cache cudagraph_manager add_requests execute_model prepare_inputs "
+        "take_draft_token_ids speculator rejection_sampler",
+        members="get_model model req_states sampler speculative_config vllm_config device max_num_reqs attn_groups "
+        "model_state fast_prefill",
+    ),
+    Door(
+        f"{RUNNER_V2}.initialize_kv_cache",
+        "lists the graphs to capture; full ones for ragged steps are its own adaptive verification's",
+        mentions=("varlen_decode=self.adaptive_verification is not None",),
+    ),
+    Door(
+        GRAPHS_V2,
+        "full graphs for ragged steps (v2/graphs.py)",
+        members="cudagraph_mode decode_query_len lora_capture_cases ubatch_runner",
+        parameters="vllm_config device cudagraph_mode decode_query_len lora_capture_cases varlen_decode ubatch_runner",
+    ),
+    Door(
+        "vllm.v1.worker.gpu.attn_utils:get_varlen_cudagraph_unsupported_backend",
+        "who cannot replay them",
+        parameters="attn_groups vllm_config max_query_len",
+    ),
+    Door("vllm.v1.attention.backend:AttentionCGSupport", "likewise", members="ALWAYS"),
+    Door(
+        "vllm.v1.worker.gpu.model_states.interface:ModelState.get_additional_cg_support",
+        "asked for attention that is not among `attn_groups`",
     ),
     Door(
         f"{RUNNER_V2}.prepare_inputs",
@@ -385,8 +408,9 @@ DOORS: tuple[Door, ...] = (
     ),
     Door(
         "vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator:StandaloneARSpeculator._multi_step_decode",
-        "drafts as deep as it is told",
-        mentions=("range(1, self.num_speculative_steps)",),
+        "drafts as deep as it is told, and for as many of the first requests",
+        parameters="input_batch num_rejected num_reqs",
+        mentions=("range(1, self.num_speculative_steps)", "input_batch.idx_mapping\n", "[:num_reqs]"),
     ),
     Door("vllm.v1.worker.gpu.async_utils:async_copy_to_np", "starts a copy to the host"),
     Door("vllm.utils.torch_utils:async_tensor_h2d", "starts a copy to the device", parameters="device"),

@@ -15,6 +15,9 @@ from paceline.config import BudgetSettings
 GRAPH_BYTES = 122_000_000
 """Memory of one graph. Fitted to TLT's table 5 (Llama-3-8B, TP=4): 7.81 GB for one strategy, were 32 batch sizes
 captured for target and drafter each. Four strategies take 3.9 times that: graphs count, whatever their size."""
+GRAPHS_PER_SIZE = 2
+"""vLLM captures each size for steps with prefill, piecewise, and again for decoding, in full. Where full graphs serve
+only requests of equally many tokens, sizes that are rounded to the same multiple share one, and there are fewer."""
 LARGEST = 512
 """Tokens of the largest captured step, as vLLM's default: larger ones take long enough to hide their launches."""
 
@@ -77,7 +80,7 @@ def _cover(wanted: Sequence[int], ratio: float) -> tuple[int, ...]:
 def captures_for(
     budget: BudgetSettings, max_draft_tokens: int, max_requests: int, memory_bytes: int
 ) -> tuple[int, ...]:
-    """Step sizes to capture for a policy, as many as the memory holds by GRAPH_BYTES, and one at least."""
+    """Step sizes to capture for a policy, as many as the memory holds by GRAPH_BYTES, one at least."""
     shapes = step_shapes(budget, max_draft_tokens, range(1, min(max_requests, LARGEST) + 1))
     sizes = {batch * tokens for batch, tokens in shapes if batch * tokens <= LARGEST}
-    return choose_captures(sizes, max(memory_bytes // GRAPH_BYTES, 1))
+    return choose_captures(sizes, max(memory_bytes // (GRAPHS_PER_SIZE * GRAPH_BYTES), 1))

@@ -18,6 +18,7 @@ from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
 from paceline.engine import compiled, invariance
 from paceline.engine.runner import FreshDrafts, Runner, order_of
+from paceline.engine.v2.graphs import graphs_for_ragged_steps
 from paceline.engine.v2.sampler import ExactVerifier
 from paceline.engine.v2.speculator import NoSpeculator, couple
 from paceline.errors import UnsupportedError
@@ -53,6 +54,10 @@ class KeyedRunnerV2:
             )
         self.rejection_sampler = ExactVerifier(self.sampler, self.speculative_config, self.device)
         self.seal_model()
+
+    def initialize_kv_cache(self: Any, *args: Any, **kwargs: Any) -> None:
+        super().initialize_kv_cache(*args, **kwargs)  # type: ignore[misc]
+        self.cudagraph_manager = graphs_for_ragged_steps(self)
 
     def seal_model(self: Any) -> None:
         """Put batch invariance onto the loaded model; run again after a reload."""

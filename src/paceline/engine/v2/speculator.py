@@ -8,7 +8,7 @@ the device before `take`, which the scheduler calls when the step is over.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -93,7 +93,10 @@ class CoupledSpeculator(DraftModelSpeculator):  # type: ignore[misc]
         self._made: _Made | None = None
 
     def propose(self, input_batch: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """vLLM's own, as deep as the last drafts paid; one level while it rests, which keeps its KV cache complete."""
+        """vLLM's own, as deep as the last drafts paid; one level while it rests, which keeps its KV cache complete.
+
+        Where the order is for a sample of the requests, the first level is all the same made for every one.
+        """
         began_s = time.perf_counter()
         order: DraftOrder | None = self.order
         depth = 1 if order is None else min(self._depth, order.depth)
@@ -101,8 +104,18 @@ class CoupledSpeculator(DraftModelSpeculator):  # type: ignore[misc]
         drafts: torch.Tensor = super().propose(input_batch, *args, **kwargs)
         self.num_speculative_steps = self._longest
         if order is not None and not kwargs.get("dummy_run"):
-            self._send(order, input_batch, drafts[:, :depth], time.perf_counter() - began_s)
+            made = drafts[: order.most_requests, :depth]
+            self._send(order, input_batch, made, time.perf_counter() - began_s)
         return drafts
+
+    def _multi_step_decode(
+        self, input_batch: Any, num_rejected: torch.Tensor, num_reqs: int, *args: Any, **kwargs: Any
+    ) -> None:
+        """vLLM's own levels behind the first, for the requests that the order is for."""
+        if self.order is not None and self.order.most_requests is not None:
+            num_reqs = min(num_reqs, self.order.most_requests)
+            input_batch = replace(input_batch, idx_mapping=input_batch.idx_mapping[:num_reqs])
+        super()._multi_step_decode(input_batch, num_rejected, num_reqs, *args, **kwargs)
 
     def sample_draft(
         self,
@@ -143,17 +156,17 @@ class CoupledSpeculator(DraftModelSpeculator):  # type: ignore[misc]
         return tokens
 
     def _send(self, order: DraftOrder, input_batch: Any, drafts: torch.Tensor, launch_s: float) -> None:
-        """Start copying the drafts to the host."""
+        """Start copying the drafts, those of the first requests, to the host."""
         count, depth = drafts.shape
-        positions = async_copy_to_np(self._lengths.gpu[input_batch.idx_mapping])
+        positions = async_copy_to_np(self._lengths.gpu[input_batch.idx_mapping[:count]])
         arrays = (drafts, self._rivals[:depth, :count], self._evidence[:, :depth, :count])
         tokens, rivals, evidence = map(async_copy_to_np, arrays)
         copied = torch.cuda.Event(blocking=True)
         copied.record()
         self._made = _Made(
             order,
-            input_batch.req_ids,
-            input_batch.idx_mapping_np,
+            input_batch.req_ids[:count],
+            input_batch.idx_mapping_np[:count],
             positions,
             tokens,
             rivals,
