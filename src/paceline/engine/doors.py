@@ -89,7 +89,7 @@ DOORS: tuple[Door, ...] = (
         SCHEDULER,
         "PacelineScheduler: drafts before a step, learning after it; telemetry (kv/use.py)",
         overrides="add_request _free_request _preempt_request reset_prefix_cache shutdown schedule "
-        "update_draft_token_ids update_from_output _update_request_with_output dynamic_sd_lookup",
+        "update_draft_token_ids update_from_output dynamic_sd_lookup",
         members="running waiting kv_holding_waiting num_waiting_for_streaming_input max_num_active_reqs "
         "_is_blocked_waiting_status requests num_spec_tokens max_model_len max_num_scheduled_tokens block_size "
         "adaptive_long_prefill_threshold get_request_counts scheduler_config kv_cache_manager connector "
@@ -102,8 +102,8 @@ DOORS: tuple[Door, ...] = (
     ),
     Door(
         f"{SCHEDULER}._update_request_with_output",
-        "new tokens of a request, without detokenizing",
-        parameters="request new_token_ids",
+        "cuts the runner's own list of a request's new tokens where the response ends",
+        mentions=("del new_token_ids[num_new:]",),
     ),
     Door(
         f"{SCHEDULER}.update_from_output",

@@ -66,6 +66,8 @@ NO_COSTS = np.zeros(1, np.float32)
 NO_TOKENS = np.zeros(Source.LEAD + 1, np.int64)
 """Of any source."""
 
+NO_RESPONSES = np.empty(0, np.int64)
+
 FAR_TOKENS = 8
 """Draft tokens of each request up to which the cost of a further one is told."""
 
@@ -174,6 +176,7 @@ class FastLoop:
         self.watch = ModelWatch(settings.model_drafter)
         self._sharing = _connect(settings, sizes.vocab_size)
         self._numbers: dict[int, int] = {}  # the drafter's, of each open response
+        self._numbered = NO_RESPONSES, NO_RESPONSES  # responses, and the drafter's numbers of them
         self._running: set[tuple[int, int]] = set()  # group and drafter's number of each
         self.drafting = True
         self._resting: Drafter | None = None
@@ -212,6 +215,7 @@ class FastLoop:
         if is_copy:
             number = FIRST_COPY + response
         self._numbers[response] = number
+        self._numbered = NO_RESPONSES, NO_RESPONSES
         self._running.add((group, number))
         self.drafter.resync(group, number, np.asarray(generated, dtype=np.int32))
         if self._sharing is not None and not is_copy:
@@ -225,21 +229,33 @@ class FastLoop:
         offsets = np.zeros(len(lists) + 1, dtype=np.int32)
         np.cumsum(list(map(len, lists)), out=offsets[1:])
         flat = np.fromiter(itertools.chain.from_iterable(lists), np.int32, int(offsets[-1]))
+        self.grow(np.asarray(groups, np.int64), np.asarray(responses, np.int64), offsets, flat)
+
+    def grow(
+        self, groups: Int64Array, responses: Int64Array, offsets: Int32Array, tokens: Int32Array
+    ) -> None:
+        """`append` for arrays: tokens[offsets[i] : offsets[i + 1]] go to (groups[i], responses[i]).
+
+        groups, responses: [n], not to be changed afterwards. offsets: [n + 1]. tokens: [offsets[n]]
+        """
+        if not self.drafting:
+            return
         if self._trees is not None:
-            names = np.asarray(responses, np.int64)
-            self._trees.advance(names, offsets, flat)
+            self._trees.advance(responses, offsets, tokens)
             if self.ahead is not None:
-                self.ahead.grow(names, offsets, flat)
+                self.ahead.grow(responses, offsets, tokens)
         if self._sharing is not None:
-            for group, response, new in zip(groups, responses, lists, strict=True):
-                self._sharing.grow(group, response, new)
+            for group, response, new in zip(
+                groups.tolist(), responses.tolist(), np.split(tokens, offsets[1:-1]), strict=True
+            ):
+                self._sharing.grow(group, response, new.tolist())
         if self.drafter is not None:
-            numbers = self._drafter_numbers(responses)
-            self.drafter.append_batch(np.asarray(groups, np.int64), numbers, offsets, flat)
+            self.drafter.append_batch(groups, self._drafter_numbers(responses), offsets, tokens)
 
     def close(self, group: int, response: int) -> None:
         """A response has ended; its tokens go on serving its group."""
         number = self._numbers.pop(response, response)
+        self._numbered = NO_RESPONSES, NO_RESPONSES
         self._running.discard((group, number))
         if self.drafter is not None:
             self.drafter.close_response(group, number)
@@ -257,8 +273,13 @@ class FastLoop:
         if self._leads is not None and self.drafting:
             self._leads.tell(response, position, np.asarray(tokens, np.int32))
 
-    def _drafter_numbers(self, responses: Sequence[int]) -> Int64Array:
-        return np.fromiter(map(self._numbers.get, responses, responses), np.int64, len(responses))
+    def _drafter_numbers(self, responses: Int64Array) -> Int64Array:
+        """The drafter's numbers of these responses, which most often are those of the step before. [num_responses]"""
+        if responses is not self._numbered[0]:
+            names = responses.tolist()
+            numbers = np.fromiter(map(self._numbers.get, names, names), np.int64, len(names))
+            self._numbered = responses, numbers
+        return self._numbered[1]
 
     def shut_down(self) -> None:
         """Disconnect from the draft servers, end the draft worker and the decision log."""
@@ -371,7 +392,7 @@ class FastLoop:
         num_context_tokens = int(query.positions.sum())
         self._now = self.budget.at_context(num_context_tokens)
         self._batch_size = len(query.groups)
-        drafter_query = replace(query, responses=self._drafter_numbers(query.responses.tolist()))
+        drafter_query = replace(query, responses=self._drafter_numbers(query.responses))
         free = self._draft_free(query, drafter_query, num_other_tokens, weight)
         model, model_paths = self._match_model(query)
         batch = self._meet(query, (free, model), may_wait=num_other_tokens == 0)

@@ -11,7 +11,8 @@ import copy
 import logging
 import time
 from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from itertools import chain, compress
 from typing import Any
 
 import numpy as np
@@ -27,21 +28,14 @@ from paceline.engine.compat import (
 from paceline.engine.draft_ahead import TargetSizes
 from paceline.engine.fast_loop import FastLoop, Proposal, table_of
 from paceline.engine.keys import OPTIONS, KeyBook, engine_seed
+from paceline.engine.live import LiveBatch, LiveResponse
 from paceline.engine.multipath.layout import PathPlan, plan_paths
 from paceline.engine.multipath.spare_blocks import SpareBlocks
 from paceline.engine.runner import FreshDrafts, StepOrder, give_order, undrawable_of, withdrawn_of
 from paceline.engine.waiting import num_admissible_tokens
 from paceline.errors import RequestError
 from paceline.planning.budget import fair_weights
-from paceline.types import (
-    DraftQuery,
-    Float32Array,
-    Float64Array,
-    Int32Array,
-    Int64Array,
-    StepObservation,
-    UInt64Array,
-)
+from paceline.types import DraftQuery, Float64Array, Int32Array, Int64Array, StepObservation
 
 LOGGER = logging.getLogger(__name__)
 
@@ -49,49 +43,11 @@ MAX_KEPT_STEPS = 1 << 14
 """Step observations kept for a reader in the same process (RolloutEngine); older ones are dropped."""
 
 
-@dataclass(frozen=True, slots=True)
-class LiveBatch:
-    """Responses that draft together, and what of them stays as it is from step to step. Arrays: [num_requests]"""
-
-    responses: list[LiveResponse]
-    groups: Int64Array
-    numbers: Int64Array
-    keys: UInt64Array
-    temperatures: Float32Array
-
-    @classmethod
-    def of(cls, responses: list[LiveResponse]) -> LiveBatch:
-        """The batch of these responses."""
-        return cls(
-            responses,
-            groups=np.array([x.group for x in responses], np.int64),
-            numbers=np.array([x.response for x in responses], np.int64),
-            keys=np.array([x.key for x in responses], np.uint64),
-            temperatures=np.array([x.temperature for x in responses], np.float32),
-        )
-
-
-@dataclass(slots=True)
-class LiveResponse:
-    """What the scheduler knows of a request beyond vLLM's own state."""
-
-    response: int
-    group: int
-    key: int
-    temperature: float
-    drafts_allowed: bool
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
-    """Tokens of the response beyond one per step; drafts accepted behind its end do not count."""
-    num_steps: int = 0
-    is_withdrawn: bool = False
-    """Whether its last step did not count, because its drafts gave NaN: the next token is computed without drafts."""
-    failure: str | None = None
-    """Why the response ends here and now, where it was Paceline that gave it up."""
-
-
 class PacelineScheduler(Scheduler):  # type: ignore[misc]
     """vLLM's scheduler with drafts made, cut by the budget and scored around each step."""
+
+    _ready: list[Request] | None = None
+    """Running requests that can draft, in vLLM's order; None: each has to be looked at again."""
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(vllm_config, *args, **kwargs)
@@ -115,9 +71,10 @@ class PacelineScheduler(Scheduler):  # type: ignore[misc]
         self._proposal: Proposal | None = None
         self._queried: list[str] = []
         self._batch = LiveBatch.of([])
-        self._positions: Int64Array = np.empty(0, np.int64)
+        self._positions: Int64Array = np.empty(0, np.int64)  # [len(_ready)] tokens of each so far
+        self._ends: Int64Array = np.empty(0, np.int64)  # [len(_ready)] tokens that each can have at most
         self._context = 0
-        self._new_tokens: list[tuple[LiveResponse, list[int]]] = []
+        self._ended: list[LiveResponse] | None = None  # while a step's tokens are handed out
         self._started_s = 0.0
         self.spare_blocks = self._lend_blocks() if self.settings.num_paths > 1 else None
         pool = self.settings.kv_pool
@@ -209,8 +166,11 @@ class PacelineScheduler(Scheduler):  # type: ignore[misc]
             self.finished[request.request_id] = live
             if len(self.finished) > MAX_KEPT_STEPS:
                 self.finished.pop(next(iter(self.finished)))
-            self._hand_over_tokens()
-            self.loop.close(live.group, live.response)
+            if self._ended is None:
+                self._batch.settle()
+                self.loop.close(live.group, live.response)
+            else:  # its last tokens come first
+                self._ended.append(live)
         return super()._free_request(request, *args, **kwargs)
 
     def _preempt_request(self, *args: Any, **kwargs: Any) -> None:
@@ -234,12 +194,7 @@ class PacelineScheduler(Scheduler):  # type: ignore[misc]
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         self._started_s = time.perf_counter()
-        ready: list[Request] = []
-        others: list[Request] = []
-        for request in self.running:
-            (ready if self._can_draft(request) else others).append(request)
-        self._queried = [request.request_id for request in ready]
-        self._positions = np.array([request.num_tokens for request in ready], np.int64)
+        ready, others = self._divide()
         self._context = int(self._positions.sum())
         self._context += sum(request.num_tokens for request in others if not request.is_prefill_chunk)
         spare = 0 if self.spare_blocks is None else self.spare_blocks.hold(self._block_demand())
@@ -250,6 +205,26 @@ class PacelineScheduler(Scheduler):  # type: ignore[misc]
         paths = self._plan_paths(output)
         give_order(output, StepOrder(self.loop.order(), paths))
         return output
+
+    def _divide(self) -> tuple[list[Request], list[Request]]:
+        """The running requests that can draft, and the others.
+
+        Most often all can, and are those of the step before; `_positions` has grown with them then.
+        """
+        if self._ready and self.running == self._ready:
+            computed = np.array([request.num_computed_tokens for request in self._ready], np.int64)
+            if np.array_equal(computed + 1, self._positions):
+                return self._ready, []
+        ready: list[Request] = []
+        others: list[Request] = []
+        for request in self.running:
+            (ready if self._can_draft(request) else others).append(request)
+        self._ready = ready
+        self._queried = [request.request_id for request in ready]
+        self._positions = _lengths_of(ready)
+        self._ends = self._ends_of(ready)
+        self._live_batch()
+        return ready, others
 
     def _block_demand(self) -> int:
         """KV blocks that the coming step may take: what running requests can grow by, and the next waiting one."""
@@ -293,7 +268,7 @@ class PacelineScheduler(Scheduler):  # type: ignore[misc]
         )
 
     def _propose(self, ready: list[Request], others: list[Request], max_alternatives: int) -> Proposal:
-        batch = self._live_batch()
+        batch = self._batch
         query = DraftQuery(
             groups=batch.groups,
             responses=batch.numbers,
@@ -303,11 +278,10 @@ class PacelineScheduler(Scheduler):  # type: ignore[misc]
             max_tokens=self._room(ready),
         )
         num_other_tokens = self._num_other_tokens(len(ready), others)
-        weights = self._weights(batch.responses)
+        weights = self._weights(batch)
         proposal = self.loop.propose(query, num_other_tokens, max_alternatives, weights)
-        for request, drafts, length in zip(
-            ready, proposal.batch.tokens.tolist(), proposal.lengths.tolist(), strict=True
-        ):
+        tokens = proposal.batch.tokens[:, : int(proposal.lengths.max(initial=0))].tolist()
+        for request, drafts, length in zip(ready, tokens, proposal.lengths.tolist(), strict=True):
             request.spec_token_ids = drafts[:length]
         return proposal
 
@@ -315,16 +289,15 @@ class PacelineScheduler(Scheduler):  # type: ignore[misc]
         """The requests that draft; most often they are those of the step before."""
         lives = [self.live[name] for name in self._queried]
         if lives != self._batch.responses:
+            self._batch.settle()
             self._batch = LiveBatch.of(lives)
         return self._batch
 
-    def _weights(self, lives: list[LiveResponse]) -> Float64Array | None:
+    def _weights(self, batch: LiveBatch) -> Float64Array | None:
         """What a token of each response counts in the draft budget, by its tokens per step in this engine."""
         if not self.loop.is_fair:
             return None
-        steps = np.fromiter((x.num_steps for x in lives), np.int64, len(lives))
-        accepted = np.fromiter((x.num_accepted_tokens for x in lives), np.int64, len(lives))
-        return fair_weights(steps + accepted, steps)
+        return fair_weights(batch.num_steps + batch.num_accepted_tokens, batch.num_steps)
 
     def _num_other_tokens(self, num_ready: int, others: list[Request]) -> int:
         """Tokens that the coming step should have beside the next ones of the requests that draft, and their drafts.
@@ -348,10 +321,15 @@ class PacelineScheduler(Scheduler):  # type: ignore[misc]
 
     def _room(self, ready: list[Request]) -> Int32Array:
         """Longest draft of each request whose tokens can all still become part of the response. [num_requests]"""
-        left = np.array([request.max_tokens - request.num_output_tokens for request in ready], np.int64)
-        room = np.minimum(left, self.max_model_len - self._positions) - 1
-        longest: Int32Array = np.minimum(np.maximum(room, 0), self.num_spec_tokens).astype(np.int32)
+        ends = self._ends if ready is self._ready else self._ends_of(ready)
+        room = np.maximum(ends - self._positions - 1, 0)
+        longest: Int32Array = np.minimum(room, self.num_spec_tokens).astype(np.int32)
         return longest
+
+    def _ends_of(self, requests: list[Request]) -> Int64Array:
+        """Tokens that each request can have at most, its prompt included. [num_requests]"""
+        ends = [min(x.num_tokens - x.num_output_tokens + x.max_tokens, self.max_model_len) for x in requests]
+        return np.array(ends, np.int64)
 
     def update_draft_token_ids(self, draft_token_ids: FreshDrafts) -> None:
         """Take the model drafter's fresh drafts; they are weighed against the others when the next step is made."""
@@ -363,21 +341,25 @@ class PacelineScheduler(Scheduler):  # type: ignore[misc]
         step_s = time.perf_counter() - self._started_s
         if self.kv_pool is not None:
             step_s -= self.kv_pool.take_spent_s()
-        self._observe(scheduler_output, model_runner_output, step_s)
+        rows = _rows_of(model_runner_output, self._queried)
+        self._observe(scheduler_output, rows, step_s)
         for name, why in undrawable_of(model_runner_output).items():
             self._give_up(name, why)
         for name in withdrawn_of(model_runner_output):
             self._withdraw(name, scheduler_output.num_scheduled_tokens[name])
+        grown = self._grown(scheduler_output, model_runner_output, rows)
+        self._ended = []
         result: dict[int, EngineCoreOutputs] = super().update_from_output(
             scheduler_output, model_runner_output
         )
-        self._hand_over_tokens()
+        self._take_growth(*grown)
         return result
 
     def _withdraw(self, name: str, num_tokens: int) -> None:
         """A request's step of so many tokens does not count; what it computed may be in the prefix cache already."""
         if name in self.live:
             self.live[name].is_withdrawn = True
+            self._ready = None
             request = self.requests[name]
             request.num_computed_tokens -= num_tokens
             for blocks in self.kv_cache_manager.get_blocks(name).get_block_ids():
@@ -385,49 +367,79 @@ class PacelineScheduler(Scheduler):  # type: ignore[misc]
                     set(blocks[request.num_computed_tokens // self.block_size :])
                 )
 
-    def _hand_over_tokens(self) -> None:
-        """Give the drafter what responses have grown by; before one is closed, or the drafter would open it again."""
-        if self._new_tokens:
-            self.loop.append((live.group, live.response, tokens) for live, tokens in self._new_tokens)
-            self._new_tokens.clear()
+    def _grown(
+        self, scheduled: SchedulerOutput, output: ModelRunnerOutput, rows: list[list[int]]
+    ) -> tuple[list[Request], LiveBatch, Int64Array, list[list[int]]]:
+        """(requests, their responses, their lengths, their new tokens) of a step, before vLLM hands the tokens out.
 
-    def _update_request_with_output(
-        self, request: Request, new_token_ids: list[int], *args: Any, **kwargs: Any
-    ) -> tuple[list[int], bool]:
-        tokens, stopped = super()._update_request_with_output(request, new_token_ids, *args, **kwargs)
-        live = self.live.get(request.request_id)
-        if live is not None and tokens:
-            live.is_withdrawn = False
-            live.num_steps += 1
-            live.num_accepted_tokens += len(tokens) - 1
-            self._new_tokens.append((live, list(tokens)))
-        return tokens, stopped
+        vLLM cuts the tokens where a response ends, and leaves out some requests. rows: those of `_queried`.
+        """
+        names = list(scheduled.num_scheduled_tokens)
+        if self._ready is not None and names == self._queried:
+            return self._ready, self._batch, self._positions, rows
+        self._batch.settle()
+        self._ready, self._batch = None, LiveBatch.of([])
+        names = [name for name in names if name in self.live and name in self.requests]
+        requests = [self.requests[name] for name in names]
+        responses = LiveBatch.of([self.live[name] for name in names])
+        return requests, responses, _lengths_of(requests), _rows_of(output, names)
 
-    def _observe(self, scheduled: SchedulerOutput, output: ModelRunnerOutput, step_s: float) -> None:
-        """Score the step's drafts against what the target decided, and the step against the clock."""
+    def _take_growth(
+        self, requests: list[Request], batch: LiveBatch, before: Int64Array, rows: list[list[int]]
+    ) -> None:
+        """Count what the responses have grown by, tell the drafter, and then of those that have ended.
+
+        A response that is closed before its last tokens are told would be opened again by them.
+        """
+        after = _lengths_of(requests)
+        grew = after > before
+        made = np.fromiter(map(len, rows), np.int64, len(rows)) * grew
+        batch.grow(made)
+        if grew.any():
+            offsets = np.zeros(np.count_nonzero(grew) + 1, np.int32)
+            np.cumsum(made[grew], out=offsets[1:])
+            tokens = np.fromiter(
+                chain.from_iterable(compress(rows, grew.tolist())), np.int32, int(offsets[-1])
+            )
+            everyone = bool(grew.all())
+            groups = batch.groups if everyone else batch.groups[grew]
+            numbers = batch.numbers if everyone else batch.numbers[grew]
+            self.loop.grow(groups, numbers, offsets, tokens)
+        if self._ready is requests:
+            self._positions = after
+        if self._ended or batch is not self._batch:
+            batch.settle()
+        for live in self._ended or ():
+            self.loop.close(live.group, live.response)
+        self._ended = None
+
+    def _observe(self, scheduled: SchedulerOutput, rows: list[list[int]], step_s: float) -> None:
+        """Score the step's drafts against what the target decided, and the step against the clock.
+
+        rows: the tokens that the target decided for each request of `_queried`.
+        """
         proposal, self._proposal = self._proposal, None
-        sampled, index = output.sampled_token_ids, output.req_id_to_index
-        rows = [sampled[index[name]] if name in index else [] for name in self._queried]
-        made = np.array(list(map(len, rows)), np.int64)
+        decided = table_of(rows)
+        made = (decided >= 0).sum(axis=1)
         num_requests = int(np.count_nonzero(made))  # vLLM may have left some out, or preempted them
         drafted = accepted = num_alternatives = 0
         context = self._context
+        sent = scheduled.scheduled_spec_decode_tokens
+        sent_tokens = sum(map(len, sent.values()))
         if proposal is not None:
-            sent = scheduled.scheduled_spec_decode_tokens
-            verified = np.array([len(sent.get(name, ())) for name in self._queried], np.int32)
+            verified = proposal.lengths
+            if sent_tokens != int(verified.sum()):  # vLLM has cut some
+                verified = np.array([len(sent.get(name, ())) for name in self._queried], np.int32)
             drafts, accepted = verified, int(made.sum()) - num_requests
             others = proposal.alternatives
-            self.loop.learn(proposal, verified, table_of(rows))
+            self.loop.learn(proposal, verified, decided)
             if others is not None:
                 num_alternatives = int(np.count_nonzero(others.lengths))
                 context += int(self._positions[others.owners[others.lengths > 0]].sum())
                 drafts = verified + np.bincount(others.owners, others.lengths, len(rows)).astype(np.int32)
             drafted = int(drafts.sum())
-            for name, count in zip(self._queried, drafts.tolist(), strict=True):
-                if count and (live := self.live.get(name)) is not None:
-                    live.num_draft_tokens += count
+            self._batch.num_draft_tokens[:] += drafts
         total = int(scheduled.total_num_scheduled_tokens)
-        sent_tokens = sum(map(len, scheduled.scheduled_spec_decode_tokens.values()))
         if not total:
             return
         observation = StepObservation(
@@ -441,3 +453,14 @@ class PacelineScheduler(Scheduler):  # type: ignore[misc]
             num_context_tokens=context,
         )
         self.observations.append(self.loop.observe(observation))
+
+
+def _lengths_of(requests: list[Request]) -> Int64Array:
+    """Tokens of each request so far. [num_requests]"""
+    return np.array([request.num_tokens for request in requests], np.int64)
+
+
+def _rows_of(output: ModelRunnerOutput, names: list[str]) -> list[list[int]]:
+    """The tokens that a step has made for each of these requests: vLLM's own lists."""
+    sampled, index = output.sampled_token_ids, output.req_id_to_index
+    return [sampled[index[name]] if sampled and name in index else [] for name in names]
