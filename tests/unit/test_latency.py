@@ -1,9 +1,12 @@
 """The step-time model: fit, robustness, monotonicity, extrapolation."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
 from paceline.errors import EngineError
+from paceline.planning import latency
 from paceline.planning.latency import (
     KNOTS,
     STALE_STEPS,
@@ -200,3 +203,34 @@ def test_a_large_step_that_was_slow_once_is_tried_again() -> None:
     assert float(predict_s(learned(slow + small[:30]), 256)) > 4 * affine_s(256)
     assert float(predict_s(learned(slow + small), 256)) == pytest.approx(affine_s(256), rel=0.1)
     assert float(predict_s(learned(slow * 4 + small), 256)) > 4 * affine_s(256), "measured often enough"
+
+
+def test_a_curve_that_stays_is_the_one_that_a_fit_would_give(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within 1 %, at every step of a rollout whose batch shrinks while its context grows and shrinks."""
+    rng = np.random.default_rng(3)
+    lazy = eager = StepTimeModel.initial()
+    fits = 0
+    fit = latency._fit_curve
+
+    def count(*args: Any) -> Any:
+        nonlocal fits
+        fits += 1
+        return fit(*args)
+
+    monkeypatch.setattr(latency, "_fit_curve", count)
+    for step in range(1500):
+        batch = max(64 - step // 24, 1)
+        tokens = batch + int(rng.integers(0, 5 * batch))
+        context = batch * (200 + step)
+        seconds = (8e-3 + 1e-4 * tokens + 1e-8 * context) * rng.lognormal(0.0, 0.02)
+        before = fits
+        lazy = latency.update_measured_time(lazy, tokens, seconds, context)
+        made = fits - before
+        with monkeypatch.context() as always:
+            always.setattr(latency, "_is_still", lambda *_: False)
+            eager = latency.update_measured_time(eager, tokens, seconds, context)
+        fits = before + made
+        sizes = np.arange(batch, 6 * batch + 1)
+        found, expected = (predict_s(latency.at_context(model, context), sizes) for model in (lazy, eager))
+        np.testing.assert_allclose(found, expected, rtol=0.01)
+    assert fits < 900

@@ -626,16 +626,19 @@ class FastLoop:
         if self.ahead is not None:
             wait_s, self.ahead.step_wait_s = self.ahead.step_wait_s, 0.0
             step = replace(self._count_ahead(step, self.ahead.counts), wait_s=wait_s)
-        by_drafter = self._accepted[Source.MODEL : Source.FREE : -1]
-        step = replace(
-            step,
-            num_model_tokens=int(by_drafter.sum()),
-            further_tokens=tuple(by_drafter[1 : 1 + len(self._settings.further_drafters)].tolist()),
-            num_adopted_tokens=int(self._accepted[Source.LEAD]),
-        )
-        self._accepted = NO_TOKENS
+        if self._accepted is not NO_TOKENS:
+            by_drafter = self._accepted[Source.MODEL : Source.FREE : -1]
+            step = replace(
+                step,
+                num_model_tokens=int(by_drafter.sum()),
+                further_tokens=tuple(by_drafter[1 : 1 + len(self._settings.further_drafters)].tolist()),
+                num_adopted_tokens=int(self._accepted[Source.LEAD]),
+            )
+            self._accepted = NO_TOKENS
         draft_s, self._draft_s = self._draft_s + wait_s, 0.0
-        alone = replace(step, step_s=max(step.step_s - wait_s, 1e-6), draft_s=draft_s)
+        alone = step
+        if draft_s:
+            alone = replace(step, step_s=max(step.step_s - wait_s, 1e-6), draft_s=draft_s)
         self._pending = alone, self._expected if step.num_draft_tokens else 0.0
         return step
 

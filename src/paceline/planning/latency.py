@@ -2,7 +2,8 @@
 
 Owns the fit; knows nothing of drafts. Invariants: T is positive, finite and non-decreasing in n; a model is
 never changed, `update_step_time` returns a new one. Called after every engine step (about 20 microseconds),
-so the work is bounded by the number of knots, not by the number of observations.
+so the work is bounded by the number of knots, not by the number of observations, and the curve is fitted anew only when
+what it stands on has moved.
 
 Observations are gathered at knots that double every second step. A knot keeps its latest observations and
 stands at their mean token count with their lower median, so that a pause of the machine does not count. T is
@@ -60,6 +61,7 @@ _LARGEST_SURPRISE = (
     0.3  # of a knot's time: how far a visit may be off what c foresees, as a pause of the machine is
 )
 _SMALLEST_SHARE = 0.05  # of a measured time that f keeps
+_STILL = 0.002  # of a knot's time: by less it has not moved, and the curve stays
 _FAST_VISITS = (
     5  # so many in a row that took less than _FAST_SHARE of what was expected: the machine was slow before
 )
@@ -105,6 +107,8 @@ class StepTimeModel:
         Float64Array  # [num_knots, 3] mean tokens, lower median of the seconds, mean context of each window
     )
     context: ContextSlope
+    context_s: float
+    """c when the curve was fitted."""
     fast_visits: (
         Float64Array  # [0.._FAST_VISITS - 1, 4] (tokens, seconds, context, share of the expected time)
     )
@@ -123,6 +127,7 @@ class StepTimeModel:
             last_seen=np.full(num_knots, -1, dtype=np.int64),
             points=np.zeros((num_knots, 3)),
             context=ContextSlope(),
+            context_s=0.0,
             fast_visits=np.empty((0, 4)),
             num_observations=0,
             curve_tokens=tokens,
@@ -137,7 +142,7 @@ def predict_s(model: StepTimeModel, num_tokens: ArrayLike) -> Float64Array:
 
 def at_context(model: StepTimeModel, num_context_tokens: int) -> StepTimeModel:
     """The model of steps whose requests attend to so many tokens in all; to be read, not to be updated."""
-    shift = model.context.seconds * num_context_tokens
+    shift = model.context_s * num_context_tokens
     return replace(model, curve_s=model.curve_s + shift) if shift else model
 
 
@@ -172,11 +177,33 @@ def update_measured_time(
     windows[knot, counts[knot] % WINDOW] = num_tokens, seconds, num_context_tokens
     counts[knot] += 1
     last_seen[knot] = now
-    points[knot] = _centre(model, windows[knot, : counts[knot]], context.seconds)
-    curve_tokens, curve_s = _fit_curve(points, counts, last_seen, now, context.seconds)
-    return StepTimeModel(
-        windows, counts, last_seen, points, context, model.fast_visits, now, curve_tokens, curve_s
+    centre = _centre(model, windows[knot, : counts[knot]], context.seconds)
+    learned = replace(
+        model, windows=windows, counts=counts, last_seen=last_seen, context=context, num_observations=now
     )
+    if counts[knot] > WINDOW and _is_still(learned, knot, centre, num_context_tokens):
+        return learned
+    points[knot] = centre
+    curve_tokens, curve_s = _fit_curve(points, counts, last_seen, now, context.seconds)
+    return replace(
+        learned, points=points, context_s=context.seconds, curve_tokens=curve_tokens, curve_s=curve_s
+    )
+
+
+def _is_still(model: StepTimeModel, knot: int, centre: Sequence[float], num_context_tokens: int) -> bool:
+    """Whether the curve can stay: the visited knot, c and what counts as fresh are what they were when it was fitted.
+
+    model: after the visit, but for the curve and the knot's point. centre: where that would be now.
+    """
+    age = model.num_observations - model.last_seen[model.counts > 0]
+    if ((age == STALE_STEPS + 1) | (age == TRUSTED_STEPS + 1)).any():
+        return False
+    tokens, seconds, context = model.points[knot].tolist()
+    there, here = predict_s(model, [tokens, centre[0]]).tolist()
+    now_s, most_s = model.context.seconds, _STILL * seconds
+    moved_s = centre[1] - seconds - (here - there) - now_s * (centre[2] - context)
+    farthest = max(num_context_tokens, context)
+    return abs(moved_s) <= most_s and abs(now_s - model.context_s) * farthest <= most_s
 
 
 def _watch_speed(
@@ -217,6 +244,7 @@ def _speed_up(model: StepTimeModel, visits: Float64Array) -> StepTimeModel:
         points=points,
         counts=counts,
         context=context,
+        context_s=model.context_s * factor,
         fast_visits=model.fast_visits[:0],
         curve_s=model.curve_s * factor,
     )

@@ -91,9 +91,10 @@ class KeyedRunnerV2:
         """Scatter the step's draft tokens, by request, to where V2 reads them."""
         if not drafts:
             return
-        lengths = np.array(list(map(len, drafts.values())), np.int64)
+        lengths = np.fromiter(map(len, drafts.values()), np.int64, len(drafts))
         table = np.zeros((len(drafts), int(lengths.max())), np.int64)
-        table[np.arange(table.shape[1]) < lengths[:, None]] = list(chain.from_iterable(drafts.values()))
+        tokens = np.fromiter(chain.from_iterable(drafts.values()), np.int64, int(lengths.sum()))
+        table[np.arange(table.shape[1]) < lengths[:, None]] = tokens
         rows = np.fromiter(map(self.req_states.req_id_to_index.__getitem__, drafts), np.int64, len(drafts))
         target = self.req_states.draft_tokens[:, : table.shape[1]]
         target.index_copy_(
