@@ -203,7 +203,7 @@ def _is_still(model: StepTimeModel, knot: int, centre: Sequence[float], num_cont
     now_s, most_s = model.context.seconds, _STILL * seconds
     moved_s = centre[1] - seconds - (here - there) - now_s * (centre[2] - context)
     farthest = max(num_context_tokens, context)
-    return abs(moved_s) <= most_s and abs(now_s - model.context_s) * farthest <= most_s
+    return bool(abs(moved_s) <= most_s and abs(now_s - model.context_s) * farthest <= most_s)
 
 
 def _watch_speed(
