@@ -4,7 +4,8 @@ Four kinds of kills (SIGKILL, `--rows`), each at random moments and for each num
 
 * parts of a fleet: rollouts on `--workers` engines with a KV pool, a draft server and reward workers, one after the
   other, until `--kills` processes have been killed: `--engine-kills` of them, at least half, engines that run responses
-  (they take half a minute to come back), the others draft servers and reward workers;
+  (they take half a minute to come back), the others draft servers and reward workers. Engines that fall free help the
+  others (`helps`), and are killed while they race, too;
 * drivers: `paceline rollout --workers` is killed `--driver-kills` times, each time soon after its engines have begun to
   generate, and begun again with --resume. A rollout that ends before it is killed is followed by another one;
 * racers: of two workers that generate one response, by turns the one that copies it and the other one, `--racer-kills`
@@ -39,7 +40,7 @@ from typing import Any
 
 import stragglers
 from exactness import is_over, make_plain
-from harness import Child, parser, publish, save
+from harness import Child, parser, print_bars, publish, save
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = str(ROOT / "assets/countdown-policy")
@@ -58,10 +59,15 @@ COLUMNS = (
     "diverged",
     "rewards",
     "kv_loads",
+    "helps",
     "counts",
     "wall_s",
 )
 ROWS = ("parts", "drivers", "racers", "draft-workers")
+LEAST_KILLS = {"parts": ("engines", 50), "racers": ("kills", 25), "draft-workers": ("kills", 25)}
+"""The bars, in each number format: in which column, and how many."""
+MISTAKES = ("twice", "missing", "diverged", "rewards")
+"""Of each of these there may be none."""
 MOST_PAUSE_S = 1.0
 DRIVER_SAMPLES = 24
 """Responses per prompt where the driver is killed: there must be something left to do."""
@@ -114,7 +120,8 @@ class Killer:
             processes = fleet._rewards.processes
             return (int(self.rng.choice(processes)) if processes else None), 0
         running = {name: len(worker.chunks) for name, worker in fleet._controller._workers.items()}
-        up = [name for name in running if fleet._controller.state_of(name) == "up"]
+        states = {name: fleet._controller.state_of(name) for name in running}
+        up = [name for name, state in states.items() if state in {"up", "drafting", "racing"}]
         busy = [name for name in up if running[name]]
         if len(up) < 2 or not busy:
             return None, 0
@@ -151,6 +158,7 @@ def kill_parts(fleet: Any, requests: list[Any], options: argparse.Namespace) -> 
     tally: Counter[str] = Counter()
     num_tokens = num_rollouts = 0
     wanted = roll_out(fleet, requests, None, tally)
+    fleet.helps.take()
     killer, begin_s = Killer(fleet, left, random.Random(options.seed)), time.monotonic()
     while sum(left.values()) and not is_over(begin_s, options.minutes):
         found = roll_out(fleet, requests, killer, tally)
@@ -171,6 +179,7 @@ def kill_parts(fleet: Any, requests: list[Any], options: argparse.Namespace) -> 
         "tokens": num_tokens,
         **{name: tally[name] for name in ("twice", "missing", "diverged", "rewards")},
         "kv_loads": fleet.kv_pool_counters().hits,
+        "helps": len(fleet.helps.take()),
         "preemptions": fleet.board.num_preemptions,
         "counts": not sum(left.values()),
         "evidence": killer.evidence,
@@ -387,9 +396,9 @@ def run(dtype: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     """All kinds of kills that are asked for, in one number format."""
     rows = run_fleet(dtype, options) if {"parts", "drivers"} & set(options.rows) else []
     if "racers" in options.rows:
-        rows.append(kill_racers(dtype, options))
+        rows.append({"kind": "racers", **kill_racers(dtype, options)})
     if "draft-workers" in options.rows:
-        rows.append(kill_draft_workers(dtype, options))
+        rows.append({"kind": "draft-workers", **kill_draft_workers(dtype, options)})
     return [{"dtype": dtype, **row} for row in rows]
 
 
@@ -411,13 +420,17 @@ def run_fleet(dtype: str, options: argparse.Namespace) -> list[dict[str, Any]]:
         workers=options.workers,
         chunk_tokens=64,
         max_failed_starts=20,
+        help="auto",
         rewards=RewardSettings(workers=2, max_crashes=100),
     )
     with Fleet(
-        MODEL, settings, EngineSettings(batch_invariant=True), dtype=dtype, max_model_len=options.max_tokens + 64,
-        kv_cache_bytes=1 << 27, reward=lambda index, response: float(sum(response.tokens) + index),
+        MODEL, settings, EngineSettings(model_drafter=DRAFTER, batch_invariant=True), dtype=dtype,
+        max_model_len=options.max_tokens + 64, kv_cache_bytes=1 << 27,
+        reward=lambda index, response: float(sum(response.tokens) + index),
     ) as fleet:  # fmt: skip
-        rows = [kill_parts(fleet, requests(options.group_size), options)] if "parts" in options.rows else []
+        rows: list[dict[str, Any]] = []
+        if "parts" in options.rows:
+            rows.append({"kind": "parts", **kill_parts(fleet, requests(options.group_size), options)})
         num_drivers = options.driver_kills if "drivers" in options.rows else 0
         asked = requests(DRIVER_SAMPLES) if num_drivers else []
         calm = fleet.generate(asked, SamplingParams(temperature=1.0))
@@ -426,18 +439,34 @@ def run_fleet(dtype: str, options: argparse.Namespace) -> list[dict[str, Any]]:
         for index, (request, response) in enumerate(zip(asked, calm, strict=True))
     }
     if num_drivers:
-        rows.append(kill_drivers(prompts, wanted, dtype, options))
+        rows.append({"kind": "drivers", **kill_drivers(prompts, wanted, dtype, options)})
     return rows
+
+
+def check_rows(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The bars: enough kills, and every response came once and as undisturbed."""
+    bars = []
+    for row in rows:
+        name = f"{row['kind']}, {row['dtype']}"
+        if row["kind"] in LEAST_KILLS:
+            column, needed = LEAST_KILLS[row["kind"]]
+            bar = {"case": f"{name}: {column}", "needed": needed, "reached": row[column]}
+            bars.append({**bar, "met": row[column] >= needed})
+        mistakes = sum(row.get(column, 0) for column in MISTAKES)
+        bars.append({"case": f"{name}: mistakes", "needed": 0, "reached": mistakes, "met": not mistakes})
+    return bars
 
 
 def main() -> None:
     made = parser(__doc__)
     made.add_argument("--rows", nargs="+", default=list(ROWS), choices=ROWS)
     made.add_argument(
-        "--minutes", type=float, default=15.0, help="longest time for a row, in a number format"
+        "--minutes", type=float, default=30.0, help="longest time for a row, in a number format"
     )
     made.add_argument("--kills", type=int, default=60, help="parts of a fleet, in each number format")
-    made.add_argument("--engine-kills", type=int, help="of them; default: half, and no fewer")
+    made.add_argument(
+        "--engine-kills", type=int, help="of them, half or more; default: 50, or as many as may be"
+    )
     made.add_argument("--driver-kills", type=int, default=4, help="in each number format")
     made.add_argument("--racer-kills", type=int, default=25, help="in each number format")
     made.add_argument("--drafter-kills", type=int, default=25, help="in each number format")
@@ -449,7 +478,8 @@ def main() -> None:
     made.add_argument("--seed", type=int, default=0)
     options = made.parse_args()
     half = -(-options.kills // 2)
-    options.engine_kills = half if options.engine_kills is None else options.engine_kills
+    if options.engine_kills is None:
+        options.engine_kills = max(half, min(LEAST_KILLS["parts"][1], options.kills))
     if not half <= options.engine_kills <= options.kills:
         made.error(
             f"--engine-kills {options.engine_kills}: {half} to {options.kills}, half of all kills or more"
@@ -458,8 +488,10 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for dtype in options.dtype:
         rows += run(dtype, options)
-        save("chaos", rows, options)
-    publish("chaos", rows, COLUMNS, options)
+        save("chaos", rows, options, bars=check_rows(rows))
+    bars = check_rows(rows)
+    publish("chaos", rows, COLUMNS, options, bars=bars)
+    print_bars(bars)
 
 
 if __name__ == "__main__":

@@ -4,9 +4,10 @@ Processor time, the fastest of five, one core: a busy machine does not make a de
 placement on 512 GPUs, reconfiguration of 1000 requests, racers for 10^4 requests, 10^4 dispatch decisions, and what the
 fleet's controller takes to hear of 10^4 ended chunks and give out the next ones, of 10^4 and 10^5 responses, and of the
 time four times a second. And what an engine step spends on its draft worker, telling and hearing all and deciding
-whether to wait, at 1 and 128 responses: the engine thread's time, median of 200 steps. `limit_ms` is what each should
-take at most; a row above it misses its limit. Before each measurement the
-processor's caches are filled with something else, as a target fills them.
+whether to wait, at 1 and 128 responses: the engine thread's time, median of 200 steps. `draft windows`: the same where
+it learns from a step's drafts and plans all windows, which it does every `reconfigure_steps` steps. `limit_ms` is what
+each should take at most; a row above it misses its limit. Before each measurement the processor's caches are filled
+with something else, as a target fills them.
 """
 
 from __future__ import annotations
@@ -132,14 +133,17 @@ def control(num_workers: int) -> Callable[[], object]:
     return decide
 
 
-def step_of_draft_worker(num_responses: int) -> float:
-    """Milliseconds. The worker's end is played here: 16 tokens are always drafted ahead of every response."""
+def step_of_draft_worker(num_responses: int, every: int = 0) -> tuple[float, float]:
+    """Milliseconds of a step, and of these for windows, planned every so many steps.
+
+    The worker's end is played here: 16 tokens are always drafted ahead of every response.
+    """
     import zmq
 
     trees = DraftTrees(most_ahead=16)
     settings = WorkerSettings("", 0, "", "auto", 4096, num_responses, 512, 0.05, None)
     link = WorkerLink(settings, 16, trees, has_child=False)
-    ahead = DraftAhead([link], trees, EngineLog(None, 1))
+    ahead = DraftAhead([link], trees, EngineLog(None, 1), every, 32)
     steps: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
     drafts: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
     steps.connect(link.settings.address)
@@ -165,10 +169,14 @@ def step_of_draft_worker(num_responses: int) -> float:
     step_time = StepTimeModel.initial()
     for count in (1, 2, 16, 128, 2048):
         step_time = update_measured_time(step_time, count, 0.014 + 0.0001 * count)
-    caches, seconds = np.zeros(1 << 24, np.float32), []
+    caches, seconds, planning_s = np.zeros(1 << 24, np.float32), [], []
+    met, seen = trees.best(responses, positions, query.max_tokens), np.full(num_responses, 4, np.int32)
     for _ in range(200):
         caches += 1.0
         start_s = time.thread_time()
+        ahead.learn(responses, met, seen - 1, seen)
+        ahead.plan(responses, step_time)
+        planning_s.append(time.thread_time() - start_s)
         trees.advance(responses, offsets, tokens)
         ahead.grow(responses, offsets, tokens)
         told_s = time.thread_time()
@@ -178,10 +186,10 @@ def step_of_draft_worker(num_responses: int) -> float:
         time.sleep(0.002)
         caches += 1.0
         began_s = time.thread_time()
-        ahead.best(query, step_time, 16 * num_responses, may_wait=True)
+        met = ahead.best(query, step_time, 16 * num_responses, may_wait=True)
         seconds.append(time.thread_time() - began_s + told_s - start_s)
     link.shut_down()
-    return 1e3 * median(seconds)
+    return 1e3 * median(seconds), 1e3 * median(planning_s)
 
 
 def main() -> None:
@@ -200,8 +208,10 @@ def main() -> None:
     ]
     rows = [{"case": name, "ms": fastest_ms(prepare), "limit_ms": limit} for name, prepare, limit in cases]
     for count, limit in ((1, 0.05), (128, 0.3)):
-        case = f"step of a draft worker, responses: {count}"
-        rows.append({"case": case, "ms": step_of_draft_worker(count), "limit_ms": limit})
+        step_ms, _ = step_of_draft_worker(count)
+        _, windows_ms = step_of_draft_worker(count, every=1)
+        for what, ms in (("step of a draft worker", step_ms), ("draft windows", windows_ms)):
+            rows.append({"case": f"{what}, responses: {count}", "ms": ms, "limit_ms": limit})
     publish("decisions", rows, COLUMNS, options)
 
 

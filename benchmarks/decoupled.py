@@ -2,9 +2,10 @@
 
 The target is the inflated Countdown policy. The shipped drafter is nearly free beside it, real ones are not, so it is
 inflated too, its function unchanged, until a draft token takes about a tenth or a fifth of a verification: real
-arithmetic, and `d_over_v` is what was measured while both processes were busy. Each system's engine lives in a process
-of its own; they take turns, and every one generates the same prompts. `running` responses of different prompts run at
-once, which are what is left in a tail.
+arithmetic. `draft_ms` (D), `verify_ms` (V) and `d_over_v` are those of all running responses, measured while both
+processes were busy, each pinned to a core; `cost` is D/V of one, about. Each system's engine lives in a process of its
+own; they take turns, and every one generates the same prompts. `running` responses of different prompts run at once,
+which are what is left in a tail.
 
     vanilla               drafts a fixed window, then verifies all of it, on one core; the other one idles
     coupled, one core     the same with the draft budget, which drafts as far as it pays
@@ -16,11 +17,16 @@ once, which are what is left in a tail.
     suffix only, plain    both cores; plain is the target alone, with the same dice
 
 `equal`: the tokens are those of plain. `model_share`: of the accepted tokens, those that the model drafted.
+`mode_changes`: responses that went from coupled to decoupled or back, in all repetitions.
 `of_protocol`: the speed of the steps in which all of them ran, over what the decoupled protocol gives
 (docs/decisions/0003-decoupled-rounds.md) for the draft time, the step times and the acceptance rate measured in
-the same rollouts; the chain's at its window, else at the best.
-At most five engines are alive: systems run in blocks, each with one of the coupled pair, whose speed `ratio` compares
-with in the same repetition. The result file is written after every repetition, with the rows so far.
+the same rollouts; the chain's at its window, else at the best that the engine may use.
+At most five engines are alive, so systems run in two blocks, each with one of the coupled pair. `ratio` compares with
+its speed, `over_chain` and `over_reconfigured` with those of the same block, in the same repetition each. No bar is met
+by tokens that are not equal. The result file is written after every repetition, with the rows so far.
+
+Not measured: one engine that chooses live between its own two threads and a draft worker (`auto`), as Paceline has none
+(docs/decisions/0035-live-windows.md). What it would have to come up to has a row each.
 """
 
 from __future__ import annotations
@@ -33,7 +39,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from harness import Child, median, parser, publish, save
+from harness import Child, median, parser, print_bars, publish, save
 from pairs import PAIRS, TARGETS
 
 SIZES = {
@@ -45,27 +51,44 @@ SIZES = {
 
 VANILLA, COUPLED, TWO_THREADS = "vanilla", "coupled, one core", "coupled, two threads"
 NAIVE, CHAIN, RECONFIGURED, DECOUPLED = "naive", "chain", "reconfigured", "decoupled"
-PLAIN_ONE_CORE = "plain, one core"
+PLAIN_ONE_CORE, SUFFIX_ONLY, PLAIN = "plain, one core", "suffix only", "plain"
 AHEAD = (NAIVE, CHAIN, RECONFIGURED, DECOUPLED)
 """With a draft worker."""
-SYSTEMS = (VANILLA, COUPLED, TWO_THREADS, *AHEAD, "suffix only", "plain")
+REPLANNED = (RECONFIGURED, DECOUPLED)
+"""With windows that are planned anew."""
+BLOCKS = ((VANILLA, NAIVE, SUFFIX_ONLY, PLAIN), (TWO_THREADS, CHAIN, RECONFIGURED, DECOUPLED))
+"""Systems that are alive together, beside the coupled pair; compared by repetition are those of one block."""
+SYSTEMS = (COUPLED, *(system for block in BLOCKS for system in block))
+RATIOS = {"ratio": COUPLED, "over_chain": CHAIN, "over_reconfigured": RECONFIGURED}
+"""Whose speed each of these columns compares with."""
 BARS = {(1, 0.1): 1.2, (1, 0.2): 1.3, (4, 0.1): 1.1, (4, 0.2): 1.25}
 """Tokens per second, decoupled over coupled on one core, by running responses and drafter cost."""
 BRANCHES_BAR = 1.05
-"""Decoupled over the chain, one response."""
+"""Decoupled over the chain, and over the same without prepared corrections, one response."""
 PROTOCOL_BAR = 0.9
-"""Chain and decoupled over what the protocol gives, everywhere."""
-MAX_ENGINES = 5
+"""Chain, reconfigured and decoupled over what the protocol gives, everywhere."""
+CHANGES_BAR = 5
+"""Changes of mode, in all rows."""
+NOT_MEASURED = ["auto on one engine, both cores, never more than 5 % behind the best: there is no such mode"]
+LEAST_SHARE = 0.1
+"""Of the accepted tokens, those of the worker, where its speed shall count."""
 COLUMNS = (
     "system",
     "running",
     "cost",
+    "draft_ms",
+    "verify_ms",
     "d_over_v",
     "tokens_per_s",
     "ratio",
+    "ratio_range",
+    "over_chain",
+    "over_reconfigured",
     "of_protocol",
     "acceptance_length",
     "wasted_tokens",
+    "wait_s",
+    "mode_changes",
     "model_share",
     "equal",
 )
@@ -83,15 +106,15 @@ def make_engine(system: str, target: str, drafter: str, options: Any) -> Callabl
     from paceline.engine.rollout_engine import RolloutEngine, prepare_environment
 
     prepare_environment()
-    policies = {"plain": "off", PLAIN_ONE_CORE: "off", VANILLA: "fixed", NAIVE: "fixed"}
+    policies = {PLAIN: "off", PLAIN_ONE_CORE: "off", VANILLA: "fixed", NAIVE: "fixed"}
     policy = policies.get(system, "marginal")
     settings = EngineSettings(
-        drafter="suffix" if system == "suffix only" else "none",
+        drafter="suffix" if system == SUFFIX_ONLY else "none",
         model_drafter=drafter if has_worker or system in (VANILLA, COUPLED, TWO_THREADS) else None,
         draft_worker=has_worker,
         draft_window=options.fixed_window if system == NAIVE else options.window,
         draft_branches=16 if system == DECOUPLED else 0,
-        reconfigure_steps=64 if system in (RECONFIGURED, DECOUPLED) else 0,
+        reconfigure_steps=64 if system in REPLANNED else 0,
         draft_by_turns=system == NAIVE,
         budget=BudgetSettings.model_validate({"policy": policy, "fixed_tokens": options.fixed_window}),
         compiled=not options.eager,
@@ -110,6 +133,9 @@ def generate(engine: Any, requests: list[Any], running: int) -> dict[str, Any]:
 
     engine.reset_prefix_cache()
     engine.take_observations()
+    ahead = engine.scheduler.loop.ahead
+    windows = None if ahead is None else ahead._workers[0].windows
+    changes_before = windows.num_changes if windows else 0
     params, responses = SamplingParams(temperature=1.0), []
     start = time.perf_counter()
     for first in range(0, len(requests), running):
@@ -118,10 +144,10 @@ def generate(engine: Any, requests: list[Any], running: int) -> dict[str, Any]:
     steps = engine.take_observations()
     tokens = sum(len(response.tokens) for response in responses)
     accepted = sum(step.num_accepted_tokens for step in steps)
-    ahead = engine.scheduler.loop.ahead
     drafting = None if ahead is None else ahead.drafting(0)
     full = [step for step in steps if step.num_requests == running and not step.num_prefill_tokens]
     verified = [(step.num_tokens, step.step_s - step.wait_s) for step in full]
+    verify_s = median([s for _, s in verified]) if drafting and full else None
     return {
         "tokens_per_s": tokens / seconds,
         "acceptance_length": tokens / sum(response.num_steps for response in responses),
@@ -130,9 +156,11 @@ def generate(engine: Any, requests: list[Any], running: int) -> dict[str, Any]:
         "branch_hits": sum(step.num_branch_hits for step in steps),
         "wait_s": sum(step.wait_s for step in steps),
         "model_share": sum(step.num_model_tokens for step in steps) / accepted if accepted else None,
-        "d_over_v": drafting[0] / median([s for _, s in verified]) if drafting and full else None,
+        "mode_changes": windows.num_changes - changes_before if windows else None,
+        "draft_ms": drafting and 1e3 * drafting[0],
+        "verify_ms": verify_s and 1e3 * verify_s,
+        "d_over_v": drafting and verify_s and drafting[0] / verify_s,
         "acceptance_rate": drafting and drafting[1],
-        "draft_s": drafting and drafting[0],
         "verified": verified,
         "full_tokens_per_s": sum(step.num_requests + step.num_accepted_tokens for step in full)
         / sum(step.step_s for step in full)
@@ -146,8 +174,8 @@ def main() -> None:
     made = parser(__doc__)
     made.add_argument("--model", metavar="DIR", help="another target; default: the inflated Countdown policy")
     made.add_argument("--eager", action="store_true", help="no compiled steps")
-    made.add_argument("--running", type=int, nargs="+", default=[1, 4])
-    made.add_argument("--costs", type=float, nargs="+", default=[0.1, 0.2], choices=list(SIZES))
+    made.add_argument("--running", type=int, nargs="+", default=[1, 2, 4, 16])
+    made.add_argument("--costs", type=float, nargs="+", default=list(SIZES), choices=list(SIZES))
     made.add_argument("--systems", nargs="+", default=list(SYSTEMS), choices=list(SYSTEMS))
     made.add_argument("--repetitions", type=int, default=3)
     made.add_argument(
@@ -163,13 +191,10 @@ def main() -> None:
         for running, found in measure(cost, target, options):
             rows = [row for row in rows if (row["cost"], row["running"]) != (cost, running)]
             rows += [summarise(system, running, cost, options.window, found) for system in found]
-            save("decoupled", rows, options, bars=check_rows(rows))
+            save("decoupled", rows, options, bars=check_rows(rows), not_measured=NOT_MEASURED)
     bars = check_rows(rows)
-    for bar in bars:
-        print(
-            f"{bar['case']}: {bar['reached']:.2f}, {bar['needed']} needed: {'met' if bar['met'] else 'MISSED'}"
-        )
-    publish("decoupled", rows, COLUMNS, options, bars=bars)
+    publish("decoupled", rows, COLUMNS, options, bars=bars, not_measured=NOT_MEASURED)
+    print_bars(bars)
 
 
 def measure(cost: float, target: str, options: Any) -> Iterator[tuple[int, dict[str, list[dict[str, Any]]]]]:
@@ -192,8 +217,10 @@ def measure(cost: float, target: str, options: Any) -> Iterator[tuple[int, dict[
                     continue
                 for system, result in results.items():
                     rate = result["tokens_per_s"]
-                    ratio = rate / results[COUPLED]["tokens_per_s"]
-                    result |= {"ratio": ratio, "repetition": repetition}
+                    result["repetition"] = repetition
+                    result["over"] = {
+                        other: rate / theirs["tokens_per_s"] for other, theirs in results.items()
+                    }
                     found[running].setdefault(system, []).append(result)
                     print(system, running, cost, f"{rate:.1f} tokens/s", file=sys.stderr, flush=True)
                 yield running, found[running]
@@ -202,10 +229,10 @@ def measure(cost: float, target: str, options: Any) -> Iterator[tuple[int, dict[
 
 
 def blocks(systems: list[str]) -> Iterator[list[str]]:
-    """The systems that are alive together, the coupled pair always the first of them."""
-    others = [system for system in systems if system != COUPLED]
-    for at in range(0, len(others), MAX_ENGINES - 1):
-        yield [COUPLED, *others[at : at + MAX_ENGINES - 1]]
+    """Those of the systems that are alive together, the coupled pair always the first of them."""
+    for block in BLOCKS:
+        if wanted := [system for system in block if system in systems]:
+            yield [COUPLED, *wanted]
 
 
 def inflate_drafter(cost: float, folder: Path) -> str:
@@ -240,19 +267,25 @@ def summarise(
         "branch_hits",
         "wait_s",
         "model_share",
+        "draft_ms",
+        "verify_ms",
         "d_over_v",
         "acceptance_rate",
     ):
         values = [one[key] for one in own if one[key] is not None]
         row[key] = median(values) if values else None
-    ratios = [one["ratio"] for one in own]
-    row |= {"ratio": median(ratios), "ratio_range": [min(ratios), max(ratios)]}
-    if system in (CHAIN, RECONFIGURED, DECOUPLED):
+    if system in REPLANNED:
+        row["mode_changes"] = sum(one["mode_changes"] for one in own)
+    for column, other in RATIOS.items():
+        ratios = [one["over"][other] for one in own if other in one["over"]]
+        if ratios and (column == "ratio" or system == DECOUPLED):
+            row |= {column: median(ratios), f"{column}_range": [min(ratios), max(ratios)]}
+    if system in (CHAIN, *REPLANNED):
         given = [protocol_tokens_per_s(one, running, window, is_fixed=system == CHAIN) for one in own]
         row["of_protocol"] = median(
             [one["full_tokens_per_s"] / best for one, best in zip(own, given, strict=True)]
         )
-    plain = {one["repetition"]: one["ids"] for one in found.get("plain", ())}
+    plain = {one["repetition"]: one["ids"] for one in found.get(PLAIN, ())}
     row["equal"] = all(one["ids"] == plain[one["repetition"]] for one in own) if plain else None
     return row
 
@@ -260,38 +293,45 @@ def summarise(
 def protocol_tokens_per_s(one: dict[str, Any], running: int, window: int, *, is_fixed: bool) -> float:
     """What the decoupled protocol gives for a rollout's own draft time, step times and acceptance rate.
 
-    is_fixed: at this window, and not at the best one up to it.
+    is_fixed: at this window, and not at the best one that the engine may use.
     """
+    from paceline.config import EngineSettings
     from paceline.planning.latency_profile import fit_affine, verify_s
     from paceline.planning.window import Mode, StepTimes, tokens_per_s
 
     verify = fit_affine(*zip(*one["verified"], strict=True)).model
-    windows = np.arange(window if is_fixed else 1, window + 1)
-    times = StepTimes(running, one["draft_s"], verify_s(verify, running, windows))
+    windows = np.array([window]) if is_fixed else np.arange(1, EngineSettings().max_draft_tokens + 1)
+    times = StepTimes(running, one["draft_ms"] / 1e3, verify_s(verify, running, windows))
     return running * float(tokens_per_s(one["acceptance_rate"], windows, times, Mode.DECOUPLED).max())
 
 
 def check_rows(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The bars; a row counts only if the worker supplied at least a tenth of the accepted tokens."""
+    """The bars. A row meets one only with the tokens of plain, and speed counts only if the worker supplied at least a
+    tenth of the accepted tokens.
+    """
     bars = []
+
+    def check(row: dict[str, Any], what: str, column: str, needed: float) -> None:
+        reached = row.get(column)
+        if reached is None:
+            return
+        counts = bool(row["equal"]) and (row["model_share"] or 0.0) >= LEAST_SHARE
+        case = f"{what}, {row['running']} running, D/V {row['cost']}"
+        bars.append({"case": case, "needed": needed, "reached": reached, "met": counts and reached >= needed})
+
     for row in rows:
-        needed = BARS.get((row["running"], row["cost"]))
-        if row["system"] == DECOUPLED and needed is not None:
-            met = row["ratio"] >= needed and (row["model_share"] or 0.0) >= 0.1
-            case = f"{row['running']} running, D/V {row['cost']}"
-            bars.append({"case": case, "needed": needed, "reached": row["ratio"], "met": met})
-    for row in rows:
-        if row["system"] in (CHAIN, DECOUPLED) and row.get("of_protocol") is not None:
-            case = f"{row['system']} over the protocol, {row['running']} running, D/V {row['cost']}"
-            met = row["of_protocol"] >= PROTOCOL_BAR
-            bars.append({"case": case, "needed": PROTOCOL_BAR, "reached": row["of_protocol"], "met": met})
-    speeds = {(row["cost"], row["system"]): row["tokens_per_s"] for row in rows if row["running"] == 1}
-    for cost in sorted({cost for cost, _ in speeds}):
-        if (cost, DECOUPLED) in speeds and (cost, CHAIN) in speeds:
-            reached = speeds[cost, DECOUPLED] / speeds[cost, CHAIN]
-            case = f"corrections prepared, 1 running, D/V {cost}"
-            met = reached >= BRANCHES_BAR
-            bars.append({"case": case, "needed": BRANCHES_BAR, "reached": reached, "met": met})
+        alone = row["running"] == 1
+        if row["system"] == DECOUPLED and (needed := BARS.get((row["running"], row["cost"]))) is not None:
+            check(row, "decoupled over coupled", "ratio", needed)
+        check(row, f"{row['system']} over the protocol", "of_protocol", PROTOCOL_BAR)
+        if alone:
+            check(row, "corrections prepared, over the chain", "over_chain", BRANCHES_BAR)
+            check(row, "corrections prepared, over reconfigured", "over_reconfigured", BRANCHES_BAR)
+    replanned = [row for row in rows if row["system"] in REPLANNED]
+    if replanned:
+        changes = sum(row["mode_changes"] for row in replanned)
+        met = changes >= CHANGES_BAR and all(row["equal"] for row in replanned)
+        bars.append({"case": "changes of mode", "needed": CHANGES_BAR, "reached": changes, "met": met})
     return bars
 
 

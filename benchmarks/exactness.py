@@ -34,7 +34,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from harness import Child, parser, publish, save
+from harness import Child, parser, print_bars, publish, save
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests/engine"))
@@ -354,6 +354,23 @@ def is_enough(case: str, tally: Counter[str], least_tokens: int) -> bool:
     return tally["tokens"] >= least_tokens and tally["supplied"] >= least
 
 
+def check_rows(rows: list[dict[str, Any]], least_tokens: int) -> list[dict[str, Any]]:
+    """The bars: no token of a row has diverged, the row counts, and its mechanism was at work. Controls have none."""
+    bars = []
+    for row in rows:
+        if not row.get("invariant", True):
+            continue
+        name, lost = f"{row['case']}, {row['dtype']}", row["diverged_tokens"]
+        met = not lost and row.get("counts", row["tokens"] >= least_tokens)
+        bars.append({"case": f"{name}: diverged tokens", "needed": 0, "reached": lost, "met": met})
+        if row["case"] in MECHANISMS:
+            what = "changes" if row["case"] in LEAST_CHANGES else "share"
+            needed = LEAST_CHANGES.get(row["case"], LEAST_SHARE)
+            bar = {"case": f"{name}: {what}", "needed": needed, "reached": row[what]}
+            bars.append({**bar, "met": row[what] >= needed})
+    return bars
+
+
 def is_over(begin_s: float, minutes: float) -> bool:
     """Whether the time of a row is over."""
     return time.monotonic() - begin_s >= 60.0 * minutes
@@ -371,7 +388,7 @@ def main() -> None:
     every = [*CASES, *WITHOUT_INVARIANCE, *MECHANISMS]
     made.add_argument("--rows", nargs="+", default=every, choices=every, metavar="CASE", help="default: all")
     made.add_argument(
-        "--least-tokens", type=int, default=50_000, help="of a mechanism, in each number format"
+        "--least-tokens", type=int, default=50_000, help="of a row that counts, in each number format"
     )
     made.add_argument(
         "--minutes", type=float, default=4.0, help="longest time for one of the mechanisms, starts apart"
@@ -382,13 +399,15 @@ def main() -> None:
     for dtype in options.dtypes:
         for found in compare_batches(options, dtype):
             rows += found
-            save("exactness", rows, options)
+            save("exactness", rows, options, bars=check_rows(rows, options.least_tokens))
         for case in MECHANISMS:
             if case in options.rows:
                 rows.append(compare(case, dtype, options))
                 print(rows[-1], file=sys.stderr, flush=True)
-                save("exactness", rows, options)
-    publish("exactness", rows, COLUMNS, options)
+                save("exactness", rows, options, bars=check_rows(rows, options.least_tokens))
+    bars = check_rows(rows, options.least_tokens)
+    publish("exactness", rows, COLUMNS, options, bars=bars)
+    print_bars(bars)
 
 
 if __name__ == "__main__":

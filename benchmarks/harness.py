@@ -109,6 +109,13 @@ def save(name: str, rows: list[dict[str, Any]], options: argparse.Namespace, **e
         part.replace(options.json)
 
 
+def print_bars(bars: Sequence[dict[str, Any]]) -> None:
+    """What was to be reached, what was, and whether that is enough."""
+    for bar in bars:
+        verdict = "met" if bar["met"] else "MISSED"
+        print(f"{bar['case']}: {bar['reached']:.3g}, {bar['needed']:.3g} needed: {verdict}")
+
+
 def _portable(value: Any) -> Any:
     """Paths as they are in any checkout: below the repository from its root, others by their name alone."""
     if isinstance(value, list):

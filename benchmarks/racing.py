@@ -2,45 +2,55 @@
 
 One fleet of two workers for each drafter cost. A few long responses run on one worker, and as many short ones as take
 the same room on the other, which falls free soon. The variants take turns on the very same requests. But for plain
-decoding they differ in `FleetSettings.help` alone, so "no help" has the same engines, dispatcher, pool and drafters:
+decoding and the second thread they differ in `FleetSettings.help` alone, so "no help" has the same engines, dispatcher,
+pool and drafters:
 
     plain               nobody drafts: both workers verify, with the same dice
     none                no help
+    second thread       no help, but the stragglers' engine gets the free worker's core for a second thread
     draft, copy, take   that kind, where it shortens the predicted end
     auto                whichever shortens it most
 
-Workers have a core each and are equally fast, so a copy with the same drafters gains nothing here and is not made
-(docs/fleet.md). The target is the inflated Countdown policy, the drafter that of decoupled.py. `tail_s`: from the last
-short response to the end; `tail_ratio`: that of "none" over it, in the same repetition. `equal`: the tokens are those
-of "none". The result file is written after every repetition.
+Each worker is pinned to a core of its own. They are equally fast, so a copy with the same drafters gains nothing here
+and is not made (docs/fleet.md). Paceline itself has no variant "second thread": it is what else the core could do.
+
+The target is the inflated Countdown policy, the drafter that of decoupled.py. `tail_s`: from the last short response to
+the end; `tail_ratio`: that of "none" over it, in the same repetition. `draft_ms` (D), `verify_ms` (V of one token) and
+`d_over_v`: as the stragglers' engine told them last; `cost` is D/V of one response, about. `equal`: the tokens are
+those of "none". The result file is written after every repetition.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from argparse import Namespace
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 from decoupled import SIZES, inflate_drafter
-from harness import median, parser, publish, save
+from harness import median, parser, print_bars, publish, save
 from pairs import PAIRS, TARGETS
 
-VARIANTS = ("plain", "none", "draft", "copy", "take", "auto")
+SECOND_THREAD = "second thread"
+HELPS = ("draft", "copy", "take", "auto")
+VARIANTS = ("plain", "none", SECOND_THREAD, *HELPS)
 SHORT_TOKENS = 24
 COLUMNS = (
-    "case", "stragglers", "cost", "wall_s", "tail_s", "tail_ratio", "ratio_range", "helps", "races_won", "leads",
-    "adopted_tokens", "model_share",
-    "wasted_tokens", "equal",
+    "case", "stragglers", "cost", "draft_ms", "verify_ms", "d_over_v", "wall_s", "tail_s", "tail_ratio", "ratio_range",
+    "helps", "races_won", "leads", "adopted_tokens", "model_share", "wasted_tokens", "equal",
 )  # fmt: skip
 BAR = 1.15
-"""Tail of auto, against no help, at 1 straggler and a cost of 0.1; in no row may it be below `LEAST`."""
+"""Tail of no help over that of auto, at 1 straggler and a cost of 0.1; with no help may it be below `LEAST`."""
 LEAST = 0.98
 
 
 def start(options: Namespace, target: str, drafter: str) -> Any:
-    """A fleet, with both workers up."""
+    """A fleet, with both workers up, each on a core."""
     from paceline.config import EngineSettings, FleetSettings
     from paceline.fleet.fleet import Fleet
 
@@ -54,7 +64,35 @@ def start(options: Namespace, target: str, drafter: str) -> Any:
     )
     while any(status.state != "up" for status in fleet.board.workers.values()):
         fleet.advance()
+    for worker, core in zip(fleet.board.workers, sorted(os.sched_getaffinity(0)), strict=False):
+        pin(fleet, worker, {core})
     return fleet
+
+
+def pin(fleet: Any, worker: str, cores: set[int]) -> None:
+    """Let all threads of a worker run on these cores only."""
+    for task in Path(f"/proc/{fleet._actors.process(worker)}/task").iterdir():
+        os.sched_setaffinity(int(task.name), cores)
+
+
+def use_threads(worker: Any, count: int) -> None:
+    """Called in a worker's process: its engine's steps have so many threads from now on."""
+    import torch
+
+    worker._order(lambda: torch._C.set_num_threads(count))
+
+
+@contextmanager
+def second_thread(fleet: Any, worker: str) -> Iterator[None]:
+    """A worker has both cores, and a thread on each."""
+    cores = sorted(os.sched_getaffinity(0))[:2]
+    engine = fleet._actors._actors[worker].handle
+    own = os.sched_getaffinity(fleet._actors.process(worker))
+    pin(fleet, worker, set(cores))
+    engine.__ray_call__.remote(use_threads, 2)
+    yield
+    engine.__ray_call__.remote(use_threads, 1)
+    pin(fleet, worker, own)
 
 
 def make_requests(options: Namespace, stragglers: int, block_tokens: int, seed: int) -> list[Any]:
@@ -83,20 +121,29 @@ def roll_out(fleet: Any, requests: list[Any], variant: str) -> dict[str, Any]:
     fleet.take_observations()
     fleet.helps.take()
     tokens: dict[int, tuple[int, ...]] = {}
-    begin_s, short_s = time.monotonic(), 0.0
+    short = {index for index, one in enumerate(requests) if one.max_tokens == SHORT_TOKENS}
+    begin_s = time.monotonic()
     fleet.submit(requests, SamplingParams(temperature=1.0, ignore_eos=True))
-    while fleet.num_unfinished:
-        for one in fleet.advance():
-            tokens[one.index] = one.response.tokens
-            if requests[one.index].max_tokens == SHORT_TOKENS:
-                short_s = time.monotonic() - begin_s
+    worker = find_straggler(fleet)
+
+    def await_ends(wanted: set[int]) -> None:
+        while not wanted <= tokens.keys():
+            tokens.update({one.index: one.response.tokens for one in fleet.advance()})
+
+    await_ends(short)
+    short_s = time.monotonic() - begin_s
+    with second_thread(fleet, worker.name) if variant == SECOND_THREAD else nullcontext():
+        await_ends(set(range(len(requests))))
     wall_s = time.monotonic() - begin_s
     fleet.advance(0.0)  # who still helped rests
-    steps, helps = fleet.take_observations(), fleet.helps.take()
+    steps, helps, costs = fleet.take_observations(), fleet.helps.take(), worker.costs
     accepted = sum(step.num_accepted_tokens for step in steps)
     return {
         "wall_s": wall_s,
         "tail_s": wall_s - short_s,
+        "draft_ms": 1e3 * costs.draft_s,
+        "verify_ms": 1e3 * (costs.base_s + costs.token_s),
+        "d_over_v": costs.draft_s / (costs.base_s + costs.token_s),
         "helps": dict(Counter(one.kind.value for one in helps)),
         "races_won": sum(one.outcome == "won" for one in helps),
         "leads": sum(one.num_leads for one in helps),
@@ -105,6 +152,15 @@ def roll_out(fleet: Any, requests: list[Any], variant: str) -> dict[str, Any]:
         "wasted_tokens": sum(step.num_wasted_tokens for step in steps),
         "ids": [tokens[index] for index in range(len(requests))],
     }
+
+
+def find_straggler(fleet: Any) -> Any:
+    """The controller's entry of the worker that has the first response, a long one."""
+    return next(
+        worker
+        for worker in fleet._controller._workers.values()
+        if any(chunk.response.index == 0 for chunk in worker.chunks.values())
+    )
 
 
 def summarise(
@@ -116,6 +172,9 @@ def summarise(
     helps = sum((Counter(one["helps"]) for one in own), Counter())
     row: dict[str, Any] = {"case": variant, "stragglers": stragglers, "cost": cost}
     for key in (
+        "draft_ms",
+        "verify_ms",
+        "d_over_v",
         "wall_s",
         "tail_s",
         "races_won",
@@ -132,12 +191,13 @@ def summarise(
 
 
 def check_rows(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The bars."""
+    """The bars, which only the tokens of no help can meet."""
     bars = []
     for row in rows:
-        if row["case"] == "auto":
-            needed = BAR if (row["stragglers"], row["cost"]) == (1, 0.1) else LEAST
-            case = f"{row['stragglers']} stragglers, D/V {row['cost']}"
+        if row["case"] in HELPS:
+            is_headline = (row["case"], row["stragglers"], row["cost"]) == ("auto", 1, 0.1)
+            needed = BAR if is_headline else LEAST
+            case = f"{row['case']}, {row['stragglers']} stragglers, D/V {row['cost']}"
             met = row["tail_ratio"] >= needed and row["equal"]
             bars.append({"case": case, "needed": needed, "reached": row["tail_ratio"], "met": met})
     return bars
@@ -161,7 +221,9 @@ def main() -> None:
                 for found in measure(fleet, stragglers, options):
                     rows[done:] = [summarise(variant, stragglers, cost, found) for variant in found]
                     save("racing", rows, options, bars=check_rows(rows))
-    publish("racing", rows, COLUMNS, options, bars=check_rows(rows))
+    bars = check_rows(rows)
+    publish("racing", rows, COLUMNS, options, bars=bars)
+    print_bars(bars)
 
 
 def measure(fleet: Any, stragglers: int, options: Namespace) -> Any:

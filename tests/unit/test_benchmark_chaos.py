@@ -71,3 +71,19 @@ def test_who_does_not_race_is_not_killed(killed: list[int], kind: Help, copies: 
         killer.strike()
     assert not killed
     assert not killer.evidence
+
+
+def test_bars_ask_for_enough_kills_and_no_mistake() -> None:
+    calm = {"dtype": "float32", "twice": 0, "missing": 0, "diverged": 0}
+    rows = [
+        {**calm, "kind": "parts", "engines": 50, "kills": 60, "rewards": 1},
+        {**calm, "kind": "racers", "kills": 24},
+        {**calm, "kind": "drivers", "kills": 4},
+    ]
+    assert [(bar["case"], bar["met"]) for bar in chaos.check_rows(rows)] == [
+        ("parts, float32: engines", True),
+        ("parts, float32: mistakes", False),
+        ("racers, float32: kills", False),
+        ("racers, float32: mistakes", True),
+        ("drivers, float32: mistakes", True),
+    ]

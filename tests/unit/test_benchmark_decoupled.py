@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from paceline.planning.window import decoupled_tokens
@@ -17,17 +18,21 @@ import decoupled
 
 def test_every_system_is_in_one_block_beside_the_coupled_pair() -> None:
     blocks = list(decoupled.blocks(list(decoupled.SYSTEMS)))
-    assert all(block[0] == decoupled.COUPLED and len(block) <= decoupled.MAX_ENGINES for block in blocks)
+    assert all(block[0] == decoupled.COUPLED and len(block) <= 5 for block in blocks)
     others = [system for block in blocks for system in block[1:]]
     assert sorted([decoupled.COUPLED, *others]) == sorted(decoupled.SYSTEMS)
+    compared = {decoupled.CHAIN, decoupled.RECONFIGURED, decoupled.DECOUPLED, decoupled.TWO_THREADS}
+    assert any(compared <= set(block) for block in blocks)
+    assert list(decoupled.blocks([decoupled.PLAIN])) == [[decoupled.COUPLED, decoupled.PLAIN]]
 
 
 def result(repetition: int = 0, **changes: Any) -> dict[str, Any]:
     """A rollout of one response: D is 2 ms, V 20 ms and 1 ms for each token beyond the first, p = 0.8."""
     found = {
-        "tokens_per_s": 90.0, "full_tokens_per_s": 100.0, "ratio": 1.2, "repetition": repetition,
+        "tokens_per_s": 90.0, "full_tokens_per_s": 100.0, "over": {"coupled, one core": 1.2}, "repetition": repetition,
         "acceptance_length": 3.0, "wasted_tokens": 5, "branches": 0, "branch_hits": 0, "wait_s": 0.1,
-        "model_share": 1.0, "d_over_v": 0.1, "acceptance_rate": 0.8, "draft_s": 0.002,
+        "model_share": 1.0, "d_over_v": 0.1, "acceptance_rate": 0.8, "draft_ms": 2.0, "verify_ms": 20.0,
+        "mode_changes": 2,
         "verified": [(1, 0.020), (5, 0.024), (9, 0.028)], "ids": [(1, 2, 3)],
     }  # fmt: skip
     return {**found, **changes}
@@ -53,12 +58,39 @@ def test_tokens_are_compared_with_plain_of_the_same_repetition() -> None:
     assert not decoupled.summarise(decoupled.CHAIN, 1, 0.1, 8, found)["equal"]
 
 
-def test_a_drafter_that_supplied_too_little_meets_no_bar() -> None:
-    rows = [
-        decoupled.summarise(
-            decoupled.DECOUPLED, 1, 0.1, 8, {decoupled.DECOUPLED: [result(model_share=share)]}
-        )
-        for share in (0.5, 0.05)
+def test_the_protocol_may_use_every_window_of_the_engine() -> None:
+    cheap = result(draft_ms=0.2, acceptance_rate=0.99)
+    verify_s = 0.020 + 0.001 * np.arange(1, 33)
+    rates = decoupled_tokens(0.99, np.arange(1, 33), np.arange(1, 33) * 2e-4 / verify_s) / verify_s
+    assert rates.argmax() > 8
+    assert decoupled.protocol_tokens_per_s(cheap, 1, 8, is_fixed=False) == pytest.approx(rates.max())
+    assert decoupled.protocol_tokens_per_s(cheap, 1, 8, is_fixed=True) == pytest.approx(rates[7])
+
+
+def verdicts(**changes: Any) -> dict[str, bool]:
+    """Of two rollouts of the decoupled system, by bar. changes: of the second."""
+    over = {decoupled.COUPLED: 1.2, decoupled.CHAIN: 1.1, decoupled.RECONFIGURED: 1.06}
+    own = [
+        result(repetition, **{"over": over, "mode_changes": 3, "full_tokens_per_s": 200.0, **different})
+        for repetition, different in enumerate([{}, changes])
     ]
-    verdicts = [decoupled.check_rows([row])[0] for row in rows]
-    assert [one["met"] for one in verdicts] == [True, False]
+    found = {decoupled.DECOUPLED: own, decoupled.PLAIN: [result(0), result(1)]}
+    row = decoupled.summarise(decoupled.DECOUPLED, 1, 0.1, 8, found)
+    assert row["over_chain_range"] == sorted(one["over"][decoupled.CHAIN] for one in own)
+    return {bar["case"].partition(", 1 running")[0]: bar["met"] for bar in decoupled.check_rows([row])}
+
+
+def test_bars_are_met_by_ratios_of_one_repetition() -> None:
+    assert set(verdicts().values()) == {True}
+    behind = verdicts(over={decoupled.COUPLED: 1.3, decoupled.CHAIN: 1.1, decoupled.RECONFIGURED: 1.02})
+    assert [case for case, met in behind.items() if not met] == ["corrections prepared, over reconfigured"]
+    assert not verdicts(mode_changes=1)["changes of mode"]
+
+
+def test_other_tokens_than_plain_meet_no_bar() -> None:
+    assert set(verdicts(ids=[(1, 2, 4)]).values()) == {False}
+
+
+def test_a_drafter_that_supplied_too_little_meets_no_bar() -> None:
+    met = verdicts(model_share=-0.9)
+    assert [case for case, one in met.items() if one] == ["changes of mode"]

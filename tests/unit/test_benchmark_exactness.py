@@ -40,6 +40,26 @@ def test_a_row_counts_only_with_enough_of_its_mechanism(
     assert exactness.is_enough(case, Counter(found), 500) is counts
 
 
+def test_bars_ask_for_equal_tokens_enough_of_them_and_the_mechanism() -> None:
+    row = {"dtype": "float32", "tokens": 500, "diverged_tokens": 0}
+    rows = [
+        {**row, "case": "garbage drafts", "invariant": True},
+        {**row, "case": "garbage drafts", "invariant": True, "tokens": 499},
+        {**row, "case": "garbage drafts, invariance off", "invariant": False, "diverged_tokens": 9},
+        {**row, "case": "decoupled", "share": 0.05, "counts": False},
+        {**row, "case": "races", "changes": 100, "counts": True, "diverged_tokens": 1},
+    ]
+    bars = exactness.check_rows(rows, 500)
+    assert [(bar["case"].partition(": ")[2], bar["met"]) for bar in bars] == [
+        ("diverged tokens", True),
+        ("diverged tokens", False),
+        ("diverged tokens", False),
+        ("share", False),
+        ("diverged tokens", False),
+        ("changes", True),
+    ]
+
+
 def test_the_control_has_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         exactness,

@@ -35,6 +35,7 @@ def test_dispatch_puts_all_stragglers_on_one_worker(stragglers: int) -> None:
 
 def result(tail_s: float, **changes: Any) -> dict[str, Any]:
     found = {"wall_s": tail_s + 1, "tail_s": tail_s, "helps": {}, "races_won": 0, "model_share": 0.5}
+    found |= {"draft_ms": 2.0, "verify_ms": 20.0, "d_over_v": 0.1}
     return {**found, "leads": 0, "adopted_tokens": 0, "wasted_tokens": 0, "ids": [(1, 2)], **changes}
 
 
@@ -51,3 +52,11 @@ def test_rows_and_bars() -> None:
     found["auto"][0]["ids"] = [(1, 3)]
     [bar] = racing.check_rows([racing.summarise("auto", 1, 0.1, found)])
     assert not bar["met"]
+
+
+@pytest.mark.parametrize("kind", racing.HELPS)
+def test_no_kind_of_help_may_make_a_tail_longer(kind: str) -> None:
+    found = {"none": [result(4.0)], kind: [result(4.2)], racing.SECOND_THREAD: [result(9.0)]}
+    rows = [racing.summarise(case, 2, 0.1, found) for case in found]
+    [bar] = racing.check_rows(rows)
+    assert (bar["needed"], bar["met"]) == (racing.LEAST, False)
