@@ -3,11 +3,14 @@
 Processor time, the fastest of five, one core: a busy machine does not make a decision slower, only later. Cases:
 placement on 512 GPUs, reconfiguration of 1000 requests, racers for 10^4 requests, 10^4 dispatch decisions, and what the
 fleet's controller takes to hear of 10^4 ended chunks and give out the next ones, of 10^4 and 10^5 responses, and of the
-time four times a second. And what an engine step spends on its draft worker, telling and hearing all and deciding
-whether to wait, at 1 and 128 responses: the engine thread's time, median of 200 steps. `draft windows`: the same where
-it learns from a step's drafts and plans all windows, which it does every `reconfigure_steps` steps. `limit_ms` is what
-each should take at most; a row above it misses its limit. Before each measurement the processor's caches are filled
-with something else, as a target fills them.
+time four times a second. Help where half of 1000 workers drafts for the other half: the choice when the worker that
+ends last has lost its helper, and 100 reports.
+
+And what an engine step spends on its draft worker, telling and hearing all and deciding whether to wait, at 1 and 128
+responses: the engine thread's time, median of 200 steps. `draft windows`: what it takes to learn from a step's drafts
+and to plan all windows, which is done every `reconfigure_steps` steps. `limit_ms` is what each should take at most; a
+row above it misses its limit. Before each measurement the processor's caches are filled with something else, as a
+target fills them.
 """
 
 from __future__ import annotations
@@ -22,7 +25,18 @@ from harness import median, parser, publish
 
 from paceline.config import FleetSettings
 from paceline.control.controller import Controller
-from paceline.control.events import Ending, Opened, Report, Reported, RunChunk, Submitted, Tick, WorkerUp
+from paceline.control.events import (
+    DraftFor,
+    Ending,
+    Opened,
+    Report,
+    Reported,
+    RunChunk,
+    Submitted,
+    Tick,
+    WorkerLost,
+    WorkerUp,
+)
 from paceline.control.packed import Digest, Packed
 from paceline.drafting.tree import DraftTrees
 from paceline.drafting.worker_link import WorkerLink
@@ -44,11 +58,12 @@ from paceline.planning.placement import Cluster, place
 from paceline.planning.racing import RacingSnapshot, assign_best_of_n, assign_fastest_of_n
 from paceline.planning.reconfigure import reconfigure
 from paceline.planning.window import Rules, profiled_times
-from paceline.types import DraftQuery, RolloutRequest
+from paceline.types import DraftQuery, RolloutRequest, StepCosts
 
 COLUMNS = ("case", "ms", "limit_ms")
 CHAIN, SURE = np.arange(16, dtype=np.int32), np.full(16, 0.8, np.float32)
 DRAFT, VERIFY = AffineLatency(0.001, 0.00001), AffineLatency(0.012, 0.00002)
+COSTS = StepCosts(0.02, 0.0001, 0.0, 1.0, 1.0, 0.001, 0.8)
 
 
 def fastest_ms(prepare: Callable[[], Callable[[], object]]) -> float:
@@ -133,6 +148,49 @@ def control(num_workers: int) -> Callable[[], object]:
     return decide
 
 
+def helping_fleet(num_workers: int) -> Controller:
+    """Half of the workers have 4 stragglers each, the others have just fallen free."""
+    controller = Controller(FleetSettings(workers=num_workers, variant="even", help="draft"))
+    controller.decide(Opened())
+    for name in controller.workers:
+        controller.decide(WorkerUp(name, 0, 0, 10**6, 4, 64, (f"ipc://{name}",)))
+    requests = tuple(RolloutRequest((1, 2, 3), 4096 + i, key=i, group=i) for i in range(4 * num_workers))
+    chunks = [one for one in controller.decide(Submitted(requests)) if isinstance(one, RunChunk)]
+    free = set(controller.workers[num_workers // 2 :])
+    packed = Packed.of(range(8), (-1.0,) * 8)
+    digest = Digest().add(packed.tokens, packed.logprobs)
+    for name in controller.workers:
+        ended = [chunk for chunk in chunks if chunk.worker == name and name in free]
+        endings = tuple(Ending(chunk.chunk, 0, 8, packed, digest, 8, 0, "stop") for chunk in ended)
+        controller.decide(Reported(name, 0, Report(1, endings=endings, costs=COSTS)))
+    return controller
+
+
+def help_decision(num_workers: int) -> Callable[[], object]:
+    """The worker that ends last has lost its helper, and gets the next one: one tick of the controller."""
+    controller = helping_fleet(num_workers)
+    helped = [one for one in controller.decide(Tick(1.0)) if isinstance(one, DraftFor)]
+    assert len(helped) == num_workers // 2
+    helper = helped[0].worker  # the first to be chosen helps the one that ends last
+    controller.decide(WorkerLost(helper, 0, "killed"))
+    controller.decide(WorkerUp(helper, 1, 0, 10**6, 4, 64, (f"ipc://{helper}",)))
+    return lambda: controller.decide(Tick(2.0))
+
+
+def help_report(num_workers: int) -> Callable[[], object]:
+    """A hundred reports of a worker that is helped, as half of the fleet is."""
+    controller = helping_fleet(num_workers)
+    controller.decide(Tick(1.0))
+    report = Reported("w0", 0, Report(2, costs=COSTS))
+    controller.decide(report)  # what the tick has changed is predicted anew
+
+    def decide() -> None:
+        for _ in range(100):
+            controller.decide(report)
+
+    return decide
+
+
 def step_of_draft_worker(num_responses: int, every: int = 0) -> tuple[float, float]:
     """Milliseconds of a step, and of these for windows, planned every so many steps.
 
@@ -205,6 +263,10 @@ def main() -> None:
     cases += [(f"dispatch, {name}", partial(dispatch, name), 50.0) for name in variants]
     cases += [
         (f"controller, {100 * count} responses", partial(control, count), 500.0) for count in (100, 1000)
+    ]
+    cases += [
+        ("help, a choice among 1000 workers", partial(help_decision, 1000), 1.0),
+        ("help, 100 reports of 1000 workers", partial(help_report, 1000), 10.0),
     ]
     rows = [{"case": name, "ms": fastest_ms(prepare), "limit_ms": limit} for name, prepare, limit in cases]
     for count, limit in ((1, 0.05), (128, 0.3)):

@@ -136,14 +136,12 @@ def roll_out(fleet: Any, requests: list[Any], variant: str) -> dict[str, Any]:
         await_ends(set(range(len(requests))))
     wall_s = time.monotonic() - begin_s
     fleet.advance(0.0)  # who still helped rests
-    steps, helps, costs = fleet.take_observations(), fleet.helps.take(), worker.costs
+    steps, helps = fleet.take_observations(), fleet.helps.take()
     accepted = sum(step.num_accepted_tokens for step in steps)
     return {
         "wall_s": wall_s,
         "tail_s": wall_s - short_s,
-        "draft_ms": 1e3 * costs.draft_s,
-        "verify_ms": 1e3 * (costs.base_s + costs.token_s),
-        "d_over_v": costs.draft_s / (costs.base_s + costs.token_s),
+        **describe_costs(worker.costs),
         "helps": dict(Counter(one.kind.value for one in helps)),
         "races_won": sum(one.outcome == "won" for one in helps),
         "leads": sum(one.num_leads for one in helps),
@@ -151,6 +149,18 @@ def roll_out(fleet: Any, requests: list[Any], variant: str) -> dict[str, Any]:
         "model_share": sum(step.num_model_tokens for step in steps) / accepted if accepted else 0.0,
         "wasted_tokens": sum(step.num_wasted_tokens for step in steps),
         "ids": [tokens[index] for index in range(len(requests))],
+    }
+
+
+def describe_costs(costs: Any) -> dict[str, float | None]:
+    """D, V and their ratio, as far as an engine has told what its steps cost."""
+    if costs is None or not costs.draft_s:
+        return {"draft_ms": None, "verify_ms": None, "d_over_v": None}
+    verify_s = costs.base_s + costs.token_s
+    return {
+        "draft_ms": 1e3 * costs.draft_s,
+        "verify_ms": 1e3 * verify_s,
+        "d_over_v": costs.draft_s / verify_s,
     }
 
 
@@ -183,7 +193,8 @@ def summarise(
         "model_share",
         "wasted_tokens",
     ):
-        row[key] = median([one[key] for one in own])
+        values = [one[key] for one in own if one[key] is not None]
+        row[key] = median(values) if values else None
     row |= {"tail_ratio": median(ratios), "ratio_range": [min(ratios), max(ratios)]}
     row["helps"] = ", ".join(f"{count} {kind}" for kind, count in sorted(helps.items()))
     row["equal"] = [one["ids"] for one in own] == [one["ids"] for one in base]

@@ -7,7 +7,7 @@ from __future__ import annotations
 import random
 from array import array
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
@@ -50,12 +50,13 @@ from paceline.control.events import (
     WorkerLost,
     WorkerUp,
 )
+from paceline.control.helping import Helping, Standing
 from paceline.control.packed import Packed
 from paceline.errors import EngineError
 from paceline.fleet.chunk_log import ChunkLog
 from paceline.fleet.controller_log import open_log
 from paceline.fleet.controller_replay import replay_controller
-from paceline.planning.help import Help, HelpChoice, Helper, Load
+from paceline.planning.help import Ends, Help, HelpChoice, Helper, Load
 from paceline.record.decisions import DecisionReader
 from paceline.types import Response, RolloutRequest, StepCosts
 
@@ -478,6 +479,38 @@ def eager_help() -> Iterator[None]:
         yield
 
 
+class SearchingController(Controller):
+    """Asks all workers after every event, where its base class asks those that have changed."""
+
+    def _help(self, helping: Helping, event: Event) -> list[Action]:
+        actions = super()._help(helping, event)
+        standings = {name: self._standing(worker.place) for name, worker in self._workers.items()}
+        settled = standings.keys() - self._changed.keys()  # the others begin a copy, or take over, now
+        assert self._idle & settled == {name for name in settled if standings[name] is Standing.IDLE}
+        assert helping._doors == {}, "nobody can be drafted for"
+        for pair in [pair for name in self._workers for pair in self.pairs_of(name)]:
+            assert self._standing(pair.helper) is Standing.RACING
+        self._check_predictions(helping, settled - helping._stale.keys())
+        return actions
+
+    def _check_predictions(self, helping: Helping, workers: Iterable[str]) -> None:
+        scratch = replace(helping, _ends=Ends(), _busy={}, _stale={})
+        dispatcher = self._dispatcher
+        for name in workers if dispatcher is not None else ():
+            worker = self._workers[name]
+            can_move = dispatcher.can_move and not worker.held and not worker.new
+            scratch.predict(worker.place, self._remainders(worker), worker.costs, can_move=can_move)
+            found, wanted = helping._busy.get(name), scratch._busy.get(name)
+            assert (found is None) is (wanted is None)
+            if found is None or wanted is None:
+                assert name not in helping._ends._ends_s
+                continue
+            assert found[:1] + found[2:3] + found[4:] == wanted[:1] + wanted[2:3] + wanted[4:]
+            assert sorted(found.chunks) == sorted(wanted.chunks)
+            if self._rollout is not None and self._rollout.variant in {"oracle", "no-context"}:
+                assert helping._ends._ends_s[name] == wanted.load.end_s  # else others' ends change estimates
+
+
 @st.composite
 def worlds(draw: st.DrawFn) -> World:
     variant = draw(st.sampled_from(["even", "context", "no-context", "oracle", "sticky", "group"]))
@@ -501,7 +534,7 @@ def worlds(draw: st.DrawFn) -> World:
     on_failure = draw(st.sampled_from(["deliver", "raise"]))
     configured = configured.model_copy(update={"on_failure": on_failure})
     failing = draw(st.sets(st.integers(0, 11), max_size=2)) if on_failure == "deliver" else set()
-    return World(Controller(configured), lengths, random.Random(draw(seeds)), rooms, failing)
+    return World(SearchingController(configured), lengths, random.Random(draw(seeds)), rooms, failing)
 
 
 def make_requests(world: World, first_key: int) -> tuple[RolloutRequest, ...]:
@@ -605,7 +638,7 @@ def test_worlds_race_take_over_and_train() -> None:
         fleet = FleetSettings(
             workers=2, help="auto", chunk_tokens=LIMIT, silence_s=SILENCE_S, max_failed_starts=10_000
         )
-        world = World(Controller(fleet), [LIMIT, 2] * 3, random.Random(seed), rooms)
+        world = World(SearchingController(fleet), [LIMIT, 2] * 3, random.Random(seed), rooms)
         world.tell(Opened())
         world.roll_out(make_requests(world, 100))
         num_helps += world.num_helps

@@ -27,7 +27,7 @@ that are lost while it is alone in that, so something else that ends workers cos
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -60,7 +60,7 @@ from paceline.control.events import (
     WorkerLost,
     WorkerUp,
 )
-from paceline.control.helping import Helping, Pair, Place, Remainder
+from paceline.control.helping import Door, Helping, Pair, Place, Remainder, Standing
 from paceline.control.live_response import LiveResponse, RunningChunk
 from paceline.control.training import TrainingSessions
 from paceline.errors import EngineError, PacelineError, RequestError
@@ -168,6 +168,8 @@ class Controller:
         self._dispatcher: Dispatcher | None = None
         kinds = HELP_KINDS[settings.help]
         self._helping = Helping(kinds) if kinds or settings.num_drafters else None
+        self._changed: dict[str, None] = {}  # workers whose standing may not be what `_help` saw last
+        self._idle: set[str] = set()
         self._training = TrainingSessions()
         self._numbers = itertools.count()
         self._last_tick_s: float | None = None
@@ -351,6 +353,7 @@ class Controller:
         if response.runs:
             worker.second.add(number)
         worker.chunks[number], response.runs[number] = chunk, worker.name
+        self._changed[worker.name] = None
         kind, helped = (None, None) if pair is None else (pair.kind, pair.helped.worker)
         request = response.next_request(chunk.end)
         return RunChunk(
@@ -381,6 +384,7 @@ class Controller:
         begun = {number: chunk for number, chunk in worker.chunks.items() if number not in held}
         for found in (worker.chunks, worker.second, worker.new, worker.held):
             found.clear()
+        self._changed[worker.name] = None
         return begun
 
     def _abandon(self) -> list[Action]:
@@ -487,7 +491,9 @@ class Controller:
 
     def _remove(self, worker: _Worker, number: int) -> None:
         """A chunk has left its worker."""
-        del worker.chunks.pop(number).response.runs[number]
+        runs = worker.chunks.pop(number).response.runs
+        del runs[number]
+        self._changed |= dict.fromkeys((worker.name, *runs.values()))
         worker.second.discard(number)
         worker.new.pop(number, None)
 
@@ -617,6 +623,7 @@ class Controller:
         elif worker.state != "up" or worker.has_run:
             worker.num_fruitless += 1
         worker.life += 1
+        self._changed[worker.name] = None
         worker.facts, worker.costs, worker.waiting_since_s, worker.num_steps = None, None, None, 0
         worker.has_run, worker.has_generated, worker.may_help = False, False, True
         if worker.num_fruitless < self._settings.max_failed_starts:
@@ -686,30 +693,28 @@ class Controller:
 
     def _help(self, helping: Helping, event: Event) -> list[Action]:
         """Free workers help those that end last."""
-        is_time = isinstance(event, Tick) and event.now_s - self._helped_s >= HELP_S
-        if not helping.has_pairs and not is_time:
-            return []
-        up = [worker for worker in self._workers.values() if worker.state == "up"]
-        racing = {worker.place for worker in up if worker.copies}
-        busy = {worker.place for worker in up if worker.chunks and worker.place not in racing}
-        idle = [worker.place for worker in up if not worker.chunks]
-        able = [place for place in idle if self._workers[place.worker].may_help]
-        actions = helping.end(set(idle), set(able), busy, racing)
-        if not is_time or not able or self._dispatcher is None:
+        changed = self._take_changed(event)
+        for name in changed:
+            place = self._workers[name].place
+            standing = self._standing(place)
+            (self._idle.add if standing is Standing.IDLE else self._idle.discard)(name)
+            helping.note(name, self._door(place) if standing is Standing.BUSY else None)
+        actions = helping.end(changed, self._standing)
+        if not self._idle or self._dispatcher is None:
             return actions
-        assert isinstance(event, Tick)
+        for name in helping.take_stale():
+            worker = self._workers[name]
+            settled = self._dispatcher.can_move and not worker.held and not worker.new
+            helping.predict(worker.place, self._remainders(worker), worker.costs, can_move=settled)
+        if not isinstance(event, Tick) or event.now_s - self._helped_s < HELP_S:
+            return actions
         self._helped_s = event.now_s
-        can_move = self._dispatcher.can_move
-        for worker in self._workers.values():
-            settled = can_move and not worker.held and not worker.new
-            helping.predict(worker.name, self._remainders(worker), worker.costs, can_move=settled)
-        doors = {place.worker: door for place in busy if (door := self._door(place)) is not None}
-        drafters = [place for place in able if self._workers[place.worker].is_drafter]
-        actions += helping.assign(drafters, doors)
+        idle = [worker for worker in self._workers.values() if worker.name in self._idle]
+        actions += helping.assign([worker.place for worker in idle if worker.is_drafter])
         if not helping.kinds or self._dispatcher.num_waiting:
             return actions
-        free = [self._workers[place.worker] for place in able if place not in drafters]
-        for pair in helping.choose({worker.place: worker.costs for worker in free}, busy, doors):
+        free = {worker.place: worker.costs for worker in idle if not worker.is_drafter}
+        for pair in helping.choose(free):
             helper, helped = self._workers[pair.helper.worker], self._workers[pair.helped.worker]
             match pair.kind:
                 case Help.COPY:
@@ -717,8 +722,26 @@ class Controller:
                 case Help.TAKE:
                     actions += self._take_over(helper, helped, pair)
                 case _:
-                    actions.append(helping.draft(pair, doors))
+                    actions.append(helping.draft(pair))
         return actions
+
+    def _take_changed(self, event: Event) -> Iterable[str]:
+        """The workers that may have other standings, or other responses left, than at the last call."""
+        changed, self._changed = self._changed, {}
+        if isinstance(event, WorkerEvent):
+            changed[event.worker] = None
+        elif isinstance(event, Submitted | WeightsChanged):
+            changed = dict.fromkeys(self._workers)
+        return changed
+
+    def _standing(self, place: Place) -> Standing:
+        """What a worker in this life is to those that help."""
+        worker = self._workers[place.worker]
+        if worker.place != place or worker.state != "up":
+            return Standing.GONE
+        if not worker.chunks:
+            return Standing.IDLE if worker.may_help else Standing.UNABLE
+        return Standing.RACING if worker.copies else Standing.BUSY
 
     # -- training on free workers
 
@@ -743,7 +766,7 @@ class Controller:
         is_up = worker.place == place and worker.state == "up"
         return is_up and not worker.chunks and not self.pairs_of(worker.name)
 
-    def _door(self, place: Place) -> tuple[Place, tuple[str, ...]] | None:
+    def _door(self, place: Place) -> Door | None:
         """Where others may draft for a worker."""
         facts = self._workers[place.worker].facts
         return (place, facts.draft_addresses) if facts is not None and facts.draft_addresses else None

@@ -4,13 +4,17 @@ Owns the pairs of helper and helped worker, and the predicted ends by which they
 the controller, which says who is idle, busy and racing, and carries out what is chosen here. Invariants: a helper has
 no chunks of its own, a helped worker has some; a worker is helped by one other at most, and one whose role it is to
 draft may help several; the end of drafting is told to both sides that are still there.
+
+What an event costs grows with the workers that it concerns and with their responses, not with the fleet; but a tick may
+look at each worker once. An end is predicted from what was known when the worker was heard last.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from enum import Enum, auto
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -33,8 +37,21 @@ class Place(NamedTuple):
     life: int
 
 
-Doors: TypeAlias = Mapping[str, tuple[Place, tuple[str, ...]]]
-"""The busy workers that can be drafted for, and at which address with each of the drafters, by place."""
+Door: TypeAlias = tuple[Place, tuple[str, ...]]
+"""A busy worker that can be drafted for, and at which address with each of the drafters, by place."""
+
+
+class Standing(Enum):
+    """What a worker is to those that help."""
+
+    GONE = auto()
+    """In another life, or not up."""
+    IDLE = auto()
+    UNABLE = auto()
+    """Idle, but drafting has failed there."""
+    RACING = auto()
+    """It runs a copy."""
+    BUSY = auto()
 
 
 class Remainder(NamedTuple):
@@ -68,6 +85,7 @@ class Pair:
 class _Busy(NamedTuple):
     """A worker that may be helped."""
 
+    place: Place
     load: Load
     costs: StepCosts
     chunks: tuple[int, ...]  # longest rest first
@@ -86,76 +104,97 @@ class Helping:
     _ends: Ends = field(default_factory=Ends)
     _busy: dict[str, _Busy] = field(default_factory=dict)
     _pairs: dict[str, list[Pair]] = field(default_factory=dict)  # by helper; those that draft or run a copy
-    _helped: dict[str, Help] = field(default_factory=dict)
+    _helped: dict[str, Pair] = field(default_factory=dict)
+    _doors: dict[str, Door] = field(default_factory=dict)
+    _stale: dict[str, None] = field(default_factory=dict)  # workers that may have other ends than predicted
 
     def use_drafters(self, drafter: int, others: Sequence[Drafting]) -> None:
         """A rollout begins: with which drafter the engines draft, and what is known of the others (`Submitted`)."""
         self._drafter, self._others = drafter, tuple(others)
 
+    def note(self, worker: str, door: Door | None) -> None:
+        """Something has happened to a worker: its prediction is stale. door: if it is busy and can be drafted for."""
+        self._stale[worker] = None
+        if door is None:
+            self._doors.pop(worker, None)
+        else:
+            self._doors[worker] = door
+
+    def take_stale(self) -> Iterable[str]:
+        """The workers that have to be predicted anew."""
+        stale, self._stale = self._stale, {}
+        return stale
+
     def predict(
-        self, worker: str, left: Sequence[Remainder], costs: StepCosts | None, *, can_move: bool
+        self, place: Place, left: Sequence[Remainder], costs: StepCosts | None, *, can_move: bool
     ) -> None:
         """What a worker has left to do. Without responses or costs it cannot be helped, nor while it races.
 
         can_move: whether its responses may be copied and taken over now.
         """
-        if costs is None or not left or self._helped.get(worker) is Help.COPY:
+        worker, pair = place.worker, self._helped.get(place.worker)
+        if costs is None or not left or (pair is not None and pair.kind is Help.COPY):
             self._ends.remove(worker)
             self._busy.pop(worker, None)
             return
         ordered = sorted(left, key=lambda one: -one.rest_tokens)
-        load = _make_load(ordered, costs, worker in self._helped, self._drafter)
+        load = _make_load(ordered, costs, pair is not None, self._drafter)
         self._ends.put(worker, load.end_s)
         chunks = tuple(one.chunk for one in ordered)
-        self._busy[worker] = _Busy(load, costs, chunks, can_move and ordered[0].may_race, can_move)
+        self._busy[worker] = _Busy(place, load, costs, chunks, can_move and ordered[0].may_race, can_move)
 
     def find(self, worker: str) -> list[Pair]:
         """Whom a worker helps by drafting or by a copy."""
         return self._pairs.get(worker, [])
 
-    @property
-    def has_pairs(self) -> bool:
-        """Whether anyone helps so."""
-        return bool(self._pairs)
-
-    def end(self, idle: set[Place], able: set[Place], busy: set[Place], racing: set[Place]) -> list[Action]:
+    def end(self, changed: Iterable[str], standing: Callable[[Place], Standing]) -> list[Action]:
         """End the pairs whose copy is over, whose drafter is no longer able, or whose helped worker no longer busy.
 
-        able: the idle ones whose drafting has not failed. racing: the workers that run a copy.
+        changed: the workers whose standing may have changed since the last call.
         """
         actions: list[Action] = []
         left: set[Place] = set()
-        for pair in [pair for pairs in self._pairs.values() for pair in pairs]:
-            helper, helped = pair.helper, pair.helped
-            if (helper in racing) if pair.kind is Help.COPY else (helper in able and helped in busy):
-                continue
-            self._remove(pair)
+        for pair in self._pairs_with(changed):
+            helper, is_busy = standing(pair.helper), standing(pair.helped) is Standing.BUSY
             if pair.kind is Help.COPY:
-                continue
-            left.add(helper)
-            if helped in busy:
-                actions.append(LoseDrafter(*helped))
-        return [*actions, *(self._order(helper) for helper in sorted(left & idle))]
+                if helper is not Standing.RACING:
+                    self._remove(pair)
+            elif helper is not Standing.IDLE or not is_busy:
+                self._remove(pair)
+                if helper in {Standing.IDLE, Standing.UNABLE}:
+                    left.add(pair.helper)
+                if is_busy:
+                    actions.append(LoseDrafter(*pair.helped))
+        return [*actions, *(self._order(helper) for helper in sorted(left))]
 
-    def assign(self, drafters: Collection[Place], doors: Doors) -> list[Action]:
+    def _pairs_with(self, workers: Iterable[str]) -> list[Pair]:
+        """The pairs that one of these is in, each once."""
+        found: dict[Pair, None] = {}
+        for name in workers:
+            found |= dict.fromkeys(self.find(name))
+            if (pair := self._helped.get(name)) is not None:
+                found[pair] = None
+        return list(found)
+
+    def assign(self, drafters: Collection[Place]) -> list[Action]:
         """Workers that do nothing but draft: whoever is busy and has no help gets the one that helps the fewest.
 
         Who ends last goes first, ties by name. They draft with the engines' own drafter.
         """
-        alone = sorted(name for name in doors if name not in self._helped) if drafters else []
+        alone = sorted(name for name in self._doors if name not in self._helped) if drafters else []
         alone.sort(key=lambda name: -self._busy[name].load.end_s if name in self._busy else -math.inf)
         changed: dict[Place, None] = {}
         for name in alone:
             helper = min(drafters, key=lambda place: len(self.find(place.worker)))
-            place, addresses = doors[name]
+            place, addresses = self._doors[name]
             pair = Pair(helper, place, Help.DRAFT, address=addresses[self._drafter], drafter=self._drafter)
             self.add(pair)
             changed[helper] = None
         return [self._order(helper) for helper in changed]
 
-    def draft(self, pair: Pair, doors: Doors) -> Action:
+    def draft(self, pair: Pair) -> Action:
         """A worker drafts for another one from now on."""
-        self.add(replace(pair, address=doors[pair.helped.worker][1][pair.drafter]))
+        self.add(replace(pair, address=self._doors[pair.helped.worker][1][pair.drafter]))
         return self._order(pair.helper)
 
     def _order(self, helper: Place) -> Action:
@@ -173,7 +212,7 @@ class Helping:
     def add(self, pair: Pair) -> None:
         """A worker drafts for another one, or runs a copy, from now on."""
         self._pairs.setdefault(pair.helper.worker, []).append(pair)
-        self._helped[pair.helped.worker] = pair.kind
+        self._helped[pair.helped.worker] = pair
         self._mark(pair.helped.worker)
 
     def _remove(self, pair: Pair) -> None:
@@ -181,6 +220,7 @@ class Helping:
         pairs = self._pairs[pair.helper.worker]
         pairs.remove(pair)
         del self._helped[pair.helped.worker]
+        self._stale[pair.helped.worker] = None
         if not pairs:
             del self._pairs[pair.helper.worker]
 
@@ -189,17 +229,11 @@ class Helping:
         if (busy := self._busy.get(worker)) is not None:
             self._busy[worker] = busy._replace(load=replace(busy.load, is_helped=True))
 
-    def choose(
-        self,
-        free: Mapping[Place, StepCosts | None],
-        busy: Iterable[Place],
-        doors: Doors,
-    ) -> list[Pair]:
+    def choose(self, free: Mapping[Place, StepCosts | None]) -> list[Pair]:
         """Whom free workers help so that the rollout ends sooner.
 
         free: with what their own steps cost when they had some.
         """
-        places = {place.worker: place for place in busy}
         pairs: list[Pair] = []
         for helper, costs in free.items():
             if self.find(helper.worker):
@@ -207,17 +241,18 @@ class Helping:
             if (latest := self._ends.latest()) is None:
                 break
             helped = self._busy[latest]
-            able = self._describe(helped, costs, can_draft=latest in doors)
+            able = self._describe(helped, costs, can_draft=latest in self._doors)
             choice = decide_help(helped.load, able)
             if choice.kind is Help.NOTHING:
                 break
             chunks = _chosen(helped.chunks, choice)
-            pairs.append(Pair(helper, places[latest], choice.kind, chunks, drafter=choice.drafter))
+            pairs.append(Pair(helper, helped.place, choice.kind, chunks, drafter=choice.drafter))
             if choice.kind is Help.DRAFT:
                 self._ends.put(latest, choice.end_s)
                 self._mark(latest)
             else:  # until the next prediction
                 self._ends.remove(latest)
+            self._stale[latest] = None
         return pairs
 
     def _describe(self, helped: _Busy, own: StepCosts | None, *, can_draft: bool) -> Helper:
