@@ -228,11 +228,10 @@ def step_of_draft_worker(num_responses: int, every: int = 0) -> tuple[float, flo
     for count in (1, 2, 16, 128, 2048):
         step_time = update_measured_time(step_time, count, 0.014 + 0.0001 * count)
     caches, seconds, planning_s = np.zeros(1 << 24, np.float32), [], []
-    met, seen = trees.best(responses, positions, query.max_tokens), np.full(num_responses, 4, np.int32)
     for _ in range(200):
         caches += 1.0
         start_s = time.thread_time()
-        ahead.learn(responses, met, seen - 1, seen)
+        ahead.learn(responses, tokens.reshape(num_responses, 4))
         ahead.plan(responses, step_time)
         planning_s.append(time.thread_time() - start_s)
         trees.advance(responses, offsets, tokens)
@@ -244,7 +243,7 @@ def step_of_draft_worker(num_responses: int, every: int = 0) -> tuple[float, flo
         time.sleep(0.002)
         caches += 1.0
         began_s = time.thread_time()
-        met = ahead.best(query, step_time, 16 * num_responses, may_wait=True)
+        ahead.best(query, step_time, 16 * num_responses, may_wait=True)
         seconds.append(time.thread_time() - began_s + told_s - start_s)
     link.shut_down()
     return 1e3 * median(seconds), 1e3 * median(planning_s)
