@@ -243,6 +243,7 @@ def step_of_draft_worker(num_responses: int, every: int = 0) -> tuple[float, flo
         time.sleep(0.002)
         caches += 1.0
         began_s = time.thread_time()
+        assert ahead.listen()
         ahead.best(query, step_time, 16 * num_responses, may_wait=True)
         seconds.append(time.thread_time() - began_s + told_s - start_s)
     link.shut_down()

@@ -189,11 +189,13 @@ def judged(
             for chain, sure in claims.items()
             if len(chain) == place + 1 and chain[:-1] == decided[:place] and source in sure
         }
+        if not own:
+            return {*found, (place, place)}
         likeliest = {one for one, sure in own.items() if sure == max(own.values())}
         if likeliest - {token}:
             found.add((place + 1, place))
         if token not in likeliest:
-            return found or {(place, place)}
+            return found
     return {*found, (len(decided), len(decided))}
 
 

@@ -81,6 +81,7 @@ class Ahead:
         self.ahead.grow(np.zeros(1, np.int64), nothing, nothing)
 
     def best(self, room: int = 16, may_wait: bool = True) -> list[int]:
+        self.ahead.listen()
         made = self.ahead.best(query(room), self.step_time, 0, may_wait)
         return made.tokens[0, : made.num_tokens[0]].tolist()
 
@@ -141,6 +142,7 @@ def test_one_that_has_not_heard_of_the_step_needs_longer() -> None:
 def test_drafts_of_several_workers_meet_and_the_first_to_come_are_waited_for() -> None:
     further = Link([drafts([1, 2, 3], call_s=5.0), *[None] * 9])
     made = Ahead(drafts([1, 9], call_s=0.001), None, further=further)
+    made.ahead.listen()
     found = made.ahead.best(query(), made.step_time, 0, may_wait=True)
     assert found.tokens[0, :2].tolist() == [1, 9]
     assert found.sources[0, :2].tolist() == [Source.MODEL, Source.MODEL], (
@@ -152,6 +154,7 @@ def test_drafts_of_several_workers_meet_and_the_first_to_come_are_waited_for() -
     assert [one.number for one in (made.link, further)] == [1, 1], "all are told of what has grown"
     further.script = [drafts([7, 8], call_s=0.001), None]
     made.link.script = [None]
+    made.ahead.listen()
     made.ahead.best(query(), made.step_time, 0, may_wait=True)
     assert made.link.timeouts_s[2:] == [0.0], "it was waited for in vain"
     assert further.timeouts_s[-1] > 0.0

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from paceline.config import BudgetSettings, EngineSettings
-from paceline.engine.draft_ahead import TargetSizes
+from paceline.drafting.worker_wire import DraftCounts
+from paceline.engine.draft_ahead import DraftAhead, TargetSizes
 from paceline.engine.fast_loop import GRID, FastLoop, Proposal, leading_matches, table_of
 from paceline.engine.model_steering import ModelSteering
 from paceline.planning.bandit import select_strategy
@@ -343,6 +344,27 @@ def test_without_a_lead_an_engine_that_may_race_pays_for_no_trees() -> None:
     loop.propose(later, 0)  # finds that the lead is spent
     made = loop.propose(later, 0)
     assert not isinstance(made.batch, MetDrafts)
+
+
+def test_an_engine_that_nobody_helps_only_listens_for_who_comes() -> None:
+    loop = FastLoop(EngineSettings(adopt_leads=True, budget=FIXED, draft_floor=0.0))
+    taken: list[float] = []
+    link = SimpleNamespace(is_there=False, counts=DraftCounts(), take=taken.append, grow=lambda *_: None)
+    assert loop._trees is not None
+    loop.ahead = DraftAhead([link], loop._trees, loop._log)  # type: ignore[list-item]
+    loop._ahead_before = loop.ahead.counts
+    fill(loop)
+    assert loop._trees.num_responses == 3, "a helper will want to know the texts"
+    made = loop.propose(query(), 0)
+    assert made.lengths.sum() == 12
+    assert not isinstance(made.batch, MetDrafts)
+    assert (loop._trees.num_nodes, len(taken)) == (0, 1)
+    assert loop.observe(step(3, 12, 0)).ahead_tokens == ()
+    link.is_there = True
+    met = loop.propose(query(), 0)
+    assert isinstance(met.batch, MetDrafts)
+    assert met.batch.tokens.tolist() == made.batch.tokens.tolist()
+    assert loop.observe(step(3, 12, 0)).ahead_tokens == (0,)
 
 
 def test_without_a_budget_the_model_drafter_does_nothing() -> None:

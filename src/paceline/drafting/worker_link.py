@@ -208,7 +208,7 @@ class WorkerLink:
 
     def take(self, timeout_s: float = 0.0) -> Drafts | None:
         """What the worker has said since it was asked last, if anything; with a timeout, waiting so long for it."""
-        drafts = self._receive(timeout_s)
+        drafts = None if self._worker is None else self._receive(timeout_s)
         now_s = time.monotonic()
         if drafts is not None:
             self._latest, self._silent_since_s, self._is_silent = drafts, now_s, False

@@ -213,19 +213,22 @@ class DraftAhead:
         for worker in self._workers:
             worker.learn(responses, *self._trees.judge(worker.source, responses, decided))
 
+    def listen(self) -> bool:
+        """Take what has arrived; returns whether any worker may be counted on."""
+        for worker in self._workers:
+            worker.take(self._trees)
+        return self.is_there
+
     def best(
         self, query: DraftQuery, step_time: StepTimeModel, num_drafted: int, may_wait: bool
     ) -> MetDrafts:
-        """Take what has arrived, wait for more where that pays, and return the best chains.
+        """Wait for more than has arrived where that pays, and return the best chains.
 
         What is waited for are the drafts that are expected first. step_time: of the target's steps without prefill.
         num_drafted: draft tokens of the last step.
         """
-        started_s = time.perf_counter()
-        for worker in self._workers:
-            worker.take(self._trees)
-        drafts = self._trees.best(query.responses, query.positions, query.max_tokens)
         began_s = time.perf_counter()
+        drafts = self._trees.best(query.responses, query.positions, query.max_tokens)
         while may_wait and (soonest := self._soonest()) is not None:
             worker, latest, arrival_s = soonest
             snapshot = _snapshot(query, drafts, step_time, num_drafted, latest, arrival_s)
@@ -240,7 +243,7 @@ class DraftAhead:
                 break
             worker.is_late = not worker.take(self._trees, wait_s)
             drafts = self._trees.best(query.responses, query.positions, query.max_tokens)
-        self.step_wait_s = time.perf_counter() - started_s
+        self.step_wait_s = time.perf_counter() - began_s
         self.wait_s += self.step_wait_s
         return drafts
 

@@ -436,7 +436,8 @@ class FastLoop:
         self, query: DraftQuery, fresh: tuple[DraftBatch | None, DraftBatch | None], may_wait: bool
     ) -> DraftChains:
         """Each request's draft. fresh: what has been drafted in the engine, model-free and by the model."""
-        if self._trees is None or (self.ahead is None and fresh[1] is None and not self._has_others(query)):
+        is_helped = self.ahead is not None and self.ahead.listen()
+        if self._trees is None or not (is_helped or fresh[1] is not None or self._has_others(query)):
             alone = next((made for made in fresh if made is not None), None)
             return _no_drafts(len(query.groups)) if alone is None else alone
         for source, made in zip((Source.FREE, Source.MODEL - self._place), fresh, strict=True):
@@ -644,6 +645,8 @@ class FastLoop:
 
     def _count_ahead(self, step: StepObservation, counts: tuple[DraftCounts, ...]) -> StepObservation:
         """The step with what the draft workers have done since the one before."""
+        if counts == self._ahead_before and not self._is_helped:
+            return step
         news = [now - before for now, before in zip(counts, self._ahead_before, strict=True)]
         self._ahead_before, total = counts, sum(news, DraftCounts())
         return replace(
