@@ -234,6 +234,17 @@ def test_a_helper_of_a_lost_worker_takes_over_its_responses() -> None:
     assert fleet.controller.state_of(free) == "up"
 
 
+def test_a_helped_worker_that_has_ended_counts_on_no_drafts() -> None:
+    """Else the next responses there would wait for a drafter that rests."""
+    fleet, busy, free = tail()
+    fleet.tick()
+    actions = fleet.end(0, 70)
+    assert [one for one in actions if isinstance(one, LoseDrafter | Rest)] == [
+        LoseDrafter(busy, 0),
+        Rest(free, 0),
+    ]
+
+
 def test_helpers_of_a_rollout_that_is_given_up_rest() -> None:
     fleet, _, free = tail()
     fleet.tick()

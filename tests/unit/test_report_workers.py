@@ -100,6 +100,15 @@ def test_it_says_who_helped_whom() -> None:
         history.add(event)
     [drawn] = draw_workers(history)
     assert "w1 drafted for w0" in drawn
+    assert "1 chunk on 1 worker" in unspaced(drawn)
+    assert all(text in drawn for text in (">w1</span>", "w1 drafts for w0", "Grey: drafting"))
+    assert len(BAR.findall(drawn)) == 2
+
+
+def test_a_worker_that_drafts_for_two_has_a_row_for_each() -> None:
+    drafting = {"w1": [Stretch(0.0, 2.0, 6, "w1 drafts for w0"), Stretch(1.0, 2.0, 6, "w1 drafts for w2")]}
+    lanes = build_lanes([Piece(0.0, 2.0, "w0", 1, 0, 9)], {}, drafting)
+    assert [(lane.name, len(lane.rows)) for lane in lanes] == [("w0", 1), ("w1", 2)]
 
 
 def test_a_response_is_one_shape_wherever_it_ran() -> None:

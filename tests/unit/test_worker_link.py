@@ -168,6 +168,21 @@ def test_the_last_of_what_it_drafts_is_taken_without_waiting(link: WorkerLink) -
     assert arrived.trees == b"4"
 
 
+def test_a_wait_below_a_millisecond_lasts_as_long_as_it_says(link: WorkerLink) -> None:
+    worker = Worker(link)
+    worker.greet(link)
+    lasted_s = []
+    for _ in range(20):
+        began_s = time.perf_counter()
+        assert link.take(3e-4) is None
+        lasted_s.append(time.perf_counter() - began_s)
+    assert min(lasted_s) >= 3e-4
+    assert min(lasted_s) < 8e-4
+    worker.say(trees=b"1")
+    time.sleep(0.05)
+    assert link.take(3e-4) is not None
+
+
 def test_a_new_worker_is_told_everything_and_its_counts_go_on(link: WorkerLink, trees: DraftTrees) -> None:
     open_response(link, trees, 7, [1, 2])
     grow(link, trees, {7: [3]})

@@ -155,15 +155,15 @@ class Helping:
         actions: list[Action] = []
         left: set[Place] = set()
         for pair in self._pairs_with(changed):
-            helper, is_busy = standing(pair.helper), standing(pair.helped) is Standing.BUSY
+            helper, helped = standing(pair.helper), standing(pair.helped)
             if pair.kind is Help.COPY:
                 if helper is not Standing.RACING:
                     self._remove(pair)
-            elif helper is not Standing.IDLE or not is_busy:
+            elif helper is not Standing.IDLE or helped is not Standing.BUSY:
                 self._remove(pair)
                 if helper in {Standing.IDLE, Standing.UNABLE}:
                     left.add(pair.helper)
-                if is_busy:
+                if helped is not Standing.GONE:
                     actions.append(LoseDrafter(*pair.helped))
         return [*actions, *(self._order(helper) for helper in sorted(left))]
 

@@ -8,7 +8,6 @@ responses run is killed first. A new worker is told everything. One thread, the 
 from __future__ import annotations
 
 import logging
-import math
 import os
 import shutil
 import time
@@ -48,6 +47,9 @@ START_S = 120.0
 
 LEAST_LIFE_S = 60.0
 """A worker that ended sooner by itself cannot be: its model does not load, say."""
+
+NAP_S = 5e-5
+"""ZeroMQ waits for whole milliseconds; what is left of a wait passes in naps of so much."""
 
 LOOK_S = 0.1
 """So often is looked whether a worker is lost, silent or dead."""
@@ -217,13 +219,25 @@ class WorkerLink:
         return drafts
 
     def _receive(self, timeout_s: float) -> Drafts | None:
-        if timeout_s and not self._drafts.poll(math.ceil(1e3 * timeout_s)):
+        if timeout_s and not self._await_drafts(timeout_s):
             return None
         try:
             drafts = decode(self._drafts.recv(self._nonblocking))
         except self._no_message:
             return None
         return drafts if drafts.begun == self._begun else None
+
+    def _await_drafts(self, timeout_s: float) -> bool:
+        """Wait until the worker has said something; returns whether it has."""
+        until_s = time.perf_counter() + timeout_s
+        timeout_ms = int(1e3 * timeout_s)
+        while not self._drafts.poll(timeout_ms):
+            left_s = until_s - time.perf_counter()
+            if left_s <= 0.0:
+                return False
+            time.sleep(min(left_s, NAP_S))
+            timeout_ms = 0
+        return True
 
     def _look(self, now_s: float) -> None:
         """Answer a lost worker; while responses run start the worker again if it has died, or hangs.

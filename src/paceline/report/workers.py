@@ -15,6 +15,9 @@ from paceline.report.timeline import Lane, Stretch, draw_timeline
 MAX_BARS = 16_000
 """In all rollouts but the newest, which may have `MAX_PIECES`."""
 NUM_COLOURS = 5
+DRAFTING_COLOUR = 6
+MAX_DRAFTING = 1000
+"""Bars of workers that draft for others, in one rollout: those that lasted longest."""
 
 
 def draw_workers(history: RunHistory) -> list[str]:
@@ -31,33 +34,57 @@ def _draw(rollout: Rollout, pieces: Sequence[Piece]) -> str:
     if not pieces:
         return '<p class="none">No chunk of this rollout was recorded.</p>'
     end_s = max(max(piece.end_s for piece in pieces), max(rollout.ends_s, default=0.0))
-    lanes = build_lanes(pieces, rollout.losses, is_whole=not _count_left_out(rollout, pieces))
-    label = f"Chunks on {_count(len(lanes), 'worker')} over {duration(end_s)}"
+    drafting = list_drafting(rollout, end_s)
+    lanes = build_lanes(pieces, rollout.losses, drafting, is_whole=not _count_left_out(rollout, pieces))
+    label = f"What {_count(len(lanes), 'worker')} did over {duration(end_s)}"
     timeline = draw_timeline(lanes, end_s, label, end_s - measure_tail(rollout.ends_s))
     free = [describe_helps(rollout.helps), describe_sessions(rollout.sessions)]
-    texts = [_summary(rollout, pieces, len(lanes)), *filter(None, free)]
-    return timeline + "".join(f'<p class="summary">{escape(text)}</p>' for text in texts)
+    texts = [_summary(rollout, pieces), "Grey: drafting for another worker." if drafting else "", *free]
+    return timeline + "".join(f'<p class="summary">{escape(text)}</p>' for text in texts if text)
+
+
+def list_drafting(rollout: Rollout, end_s: float) -> dict[str, list[Stretch]]:
+    """When workers drafted for others, by worker."""
+    drafts = [one for one in rollout.helps if one.kind == "draft"]
+    drafts.sort(key=lambda one: one.t_start_s - one.t_end_s)
+    found: defaultdict[str, list[Stretch]] = defaultdict(list)
+    for one in drafts[:MAX_DRAFTING]:
+        start_s, stop_s = (
+            min(max(t_s - rollout.begin_s, 0.0), end_s) for t_s in (one.t_start_s, one.t_end_s)
+        )
+        title = f"{one.worker} drafts for {one.helped}{one.drafter and f' with {one.drafter}'}"
+        found[one.worker].append(Stretch(start_s, stop_s, DRAFTING_COLOUR, title))
+    return found
 
 
 def build_lanes(
-    pieces: Sequence[Piece], losses: Mapping[tuple[str, float], int], *, is_whole: bool = True
+    pieces: Sequence[Piece],
+    losses: Mapping[tuple[str, float], int],
+    drafting: Mapping[str, Sequence[Stretch]] | None = None,
+    *,
+    is_whole: bool = True,
 ) -> list[Lane]:
-    """A lane for every worker, with as many rows as it had chunks at once.
+    """A lane for every worker, with as many rows as it had chunks, or drafted for others, at once.
 
     losses: chunks lost, by worker and time. is_whole: whether these are all chunks of their responses.
     """
+    drafting = drafting or {}
     by_worker: defaultdict[str, list[Piece]] = defaultdict(list)
     for piece in pieces:
         by_worker[piece.worker].append(piece)
     titles = _titles(pieces, is_whole)
     lanes = []
-    for worker in sorted({*by_worker, *(worker for worker, _ in losses)}, key=lambda name: (len(name), name)):
-        own = by_worker[worker]
-        numbers = pack_rows([(piece.start_s, piece.end_s) for piece in own])
+    workers = {*by_worker, *drafting, *(worker for worker, _ in losses)}
+    for worker in sorted(workers, key=lambda name: (len(name), name)):
+        own = [
+            Stretch(piece.start_s, piece.end_s, 1 + piece.group % NUM_COLOURS, titles[piece.response])
+            for piece in by_worker[worker]
+        ]
+        own += drafting.get(worker, ())
+        numbers = pack_rows([(stretch.start_s, stretch.end_s) for stretch in own])
         rows: list[list[Stretch]] = [[] for _ in range(max(numbers, default=-1) + 1)]
-        for row, piece in zip(numbers, own, strict=True):
-            colour = 1 + piece.group % NUM_COLOURS
-            rows[row].append(Stretch(piece.start_s, piece.end_s, colour, titles[piece.response]))
+        for row, stretch in zip(numbers, own, strict=True):
+            rows[row].append(stretch)
         lost = [
             (at_s, _loss(worker, at_s, count)) for (name, at_s), count in losses.items() if name == worker
         ]
@@ -132,7 +159,8 @@ def _loss(worker: str, at_s: float, count: int) -> str:
     return f"{worker} lost after {duration(at_s)} with {_count(count, 'chunk')}"
 
 
-def _summary(rollout: Rollout, pieces: Sequence[Piece], num_workers: int) -> str:
+def _summary(rollout: Rollout, pieces: Sequence[Piece]) -> str:
+    num_workers = len({*(piece.worker for piece in pieces), *(worker for worker, _ in rollout.losses)})
     parts = [f"{_count(rollout.num_chunks, 'chunk')} on {_count(num_workers, 'worker')}, coloured by group"]
     left_out = _count_left_out(rollout, pieces)
     if left_out:
