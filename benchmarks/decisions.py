@@ -61,7 +61,7 @@ from paceline.planning.window import Rules, profiled_times
 from paceline.types import DraftQuery, RolloutRequest, StepCosts
 
 COLUMNS = ("case", "ms", "limit_ms")
-CHAIN, SURE = np.arange(16, dtype=np.int32), np.full(16, 0.8, np.float32)
+LEVELS, SURE = np.arange(16, dtype=np.int32), np.full(16, 0.8, np.float32)
 DRAFT, VERIFY = AffineLatency(0.001, 0.00001), AffineLatency(0.012, 0.00002)
 COSTS = StepCosts(0.02, 0.0001, 0.0, 1.0, 1.0, 0.001, 0.8)
 
@@ -223,22 +223,25 @@ def step_of_draft_worker(num_responses: int, every: int = 0) -> tuple[float, flo
     for response in range(num_responses):
         trees.open(response, np.zeros(200, np.int32))
         link.open(response, response, 1.0, 4096)
-    tokens, offsets = np.tile(CHAIN[:4], num_responses), np.arange(num_responses + 1, dtype=np.int32) * 4
+    offsets, decided = np.arange(num_responses + 1, dtype=np.int32) * 4, np.arange(4)
     step_time = StepTimeModel.initial()
     for count in (1, 2, 16, 128, 2048):
         step_time = update_measured_time(step_time, count, 0.014 + 0.0001 * count)
     caches, seconds, planning_s = np.zeros(1 << 24, np.float32), [], []
     for _ in range(200):
+        tokens = ((positions[:, None] + decided) % 512).astype(np.int32)  # as they are drafted below
         caches += 1.0
         start_s = time.thread_time()
-        ahead.learn(responses, tokens.reshape(num_responses, 4))
+        ahead.learn(responses, tokens)
         ahead.plan(responses, step_time)
         planning_s.append(time.thread_time() - start_s)
-        trees.advance(responses, offsets, tokens)
-        ahead.grow(responses, offsets, tokens)
+        trees.advance(responses, offsets, tokens.ravel())
+        ahead.grow(responses, offsets, tokens.ravel())
         told_s = time.thread_time()
         positions += 4
-        packed = (pack_draft(r, p, CHAIN, CHAIN - 1, SURE) for r, p in enumerate(positions.tolist()))
+        packed = (
+            pack_draft(r, p, (p + LEVELS) % 512, LEVELS - 1, SURE) for r, p in enumerate(positions.tolist())
+        )
         drafts.send(encode(Drafts(begin.begun, link.number, b"".join(packed), 1.0, 1, 0.8, DraftCounts())))
         time.sleep(0.002)
         caches += 1.0

@@ -101,7 +101,8 @@ def test_it_says_who_helped_whom() -> None:
     [drawn] = draw_workers(history)
     assert "w1 drafted for w0" in drawn
     assert "1 chunk on 1 worker" in unspaced(drawn)
-    assert all(text in drawn for text in (">w1</span>", "w1 drafts for w0", "Grey: drafting"))
+    assert "What 2 workers did" in unspaced(drawn)
+    assert all(text in drawn for text in ("w1 drafts for w0", "Grey: drafting"))
     assert len(BAR.findall(drawn)) == 2
 
 

@@ -713,8 +713,8 @@ class Controller:
         actions += helping.assign([worker.place for worker in idle if worker.is_drafter])
         if not helping.kinds or self._dispatcher.num_waiting:
             return actions
-        free = {worker.place: worker.costs for worker in idle if not worker.is_drafter}
-        for pair in helping.choose(free):
+        free = [worker for worker in idle if not worker.is_drafter and not helping.find(worker.name)]
+        for pair in helping.choose({worker.place: worker.costs for worker in free}):
             helper, helped = self._workers[pair.helper.worker], self._workers[pair.helped.worker]
             match pair.kind:
                 case Help.COPY:

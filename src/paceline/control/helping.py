@@ -232,12 +232,10 @@ class Helping:
     def choose(self, free: Mapping[Place, StepCosts | None]) -> list[Pair]:
         """Whom free workers help so that the rollout ends sooner.
 
-        free: with what their own steps cost when they had some.
+        free: who helps nobody yet, with what their own steps cost when they had some.
         """
         pairs: list[Pair] = []
         for helper, costs in free.items():
-            if self.find(helper.worker):
-                continue
             if (latest := self._ends.latest()) is None:
                 break
             helped = self._busy[latest]
