@@ -75,6 +75,8 @@ BASES = {
     "KeyedRunner": (doors.RUNNER,),
     "MultiPathRunner": (doors.RUNNER,),
     "KeyedRunnerV2": (doors.RUNNER_V2,),
+    "CheckedOutput": (doors.OUTPUT_V2,),
+    "CheckedSampler": (doors.SAMPLER_V2,),
     "ExactVerifier": (doors.VERIFIER_V2,),
     "NoSpeculator": (doors.BASE_SPECULATOR_V2,),
     "CoupledSpeculator": (doors.SPECULATOR_V2,),
@@ -190,7 +192,7 @@ ANNOTATIONS = {
 }
 """Classes by the name by which parameters are annotated with them."""
 
-COLLECTION = {"append", "clear", "get", "items", "pop", "values"}
+COLLECTION = {"append", "clear", "get", "items", "pop", "remove", "values"}
 """What is asked of a collection, and not of what it holds."""
 
 VARIABLES = {

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -69,12 +69,14 @@ def runner_of(monkeypatch: pytest.MonkeyPatch) -> ListGraphs:
             vllm_config, device, attn_groups, fast_prefill = config, None, [[group]], None
             model_state = SimpleNamespace(get_additional_cg_support=lambda: (AttentionCGSupport.ALWAYS, None))
 
-            def initialize_kv_cache(self: Any) -> None:
+            kv_caches: ClassVar[list[Any]] = []
+
+            def initialize_kv_cache(self: Any, kv_cache_config: Any) -> None:
                 manager = cudagraph_utils.ModelCudaGraphManager
                 self.cudagraph_manager = manager(config, None, mode, 1 + MAX_DRAFTS)
 
         runner: Any = type("OurRunner", (KeyedRunnerV2, TheirRunner), {})()
-        runner.initialize_kv_cache()
+        runner.initialize_kv_cache(SimpleNamespace(num_blocks=1, kv_cache_groups=[]))
         runner.cudagraph_manager._graphs_captured = True
         return runner
 

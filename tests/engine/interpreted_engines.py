@@ -22,9 +22,9 @@ from typing import Any
 import numpy as np
 import torch
 from drafters import ScriptedDrafter
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from sampling_options import OPTIONS
-from tiny_model import VOCAB
+from tiny_model import VOCAB, make_model
 from vllm import LLM, SamplingParams
 from waits import watch
 
@@ -176,17 +176,62 @@ def accept_at_random() -> list[Any]:
     for _ in range(20):
         numbers = random.integers(0, 7, 3)
         drawn = [random.integers(0, 3, n + 1).tolist() for n in numbers]
+        without = [(random.random(n + 1) < 0.1).tolist() for n in numbers]
         inputs = [[9, *random.integers(-1, 3, n).tolist()] for n in numbers]
         first_rows = torch.tensor([0, *np.cumsum(numbers + 1)], dtype=torch.int32)
         flat = torch.tensor([*chain(*drawn)]), torch.tensor([*chain(*inputs)], dtype=torch.int32)
-        tokens, counts = accept(*flat, first_rows, 6)
+        tokens, counts, missing = accept(flat[0], torch.tensor([*chain(*without)]), flat[1], first_rows, 6)
         got = [row[:count] for row, count in zip(tokens.tolist(), counts.tolist(), strict=True)]
         lengths = [
-            next((i for i, (a, b) in enumerate(zip(row, given[1:], strict=False)) if a != b), len(row) - 1)
-            for row, given in zip(drawn, inputs, strict=True)
+            next((i for i, t in enumerate(given[1:]) if row[i] != t or none[i]), len(row) - 1)
+            for row, given, none in zip(drawn, inputs, without, strict=True)
         ]
-        cases.append((got, [row[: n + 1] for row, n in zip(drawn, lengths, strict=True)]))
+        expected = [row[: n + 1] for row, n in zip(drawn, lengths, strict=True)]
+        ends = [none[n] for none, n in zip(without, lengths, strict=True)]
+        cases.append(([got, missing.tolist()], [expected, ends]))
     return cases
+
+
+POISON = VOCAB - 1
+"""A token whose embedding is NaN in the model of `fail`."""
+
+
+def fail() -> dict[str, Any]:
+    """Responses beside some that have no next token, with drafts that make the model give NaN and without."""
+    folder = make_model(Path(tempfile.mkdtemp()), tie=False)
+    file = folder / "model.safetensors"
+    weights = load_file(file)
+    weights["model.embed_tokens.weight"][POISON] = torch.nan
+    save_file(weights, file, metadata={"format": "pt"})
+    params = SamplingParams(temperature=1.0, logit_bias={POISON: -100.0})
+    stuck = SamplingParams(allowed_token_ids=[2], stop_token_ids=[2], min_tokens=1)
+    good = [RolloutRequest((1, 5, 9 + i), 20, key=100 + i) for i in range(3)]
+    settings = EngineSettings(max_draft_tokens=4, budget=BudgetSettings(policy="fixed", fixed_tokens=4))
+    found: dict[str, Any] = {}
+    with RolloutEngine(folder, settings, kv_cache_bytes=1 << 20, **SIZES) as engine:
+        known: dict[int, tuple[int, ...]] = {}
+        for name in ("alone", "without drafts", "with drafts"):
+            engine.reset_prefix_cache()
+            engine.scheduler.loop.drafter = (
+                ScriptedDrafter(known, 0.8, VOCAB, 4, POISON) if name == "with drafts" else None
+            )
+            for index, request in enumerate(good):
+                engine.submit(index, request, params)
+            if name != "alone":
+                engine.submit(8, RolloutRequest((1, 6), 20, key=8), stuck)
+                engine.submit(9, RolloutRequest((1, POISON), 20, key=9), params)
+            events = []
+            while engine.num_running():
+                events += engine.step()
+            ended = {event.index: event.response for event in events if event.response is not None}
+            known = {ended[i].key: (*ended[i].request.prompt, *ended[i].tokens) for i in range(len(good))}
+            found[name] = {
+                index: {"tokens": made.tokens, "failure": made.failure and str(made.failure)}
+                for index, made in ended.items()
+            }
+        found["preemptions"] = engine.scheduler.num_preemptions
+        found["accepted"] = sum(step.num_accepted_tokens for step in engine.take_observations())
+    return found
 
 
 def examine() -> dict[str, Any]:
@@ -204,7 +249,7 @@ def examine() -> dict[str, Any]:
 
 
 def main(target: str, drafter: str, file: str) -> None:
-    made: dict[str, Any] = {"accept": accept_at_random(), "doctor": examine()}
+    made: dict[str, Any] = {"accept": accept_at_random(), "fail": fail(), "doctor": examine()}
     with RolloutEngine(target, None, kv_cache_bytes=1 << 26, **SIZES) as engine:
         plain = decode(engine)
     made["plain"] = {"responses": plain}

@@ -161,6 +161,18 @@ def test_prefixes_are_accepted(made: dict[str, Any]) -> None:
         assert got == expected
 
 
+@pytest.mark.parametrize("mode", ["without drafts", "with drafts"])
+def test_responses_without_a_next_token_end_alone(made: dict[str, Any], mode: str) -> None:
+    """Two that have none, of NaN and of options; drafts of which the model gives NaN change and end nothing."""
+    ended, alone = made["fail"][mode], made["fail"]["alone"]
+    for index in ("8", "9"):
+        assert ended[index]["tokens"] == []
+        assert "the model gave NaN for its next token, or its sampling options" in ended[index]["failure"]
+    assert {index: ended[index] for index in alone} == alone
+    assert made["fail"]["accepted"] > 10
+    assert made["fail"]["preemptions"] > 5, "no step was withdrawn"
+
+
 def test_the_environment_alone_stays_on_v2_and_says_what_it_changes(made: dict[str, Any]) -> None:
     plain = tokens(made["plain"])
     assert made["environment"] == {name: plain[name] for name in made["environment"]}

@@ -43,6 +43,7 @@ SAMPLING_V2 = "vllm.v1.worker.gpu.sample.states:SamplingStates"
 GRAPHS_V2 = "vllm.v1.worker.gpu.cudagraph_utils:ModelCudaGraphManager"
 VERIFIER_V2 = "vllm.v1.worker.gpu.spec_decode.rejection_sampler:RejectionSampler"
 SPECULATOR_V2 = "vllm.v1.worker.gpu.spec_decode.speculator:DraftModelSpeculator"
+OUTPUT_V2 = "vllm.v1.worker.gpu.async_utils:AsyncOutput"
 BASE_SPECULATOR_V2 = "vllm.v1.worker.gpu.spec_decode.speculator:BaseSpeculator"
 RUNNER_OUTPUT = "vllm.v1.outputs:ModelRunnerOutput"
 SAMPLING_METADATA = "vllm.v1.sample.metadata:SamplingMetadata"
@@ -323,9 +324,9 @@ DOORS: tuple[Door, ...] = (
         RUNNER_V2,
         "KeyedRunnerV2 (v2/): verification, and drafts where V2 reads them",
         overrides="load_model initialize_kv_cache cudagraph_manager add_requests execute_model prepare_inputs "
-        "take_draft_token_ids speculator rejection_sampler",
+        "sample sample_tokens take_draft_token_ids speculator rejection_sampler",
         members="get_model model req_states sampler speculative_config vllm_config device max_num_reqs attn_groups "
-        "model_state fast_prefill",
+        "model_state fast_prefill kv_caches",
     ),
     Door(
         f"{RUNNER_V2}.initialize_kv_cache",
@@ -365,10 +366,25 @@ DOORS: tuple[Door, ...] = (
         "takes its sampler without drafts and its verification with drafts",
         mentions=("input_batch.num_draft_tokens == 0", "self.rejection_sampler("),
     ),
-    Door(f"{RUNNER_V2}.sample_tokens", "has the speculator draft", mentions=("self.speculator.propose(",)),
+    Door(
+        f"{RUNNER_V2}.sample_tokens",
+        "has the speculator draft; its message is on the way to the host",
+        mentions=("self.speculator.propose(", "async_output = AsyncOutput("),
+    ),
+    Door(OUTPUT_V2, "requests without a next token (v2/outputs.py)", overrides="get_output"),
+    Door(
+        f"{OUTPUT_V2}.get_output",
+        "gives the scheduler lists",
+        mentions=("self.model_runner_output.sampled_token_ids = sampled_token_ids",),
+    ),
     Door(STATES_V2, "what V2 keeps of each request", members="draft_tokens req_id_to_index total_len"),
     Door(BATCH_V2, "the requests of a step", members="req_ids num_reqs idx_mapping idx_mapping_np"),
-    Door(SAMPLER_V2, "all sampling options", members="apply_sampling_params sampling_states"),
+    Door(
+        SAMPLER_V2,
+        "all sampling options; what it drew from (CheckedSampler)",
+        overrides="sample",
+        members="apply_sampling_params sampling_states",
+    ),
     Door(
         f"{SAMPLER_V2}.sample",
         "draws with the seed, and with no other sampler, where a request has one",

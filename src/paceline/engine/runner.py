@@ -6,6 +6,7 @@ own part stands behind this interface (v1/runner.py, v2/runner.py).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -23,7 +24,8 @@ class Runner(Protocol):
     not count, by `report_withdrawn`. Where `order_of` asks for it, the model drafter drafts after the step, and its
     drafts are given out by vLLM's `take_draft_token_ids` as `FreshDrafts`.
 
-    V1 does all of it. V2 is never sent alternatives, and gives a request without a next token some token, as vLLM does.
+    V1 does all of it. V2 is never sent alternatives; what a withdrawn step leaves on the device goes with the request,
+    which the scheduler preempts.
     """
 
     drafter: Any
@@ -46,6 +48,8 @@ class StepOrder:
     """What the model drafter shall do after the step; None: nothing."""
     paths: PathPlan | None = None
     """Draft paths beyond one per request; None: there are none."""
+    stained: tuple[Sequence[int], ...] = ()
+    """KV blocks of requests whose last step gave NaN, to be cleared before somebody else has them."""
 
 
 @dataclass

@@ -60,7 +60,8 @@ class PacelineScheduler(Scheduler):  # type: ignore[misc]
         )
         self.loop = FastLoop(self.settings, sizes)
         seed = engine_seed(self.settings.run_seed, vllm_config)
-        self.keys = KeyBook(seed, is_seed=vllm_config.use_v2_model_runner)
+        self._is_v2 = vllm_config.use_v2_model_runner
+        self.keys = KeyBook(seed, is_seed=self._is_v2)
         self.live: dict[str, LiveResponse] = {}
         self.finished: dict[str, LiveResponse] = {}
         self.observations: deque[StepObservation] = deque(maxlen=MAX_KEPT_STEPS)
@@ -75,6 +76,7 @@ class PacelineScheduler(Scheduler):  # type: ignore[misc]
         self._ends: Int64Array = np.empty(0, np.int64)  # [len(_ready)] tokens that each can have at most
         self._context = 0
         self._ended: list[LiveResponse] | None = None  # while a step's tokens are handed out
+        self._stained: list[list[int]] = []  # KV blocks that the last step may have left NaN in
         self._started_s = 0.0
         self.spare_blocks = self._lend_blocks() if self.settings.num_paths > 1 else None
         pool = self.settings.kv_pool
@@ -203,7 +205,8 @@ class PacelineScheduler(Scheduler):  # type: ignore[misc]
         self._proposal = self._propose(ready, others, most) if wanted else None
         output = super().schedule(*args, **kwargs)
         paths = self._plan_paths(output)
-        give_order(output, StepOrder(self.loop.order(), paths))
+        give_order(output, StepOrder(self.loop.order(), paths, tuple(self._stained)))
+        self._stained.clear()
         return output
 
     def _divide(self) -> tuple[list[Request], list[Request]]:
@@ -345,7 +348,9 @@ class PacelineScheduler(Scheduler):  # type: ignore[misc]
         self._observe(scheduler_output, rows, step_s)
         for name, why in undrawable_of(model_runner_output).items():
             self._give_up(name, why)
-        for name in withdrawn_of(model_runner_output):
+            self._stained += self.kv_cache_manager.get_blocks(name).get_block_ids()
+        withdrawn = withdrawn_of(model_runner_output)
+        for name in withdrawn:
             self._withdraw(name, scheduler_output.num_scheduled_tokens[name])
         grown = self._grown(scheduler_output, model_runner_output, rows)
         self._ended = []
@@ -353,7 +358,15 @@ class PacelineScheduler(Scheduler):  # type: ignore[misc]
             scheduler_output, model_runner_output
         )
         self._take_growth(*grown)
+        if withdrawn and self._is_v2:
+            self._forget_on_device(withdrawn)
         return result
+
+    def _forget_on_device(self, names: list[str]) -> None:
+        """Preempt requests: V2 counts on the device what each has computed, and would count a withdrawn step."""
+        for request in [self.requests[name] for name in names if name in self.live]:
+            self.running.remove(request)
+            self._preempt_request(request, time.monotonic())
 
     def _withdraw(self, name: str, num_tokens: int) -> None:
         """A request's step of so many tokens does not count; what it computed may be in the prefix cache already."""
@@ -362,7 +375,9 @@ class PacelineScheduler(Scheduler):  # type: ignore[misc]
             self._ready = None
             request = self.requests[name]
             request.num_computed_tokens -= num_tokens
-            for blocks in self.kv_cache_manager.get_blocks(name).get_block_ids():
+            groups = self.kv_cache_manager.get_blocks(name).get_block_ids()
+            self._stained += groups
+            for blocks in groups:
                 self.kv_cache_manager.evict_blocks(
                     set(blocks[request.num_computed_tokens // self.block_size :])
                 )

@@ -93,6 +93,7 @@ class KeyedRunner:
 
     def execute_model(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         order = order_of(scheduler_output)
+        self.nan_blocks.leave(order.stained)
         self.nan_blocks.clear_before(scheduler_output, order.paths)
         self.drafter.order = order.drafts
         self.drafter.forget(scheduler_output.finished_req_ids)
@@ -135,8 +136,6 @@ class KeyedRunner:
             elif verdict.table[request, 0] == PLACEHOLDER:
                 self.undrawable[state.req_id] = _NAN if nan else _NOTHING_LEFT
                 without[request] = True
-                if nan:
-                    self.nan_blocks.leave(state.block_ids)
 
     def withdraw(self: Any, request: int, state: Any, verdict: Verdict, start: int) -> None:
         """Undo a request's step, whose first token stood at position `start`."""

@@ -12,14 +12,18 @@ from itertools import chain
 from typing import Any
 
 import numpy as np
+import torch
 from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.worker.gpu.async_utils import AsyncOutput
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
 from paceline.engine import compiled, invariance
+from paceline.engine.kv.nan_blocks import NanBlocks
 from paceline.engine.runner import FreshDrafts, Runner, order_of
 from paceline.engine.v2.graphs import graphs_for_ragged_steps
-from paceline.engine.v2.sampler import ExactVerifier
+from paceline.engine.v2.outputs import check
+from paceline.engine.v2.sampler import CheckedSampler, ExactVerifier
 from paceline.engine.v2.speculator import NoSpeculator, couple
 from paceline.errors import UnsupportedError
 from paceline.types import Int64Array
@@ -36,6 +40,8 @@ class KeyedRunnerV2:
     """Mixin over vLLM's model runner V2; the interface is `engine.runner.Runner`."""
 
     responses: Int64Array  # [max_num_reqs] the scheduler's number of the response in each of V2's rows
+    drafted: dict[str, list[int]]  # draft tokens of the present step, by request
+    nan_blocks: NanBlocks
 
     def adopt(self: Any) -> None:
         """Finish the change of class: say where drafts come from."""
@@ -52,11 +58,15 @@ class KeyedRunnerV2:
             raise UnsupportedError(
                 f"{type(self.model).__name__} brings a sampler of its own: run it without Paceline"
             )
+        self.sampler.__class__ = type("PacelineSampler", (CheckedSampler, self.sampler.__class__), {})
+        self.sampler.missing = []
         self.rejection_sampler = ExactVerifier(self.sampler, self.speculative_config, self.device)
         self.seal_model()
 
-    def initialize_kv_cache(self: Any, *args: Any, **kwargs: Any) -> None:
-        super().initialize_kv_cache(*args, **kwargs)  # type: ignore[misc]
+    def initialize_kv_cache(self: Any, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
+        super().initialize_kv_cache(kv_cache_config, *args, **kwargs)  # type: ignore[misc]
+        sizes = [group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups]
+        self.nan_blocks = NanBlocks(self.kv_caches, kv_cache_config.num_blocks, sizes)
         self.cudagraph_manager = graphs_for_ragged_steps(self)
 
     def seal_model(self: Any) -> None:
@@ -80,8 +90,22 @@ class KeyedRunnerV2:
             self.responses[row] = _extra_args(request).get("paceline_response", -1)
 
     def execute_model(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        self.speculator.order = order_of(scheduler_output).drafts
+        order = order_of(scheduler_output)
+        self.speculator.order = order.drafts
+        self.drafted = scheduler_output.scheduled_spec_decode_tokens
+        self.nan_blocks.leave(order.stained)
+        self.nan_blocks.clear_before(scheduler_output, None)
         return super().execute_model(scheduler_output, *args, **kwargs)  # type: ignore[misc]
+
+    def sample(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self.sampler.missing.clear()
+        return super().sample(*args, **kwargs)  # type: ignore[misc]
+
+    def sample_tokens(self: Any, *args: Any, **kwargs: Any) -> Any:
+        output = super().sample_tokens(*args, **kwargs)  # type: ignore[misc]
+        if isinstance(output, AsyncOutput):
+            return check(output, torch.cat(self.sampler.missing), self.drafted)
+        return output
 
     def prepare_inputs(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         self.put_drafts(scheduler_output.scheduled_spec_decode_tokens)
