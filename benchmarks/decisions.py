@@ -39,6 +39,7 @@ from paceline.control.events import (
 )
 from paceline.control.packed import Digest, Packed
 from paceline.drafting.tree import DraftTrees
+from paceline.drafting.wire import Seal
 from paceline.drafting.worker_link import WorkerLink
 from paceline.drafting.worker_wire import (
     HELLO,
@@ -205,10 +206,13 @@ def step_of_draft_worker(num_responses: int, every: int = 0) -> tuple[float, flo
     steps: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
     drafts: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
     steps.connect(link.settings.address)
-    steps.send(HELLO)
+    seal = Seal(None)
+    steps.send(seal.close(HELLO))
     while not link.is_there:
         link.take()
-    begin = decode_for_worker(steps.recv())
+    packed = seal.open(steps.recv())
+    assert packed is not None
+    begin = decode_for_worker(packed)
     drafts.setsockopt(zmq.CONFLATE, 1)
     drafts.connect(begin.drafts_to)
     responses, positions = np.arange(num_responses), np.full(num_responses, 200)
@@ -239,10 +243,11 @@ def step_of_draft_worker(num_responses: int, every: int = 0) -> tuple[float, flo
         ahead.grow(responses, offsets, tokens.ravel())
         told_s = time.thread_time()
         positions += 4
-        packed = (
+        ahead_of = b"".join(
             pack_draft(r, p, (p + LEVELS) % 512, LEVELS - 1, SURE) for r, p in enumerate(positions.tolist())
         )
-        drafts.send(encode(Drafts(begin.begun, link.number, b"".join(packed), 1.0, 1, 0.8, DraftCounts())))
+        said = Drafts(begin.begun, link.number, ahead_of, 1.0, 1, 0.8, DraftCounts())
+        drafts.send(seal.close(encode(said)))
         time.sleep(0.002)
         caches += 1.0
         began_s = time.thread_time()

@@ -144,7 +144,11 @@ class EngineSettings(Section):
     what all workers have generated. Needs the suffix drafter."""
 
     draft_secret_file: str | None = None
-    """File with the secret that the draft servers were started with."""
+    """File with a secret of 16 to 64 bytes: that of the draft servers, and of workers that draft for each other."""
+
+    draft_interface: str | None = None
+    """Network interface (eth0), or its address, on which workers on other machines reach this engine to draft for it
+    (`draft_help`). Needs `draft_secret_file`. Unset: workers on the same machine alone."""
 
     sharpness: float | None = Field(default=None, gt=0.0)
     """Fixed exponent on the drafter's distribution (inf: greedy); unset: learned online for each drafter."""
@@ -214,6 +218,10 @@ class EngineSettings(Section):
             )
         if self.draft_help and (self.model_drafter is None or self.draft_worker):
             raise ValueError("draft_help needs a model_drafter, and no draft_worker of the engine's own")
+        if self.draft_interface is not None and self.draft_secret_file is None:
+            raise ValueError(
+                f"draft_interface {self.draft_interface!r} lets other machines in: give a draft_secret_file too"
+            )
         if self.further_drafters and self.model_drafter is None:
             raise ValueError(
                 f"further_drafters {list(self.further_drafters)} need a model_drafter, which is the first"

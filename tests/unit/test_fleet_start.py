@@ -267,6 +267,9 @@ def test_engines_have_a_door_for_drafters_where_there_may_be_any(
     assert made._can_help(is_one_machine=True) == is_wanted
     roles = [worker.is_drafter for worker in Controller(made.settings)._workers.values()]
     assert roles == [False, "roles" in fields]
+    reached: dict[str, Any] = {"draft_interface": "eth0", "draft_secret_file": "secret"}
+    made.engine_settings = EngineSettings(model_drafter="somewhere", **reached)
+    assert made._can_help(is_one_machine=False) == is_wanted
     made.engine_settings = EngineSettings()
     if "roles" in fields or fields["help"] == "draft":
         with pytest.raises(ConfigError, match="drafters need a model_drafter"):

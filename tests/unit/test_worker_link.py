@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import zmq
+from msgspec.structs import replace
 
+from paceline.config import EngineSettings
 from paceline.drafting import worker_link
 from paceline.drafting.tree import DraftTrees
+from paceline.drafting.wire import Seal
 from paceline.drafting.worker_link import WorkerLink
 from paceline.drafting.worker_wire import (
     HELLO,
@@ -62,8 +66,9 @@ def link(monkeypatch: pytest.MonkeyPatch, trees: DraftTrees) -> Iterator[WorkerL
 class Worker:
     """A worker's sockets."""
 
-    def __init__(self, link: WorkerLink) -> None:
-        self.steps = self.connect(zmq.DEALER, f"ipc://{link._folder / 'worker'}")
+    def __init__(self, link: WorkerLink, secret: bytes | None = None) -> None:
+        self.seal = Seal(secret)
+        self.steps = self.connect(zmq.DEALER, link.settings.address)
 
     def connect(self, kind: int, address: str) -> zmq.Socket[bytes]:
         made = zmq.Context.instance().socket(kind)
@@ -73,23 +78,28 @@ class Worker:
         return made
 
     def greet(self, link: WorkerLink) -> Begin:
-        self.steps.send(HELLO)
+        self.steps.send(self.seal.close(HELLO))
         deadline_s = time.monotonic() + 5.0
         while not self.steps.poll(5) and time.monotonic() < deadline_s:
             assert link.take() is None
-        begin = decode_for_worker(self.steps.recv())
+        begin = self.read()
         assert isinstance(begin, Begin)
         self.begun, self.drafts = begin.begun, self.connect(zmq.PUSH, begin.drafts_to)
         return begin
 
+    def read(self) -> Any:
+        packed = self.seal.open(self.steps.recv())
+        assert packed is not None
+        return decode_for_worker(packed)
+
     def say(self, **changes: Any) -> None:
-        self.drafts.send(encode(drafts(self.begun, **changes)))
+        self.drafts.send(self.seal.close(encode(drafts(self.begun, **changes))))
 
     def hear(self, count: int) -> list[Any]:
         heard = []
         for _ in range(count):
             assert self.steps.poll(5000)
-            heard.append(decode_for_worker(self.steps.recv()))
+            heard.append(self.read())
         assert not self.steps.poll(20)
         return heard
 
@@ -267,3 +277,47 @@ def test_without_a_place_for_a_socket_it_says_so(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(worker_link, "make_socket_folder", lambda _: None)
     with pytest.raises(ConfigError, match="TMPDIR"):
         WorkerLink(SETTINGS, 6, DraftTrees())
+
+
+def test_over_a_network_only_who_has_the_secret_is_told_and_heard(
+    monkeypatch: pytest.MonkeyPatch, trees: DraftTrees, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(worker_link, "LOOK_S", 0.0)
+    secret, file = b"sixteen bytes or", tmp_path / "secret"
+    file.write_bytes(secret)
+    link = WorkerLink(replace(SETTINGS, interface="lo", secret_file=str(file)), 6, trees, has_child=False)
+    try:
+        assert link.settings.address.startswith("tcp://127.0.0.1:")
+        open_response(link, trees, 7, [1, 2])
+        grow(link, trees, {7: [3]})
+        for guess in (None, b"another secret of"):
+            stranger = Worker(link, guess)
+            stranger.steps.send(stranger.seal.close(HELLO))
+            until_s = time.monotonic() + 0.2
+            while time.monotonic() < until_s:
+                link.take()
+            assert not stranger.steps.poll(0)
+            assert not link.is_there
+        worker = Worker(link, secret)
+        begin = worker.greet(link)
+        assert begin.drafts_to.startswith("tcp://127.0.0.1:")
+        assert [numbers(opened.tokens) for opened in begin.opened] == [[1, 2, 3]]
+        right, worker.seal = worker.seal, Seal(None)
+        worker.say(num_drafted=1)
+        assert link.take(0.2) is None
+        worker.seal = right
+        worker.say(num_drafted=2)
+        heard = link.take(5.0)
+        assert heard is not None
+        assert heard.counts.num_drafted == 2
+        grow(link, trees, {7: [4]})
+        assert numbers(worker.hear(1)[0].tokens) == [4]
+    finally:
+        link.shut_down()
+
+
+def test_an_interface_that_is_not_there_is_named() -> None:
+    with pytest.raises(ConfigError, match="draft_interface 'nowhere0'"):
+        WorkerLink(replace(SETTINGS, interface="nowhere0"), 6, DraftTrees(), has_child=False)
+    with pytest.raises(ValueError, match="give a draft_secret_file"):
+        EngineSettings(model_drafter="m", draft_interface="eth0")

@@ -30,6 +30,7 @@ from paceline.drafting.ahead import Ahead, Chain, Decided
 from paceline.drafting.learned import Learned
 from paceline.drafting.model import ModelDrafter
 from paceline.drafting.proposal import NO_GRID
+from paceline.drafting.wire import Seal, read_secret
 from paceline.drafting.worker_wire import (
     HELLO,
     Begin,
@@ -48,6 +49,8 @@ from paceline.planning.sharpness import SHARPNESS_GRID
 from paceline.types import DraftQuery, Int32Array
 
 GRID = np.asarray(SHARPNESS_GRID, dtype=np.float32)
+
+UNSEALED = Seal(None)
 
 PULSE_S = 0.5
 """A worker that has nothing new to say repeats itself so often, and says so often that it is lost."""
@@ -111,12 +114,15 @@ class DraftWorker:
         floor: float = 0.0,
         sharpness: float | None = None,
         num_branches: int = 0,
+        seal: Seal = UNSEALED,
     ) -> None:
         """num_branches: at any time, of all responses together; the drafter has as many rows more.
 
         More responses than these get none: there is not one for each.
+
+        seal: of what its engines and it say to each other.
         """
-        self._drafter, self._floor = drafter, floor
+        self._drafter, self._floor, self.seal = drafter, floor, seal
         prior = drafter.prior_calibration()
         self._learned = Learned(prior, sharpness)
         self._rivals = Learned(np.full_like(prior, RIVAL_PRIOR), 1.0)
@@ -335,14 +341,15 @@ def load_worker(settings: WorkerSettings) -> DraftWorker:
         dtype=settings.dtype,
         vocab_size=settings.vocab_size,
     )
-    return DraftWorker(drafter, settings.floor, settings.sharpness, settings.num_branches)
+    seal = Seal(read_secret(settings.secret_file))
+    return DraftWorker(drafter, settings.floor, settings.sharpness, settings.num_branches, seal)
 
 
 class _Connection:
     """A worker's end of the sockets of an engine."""
 
-    def __init__(self, context: zmq.Context[Any], address: str) -> None:
-        self._context, self.address = context, address
+    def __init__(self, context: zmq.Context[Any], address: str, seal: Seal) -> None:
+        self._context, self.address, self._seal = context, address, seal
         self.steps = self._open(zmq.DEALER, address)
         self._drafts = context.socket(zmq.PUSH)
         self.said_s = -PULSE_S
@@ -359,7 +366,9 @@ class _Connection:
     def hear(self) -> Iterator[ToWorker]:
         """What the engine has told."""
         while self.steps.poll(0):
-            message = decode(self.steps.recv())
+            if (packed := self._seal.open(self.steps.recv())) is None:
+                continue
+            message = decode(packed)
             if isinstance(message, Begin):
                 self._drafts.close()
                 self._drafts = self._open(zmq.PUSH, message.drafts_to)
@@ -369,9 +378,9 @@ class _Connection:
         """Send what is drafted, or that the worker is lost. What the engine does not take now the next message has."""
         with contextlib.suppress(zmq.Again):
             if drafts is None:
-                self.steps.send(HELLO, zmq.NOBLOCK)
+                self.steps.send(self._seal.close(HELLO), zmq.NOBLOCK)
             else:
-                self._drafts.send(encode(drafts), zmq.NOBLOCK)
+                self._drafts.send(self._seal.close(encode(drafts)), zmq.NOBLOCK)
 
     def close(self) -> None:
         self.steps.close()
@@ -389,7 +398,7 @@ def serve(
     with contextlib.ExitStack() as opened:
         context = opened.enter_context(zmq.Context())
         poller = zmq.Poller()
-        engines = [_Connection(context, address) for address in addresses]
+        engines = [_Connection(context, address, worker.seal) for address in addresses]
         for engine in engines:
             opened.callback(engine.close)
             poller.register(engine.steps, zmq.POLLIN)

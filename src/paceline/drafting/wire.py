@@ -109,35 +109,40 @@ def read_secret(file: str | Path | None) -> bytes | None:
     try:
         return Path(file).read_bytes().strip()
     except OSError as error:
-        raise ConfigError(
-            f"the draft server's secret {file}: {error.strerror}; give a readable file"
-        ) from error
+        raise ConfigError(f"the secret for drafts {file}: {error.strerror}; give a readable file") from error
 
 
 class Seal:
-    """Signs and checks messages. secret: shared by server and clients, None: no signature."""
+    """Signs and checks messages. secret: shared by both ends, None: no signature."""
 
     def __init__(self, secret: bytes | None) -> None:
         if secret is not None and not 16 <= len(secret) <= 64:
-            raise ConfigError(f"the draft server's secret has {len(secret)} bytes: use 16 to 64")
+            raise ConfigError(f"the secret for drafts has {len(secret)} bytes: use 16 to 64")
         self._secret = secret
 
     def pack(self, message: Request | News) -> bytes:
         """The frame of a message."""
-        payload = _encoder.encode(message)
+        return self.close(_encoder.encode(message))
+
+    def close(self, payload: bytes) -> bytes:
+        """The frame of a message that is packed already."""
         return self._tag(payload) + payload
+
+    def open(self, frame: bytes) -> bytes | None:
+        """The packed message in a frame; None for one that is not signed with the secret."""
+        tag, payload = frame[:_TAG_BYTES], frame[_TAG_BYTES:]
+        return payload if hmac.compare_digest(tag, self._tag(payload)) else None
 
     def open_request(self, frame: bytes) -> Request | None:
         """The request in a frame; None for one that is damaged or not signed with the secret."""
-        return self._open(frame, _requests)
+        return self._read(frame, _requests)
 
     def open_news(self, frame: bytes) -> News | None:
         """The answer in a frame; None as above."""
-        return self._open(frame, _news)
+        return self._read(frame, _news)
 
-    def _open(self, frame: bytes, decoder: msgspec.msgpack.Decoder[_Message]) -> _Message | None:
-        tag, payload = frame[:_TAG_BYTES], frame[_TAG_BYTES:]
-        if not hmac.compare_digest(tag, self._tag(payload)):
+    def _read(self, frame: bytes, decoder: msgspec.msgpack.Decoder[_Message]) -> _Message | None:
+        if (payload := self.open(frame)) is None:
             return None
         try:
             return decoder.decode(payload)

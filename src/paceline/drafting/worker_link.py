@@ -14,12 +14,14 @@ import time
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
 
 from paceline.drafting.child_process import ChildProcess, make_socket_folder
 from paceline.drafting.tree import DraftTrees
+from paceline.drafting.wire import MAX_MESSAGE_BYTES, Seal, read_secret
 from paceline.drafting.worker_wire import (
     Begin,
     DraftCounts,
@@ -33,6 +35,9 @@ from paceline.drafting.worker_wire import (
 from paceline.drafting.worker_wire import decode_for_engine as decode
 from paceline.errors import ConfigError
 from paceline.types import Int32Array, Int64Array
+
+if TYPE_CHECKING:
+    import zmq
 
 LOGGER = logging.getLogger(__name__)
 
@@ -78,7 +83,7 @@ class WorkerLink:
         trees: have the text of every running response.
         has_child: start a worker and keep it alive; False: whoever comes drafts.
 
-        Raises ConfigError where there is no place for a socket.
+        Raises ConfigError where there is no place for a socket, or for a secret that cannot be.
         """
         import zmq
 
@@ -86,15 +91,14 @@ class WorkerLink:
         if folder is None:
             raise ConfigError("a draft worker needs a folder for its socket: set TMPDIR to a short path")
         self._folder, self._most_ahead, self._trees = folder, most_ahead, trees
-        address = f"ipc://{folder / 'worker'}"
-        self._drafts_to = f"ipc://{folder / 'drafts'}"
+        self._seal = Seal(read_secret(settings.secret_file))
         self._context = zmq.Context()
         self._lost = self._context.socket(zmq.ROUTER)
         self._lost.setsockopt(zmq.LINGER, 0)
-        self._lost.bind(address)
+        address = self._bind(self._lost, "worker", settings.interface)
         self._drafts = self._context.socket(zmq.PULL)
         self._drafts.setsockopt(zmq.CONFLATE, 1)
-        self._drafts.bind(self._drafts_to)
+        self._drafts_to = self._bind(self._drafts, "drafts", settings.interface)
         self._no_message = zmq.Again
         self._nonblocking, self._more = zmq.NOBLOCK, zmq.SNDMORE
         self.settings = msgspec.structs.replace(settings, address=address, parent=os.getpid())
@@ -111,6 +115,19 @@ class WorkerLink:
         self._is_silent = False
         self._past = DraftCounts()  # of what was begun before
         self._latest: Drafts | None = None
+
+    def _bind(self, socket: zmq.Socket[bytes], name: str, interface: str | None) -> str:
+        """Where it can be reached, then. Raises ConfigError for an interface that is not there."""
+        import zmq
+
+        socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        try:
+            socket.bind(f"ipc://{self._folder / name}" if interface is None else f"tcp://{interface}:*")
+        except zmq.ZMQError as error:
+            raise ConfigError(
+                f"draft_interface {interface!r}: {error}; name a network interface of this machine, or its address"
+            ) from error
+        return socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
 
     # -- what the worker is told
 
@@ -204,7 +221,7 @@ class WorkerLink:
         """What a full or dead worker does not take is lost, and it asks for everything."""
         assert self._worker is not None
         self._lost.send(self._worker, self._more | self._nonblocking)
-        self._lost.send(encode(message), self._nonblocking)
+        self._lost.send(self._seal.close(encode(message)), self._nonblocking)
 
     # -- what the worker has drafted
 
@@ -222,10 +239,11 @@ class WorkerLink:
         if timeout_s and not self._await_drafts(timeout_s):
             return None
         try:
-            drafts = decode(self._drafts.recv(self._nonblocking))
+            packed = self._seal.open(self._drafts.recv(self._nonblocking))
         except self._no_message:
             return None
-        return drafts if drafts.begun == self._begun else None
+        drafts = None if packed is None else decode(packed)
+        return drafts if drafts is not None and drafts.begun == self._begun else None
 
     def _await_drafts(self, timeout_s: float) -> bool:
         """Wait until the worker has said something; returns whether it has."""
@@ -246,8 +264,10 @@ class WorkerLink:
         """
         self._looked_s = now_s
         while self._lost.poll(0):
-            self._greet(self._lost.recv_multipart()[0])
-            self._silent_since_s, self._is_silent = now_s, False
+            worker, *_, frame = self._lost.recv_multipart()
+            if self._seal.open(frame) is not None:
+                self._greet(worker)
+                self._silent_since_s, self._is_silent = now_s, False
         if not self._waiting and not self._running:
             return
         silent_s = now_s - self._silent_since_s

@@ -4,7 +4,8 @@ The engine binds two sockets. On the first, a DEALER to the engine's ROUTER, a w
 or a message did not reach it) says hello; the engine answers with `Begin`, everything that runs, and tells from then on
 what has changed, one numbered `Step` a step. On the second, whose address stands in `Begin`, the worker pushes
 `Drafts`: each has all that is drafted ahead, so the last one is all that counts, and the sockets keep no other
-(ZMQ_CONFLATE). However many have come, a step takes one. Arrays travel as their bytes, little-endian.
+(ZMQ_CONFLATE). However many have come, a step takes one. Arrays travel as their bytes, little-endian. Every frame is
+sealed as the draft server's are (wire.py): whoever lacks the secret is not heard, and told nothing.
 """
 
 from __future__ import annotations
@@ -35,6 +36,10 @@ class WorkerSettings(msgspec.Struct, frozen=True):
     sharpness: float | None
     num_branches: int = 0
     """Corrections that are prepared at any time."""
+    interface: str | None = None
+    """Network interface, or its address, on which the engine can be reached; None: on this machine alone."""
+    secret_file: str | None = None
+    """Of the secret that both ends share."""
 
 
 class Open(msgspec.Struct, frozen=True, array_like=True):

@@ -305,6 +305,8 @@ def start_draft_ahead(
         floor=0.0 if settings.draft_by_turns else settings.draft_floor,
         sharpness=settings.sharpness,
         num_branches=0 if settings.draft_by_turns else settings.draft_branches,
+        interface=settings.draft_interface if settings.draft_help else None,
+        secret_file=settings.draft_secret_file,
     )
     links = [
         WorkerLink(replace(wanted, model=folder), settings.most_ahead, trees, has_child=settings.draft_worker)

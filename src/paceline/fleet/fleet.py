@@ -222,19 +222,20 @@ class Fleet:
             made.callback(self._draft_server.close)
 
     def _can_help(self, is_one_machine: bool) -> bool:
-        """Whether workers may draft for others: these are reached through sockets of one machine.
+        """Whether workers may draft for others: these are reached through sockets of one machine, or by an interface.
 
         Raises ConfigError where they have to, by their roles, and cannot.
         """
         settings, engine = self.settings, self.engine_settings
-        is_possible = is_one_machine and engine.model_drafter is not None and not engine.draft_worker
+        is_reached = is_one_machine or engine.draft_interface is not None
+        is_possible = is_reached and engine.model_drafter is not None and not engine.draft_worker
         is_possible = is_possible and not is_draft_head(Path(str(engine.model_drafter)))
         is_possible = is_possible and not self._renews_drafter
         if (settings.num_drafters or settings.help == "draft") and not is_possible:
             asked = f"roles {settings.roles!r}" if settings.num_drafters else "help 'draft'"
             raise ConfigError(
                 f"{asked}: drafters need a model_drafter that is no draft head and is not renewed, no draft_worker of "
-                "each engine's own, and all workers on one machine"
+                "each engine's own, and all workers on one machine or a draft_interface"
             )
         is_wanted = settings.help in {"auto", "draft"} or settings.num_drafters > 0
         return is_possible and settings.workers > 1 and is_wanted
