@@ -4,8 +4,8 @@ Four kinds of kills (SIGKILL, `--rows`), each at random moments and for each num
 
 * parts of a fleet: rollouts on `--workers` engines with a KV pool, a draft server and reward workers, one after the
   other, until `--kills` processes have been killed: `--engine-kills` of them, at least half, engines that run responses
-  (they take half a minute to come back), the others draft servers and reward workers. Engines that fall free help the
-  others (`helps`), and are killed while they race, too;
+  (they take half a minute to come back), the others draft servers and reward workers. One response is longer than the
+  others, and an engine that falls free drafts for it (`helps`) until it is over or one of the two is killed;
 * drivers: `paceline rollout --workers` is killed `--driver-kills` times, each time soon after its engines have begun to
   generate, and begun again with --resume. A rollout that ends before it is killed is followed by another one;
 * racers: of two workers that generate one response, by turns the one that copies it and the other one, `--racer-kills`
@@ -34,7 +34,7 @@ import tempfile
 import time
 from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -409,6 +409,7 @@ def run_fleet(dtype: str, options: argparse.Namespace) -> list[dict[str, Any]]:
 
     from paceline.config import EngineSettings, FleetSettings, RewardSettings
     from paceline.fleet.fleet import Fleet
+    from paceline.planning.help import Help
     from paceline.types import RolloutRequest
 
     prompts = make_prompts(MODEL, options.groups, 3)
@@ -420,7 +421,7 @@ def run_fleet(dtype: str, options: argparse.Namespace) -> list[dict[str, Any]]:
         workers=options.workers,
         chunk_tokens=64,
         max_failed_starts=20,
-        help="auto",
+        help="draft",
         rewards=RewardSettings(workers=2, max_crashes=100),
     )
     with Fleet(
@@ -430,7 +431,10 @@ def run_fleet(dtype: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     ) as fleet:  # fmt: skip
         rows: list[dict[str, Any]] = []
         if "parts" in options.rows:
-            rows.append({"kind": "parts", **kill_parts(fleet, requests(options.group_size), options)})
+            long, *others = requests(options.group_size)
+            short = [replace(request, max_tokens=request.max_tokens // 4) for request in others]
+            with stragglers.forced(Help.DRAFT):
+                rows.append({"kind": "parts", **kill_parts(fleet, [long, *short], options)})
         num_drivers = options.driver_kills if "drivers" in options.rows else 0
         asked = requests(DRIVER_SAMPLES) if num_drivers else []
         calm = fleet.generate(asked, SamplingParams(temperature=1.0))
