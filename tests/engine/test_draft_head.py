@@ -168,7 +168,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
     ]
     patch = pytest.MonkeyPatch()
     patch.setattr(ModelSteering, "advance", lambda *_: True)
-    patch.setattr(ModelSteering, "limits", lambda _, batch, *rest: (0.0, np.zeros(batch + 1, np.float32)))
+    patch.setattr(ModelSteering, "limits", lambda *_: (0.0, np.zeros(1, np.float32), None))
     with RolloutEngine(POLICY, settings, dtype="float32", max_model_len=320, max_num_seqs=64) as engine:
         yield Trained(engine, head, trainer.network, requests)
     patch.undo()

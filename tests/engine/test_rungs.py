@@ -49,6 +49,8 @@ def plain(engine: RolloutEngine) -> list[Response]:
 def never_rests(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside so small a target no drafter is worth its time."""
     monkeypatch.setattr(ModelSteering, "advance", lambda *_: True)
+    limits = 0.0, np.zeros(1, np.float32), None
+    monkeypatch.setattr(ModelSteering, "limits", lambda *_: limits)
 
 
 def drafting_model(engine: RolloutEngine) -> str:

@@ -109,7 +109,7 @@ def read_secret(file: str | Path | None) -> bytes | None:
     try:
         return Path(file).read_bytes().strip()
     except OSError as error:
-        raise ConfigError(f"the secret for drafts {file}: {error.strerror}; give a readable file") from error
+        raise ConfigError(f"the draft secret {file}: {error.strerror}; give a readable file") from error
 
 
 class Seal:
@@ -117,7 +117,7 @@ class Seal:
 
     def __init__(self, secret: bytes | None) -> None:
         if secret is not None and not 16 <= len(secret) <= 64:
-            raise ConfigError(f"the secret for drafts has {len(secret)} bytes: use 16 to 64")
+            raise ConfigError(f"the draft secret has {len(secret)} bytes: use 16 to 64")
         self._secret = secret
 
     def pack(self, message: Request | News) -> bytes:
