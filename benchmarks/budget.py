@@ -48,7 +48,7 @@ CANDIDATES: dict[str, tuple[dict[str, Any], ...]] = {
 }
 """The settings of each policy that are tried at each batch size."""
 SUFFIX = "suffix only"
-COLUMNS = ("policy", "batch", "tokens_per_s", "ratio", "acceptance_length", "equal", "table")
+COLUMNS = ("policy", "batch", "tokens_per_s", "ratio", "ratio_range", "acceptance_length", "equal", "table")
 TUNING_SEED = 50_000
 
 
@@ -216,7 +216,8 @@ def summarise(
     for key in ("tokens_per_s", "acceptance_length"):
         row[key] = median([one[key] for one in found[name]])
     turns = list(zip(found[name], found["plain"], strict=True))
-    row["ratio"] = median([one["tokens_per_s"] / plain["tokens_per_s"] for one, plain in turns])
+    ratios = [one["tokens_per_s"] / plain["tokens_per_s"] for one, plain in turns]
+    row["ratio"], row["ratio_range"] = median(ratios), [min(ratios), max(ratios)]
     if name != "plain":
         row["equal"] = [one["ids"] for one in found[name]] == [one["ids"] for one in found[SUFFIX]]
     row["table"] = " ".join(f"{key}={value}" for key, value in (table or {}).items())

@@ -116,9 +116,18 @@ def list_intel_speed(rows: Rows) -> str:
 
 def list_bars(rows: Rows) -> str:
     """What was to be reached and what was."""
+    return _list_bars(rows("speed.bars"))
+
+
+def list_prose_bars(rows: Rows) -> str:
+    """The same with the prose pair."""
+    return _list_bars(rows("speed_prose.bars"))
+
+
+def _list_bars(bars: Sequence[dict[str, Any]]) -> str:
     lines = []
-    for bar in rows("speed.bars"):
-        share = "share" in bar["bar"]
+    for bar in bars:
+        share = bar["needed"] < 1
         numbers = (f"{100 * x:.0f} %" if share else f"{x:.2f}" for x in (bar["needed"], bar["reached"]))
         lines.append(
             (bar["case"].replace("x", " x "), bar["bar"], *numbers, "met" if bar["met"] else "missed")
@@ -128,7 +137,16 @@ def list_bars(rows: Rows) -> str:
 
 def list_bounds(rows: Rows) -> str:
     """How much is left above Paceline, and in the tail."""
-    compiled = {(row["case"], row["system"]): row for row in rows("speed") if row["mode"] == "compiled"}
+    return _list_bounds(rows("speed"))
+
+
+def list_prose_bounds(rows: Rows) -> str:
+    """The same with the prose pair."""
+    return _list_bounds(rows("speed_prose"))
+
+
+def _list_bounds(rows: Sequence[dict[str, Any]]) -> str:
+    compiled = {(row["case"], row["system"]): row for row in rows if row["mode"] == "compiled"}
     lines = []
     for case in dict.fromkeys(case for case, _ in compiled):
         full, off = compiled[case, "paceline"], compiled[case, "paceline_off"]
@@ -143,6 +161,45 @@ def list_bounds(rows: Rows) -> str:
 def list_prose_speed(rows: Rows) -> str:
     """The same with the prose pair."""
     return _list_cases(rows("speed_prose"))
+
+
+def list_budget(rows: Rows) -> str:
+    """Every budget policy over the batch size, times as fast as plain vLLM."""
+    return _list_policies(rows("budget"))
+
+
+def list_prose_budget(rows: Rows) -> str:
+    """The same with the prose pair."""
+    return _list_policies(rows("budget_prose"))
+
+
+def _list_policies(rows: Sequence[dict[str, Any]]) -> str:
+    found = {(row["policy"], row["batch"]): row for row in rows}
+    batches = list(dict.fromkeys(row["batch"] for row in rows))
+    lines = [
+        (
+            policy,
+            *(
+                f"{found[policy, n]['ratio']:.2f}{_show_range(found[policy, n]['ratio_range'])}"
+                for n in batches
+            ),
+        )
+        for policy in dict.fromkeys(row["policy"] for row in rows)
+        if policy != "plain"
+    ]
+    return format_table(("policy", *(f"batch {n}" for n in batches)), lines)
+
+
+def list_replay(rows: Rows) -> str:
+    """What a change of the drafter and one of the limit are worth to each policy, on the same responses."""
+    made = rows("replay")
+    lines = []
+    for drafter, limit in dict.fromkeys((row["drafter"], row["limit"]) for row in made):
+        found = {row["policy"]: row for row in made if (row["drafter"], row["limit"]) == (drafter, limit)}
+        cells = [f"{found[name]['ratio']:.2f} ({found[name]['tail_ratio']:.2f})" for name in REPLAYED]
+        older = drafter.startswith("older")
+        lines.append(("traces only" if older else "the shipped one", str(limit), *cells))
+    return format_table(("drafter", "limit", *REPLAYED.values()), lines)
 
 
 def list_drafting(rows: Rows) -> str:
@@ -319,6 +376,13 @@ DRAFTERS = {
     "paceline, groups apart": "without shared counts",
     "n-gram lookup": "n-gram lookup",
 }
+REPLAYED = {
+    "fixed": "five tokens fixed",
+    "suffix only": "budget, suffix trees alone",
+    "marginal": "budget",
+    "free drafts": "budget, drafts free",
+    "clairvoyant": "clairvoyant",
+}
 REPORTS_PER_S = 640
 """Of 64 workers, ten times a second."""
 RECORDED = {
@@ -333,6 +397,11 @@ TABLES: dict[str, Callable[[Rows], str]] = {
     "speed.bars": list_bars,
     "speed.bounds": list_bounds,
     "speed_prose": list_prose_speed,
+    "speed_prose.bars": list_prose_bars,
+    "speed_prose.bounds": list_prose_bounds,
+    "budget": list_budget,
+    "budget_prose": list_prose_budget,
+    "replay": list_replay,
     "papers.claims": list_claims,
     "papers.counts": list_counts,
     "papers.systems": list_systems,

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from paceline.config import BudgetSettings
 from paceline.planning import bandit
-from paceline.planning.alternatives import tree_tokens
 from paceline.planning.budget import BudgetSnapshot, BudgetState, decide
 from paceline.planning.latency_profile import AffineLatency, PiecewiseLatency, StepLatency
 from paceline.planning.window import coupled_tokens, decoupled_tokens
 from paceline.sim.acceptance_model import AcceptanceProcess
+from paceline.sim.alternatives import tree_tokens
 from paceline.sim.costs import Drafter, EngineCosts
 from paceline.sim.speculation import (
     Bandit,

@@ -13,9 +13,9 @@ from typing import NamedTuple
 import numpy as np
 
 from paceline.config import BudgetSettings
-from paceline.planning.alternatives import Alternatives, choose_alternatives
 from paceline.planning.budget import fair_gains, fair_lengths
 from paceline.planning.latency_profile import LatencyModel
+from paceline.sim.alternatives import Alternatives, choose_alternatives
 from paceline.sim.costs import Drafter, EngineCosts
 from paceline.sim.speculation import Batch, BySize, Plain, RoundPlan, coupled_plan, fair_depths
 from paceline.types import Float64Array
@@ -43,7 +43,7 @@ class Budgeted:
 
     Without and with the model drafter, whose levels cost time; the better of the two is carried out. A model that knows
     its second choices (`Drafter.second_choice`) drafts alternatives too, where they raise the rate
-    (`planning.alternatives`). The cut is kept as a gain, so that requests which come and go do not need a new
+    (`sim.alternatives`). The cut is kept as a gain, so that requests which come and go do not need a new
     search: it is made again after a twentieth of the batch has changed.
     """
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from paceline.errors import ConfigError
-from paceline.planning.alternatives import second_choice
 from paceline.planning.latency_profile import LatencyModel, StepLatency
 from paceline.sim.acceptance_model import AcceptanceProcess
+from paceline.sim.alternatives import second_choice
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,6 @@ import numpy as np
 
 from paceline.config import BudgetSettings
 from paceline.planning import bandit
-from paceline.planning.alternatives import tree_tokens
 from paceline.planning.budget import BudgetSnapshot, BudgetState, decide
 from paceline.planning.latency_profile import LatencyModel
 from paceline.planning.reconfigure import PlanTable, reconfigure
@@ -28,6 +27,7 @@ from paceline.planning.window import (
     decoupled_tokens,
     profiled_times,
 )
+from paceline.sim.alternatives import tree_tokens
 from paceline.sim.costs import Drafter, EngineCosts
 from paceline.types import Float64Array, Int32Array
 
@@ -219,7 +219,7 @@ class Bandit:
     """TLT 5.2: no drafts above a batch size, below it what the bandit finds best.
 
     Drafters of lines: `planning.budget.decide` under the policy "bandit". Drafters with second choices
-    (`Drafter.second_choice`): trees of the strategy's depth and tokens to verify (`planning.alternatives.tree_tokens`).
+    (`Drafter.second_choice`): trees of the strategy's depth and tokens to verify (`sim.alternatives.tree_tokens`).
     """
 
     drafter: Drafter

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.errors import EngineError
-from paceline.planning.alternatives import choose_alternatives, second_choice, tree_tokens
 from paceline.planning.window import coupled_tokens
+from paceline.sim.alternatives import choose_alternatives, second_choice, tree_tokens
 
 
 def best_by_trial(p: float, w: int, q: float, token: float, path: float) -> float:
