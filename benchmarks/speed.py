@@ -28,7 +28,7 @@ Eager rows are `normalised` to compiled plain vLLM and have an eager plain vLLM 
 
 `without_waste` is the ratio of the same steps if drafting took no time and no rejected token were verified.
 `clairvoyant` is that of the best possible policy with this drafter: each step verifies exactly the tokens that will be
-accepted, drafts are free (bounds.py, on the last repetition, by the step times of the case). `clairvoyant_paid` is the
+accepted, drafts are free (bounds.py, all repetitions together, by the step times of the case). `clairvoyant_paid` is the
 same where those tokens take the drafter as long as in the case's own steps; `clairvoyant_tail` is its `tail_ratio`.
 """
 
@@ -39,6 +39,7 @@ import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -325,8 +326,8 @@ def compare(
         if name == "paceline":
             depth = EngineSettings().max_draft_tokens
             price = DraftPrice.fit([run for one in runs for run in one])
-            best = [play_clairvoyant(run, clock, price, drafter, depth) for run in off[-1]]
-            add_clairvoyant(row, sum(best, NOTHING), forced[-1], runs[-1])
+            best = [play_clairvoyant(run, clock, price, drafter, depth) for one in off for run in one]
+            add_clairvoyant(row, sum(best, NOTHING), chain(*forced), chain(*runs))
         rows.append({"case": case, **row})
     add_rival(rows, rivals)
     return rows

