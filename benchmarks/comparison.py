@@ -96,7 +96,7 @@ def add_bound(row: dict[str, Any], bound: Bound, forced: Repetitions) -> None:
 def add_clairvoyant(
     row: dict[str, Any], best: Clairvoyant, forced: Iterable[Timed], runs: Iterable[Timed]
 ) -> None:
-    """Put into the row what the clairvoyant policy would reach. best: what it needs for these rollouts, all together."""
+    """Put into the row what the clairvoyant policy would reach. best: what it needs for all of these rollouts."""
     plain_s, plain_tail_s = np.array([(run.wall_s, run.tail_s) for run in forced]).sum(axis=0).tolist()
     row["clairvoyant"], row["clairvoyant_paid"] = plain_s / best.free_s, plain_s / best.paid_s
     row["clairvoyant_tail"] = ratio(plain_tail_s, best.tail_s)

@@ -28,7 +28,7 @@ Eager rows are `normalised` to compiled plain vLLM and have an eager plain vLLM 
 
 `without_waste` is the ratio of the same steps if drafting took no time and no rejected token were verified.
 `clairvoyant` is that of the best possible policy with this drafter: each step verifies exactly the tokens that will be
-accepted, drafts are free (bounds.py, all repetitions together, by the step times of the case). `clairvoyant_paid` is the
+accepted, drafts are free (bounds.py, of all repetitions, by step times of the case). `clairvoyant_paid` is the
 same where those tokens take the drafter as long as in the case's own steps; `clairvoyant_tail` is its `tail_ratio`.
 """
 
