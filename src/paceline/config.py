@@ -455,7 +455,8 @@ class FleetSettings(Section):
     help: Literal["none", "auto", "draft", "copy", "take"] = "none"
     """What a worker does that falls free while others still generate: nothing, or whatever of the following makes the
     one that is predicted to end last end soonest, if anything does (docs/fleet.md). draft: draft ahead for it; needs
-    `EngineSettings.model_drafter` without `draft_worker`, and all workers on one machine. copy: generate its longest
+    `EngineSettings.model_drafter` without `draft_worker`, and all workers on one machine or
+    `EngineSettings.draft_interface`. copy: generate its longest
     response too, the first to end wins. take: go on with some of its responses. auto: any of the three."""
     draft_server: bool = True
     """Start a draft server for the fleet unless `EngineSettings.draft_servers` names some. Needs the suffix drafter;
