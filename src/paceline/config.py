@@ -222,6 +222,11 @@ class EngineSettings(Section):
             raise ValueError(
                 f"draft_interface {self.draft_interface!r} lets other machines in: give a draft_secret_file too"
             )
+        if self.draft_interface in ("*", "0.0.0.0", "::", "[::]"):
+            raise ValueError(
+                f"draft_interface {self.draft_interface!r} is no address that others can reach: name one interface "
+                "(eth0), or its address"
+            )
         if self.further_drafters and self.model_drafter is None:
             raise ValueError(
                 f"further_drafters {list(self.further_drafters)} need a model_drafter, which is the first"
@@ -456,8 +461,8 @@ class FleetSettings(Section):
     """What a worker does that falls free while others still generate: nothing, or whatever of the following makes the
     one that is predicted to end last end soonest, if anything does (docs/fleet.md). draft: draft ahead for it; needs
     `EngineSettings.model_drafter` without `draft_worker`, and all workers on one machine or
-    `EngineSettings.draft_interface`. copy: generate its longest
-    response too, the first to end wins. take: go on with some of its responses. auto: any of the three."""
+    `EngineSettings.draft_interface`. copy: generate its longest response too, the first to end wins. take: go on with
+    some of its responses. auto: any of the three."""
     draft_server: bool = True
     """Start a draft server for the fleet unless `EngineSettings.draft_servers` names some. Needs the suffix drafter;
     on a cluster, joined by address or connected with several nodes, none is started."""

@@ -35,6 +35,7 @@ from paceline.engine import plugin
 from paceline.engine.profiling import Shape, measure_steps
 from paceline.engine.rollout_engine import RolloutEngine
 from paceline.engine.v2.checks import throw_dice, time_verifying
+from paceline.engine.v2.runner import KeyedRunnerV2
 from paceline.engine.v2.sampler import accept
 from paceline.errors import UnsupportedError
 from paceline.types import RolloutRequest
@@ -126,6 +127,17 @@ def refusals(engine: RolloutEngine) -> list[str]:
 
 STEP = "execute_model", "sample_tokens"
 """A runner's whole step; what it drafted is taken after it, and waited for then."""
+
+
+def profile_first() -> None:
+    """Let runners do what they do on a GPU to measure memory, and not on a CPU: run before there is a KV cache."""
+    initialize = KeyedRunnerV2.initialize_kv_cache
+
+    def run_first(runner: Any, *args: Any, **kwargs: Any) -> None:
+        runner._dummy_run(8, skip_attn=True, is_profile=True)
+        initialize(runner, *args, **kwargs)
+
+    KeyedRunnerV2.initialize_kv_cache = run_first
 
 
 def runner_of(engine: RolloutEngine) -> Any:
@@ -264,6 +276,7 @@ def main(target: str, drafter: str, file: str) -> None:
         made["plain vLLM waits"] = sorted(waits)
     known = {KEYS[n] % (1 << 64): (*PROMPTS[n], *plain[n]["tokens"]) for n in CASES}
     settings = EngineSettings(max_draft_tokens=4, budget=BudgetSettings(policy="fixed", fixed_tokens=4))
+    profile_first()
     with RolloutEngine(target, settings, kv_cache_bytes=1 << 26, **SIZES) as engine:
         runner = runner_of(engine)
         made["runner"] = [cls.__module__ for cls in type(runner).__mro__]

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 from drafters import ScriptedDrafter, ScriptedPaths
 from tiny_model import VOCAB, make_model
+from vllm.v1.request import RequestStatus
 
 from paceline.config import BudgetSettings, EngineSettings
 from paceline.engine.rollout_engine import RolloutEngine, TokenEvent
@@ -196,6 +198,60 @@ def test_a_rejected_draft_that_is_nan_changes_nothing(
         assert any(r.num_draft_tokens for r in again) == (drafter is poisonous)
         alternatives = sum(step.num_alternatives for step in engine.take_observations())
         assert (alternatives > 0) == (drafter is poisonous and len(rights) > 1)
+
+
+def test_a_spoilt_step_is_not_drafted_again(
+    engine: RolloutEngine, alone: list[Response], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A response in a batch that has not changed for many steps."""
+    withdrawn: list[int] = []
+    withdraw = engine.scheduler._withdraw
+
+    def count(name: str, num_tokens: int) -> None:
+        withdrawn.append(steps)
+        withdraw(name, num_tokens)
+
+    monkeypatch.setattr(engine.scheduler, "_withdraw", count)
+    monkeypatch.setattr(engine.scheduler.loop, "drafter", ScriptedDrafter({}, 0.0, VOCAB, lowest=POISON))
+    draft = engine.scheduler.loop.drafter.draft
+    engine.reset_prefix_cache()
+    engine.submit(0, GOOD[0], params())
+    steps, events = 0, []
+    nothing = ScriptedDrafter({}, 0.0, VOCAB, width=0).draft
+    while engine.num_running():
+        monkeypatch.setattr(engine.scheduler.loop.drafter, "draft", draft if steps >= 10 else nothing)
+        events += engine.step()
+        steps += 1
+    [made] = [event.response for event in events if event.response is not None]
+    assert made.tokens == alone[0].tokens
+    assert len(withdrawn) > 3
+    assert all(later - earlier > 1 for earlier, later in pairwise(withdrawn)), withdrawn
+
+
+def test_nan_of_an_aborted_response_does_not_outlive_it(
+    engine: RolloutEngine, alone: list[Response], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is aborted after the step that gives NaN has run, and before the scheduler hears of it."""
+    monkeypatch.setattr(engine.scheduler.loop, "drafter", None)
+    update = engine.scheduler.update_from_output
+
+    def abort_first(*args: Any) -> Any:
+        poisoned = [name for name in engine.scheduler.requests if engine.scheduler.live[name].key < 24]
+        engine.scheduler.finish_requests(poisoned, RequestStatus.FINISHED_ABORTED)
+        return update(*args)
+
+    engine.reset_prefix_cache()
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.scheduler, "update_from_output", abort_first)
+        for index in range(24):
+            engine.submit(index, RolloutRequest((1, 6 + index, 7, POISON), 20, key=index), params())
+        engine.step()
+    assert not engine.scheduler.requests
+    engine.abort(list(range(24)), keep_kv=False)
+    for _ in range(4):
+        again = engine.generate(GOOD, params())
+        assert [r.tokens for r in again] == [r.tokens for r in alone]
+        assert [r.logprobs for r in again] == [r.logprobs for r in alone]
 
 
 def test_the_command_says_by_its_exit_code_that_responses_failed(poisoned_dir: Path, tmp_path: Path) -> None:

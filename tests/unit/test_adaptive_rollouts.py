@@ -289,6 +289,15 @@ def test_training_rests_where_it_brings_nothing_and_goes_on_after_a_fall() -> No
     assert run.link.calls[told:][0][0] == 10
 
 
+def test_training_rests_where_it_makes_worse_drafters_alone() -> None:
+    run = Run(is_fresh=False)
+    run.link.present, run.link.saved = 0.7, [0.4] * (PATIENCE + 1)
+    for step in range(1, PATIENCE + 2):
+        run.step(step)
+    assert run.engine.drafter_version == 0
+    assert not run.rollouts._growth.pays
+
+
 def test_an_alarm_is_noted() -> None:
     run = Run(is_fresh=False)
     run.engine.alarms = 1

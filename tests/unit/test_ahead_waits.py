@@ -28,6 +28,13 @@ class Link:
     timeouts_s: list[float] = field(default_factory=list)
     number: int = 0
     is_there: bool = True
+    is_resting: bool = False
+
+    def rest(self) -> None:
+        self.is_resting = True
+
+    def forget(self) -> None:
+        self.is_resting = False
 
     def take(self, timeout_s: float) -> Drafts | None:
         self.timeouts_s.append(timeout_s)
@@ -196,6 +203,7 @@ def test_a_workers_drafter_of_which_nothing_is_accepted_is_dropped(caplog: pytes
         made.ahead.learn(one, decided)
     assert made.ahead.num_alarms == 1
     assert not made.ahead.has(0)
+    assert made.link.is_resting, "nobody would hear what it drafts"
     assert made.ahead.has(1)
     assert (
         sum("accepts nothing from the model drafter first" in line.getMessage() for line in caplog.records)
@@ -203,3 +211,9 @@ def test_a_workers_drafter_of_which_nothing_is_accepted_is_dropped(caplog: pytes
     )
     made.link.script = [drafts([4, 5])]
     assert made.best() == [1, 2], "it is heard no more"
+    made.ahead.forget()
+    assert not made.link.is_resting
+    assert made.ahead.has(0), "the policy has other weights: its drafts may be right again"
+    for _ in range(60):
+        made.ahead.learn(one, decided)
+    assert made.ahead.num_alarms == 1, "it is judged by what it proposes from now on"

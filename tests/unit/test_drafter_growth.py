@@ -77,11 +77,8 @@ def test_small_losses_have_no_time_to_add_up(made: list[float], present: float) 
     for agreement in made:
         if not growth.pays:
             break
-        is_new = may_replace(agreement, present)
-        if is_new:
-            present = agreement
-        rose = observe(growth, present, is_new)
-        first = present if rose.num_flat == 0 and is_new else first
-        growth = rose
+        present = agreement if may_replace(agreement, present) else present
+        growth = observe(growth, present, is_new=True)
+        first = present if growth.num_flat == 0 else first
     assert present >= first - FALL - 1e-9
     assert pytest.approx(FALL) == PATIENCE * MARGIN

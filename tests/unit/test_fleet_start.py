@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ from paceline.config import EngineSettings, FleetSettings, KvPoolSettings, Varia
 from paceline.control.controller import Controller
 from paceline.drafting import child_process
 from paceline.drafting.child_process import MAX_FAILED_STARTS
+from paceline.drafting.client import DraftClient
 from paceline.errors import ConfigError, RequestError, UnsupportedError
 from paceline.fleet import cluster, fleet
 from paceline.fleet.chunk_log import ChunkLog
@@ -218,6 +220,28 @@ def test_a_long_folder_for_temporary_files_is_passed_over(
         made.close()
     monkeypatch.setattr(child_process, "MAX_PATH_BYTES", 10)
     assert start_draft_process() is None
+
+
+def test_the_server_has_the_secret_of_its_clients(tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_bytes(b"sixteen bytes...!")
+    server = DraftProcess(tmp_path / "sockets", str(secret))
+    (tmp_path / "sockets").mkdir()
+    one, other = (
+        DraftClient([server.address], secret=secret.read_bytes(), interval_ms=2.0) for _ in range(2)
+    )
+    try:
+        for key, client in enumerate((one, other)):
+            client.watch(5, key)
+            client.report(5, key, 0, [key])
+        deadline_s = time.monotonic() + 20.0
+        while not (heard := one.take(10)) and time.monotonic() < deadline_s:
+            time.sleep(0.01)
+        assert heard
+    finally:
+        one.close()
+        other.close()
+        server.close()
 
 
 def test_a_killed_server_is_started_again_at_once(server: DraftProcess) -> None:

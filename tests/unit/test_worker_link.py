@@ -18,7 +18,6 @@ from paceline.drafting.tree import DraftTrees
 from paceline.drafting.wire import Seal
 from paceline.drafting.worker_link import WorkerLink
 from paceline.drafting.worker_wire import (
-    HELLO,
     Begin,
     DraftCounts,
     Drafts,
@@ -27,6 +26,7 @@ from paceline.drafting.worker_wire import (
     WorkerSettings,
     decode_for_worker,
     encode,
+    hello,
 )
 from paceline.errors import ConfigError
 
@@ -67,7 +67,7 @@ class Worker:
     """A worker's sockets."""
 
     def __init__(self, link: WorkerLink, secret: bytes | None = None) -> None:
-        self.seal = Seal(secret)
+        self.seal, self.address = Seal(secret), link.settings.address
         self.steps = self.connect(zmq.DEALER, link.settings.address)
 
     def connect(self, kind: int, address: str) -> zmq.Socket[bytes]:
@@ -78,7 +78,7 @@ class Worker:
         return made
 
     def greet(self, link: WorkerLink) -> Begin:
-        self.steps.send(self.seal.close(HELLO))
+        self.steps.send(self.seal.close(hello(self.address)))
         deadline_s = time.monotonic() + 5.0
         while not self.steps.poll(5) and time.monotonic() < deadline_s:
             assert link.take() is None
@@ -290,9 +290,15 @@ def test_over_a_network_only_who_has_the_secret_is_told_and_heard(
         assert link.settings.address.startswith("tcp://127.0.0.1:")
         open_response(link, trees, 7, [1, 2])
         grow(link, trees, {7: [3]})
-        for guess in (None, b"another secret of"):
+        address = link.settings.address
+        for guess, said in (
+            (None, hello(address)),
+            (b"another secret of", hello(address)),
+            (secret, hello("tcp://127.0.0.1:5757")),  # one that was said to another engine
+            (secret, hello(address) * 10),
+        ):
             stranger = Worker(link, guess)
-            stranger.steps.send(stranger.seal.close(HELLO))
+            stranger.steps.send(stranger.seal.close(said))
             until_s = time.monotonic() + 0.2
             while time.monotonic() < until_s:
                 link.take()
@@ -319,5 +325,46 @@ def test_over_a_network_only_who_has_the_secret_is_told_and_heard(
 def test_an_interface_that_is_not_there_is_named() -> None:
     with pytest.raises(ConfigError, match="draft_interface 'nowhere0'"):
         WorkerLink(replace(SETTINGS, interface="nowhere0"), 6, DraftTrees(), has_child=False)
+    with pytest.raises(ValueError, match=r"'0\.0\.0\.0' is no address that others can reach"):
+        EngineSettings(model_drafter="m", draft_interface="0.0.0.0", draft_secret_file="secret")
     with pytest.raises(ValueError, match="give a draft_secret_file"):
         EngineSettings(model_drafter="m", draft_interface="eth0")
+
+
+def test_a_link_that_cannot_be_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    made: list[Path] = []
+
+    def make(name: str) -> Path:
+        made.append(tmp_path / f"{name}-{len(made)}")
+        made[-1].mkdir()
+        return made[-1]
+
+    monkeypatch.setattr(worker_link, "make_socket_folder", make)
+    for broken in (
+        replace(SETTINGS, interface="nowhere0"),
+        replace(SETTINGS, secret_file=str(tmp_path / "none")),
+    ):
+        with pytest.raises(ConfigError):
+            WorkerLink(broken, 6, DraftTrees(), has_child=False)
+    assert not any(folder.exists() for folder in made)
+
+
+def test_a_worker_that_rests_drafts_for_nobody_until_all_is_forgotten(
+    link: WorkerLink, trees: DraftTrees
+) -> None:
+    worker = Worker(link)
+    worker.greet(link)
+    open_response(link, trees, 7, [1, 2])
+    grow(link, trees, {7: [3]})
+    link.rest()
+    open_response(link, trees, 8, [1, 2])
+    grow(link, trees, {7: [4], 8: [3]})
+    begun, later = worker.hear(2)
+    assert [opened.most_ahead for opened in begun.opened] == [6]
+    assert [opened.most_ahead for opened in later.opened] == [0]
+    assert numbers(later.allowed, np.int64) == [7]
+    assert numbers(later.most_ahead) == [0]
+    link.forget()
+    open_response(link, trees, 9, [1, 2])
+    grow(link, trees, {9: [3]})
+    assert [opened.most_ahead for opened in worker.hear(2)[-1].opened] == [6]

@@ -115,14 +115,16 @@ def write(path: Path, tensors: Mapping[str, Tensor], note: Note) -> None:
 @contextmanager
 def written_aside(out: Path) -> Iterator[Path]:
     """A folder to write into, which takes the place of `out` when the block ends: in one move where there is nothing
-    yet, else file by file, each in one move. A block that does not end leaves `out` as it was. Raises OSError.
+    yet, else file by file, each in one move, `config.json` last. A block that does not end leaves `out` as it was.
+    Raises OSError.
     """
+    out = out.resolve()
     aside = out.with_name(f"{out.name}.new")
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
     yield aside
     if out.is_dir():
-        for path in sorted(aside.iterdir()):
+        for path in sorted(aside.iterdir(), key=lambda path: (path.name == "config.json", path.name)):
             path.replace(out / path.name)
         aside.rmdir()
     else:

@@ -28,7 +28,8 @@ ARCHITECTURES = {"eagle": "LlamaForCausalLM", "hass": "LlamaForCausalLM", "eagle
 
 
 def export(tensors: Mapping[str, Tensor], made: Description, out: Path, form: Form, verifier: str) -> None:
-    """Write a checkpoint folder; one that is ended before it is done leaves no part of it.
+    """Write a checkpoint folder; one that is ended before it is done leaves no part of a new folder, and no
+    `config.json` in one that was there.
 
     verifier: name or path of the target, which the `speculators` form carries. Raises ConfigError for a form that the
     method does not have, RecordError if the disk refuses.

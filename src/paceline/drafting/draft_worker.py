@@ -32,7 +32,6 @@ from paceline.drafting.model import ModelDrafter
 from paceline.drafting.proposal import NO_GRID
 from paceline.drafting.wire import Seal, read_secret
 from paceline.drafting.worker_wire import (
-    HELLO,
     Begin,
     DraftCounts,
     Drafts,
@@ -41,6 +40,7 @@ from paceline.drafting.worker_wire import (
     ToWorker,
     WorkerSettings,
     encode,
+    hello,
 )
 from paceline.drafting.worker_wire import decode_for_worker as decode
 from paceline.planning.draft_ahead import choose_depth, choose_leaves
@@ -378,7 +378,7 @@ class _Connection:
         """Send what is drafted, or that the worker is lost. What the engine does not take now the next message has."""
         with contextlib.suppress(zmq.Again):
             if drafts is None:
-                self.steps.send(self._seal.close(HELLO), zmq.NOBLOCK)
+                self.steps.send(self._seal.close(hello(self.address)), zmq.NOBLOCK)
             else:
                 self._drafts.send(self._seal.close(encode(drafts)), zmq.NOBLOCK)
 

@@ -21,8 +21,9 @@ import numpy as np
 
 from paceline.drafting.child_process import ChildProcess, make_socket_folder
 from paceline.drafting.tree import DraftTrees
-from paceline.drafting.wire import MAX_MESSAGE_BYTES, Seal, read_secret
+from paceline.drafting.wire import MAX_MESSAGE_BYTES, MAX_QUEUED, Seal, read_secret
 from paceline.drafting.worker_wire import (
+    HELLO_BYTES,
     Begin,
     DraftCounts,
     Drafts,
@@ -31,6 +32,7 @@ from paceline.drafting.worker_wire import (
     ToWorker,
     WorkerSettings,
     encode,
+    hello,
 )
 from paceline.drafting.worker_wire import decode_for_engine as decode
 from paceline.errors import ConfigError
@@ -87,20 +89,26 @@ class WorkerLink:
         """
         import zmq
 
+        self._seal = Seal(read_secret(settings.secret_file))
         folder = make_socket_folder("worker")
         if folder is None:
             raise ConfigError("a draft worker needs a folder for its socket: set TMPDIR to a short path")
         self._folder, self._most_ahead, self._trees = folder, most_ahead, trees
-        self._seal = Seal(read_secret(settings.secret_file))
         self._context = zmq.Context()
         self._lost = self._context.socket(zmq.ROUTER)
         self._lost.setsockopt(zmq.LINGER, 0)
-        address = self._bind(self._lost, "worker", settings.interface)
+        self._lost.setsockopt(zmq.RCVHWM, MAX_QUEUED)
         self._drafts = self._context.socket(zmq.PULL)
         self._drafts.setsockopt(zmq.CONFLATE, 1)
-        self._drafts_to = self._bind(self._drafts, "drafts", settings.interface)
+        try:
+            address = self._bind(self._lost, "worker", settings.interface, HELLO_BYTES)
+            self._drafts_to = self._bind(self._drafts, "drafts", settings.interface, MAX_MESSAGE_BYTES)
+        except ConfigError:
+            self._close_sockets()
+            raise
         self._no_message = zmq.Again
         self._nonblocking, self._more = zmq.NOBLOCK, zmq.SNDMORE
+        self._hello = hello(address)
         self.settings = msgspec.structs.replace(settings, address=address, parent=os.getpid())
         self.child = _start_child(self.settings) if has_child else None
         self._waiting: dict[int, _Response] = {}  # not begun: nothing is drafted for them
@@ -112,15 +120,18 @@ class WorkerLink:
         self.number = 0
         """Of the last `Step` that was sent."""
         self._looked_s = self._silent_since_s = time.monotonic()
-        self._is_silent = False
+        self._is_silent = self._is_resting = False
         self._past = DraftCounts()  # of what was begun before
         self._latest: Drafts | None = None
 
-    def _bind(self, socket: zmq.Socket[bytes], name: str, interface: str | None) -> str:
-        """Where it can be reached, then. Raises ConfigError for an interface that is not there."""
+    def _bind(self, socket: zmq.Socket[bytes], name: str, interface: str | None, max_bytes: int) -> str:
+        """Where it can be reached, then. Raises ConfigError for an interface that is not there.
+
+        max_bytes: of a message that comes in.
+        """
         import zmq
 
-        socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        socket.setsockopt(zmq.MAXMSGSIZE, max_bytes)
         try:
             socket.bind(f"ipc://{self._folder / name}" if interface is None else f"tcp://{interface}:*")
         except zmq.ZMQError as error:
@@ -136,7 +147,8 @@ class WorkerLink:
 
         The worker is told when it grows for the first time.
         """
-        self._waiting[response] = _Response(key, temperature, limit, self._most_ahead)
+        most_ahead = 0 if self._is_resting else self._most_ahead
+        self._waiting[response] = _Response(key, temperature, limit, most_ahead)
         if len(self._waiting) + len(self._running) == 1:
             self._silent_since_s = time.monotonic()
 
@@ -185,6 +197,13 @@ class WorkerLink:
             if (one := self._running.get(response)) is not None:
                 one.most_ahead = self._allowed[response] = most
 
+    def rest(self) -> None:
+        """Have nothing drafted until `forget`, neither for responses that run nor for those to come."""
+        self._is_resting = True
+        for one in self._waiting.values():
+            one.most_ahead = 0
+        self.allow(list(self._running), [0] * len(self._running))
+
     def most_ahead(self, responses: Sequence[int]) -> Int32Array:
         """Undecided tokens of each response that this worker may draft. [num_responses]"""
         most = self._most_ahead
@@ -204,6 +223,7 @@ class WorkerLink:
 
     def forget(self) -> None:
         """Forget all responses: the policy has changed."""
+        self._is_resting = False
         for response in [*self._waiting, *self._running]:
             self.close(response)
 
@@ -263,9 +283,11 @@ class WorkerLink:
         One that is nobody's child, and silent, is not counted on until it says something.
         """
         self._looked_s = now_s
-        while self._lost.poll(0):
+        for _ in range(MAX_QUEUED):
+            if not self._lost.poll(0):
+                break
             worker, *_, frame = self._lost.recv_multipart()
-            if self._seal.open(frame) is not None:
+            if self._seal.open(frame) == self._hello:
                 self._greet(worker)
                 self._silent_since_s, self._is_silent = now_s, False
         if not self._waiting and not self._running:
@@ -304,6 +326,9 @@ class WorkerLink:
         """End the worker."""
         if self.child is not None:
             self.child.close()
+        self._close_sockets()
+
+    def _close_sockets(self) -> None:
         self._lost.close()
         self._drafts.close()
         self._context.term()

@@ -5,12 +5,14 @@ or a message did not reach it) says hello; the engine answers with `Begin`, ever
 what has changed, one numbered `Step` a step. On the second, whose address stands in `Begin`, the worker pushes
 `Drafts`: each has all that is drafted ahead, so the last one is all that counts, and the sockets keep no other
 (ZMQ_CONFLATE). However many have come, a step takes one. Arrays travel as their bytes, little-endian. Every frame is
-sealed as the draft server's are (wire.py): whoever lacks the secret is not heard, and told nothing.
+sealed as the draft server's are (wire.py): whoever lacks the secret is not heard, and told nothing, unless they read
+the network and say a worker's hello to the same engine again.
 """
 
 from __future__ import annotations
 
 import struct
+from hashlib import blake2b
 from operator import add, sub
 from typing import TypeAlias
 
@@ -132,8 +134,14 @@ class Drafts(msgspec.Struct, frozen=True, array_like=True):
 
 ToWorker: TypeAlias = Begin | Step
 
-HELLO = b""
-"""What a lost worker says."""
+
+def hello(address: str) -> bytes:
+    """What a lost worker says to the engine at this address: signed, it opens no other engine's door."""
+    return blake2b(address.encode(), digest_size=16).digest()
+
+
+HELLO_BYTES = 64
+"""Longer first messages are refused by the socket."""
 
 encode = msgspec.msgpack.Encoder().encode
 decode_for_worker = msgspec.msgpack.Decoder(ToWorker).decode

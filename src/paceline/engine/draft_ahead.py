@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,7 +54,7 @@ class _Worker:
     def __init__(self, link: WorkerLink, source: int, windows: DraftWindows | None, folder: str) -> None:
         """source: its number in the draft trees. windows: None: they stay as they are. folder: of its drafter."""
         self.link, self.source, self.windows = link, source, windows
-        self.watch = ModelWatch(folder)
+        self.watch = ModelWatch(folder, is_elsewhere=True)
         self.latest: Drafts | None = None
         self.since_s = 0.0
         """When it was told of the last step, or said something about it."""
@@ -89,6 +90,8 @@ class _Worker:
             self.windows.learn(responses, told, right)
         if self.is_there:
             self.watch.count(int((told > 0).sum()), int((right > 0).sum()))
+            if not self.watch.is_used:
+                self.link.rest()
 
     def arrival_s(self, latest: Drafts, now_s: float) -> float:
         """Until it says something more. latest: what it has said last."""
@@ -202,7 +205,7 @@ class DraftAhead:
         planned = [
             worker.windows.advance(responses, step_time, worker.level_s)
             for worker in self._workers
-            if worker.windows is not None
+            if worker.windows is not None and worker.watch.is_used
         ]
         if any(planned):
             names = responses.tolist()
@@ -308,10 +311,13 @@ def start_draft_ahead(
         interface=settings.draft_interface if settings.draft_help else None,
         secret_file=settings.draft_secret_file,
     )
-    links = [
-        WorkerLink(replace(wanted, model=folder), settings.most_ahead, trees, has_child=settings.draft_worker)
-        for folder in settings.model_drafters
-    ]
+    with ExitStack() as started:
+        links = []
+        for folder in settings.model_drafters:
+            own = replace(wanted, model=folder)
+            links.append(WorkerLink(own, settings.most_ahead, trees, has_child=settings.draft_worker))
+            started.callback(links[-1].shut_down)
+        started.pop_all()
     longest = min(settings.max_draft_tokens, settings.budget.max_draft_tokens)
     every = 0 if settings.draft_by_turns else settings.reconfigure_steps
     return DraftAhead(

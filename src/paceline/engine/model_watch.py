@@ -12,9 +12,13 @@ LOGGER = logging.getLogger(__name__)
 
 
 class ModelWatch:
-    """One of the engine's own, and one per draft worker. folder: of the model drafter; None: there is none."""
+    """One of the engine's own, and one per draft worker. folder: of the model drafter; None: there is none.
 
-    def __init__(self, folder: str | None) -> None:
+    is_elsewhere: it belongs to a draft worker, whose weights stay: it is tried again when the target has others.
+    """
+
+    def __init__(self, folder: str | None, *, is_elsewhere: bool = False) -> None:
+        self._is_elsewhere = is_elsewhere
         self.is_used = folder is not None
         self.score = DrafterScore()
         self._folder, self._trial = folder, Trial()
@@ -33,6 +37,7 @@ class ModelWatch:
         """The target may have other weights: a drafter that was alive need not be any more."""
         if self._trial.verdict is not None:
             self._trial = Trial()
+            self.is_used = self.is_used or self._is_elsewhere
 
     def observe(self, drafts: DraftBatch, first: Int32Array) -> None:
         """Compare the first token of each draft, verified or not, with the target's. A dead drafter is dropped.
@@ -50,9 +55,10 @@ class ModelWatch:
         if self._trial.verdict == "dead" and self.is_used:
             LOGGER.warning(
                 "the target accepts nothing from the model drafter %s, likely because of %s; going on without it until "
-                "it has other weights",
+                "%s",
                 self._folder,
                 likely_cause(was_alive=self._was_alive, is_pushed=self._is_pushed),
+                "the policy has others" if self._is_elsewhere else "it has other weights",
             )
             self.score += DrafterScore(alarms=1)
             self.drop()

@@ -77,6 +77,9 @@ class PacelineScheduler(Scheduler):  # type: ignore[misc]
         self._context = 0
         self._ended: list[LiveResponse] | None = None  # while a step's tokens are handed out
         self._stained: list[list[int]] = []  # KV blocks that the last step may have left NaN in
+        self._aborted: dict[
+            str, tuple[list[int], ...]
+        ] = {}  # KV blocks of requests that ended while a step ran
         self._started_s = 0.0
         self.spare_blocks = self._lend_blocks() if self.settings.num_paths > 1 else None
         pool = self.settings.kv_pool
@@ -169,6 +172,7 @@ class PacelineScheduler(Scheduler):  # type: ignore[misc]
             if len(self.finished) > MAX_KEPT_STEPS:
                 self.finished.pop(next(iter(self.finished)))
             if self._ended is None:
+                self._aborted[request.request_id] = self._blocks_of(request.request_id)
                 self._batch.settle()
                 self.loop.close(live.group, live.response)
             else:  # its last tokens come first
@@ -196,6 +200,7 @@ class PacelineScheduler(Scheduler):  # type: ignore[misc]
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         self._started_s = time.perf_counter()
+        self._aborted.clear()
         ready, others = self._divide()
         self._context = int(self._positions.sum())
         self._context += sum(request.num_tokens for request in others if not request.is_prefill_chunk)
@@ -348,8 +353,10 @@ class PacelineScheduler(Scheduler):  # type: ignore[misc]
         self._observe(scheduler_output, rows, step_s)
         for name, why in undrawable_of(model_runner_output).items():
             self._give_up(name, why)
-            self._stained += self.kv_cache_manager.get_blocks(name).get_block_ids()
+            self._stained += self._blocks_of(name)
         withdrawn = withdrawn_of(model_runner_output)
+        if withdrawn:
+            self._batch.settle()  # what was counted before this step is no growth of it
         for name in withdrawn:
             self._withdraw(name, scheduler_output.num_scheduled_tokens[name])
         grown = self._grown(scheduler_output, model_runner_output, rows)
@@ -362,6 +369,11 @@ class PacelineScheduler(Scheduler):  # type: ignore[misc]
             self._forget_on_device(withdrawn)
         return result
 
+    def _blocks_of(self, name: str) -> tuple[list[int], ...]:
+        """KV blocks of a request of the present step, by group; it may have been aborted meanwhile."""
+        found = self._aborted.get(name) or self.kv_cache_manager.get_blocks(name).get_block_ids()
+        return tuple(found)
+
     def _forget_on_device(self, names: list[str]) -> None:
         """Preempt requests: V2 counts on the device what each has computed, and would count a withdrawn step."""
         for request in [self.requests[name] for name in names if name in self.live]:
@@ -370,13 +382,13 @@ class PacelineScheduler(Scheduler):  # type: ignore[misc]
 
     def _withdraw(self, name: str, num_tokens: int) -> None:
         """A request's step of so many tokens does not count; what it computed may be in the prefix cache already."""
+        groups = self._blocks_of(name)
+        self._stained += groups
         if name in self.live:
             self.live[name].is_withdrawn = True
             self._ready = None
             request = self.requests[name]
             request.num_computed_tokens -= num_tokens
-            groups = self.kv_cache_manager.get_blocks(name).get_block_ids()
-            self._stained += groups
             for blocks in groups:
                 self.kv_cache_manager.evict_blocks(
                     set(blocks[request.num_computed_tokens // self.block_size :])

@@ -17,25 +17,25 @@ from paceline.drafting.child_process import ChildProcess, make_socket_folder
 LOGGER = logging.getLogger(__name__)
 
 
-def start_draft_process() -> DraftProcess | None:
-    """The server; None where there is no folder for its socket."""
+def start_draft_process(secret_file: str | None = None) -> DraftProcess | None:
+    """The server; None where there is no folder for its socket. secret_file: of the secret that its clients have."""
     folder = make_socket_folder("drafts")
     if folder is None:
         LOGGER.warning("no draft server: no folder for its socket; each worker drafts from its own responses")
         return None
-    return DraftProcess(folder)
+    return DraftProcess(folder, secret_file)
 
 
 class DraftProcess:
     """Keeps a draft server alive at one address. Close it."""
 
-    def __init__(self, folder: Path) -> None:
-        """folder: for its socket; removed in the end."""
+    def __init__(self, folder: Path, secret_file: str | None = None) -> None:
+        """folder: for its socket; removed in the end. secret_file: as for `start_draft_process`."""
         self._folder = folder
         self.address = f"ipc://{self._folder / 'drafts'}"
         """The same after every start: clients find it again by themselves."""
         module = "paceline.fleet.draft_process"
-        self.child = ChildProcess("draft server", module, (self.address, str(os.getpid())))
+        self.child = ChildProcess("draft server", module, (self.address, str(os.getpid()), secret_file or ""))
 
     def close(self) -> None:
         """End the server."""
@@ -43,16 +43,17 @@ class DraftProcess:
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def main(address: str, parent: int) -> None:
+def main(address: str, parent: int, secret_file: str) -> None:
     """Serve until the parent is gone. Ctrl-C is the parent's business."""
     from paceline.drafting.server import DraftServer
+    from paceline.drafting.wire import read_secret
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    server = DraftServer(address, secret=None)
+    server = DraftServer(address, secret=read_secret(secret_file or None))
     while os.getppid() == parent:
         server.serve(forever=False)
     shutil.rmtree(Path(address.removeprefix("ipc://")).parent, ignore_errors=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    main(sys.argv[1], int(sys.argv[2]), sys.argv[3])

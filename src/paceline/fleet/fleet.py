@@ -257,7 +257,7 @@ class Fleet:
         wanted = settings.draft_server and is_one_machine and settings.workers > 1
         if not wanted or engine.drafter != "suffix" or engine.draft_servers:
             return None
-        server = start_draft_process()
+        server = start_draft_process(engine.draft_secret_file)
         if server is not None:
             self.engine_settings = engine.model_copy(update={"draft_servers": (server.address,)})
         return server

@@ -31,7 +31,7 @@ class Growth:
     reached: float = 0.0
     """Acceptance from which rises and falls are counted."""
     num_flat: int = 0
-    """New drafters since the last rise."""
+    """New drafters since the last rise, those among them that were found worse."""
 
     @property
     def pays(self) -> bool:
@@ -53,8 +53,8 @@ def may_replace(agreement: float | None, present: float | None) -> bool:
 def observe(growth: Growth, acceptance: float | None, is_new: bool) -> Growth:
     """The growth after a rollout.
 
-    acceptance: of the first draft token, None: the drafter was not used. is_new: whether its weights were used for the
-    first time.
+    acceptance: of the first draft token, None: the drafter was not used. is_new: whether there was a new drafter, used
+    for the first time or found worse than the present one.
     """
     if acceptance is None:
         return growth

@@ -268,14 +268,17 @@ class AdaptiveRollouts(Rollouts):
         ]
 
     def _swap(self) -> bool:
-        """Give the engines the newest drafter, if it is no worse than the one that they have."""
+        """Give the engines the newest drafter, if it is no worse than the one that they have.
+
+        Returns whether there was a new one: training that makes nothing but worse ones brings nothing.
+        """
         found = self._link.take()
         if found is None:
             return False
         weights, self._made = found
         present = self._made.used_agreement if self._is_used else None
         if not drafter_growth.may_replace(self._made.agreement, present):
-            return False
+            return True
         self._engine.push_drafter(weights)
         self._link.use()
         self._is_used = True

@@ -21,19 +21,29 @@ NO_TOKEN = (
 )
 
 
+class Missing:
+    """Which requests' last token is none, on its way to the host. Made before the model drafter is asked to draft, so
+    that whoever waits for it does not wait for the drafts.
+    """
+
+    def __init__(self, missing: torch.Tensor) -> None:
+        """missing: [num_requests] bool, on the device"""
+        self._rows = async_copy_to_np(missing)
+        self._copied = torch.cuda.Event(blocking=True)
+        self._copied.record()
+
+    def rows(self) -> list[int]:
+        """The requests' places in the batch; waits for the copy."""
+        self._copied.synchronize()
+        return np.flatnonzero(self._rows).tolist()  # type: ignore[no-any-return]
+
+
 class CheckedOutput(AsyncOutput):  # type: ignore[misc]
     """vLLM's message, on its way to the host, with the requests whose last token is none."""
 
-    def check(self, missing: torch.Tensor, drafted: Collection[str]) -> None:
-        """Finish the change of class.
-
-        Args:
-            missing: whether each request's last token is none. [num_requests] bool, on the device
-            drafted: requests whose drafts were verified, by id.
-        """
-        self._missing, self._drafted = async_copy_to_np(missing), drafted
-        self._copied = torch.cuda.Event(blocking=True)
-        self._copied.record()
+    def check(self, missing: Missing, drafted: Collection[str]) -> None:
+        """Finish the change of class. drafted: requests whose drafts were verified, by id."""
+        self._missing, self._drafted = missing, drafted
 
     def get_output(self) -> ModelRunnerOutput:
         """vLLM's own, in which such a request has no token.
@@ -42,8 +52,7 @@ class CheckedOutput(AsyncOutput):  # type: ignore[misc]
         NaN is NaN. Its step is withdrawn, and it computes its next token without drafts.
         """
         output: Any = super().get_output()
-        self._copied.synchronize()
-        rows = [row for row in np.flatnonzero(self._missing).tolist() if output.sampled_token_ids[row]]
+        rows = [row for row in self._missing.rows() if output.sampled_token_ids[row]]
         if rows:  # a prompt that is not finished needs no token
             names = [output.req_ids[row] for row in rows]
             for row in rows:
@@ -53,7 +62,7 @@ class CheckedOutput(AsyncOutput):  # type: ignore[misc]
         return output
 
 
-def check(output: Any, missing: torch.Tensor, drafted: Collection[str]) -> Any:
+def check(output: Any, missing: Missing, drafted: Collection[str]) -> Any:
     """Make vLLM's message one that is checked."""
     output.__class__ = CheckedOutput
     output.check(missing, drafted)

@@ -22,7 +22,7 @@ from paceline.engine import compiled, invariance
 from paceline.engine.kv.nan_blocks import NanBlocks
 from paceline.engine.runner import FreshDrafts, Runner, order_of
 from paceline.engine.v2.graphs import graphs_for_ragged_steps
-from paceline.engine.v2.outputs import check
+from paceline.engine.v2.outputs import Missing, check
 from paceline.engine.v2.sampler import CheckedSampler, ExactVerifier
 from paceline.engine.v2.speculator import NoSpeculator, couple
 from paceline.errors import UnsupportedError
@@ -42,10 +42,12 @@ class KeyedRunnerV2:
     responses: Int64Array  # [max_num_reqs] the scheduler's number of the response in each of V2's rows
     drafted: dict[str, list[int]]  # draft tokens of the present step, by request
     nan_blocks: NanBlocks
+    missing: Missing  # of the present step
 
     def adopt(self: Any) -> None:
         """Finish the change of class: say where drafts come from."""
         self.responses = np.zeros(self.max_num_reqs, np.int64)
+        self.nan_blocks = NanBlocks([], 1, [])  # a GPU's memory is profiled before there is a KV cache
         if isinstance(self.speculator, DraftModelSpeculator):
             self.speculator = couple(self.speculator, self.req_states)
         else:
@@ -99,12 +101,14 @@ class KeyedRunnerV2:
 
     def sample(self: Any, *args: Any, **kwargs: Any) -> Any:
         self.sampler.missing.clear()
-        return super().sample(*args, **kwargs)  # type: ignore[misc]
+        sampled = super().sample(*args, **kwargs)  # type: ignore[misc]
+        self.missing = Missing(torch.cat(self.sampler.missing))
+        return sampled
 
     def sample_tokens(self: Any, *args: Any, **kwargs: Any) -> Any:
         output = super().sample_tokens(*args, **kwargs)  # type: ignore[misc]
         if isinstance(output, AsyncOutput):
-            return check(output, torch.cat(self.sampler.missing), self.drafted)
+            return check(output, self.missing, self.drafted)
         return output
 
     def prepare_inputs(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
