@@ -5,9 +5,15 @@ from __future__ import annotations
 from xdist.scheduler import LoadScopeScheduling
 
 
+TRAINED_HEAD = ("tests/engine/test_draft_head.py", "tests/engine/test_exported_heads.py")
+"""Modules whose heads learn from what one target writes (trained_head.py)."""
+
+
 def engines_of(nodeid: str) -> str:
-    """What a test shares its engines with: its module, or all of the fleet's tests."""
+    """What a test shares its engines with: its module, all of the fleet's tests, or those with a trained head."""
     module = nodeid.partition("::")[0]
+    if module in TRAINED_HEAD:
+        return TRAINED_HEAD[0]
     return "tests/fleet" if module.startswith("tests/fleet/") else module
 
 

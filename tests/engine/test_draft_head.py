@@ -14,7 +14,7 @@ import torch
 from draft_head import make_head
 from safetensors.torch import load_file
 from tiny_model import VOCAB, make_model, scarce_engine
-from trained_head import DEPTH, POLICY, draw_prompts, learn
+from trained_head import DEPTH, POLICY, draw_prompts, learn, load_target
 
 from paceline.config import BudgetSettings, EngineSettings, KvPoolSettings
 from paceline.distillation.export import export
@@ -150,7 +150,7 @@ class Trained:
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
     head = tmp_path_factory.mktemp("trained")
-    trainer, made = learn(load_model(POLICY), "eagle")
+    trainer, made = learn(load_target(), "eagle")
     export(trainer.tensors(), made, head, "huggingface", str(POLICY))
     folder = Path(tempfile.mkdtemp(prefix="paceline-head-", dir="/dev/shm"))
     settings = EngineSettings(
@@ -186,7 +186,7 @@ def test_acceptance_is_as_measured(trained: Trained, undisturbed: list[Response]
     plain = generate(trained.engine, [replace(r, keep_kv=False) for r in trained.requests])
     trained.engine.set_drafting(True)
     assert [r.tokens for r in plain] == [r.tokens for r in undisturbed]
-    target = load_model(POLICY)
+    target = load_target()
     written = [(torch.tensor([*r.request.prompt, *r.tokens]), len(r.request.prompt)) for r in undisturbed]
     samples = read_samples(target, written, choose_layers(4), 4096)
     thrown = [(sample, Dice(r.key, 1.0)) for sample, r in zip(samples, undisturbed, strict=True)]

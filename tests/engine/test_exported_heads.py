@@ -3,34 +3,26 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
-from trained_head import DEPTH, POLICY, draw_prompts, learn
+from trained_head import DEPTH, POLICY, draw_prompts, learn, load_target
 
 from paceline.distillation.export import Form, export
 from paceline.distillation.measuring import Dice, measure
 from paceline.distillation.methods import MethodName
-from paceline.distillation.target import choose_layers, load_model, read_samples, share
+from paceline.distillation.target import choose_layers, read_samples, share
 
 MAX_TOKENS = 160
-
-
-@pytest.fixture(scope="module")
-def target() -> Any:
-    return load_model(POLICY)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "form"), [("eagle", "huggingface"), ("eagle3", "huggingface"), ("eagle3", "speculators")]
 )
-def test_vllm_accepts_as_often_as_was_measured(
-    target: Any, tmp_path: Path, method: MethodName, form: Form
-) -> None:
+def test_vllm_accepts_as_often_as_was_measured(tmp_path: Path, method: MethodName, form: Form) -> None:
     from vllm import LLM, SamplingParams
 
+    target = load_target()
     trainer, made = learn(target, method)
     export(trainer.tensors(), made, tmp_path / "head", form, str(POLICY))
     engine = LLM(

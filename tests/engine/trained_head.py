@@ -13,13 +13,19 @@ from transformers import AutoTokenizer
 from paceline.distillation.methods import METHODS, MethodName, build_network
 from paceline.distillation.offline import Progress, Schedule, train_offline
 from paceline.distillation.packing import ATTENTION_NAME, Sample
-from paceline.distillation.target import choose_layers, read_samples, share
+from paceline.distillation.target import choose_layers, load_model, read_samples, share
 from paceline.distillation.trainer import Trainer
 from paceline.distillation.training_folder import Description, describe
 from paceline.tasks import load_task
 
 DEPTH = 3
 POLICY = Path(__file__).resolve().parents[2] / "assets/countdown-policy"
+
+
+@cache
+def load_target() -> Any:
+    """The policy, one for all tests: what it writes, and heads that learned from it, are remembered with it."""
+    return load_model(POLICY)
 
 
 def draw_prompts(count: int) -> list[list[int]]:
