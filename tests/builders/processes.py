@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from xdist.scheduler import LoadScopeScheduling
 
-
 TRAINED_HEAD = ("tests/engine/test_draft_head.py", "tests/engine/test_exported_heads.py")
 """Modules whose heads learn from what one target writes (trained_head.py)."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+
 import pytest
 import torch
 from trained_head import DEPTH, POLICY, draw_prompts, learn, load_target
