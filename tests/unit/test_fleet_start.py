@@ -225,8 +225,9 @@ def test_a_long_folder_for_temporary_files_is_passed_over(
 def test_the_server_has_the_secret_of_its_clients(tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_bytes(b"sixteen bytes...!")
-    server = DraftProcess(tmp_path / "sockets", str(secret))
-    (tmp_path / "sockets").mkdir()
+    sockets = tmp_path / "sockets"
+    sockets.mkdir()
+    server = DraftProcess(sockets, str(secret))
     one, other = (
         DraftClient([server.address], secret=secret.read_bytes(), interval_ms=2.0) for _ in range(2)
     )
