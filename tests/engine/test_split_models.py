@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from drafters import ScriptedDrafter
+from safetensors.torch import load_file
 from tiny_model import VOCAB, make_mixture
 from vllm import SamplingParams
 
@@ -43,6 +44,12 @@ def test_tokens_and_log_probabilities_are_those_without_drafts(
         engine.scheduler.loop.drafter = ScriptedDrafter(known, 0.8, VOCAB, 6)
         scripted = generate(engine, REQUESTS[:3])
         gap = engine.invariance_gap
+        if kind == "two processes":
+            own = load_file(model / "model.safetensors")
+            engine.push_weights((name, weight * 0.5) for name, weight in own.items())
+            assert generate(engine, REQUESTS[:3])[0].tokens != plain[0].tokens
+            engine.push_weights(iter(own.items()))
+            assert [r.tokens for r in generate(engine, REQUESTS[:3])] == [r.tokens for r in plain[:3]]
     for responses in (drafted, scripted):
         assert [r.tokens for r in responses] == [r.tokens for r in plain[: len(responses)]]
         assert [r.logprobs for r in responses] == [r.logprobs for r in plain[: len(responses)]]

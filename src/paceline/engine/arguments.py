@@ -65,6 +65,10 @@ def engine_arguments(settings: EngineSettings | None = None, **fields: Any) -> d
     if settings.compiled:
         check_compiler()
     _check_head(settings, uses_v2())
+    if uses_v2() and settings.model_drafter is not None:
+        arguments["sleep_preserve_parameter_names"] = [
+            "draft.*"
+        ]  # nobody loads them again after a deep sleep
     if settings.kv_pool is not None:
         from paceline.engine.kv.backend import transfer_config
 
@@ -136,6 +140,10 @@ def check_engine(vllm_config: Any) -> None:
         "async_scheduling=False": vllm_config.scheduler_config.async_scheduling,
         "pipeline_parallel_size=1": vllm_config.parallel_config.pipeline_parallel_size > 1,
         "enable_prompt_embeds=False": vllm_config.model_config.enable_prompt_embeds,
+        "distributed_executor_backend='mp' (with external_launcher each rank schedules by its own clock)": (
+            vllm_config.parallel_config.distributed_executor_backend == "external_launcher"
+            and vllm_config.parallel_config.world_size > 1
+        ),
     }
     if vllm_config.use_v2_model_runner:
         remedies |= _v2_remedies(vllm_config, read_settings(vllm_config))

@@ -373,6 +373,11 @@ DOORS: tuple[Door, ...] = (
     ),
     Door(OUTPUT_V2, "requests without a next token (v2/outputs.py)", overrides="get_output"),
     Door(
+        f"{OUTPUT_V2}.__init__",
+        "its event says whether a step's tokens are on the host",
+        mentions=("self.copy_event = torch.cuda.Event(",),
+    ),
+    Door(
         f"{OUTPUT_V2}.get_output",
         "gives the scheduler lists",
         mentions=("self.model_runner_output.sampled_token_ids = sampled_token_ids",),

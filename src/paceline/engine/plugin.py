@@ -27,6 +27,7 @@ _WHY = {
     "enforce_eager": "EngineSettings.compiled decides",
 }
 """Engine arguments that are changed, and why."""
+_PRESERVED = "sleep_preserve_parameter_names"
 _LOGGER = logging.getLogger("vllm.paceline")  # below vLLM's own, so that its settings hold
 
 
@@ -120,6 +121,9 @@ def switch_on(engine_args: Any) -> None:
     }
     if not _chooses_graphs(engine_args):
         arguments |= graph_arguments(settings, engine_args.max_num_seqs)
+    if _PRESERVED in arguments:
+        own = getattr(engine_args, _PRESERVED)
+        arguments[_PRESERVED] = [*own, *(name for name in arguments[_PRESERVED] if name not in own)]
     for name, value in arguments.items():
         before = getattr(engine_args, name)
         if name in _WHY and value != before:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from paceline.config import EngineSettings
+from paceline.engine.installed import is_cpu_build
 from paceline.engine.keys import check_resumed
 from paceline.engine.token_outputs import Grown, TokenOutputs
 from paceline.errors import CheckpointError, ConfigError, EngineError, RequestError, UnsupportedError
@@ -76,10 +77,12 @@ def prepare_environment(threads: int | None = None) -> None:
     """Set what vLLM's CPU backend needs in this process's environment, where the user has not. Run before importing it.
 
     Without `nobind` the engine pins its threads to the first cores, where a second process collapses it by 10 to 100
-    times; without OMP_NUM_THREADS vLLM serves with one thread however many cores there are.
+    times; without OMP_NUM_THREADS vLLM serves with one thread however many cores there are. On a GPU it shall, so there
+    both stay as they are.
     """
-    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    os.environ.setdefault("OMP_NUM_THREADS", str(threads or len(os.sched_getaffinity(0))))
+    if is_cpu_build() or threads is not None:
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        os.environ.setdefault("OMP_NUM_THREADS", str(threads or len(os.sched_getaffinity(0))))
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -445,6 +448,10 @@ class RolloutEngine:
             )
         self._check_idle()
         self._is_torn = True
+        if self._engine.vllm_config.parallel_config.world_size > 1:  # other processes are sent neither
+            weights = [
+                (name, tensor.detach().cpu()) for name, tensor in weights
+            ]  # generators nor device tensors
         self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
         self._is_torn = False
         return self.set_policy_version(self.policy_version + 1 if version is None else version)

@@ -62,6 +62,14 @@ class CheckedOutput(AsyncOutput):  # type: ignore[misc]
         return output
 
 
+def has_arrived(output: Any) -> bool:
+    """Whether a step's tokens are on the host. Waits for nothing."""
+    query = getattr(
+        output.copy_event, "query", None
+    )  # where there is no device there are no streams, and no waiting
+    return query is None or bool(query())
+
+
 def check(output: Any, missing: Missing, drafted: Collection[str]) -> Any:
     """Make vLLM's message one that is checked."""
     output.__class__ = CheckedOutput

@@ -22,7 +22,7 @@ from paceline.engine import compiled, invariance
 from paceline.engine.kv.nan_blocks import NanBlocks
 from paceline.engine.runner import FreshDrafts, Runner, order_of
 from paceline.engine.v2.graphs import graphs_for_ragged_steps
-from paceline.engine.v2.outputs import Missing, check
+from paceline.engine.v2.outputs import Missing, check, has_arrived
 from paceline.engine.v2.sampler import CheckedSampler, ExactVerifier
 from paceline.engine.v2.speculator import NoSpeculator, couple
 from paceline.errors import UnsupportedError
@@ -67,8 +67,9 @@ class KeyedRunnerV2:
 
     def initialize_kv_cache(self: Any, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
         super().initialize_kv_cache(kv_cache_config, *args, **kwargs)  # type: ignore[misc]
-        sizes = [group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups]
-        self.nan_blocks = NanBlocks(self.kv_caches, kv_cache_config.num_blocks, sizes)
+        if not (kwargs.get("is_profiling") or any(args)):  # that cache is freed before the real one is made
+            sizes = [group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups]
+            self.nan_blocks = NanBlocks(self.kv_caches, kv_cache_config.num_blocks, sizes)
         self.cudagraph_manager = graphs_for_ragged_steps(self)
 
     def seal_model(self: Any) -> None:
@@ -108,6 +109,8 @@ class KeyedRunnerV2:
     def sample_tokens(self: Any, *args: Any, **kwargs: Any) -> Any:
         output = super().sample_tokens(*args, **kwargs)  # type: ignore[misc]
         if isinstance(output, AsyncOutput):
+            if not has_arrived(output):
+                self.speculator.forgive_launch()
             return check(output, self.missing, self.drafted)
         return output
 

@@ -55,6 +55,9 @@ class NoSpeculator(BaseSpeculator):  # type: ignore[misc]
     def propose(self, input_batch: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         return self._nothing[: input_batch.num_reqs]
 
+    def forgive_launch(self) -> None:
+        """Nothing was launched."""
+
     def take(self, runner: Any) -> None:
         """There never are fresh drafts."""
 
@@ -74,6 +77,7 @@ class _Made:
     )
     copied: Any
     launch_s: float
+    """Of the step's time; 0 where the target was still at work when the drafts had been launched."""
 
 
 class CoupledSpeculator(DraftModelSpeculator):  # type: ignore[misc]
@@ -174,6 +178,11 @@ class CoupledSpeculator(DraftModelSpeculator):  # type: ignore[misc]
             copied,
             launch_s,
         )
+
+    def forgive_launch(self) -> None:
+        """The step's tokens are not there yet: what launching the drafts took is no part of the step's time."""
+        if self._made is not None:
+            self._made = replace(self._made, launch_s=0.0)
 
     def take(self, runner: Any) -> FreshDrafts | None:
         """The fresh drafts for the scheduler, once; None when there are none. Waits until they are made."""
