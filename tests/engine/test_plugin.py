@@ -154,6 +154,17 @@ def test_graphs_are_those_of_the_budget_unless_the_user_chose(
     assert user.cudagraph_capture_sizes == chosen.get("cudagraph_capture_sizes")
 
 
+def test_a_draft_models_weights_survive_a_deep_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On V2, where nobody loads them again; what the user keeps is kept too."""
+    monkeypatch.setenv("PACELINE_SETTINGS", '{"model_drafter": "drafter"}')
+    monkeypatch.setattr("paceline.engine.arguments._check_head", lambda *_: None)
+    for is_v2, kept in ((True, ["lm_head.*", "draft.*"]), (False, ["lm_head.*"])):
+        monkeypatch.setattr("paceline.engine.compat.uses_v2", lambda is_v2=is_v2: is_v2)
+        args = make_args(sleep_preserve_parameter_names=["lm_head.*"])
+        plugin.switch_on(args)
+        assert args.sleep_preserve_parameter_names == kept
+
+
 @pytest.mark.parametrize("settings", [EngineSettings(), EngineSettings(compiled=False)])
 def test_engines_without_graphs_are_given_no_sizes(
     monkeypatch: pytest.MonkeyPatch, settings: EngineSettings

@@ -281,6 +281,15 @@ def test_modes_that_cannot_work_are_refused(section: str, name: str, value: obje
         check_engine(config)
 
 
+def test_ranks_that_schedule_by_their_own_clocks_are_refused() -> None:
+    config = make_config()
+    config.parallel_config.distributed_executor_backend = "external_launcher"
+    check_engine(config)
+    config.parallel_config.world_size = 2
+    with pytest.raises(UnsupportedError, match="distributed_executor_backend='mp'"):
+        check_engine(config)
+
+
 def test_v1_is_for_the_cpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("paceline.engine.compat.is_cpu", lambda: False)
     check_engine(make_config(use_v2_model_runner=True))
@@ -317,7 +326,12 @@ def make_config(**changes: object) -> SimpleNamespace:
     """As much of vLLM's configuration as `check_engine` looks at."""
     base = {
         "scheduler_config": SimpleNamespace(async_scheduling=False),
-        "parallel_config": SimpleNamespace(pipeline_parallel_size=1, enable_batch_sharded_sampling=False),
+        "parallel_config": SimpleNamespace(
+            pipeline_parallel_size=1,
+            enable_batch_sharded_sampling=False,
+            distributed_executor_backend="mp",
+            world_size=1,
+        ),
         "model_config": SimpleNamespace(
             enable_prompt_embeds=False, use_fp64_gumbel=False, enable_trace_replay=False
         ),
