@@ -42,12 +42,12 @@ from paceline.drafting.tree import DraftTrees
 from paceline.drafting.wire import Seal
 from paceline.drafting.worker_link import WorkerLink
 from paceline.drafting.worker_wire import (
-    HELLO,
     DraftCounts,
     Drafts,
     WorkerSettings,
     decode_for_worker,
     encode,
+    hello,
     pack_draft,
 )
 from paceline.engine.draft_ahead import DraftAhead
@@ -207,7 +207,7 @@ def step_of_draft_worker(num_responses: int, every: int = 0) -> tuple[float, flo
     drafts: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
     steps.connect(link.settings.address)
     seal = Seal(None)
-    steps.send(seal.close(HELLO))
+    steps.send(seal.close(hello(link.settings.address)))
     while not link.is_there:
         link.take()
     packed = seal.open(steps.recv())
