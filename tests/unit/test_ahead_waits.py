@@ -214,6 +214,3 @@ def test_a_workers_drafter_of_which_nothing_is_accepted_is_dropped(caplog: pytes
     made.ahead.forget()
     assert not made.link.is_resting
     assert made.ahead.has(0), "the policy has other weights: its drafts may be right again"
-    for _ in range(60):
-        made.ahead.learn(one, decided)
-    assert made.ahead.num_alarms == 1, "it is judged by what it proposes from now on"

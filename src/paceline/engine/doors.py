@@ -621,7 +621,8 @@ DOORS: tuple[Door, ...] = (
     Door(
         "vllm.config.parallel:ParallelConfig",
         "engines of several workers; the seed of a data-parallel engine",
-        members="data_parallel_index pipeline_parallel_size world_size decode_context_parallel_size "
+        members="data_parallel_index pipeline_parallel_size world_size distributed_executor_backend "
+        "decode_context_parallel_size "
         "enable_batch_sharded_sampling",
     ),
     Door(
