@@ -139,10 +139,7 @@ def test_a_shrunken_batch_ends_a_rest_where_the_drafter_is_not_known_to_lose() -
     rest = next_rest(Rest(length=64), 8, worth.is_positive(8), STEADY)
     assert rest.left == 64
     assert next_rest(rest, 12, True, STEADY).left == 63, "not smaller, but as large"
-    woken = next_rest(rest, 2, worth.is_positive(2), STEADY)
-    assert (woken.left, woken.sample, woken.last) == (0, 1, 64), "it has not read what was written meanwhile"
-    alone = next_rest(rest, 1, worth.is_positive(1), STEADY)
-    assert (alone.left, alone.sample) == (0, 0)
+    assert next_rest(rest, 2, worth.is_positive(2), STEADY) == Rest()
     worth = learn(worth, 2, TRIAL_STEPS, BAD)
     assert next_rest(rest, 2, worth.is_positive(2), STEADY).left == 63
 

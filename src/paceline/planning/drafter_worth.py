@@ -6,7 +6,7 @@ requests that verifies n draft tokens yields B + E tokens in T(B + n) seconds, a
 * It goes on while (B + E1) / (T(B + n1) + D) is above (B + E0) / T(B + n0), index 0 standing for what the budget would
   have done with the model-free drafts of the same steps. A drafter that loses rests, twice as long each time
   (`next_rest`), because its own time, the target's and the acceptance change with batch, context and policy. A batch
-  that has shrunk to a size at which it is not known to lose ends the rest: in a rollout's tail it pays most. After any
+  that has shrunk to a size at which it is not known to lose ends the rest: in a rollout's tail it pays most. After a
   rest it has to read all that was written meanwhile, whether the trial ends well or not; so a trial drafts for a sample
   of the requests first, and for twice as many as long as the gain of a time as long as the rest pays for the reading.
 * One more level over m requests pays if the accepted tokens that it promises, beyond those that places in the step
@@ -157,9 +157,9 @@ def next_rest(rest: Rest, batch: int, is_positive: bool, step_time: StepTimeMode
 
     is_positive: whether it pays at this batch size, as far as is known. step_time: T.
     """
-    first = isqrt(batch) if batch > 1 else 0
     if rest.left and _size(batch) < _size(rest.batch) and is_positive:
-        return Rest(trial_left=TRIAL_STEPS, sample=first, last=rest.last)
+        return Rest()
+    first = isqrt(batch) if batch > 1 else 0
     if rest.left and predict_s(step_time, rest.batch) < rest.step_s / RECOVERED:
         return Rest(trial_left=TRIAL_STEPS, sample=first, last=rest.last + 1 - rest.left)
     if rest.left > 1:
