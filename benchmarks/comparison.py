@@ -7,12 +7,11 @@ up from its step times; rivals end by themselves, with other random numbers and 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-import numpy as np
 from bounds import Clairvoyant
 from plain_time import PlainTime
 from rollouts import Timed
@@ -94,12 +93,12 @@ def add_bound(row: dict[str, Any], bound: Bound, forced: Repetitions) -> None:
 
 
 def add_clairvoyant(
-    row: dict[str, Any], best: Clairvoyant, forced: Iterable[Timed], runs: Iterable[Timed]
+    row: dict[str, Any], best: Clairvoyant, forced: Sequence[Timed], runs: Sequence[Timed]
 ) -> None:
     """Put into the row what the clairvoyant policy would reach. best: what it needs for all of these rollouts."""
-    plain_s, plain_tail_s = np.array([(run.wall_s, run.tail_s) for run in forced]).sum(axis=0).tolist()
-    row["clairvoyant"], row["clairvoyant_paid"] = plain_s / best.free_s, plain_s / best.paid_s
-    row["clairvoyant_tail"] = ratio(plain_tail_s, best.tail_s)
+    row["clairvoyant"] = sum(run.wall_s for run in forced) / best.free_s
+    row["clairvoyant_paid"] = sum(run.wall_s for run in forced) / best.paid_s
+    row["clairvoyant_tail"] = ratio(sum(run.tail_s for run in forced), best.tail_s)
     row["share_of_clairvoyant"] = best.free_s / sum(run.wall_s for run in runs)
 
 

@@ -326,8 +326,8 @@ def compare(
         if name == "paceline":
             depth = EngineSettings().max_draft_tokens
             price = DraftPrice.fit([run for one in runs for run in one])
-            best = [play_clairvoyant(run, clock, price, drafter, depth) for one in off for run in one]
-            add_clairvoyant(row, sum(best, NOTHING), chain(*forced), chain(*runs))
+            best = [play_clairvoyant(run, clock, price, drafter, depth) for run in chain(*off)]
+            add_clairvoyant(row, sum(best, NOTHING), list(chain(*forced)), list(chain(*runs)))
         rows.append({"case": case, **row})
     add_rival(rows, rivals)
     return rows

@@ -55,10 +55,10 @@ class ModelWatch:
         if self._trial.verdict == "dead" and self.is_used:
             LOGGER.warning(
                 "the target accepts nothing from the model drafter %s, likely because of %s; going on without it until "
-                "%s",
+                "%s has other weights",
                 self._folder,
                 likely_cause(was_alive=self._was_alive, is_pushed=self._is_pushed),
-                "the policy has others" if self._is_elsewhere else "it has other weights",
+                "the policy" if self._is_elsewhere else "it",
             )
             self.score += DrafterScore(alarms=1)
             self.drop()

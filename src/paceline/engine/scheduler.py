@@ -371,8 +371,9 @@ class PacelineScheduler(Scheduler):  # type: ignore[misc]
 
     def _blocks_of(self, name: str) -> tuple[list[int], ...]:
         """KV blocks of a request of the present step, by group; it may have been aborted meanwhile."""
-        found = self._aborted.get(name) or self.kv_cache_manager.get_blocks(name).get_block_ids()
-        return tuple(found)
+        running = self.kv_cache_manager.get_blocks(name)
+        found: tuple[list[int], ...] = self._aborted.get(name) or running.get_block_ids()
+        return found
 
     def _forget_on_device(self, names: list[str]) -> None:
         """Preempt requests: V2 counts on the device what each has computed, and would count a withdrawn step."""

@@ -64,9 +64,7 @@ class CheckedOutput(AsyncOutput):  # type: ignore[misc]
 
 def has_arrived(output: Any) -> bool:
     """Whether a step's tokens are on the host. Waits for nothing."""
-    query = getattr(
-        output.copy_event, "query", None
-    )  # where there is no device there are no streams, and no waiting
+    query = getattr(output.copy_event, "query", None)  # without a device there is nothing to wait for
     return query is None or bool(query())
 
 
