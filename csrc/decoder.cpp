@@ -15,7 +15,8 @@ namespace paceline {
 namespace {
 
 constexpr int64_t kLanes = 4;
-constexpr int64_t kPanel = kWidth * kLanes;
+constexpr int64_t kPanel = PackedWeight::kPanel;
+static_assert(kPanel == kWidth * kLanes);
 constexpr int64_t kTile = 32;  // tokens that go through all layers together: their activations stay in the cache
 
 PACELINE_INLINE uint32_t pair(float low_half, float high_half) { return rounded(low_half) | rounded(high_half) << 16; }
@@ -61,7 +62,7 @@ struct Words {
   }
 };
 
-struct Octets {
+struct Bytes {
   const uint32_t* at;
   Lane scales[kLanes];
 
@@ -140,25 +141,29 @@ PACELINE_INLINE void multiply_piece(const float* x, int64_t count, const PackedW
   }
 PACELINE_PIECE(set_words, Words, false)
 PACELINE_PIECE(add_words, Words, true)
-PACELINE_PIECE(set_octets, Octets, false)
-PACELINE_PIECE(add_octets, Octets, true)
+PACELINE_PIECE(set_bytes, Bytes, false)
+PACELINE_PIECE(add_bytes, Bytes, true)
 #undef PACELINE_PIECE
 
-template <typename Piece>
-void multiply_all(const Piece& piece, const float* x, int64_t count, const PackedWeight& weight, float* y,
-                  int64_t threads) {
+// Each piece of a product, shared among threads where that is worth it: work(output it begins with).
+template <typename Work>
+void share_pieces(int64_t count, const PackedWeight& weight, int64_t threads, const Work& work) {
   share(threads_for(count * weight.inputs * weight.padded, threads), (weight.padded + kPiece - 1) / kPiece,
-        [&](int64_t, int64_t i) { piece(x, count, weight, i * kPiece, y); });
+        [&](int64_t, int64_t i) { work(i * kPiece); });
 }
 
-// y [count, weight.padded] = x [count, weight.inputs] times the weight, plus its bias.
-void multiply(const float* x, int64_t count, const PackedWeight& weight, float* y, int64_t threads) {
-  multiply_all(weight.storage == Storage::kInt8 ? set_octets : set_words, x, count, weight, y, threads);
-}
-
-// y += the same.
-void add_product(const float* x, int64_t count, const PackedWeight& weight, float* y, int64_t threads) {
-  multiply_all(weight.storage == Storage::kInt8 ? add_octets : add_words, x, count, weight, y, threads);
+// y [count, weight.padded] = x [count, weight.inputs] times the weight, plus its bias; or y += the same.
+void multiply(const float* x, int64_t count, const PackedWeight& weight, bool add, float* y, Octets& room,
+              int64_t threads) {
+  if (weight.storage == Storage::kInt8Dot) {
+    narrow_rows(x, count, weight.inputs, room);
+    return share_pieces(count, weight, threads, [&](int64_t first) {
+      for (const int64_t end = std::min(first + kPiece, weight.padded); first < end; first += kPanel)
+        multiply_octets(room, count, weight, first, add, y);
+    });
+  }
+  const auto piece = weight.storage == Storage::kInt8 ? (add ? add_bytes : set_bytes) : (add ? add_words : set_words);
+  share_pieces(count, weight, threads, [&](int64_t first) { piece(x, count, weight, first, y); });
 }
 
 // RMS norm without its weight, and smaller by sqrt(size): both are in the weights that follow.
@@ -302,10 +307,18 @@ PackedWeight::PackedWeight(const MatrixView& weight, const float* added, Storage
     : outputs(weight.outputs), inputs(weight.inputs), padded(round_up(weight.outputs, kPanel)), storage(storage) {
   bias.assign(static_cast<size_t>(padded), 0.0f);
   if (added != nullptr) std::copy_n(added, outputs, bias.begin());
-  if (storage == Storage::kInt8)
-    pack_octets(weight);
-  else
+  if (storage == Storage::kBfloat16)
     pack_words(weight);
+  else if (storage == Storage::kInt8)
+    pack_octets(weight, 0x1p-24f, [this](int64_t o, int64_t k, int32_t value) {
+      const auto octet = static_cast<uint32_t>(value) & 0xFFu;
+      words[static_cast<size_t>((o / kPanel * inputs + k) * kWidth + o % kWidth)] |= octet << (o % kPanel / kWidth * 8);
+    });
+  else
+    pack_octets(weight, 1.0f, [this](int64_t o, int64_t k, int32_t value) {
+      const auto octet = static_cast<uint32_t>(value + 128);
+      words[static_cast<size_t>((o / kPanel * inputs + k / 4 * 4) * kWidth + o % kPanel)] |= octet << (k % 4 * 8);
+    });
 }
 
 void PackedWeight::pack_words(const MatrixView& weight) {
@@ -320,22 +333,21 @@ void PackedWeight::pack_words(const MatrixView& weight) {
 }
 
 // Symmetric: the largest of a group's weights becomes 127. A group with one that is not finite gives NaN, as it would.
-void PackedWeight::pack_octets(const MatrixView& weight) {
+// Calls put(output, input, value) for each weight. unit: what 1 stands for in the product.
+template <typename Put>
+void PackedWeight::pack_octets(const MatrixView& weight, float unit, const Put& put) {
   words.assign(static_cast<size_t>(padded * inputs / 4), 0u);
   scales.assign(static_cast<size_t>(padded * groups()), 0.0f);
   for (int64_t o = 0; o < outputs; ++o) {
     const float* own = weight.data + o * inputs;
-    const int64_t shift = o % kPanel / kWidth * 8;
     for (int64_t group = 0; group < groups(); ++group) {
       const int64_t begin = group * kGroup, end = std::min(begin + kGroup, inputs);
       float largest = 0.0f;
       for (int64_t k = begin; k < end; ++k) largest = std::isfinite(own[k]) ? std::max(largest, std::abs(own[k])) : NAN;
-      scales[static_cast<size_t>((o / kPanel * groups() + group) * kPanel + o % kPanel)] = largest / 127.0f * 0x1p-24f;
-      if (!(largest > 0.0f)) continue;
-      for (int64_t k = begin; k < end; ++k) {
-        const auto octet = static_cast<uint32_t>(std::lround(own[k] * (127.0f / largest))) & 0xFFu;
-        words[static_cast<size_t>((o / kPanel * inputs + k) * kWidth + o % kWidth)] |= octet << shift;
-      }
+      scales[static_cast<size_t>((o / kPanel * groups() + group) * kPanel + o % kPanel)] = largest / 127.0f * unit;
+      const bool is_there = largest > 0.0f;
+      for (int64_t k = begin; k < end; ++k)
+        put(o, k, is_there ? static_cast<int32_t>(std::lround(own[k] * (127.0f / largest))) : 0);
     }
   }
 }
@@ -378,10 +390,10 @@ void Decoder::run_tile(const Tokens& tokens, float* hidden, Scratch& scratch, in
   for (size_t layer = 0; layer < layers_.size(); ++layer) {
     normalise_all(hidden, tokens.count, scratch);
     attend_all(layer, tokens, scratch, threads);
-    add_product(scratch.mixed.data(), tokens.count, layers_[layer].output, hidden, threads);
+    multiply(scratch.mixed.data(), tokens.count, layers_[layer].output, true, hidden, scratch.octets, threads);
     normalise_all(hidden, tokens.count, scratch);
     gate_all(layers_[layer], tokens.count, scratch, threads);
-    add_product(scratch.mixed.data(), tokens.count, layers_[layer].down, hidden, threads);
+    multiply(scratch.mixed.data(), tokens.count, layers_[layer].down, true, hidden, scratch.octets, threads);
   }
 }
 
@@ -390,7 +402,7 @@ void Decoder::project(const float* hidden, int64_t count, float* logits, Scratch
   for (int64_t i = 0; i < count; ++i)
     for (int64_t k = 0; k < hidden_; ++k)
       scratch.normed[static_cast<size_t>(i * hidden_ + k)] *= norm_[static_cast<size_t>(k)];
-  multiply(scratch.normed.data(), count, head_, logits, threads);
+  multiply(scratch.normed.data(), count, head_, false, logits, scratch.octets, threads);
 }
 
 void Decoder::copy_row(int64_t source, int64_t target, int64_t known, int64_t length) {
@@ -415,7 +427,7 @@ void Decoder::attend_all(size_t layer, const Tokens& tokens, Scratch& scratch, i
   const int64_t room = 2 * (capacity_ + kWidth);
   fit(scratch.wide, tokens.count * qkv.padded);
   fit(scratch.mixed, tokens.count * heads * head_dim);
-  multiply(scratch.normed.data(), tokens.count, qkv, scratch.wide.data(), threads);
+  multiply(scratch.normed.data(), tokens.count, qkv, false, scratch.wide.data(), scratch.octets, threads);
   const int64_t context = std::accumulate(tokens.positions, tokens.positions + tokens.count, tokens.count);
   const int64_t shared = threads_for(2 * context * heads * head_dim, threads);
   fit(scratch.scores, shared * room);
@@ -447,7 +459,7 @@ void Decoder::gate_all(const DecoderLayer& layer, int64_t count, Scratch& scratc
   const int64_t size = layer.down.inputs, width = layer.gate_up.padded;
   fit(scratch.wide, count * width);
   fit(scratch.mixed, count * size);
-  multiply(scratch.normed.data(), count, layer.gate_up, scratch.wide.data(), threads);
+  multiply(scratch.normed.data(), count, layer.gate_up, false, scratch.wide.data(), scratch.octets, threads);
   for (int64_t t = 0; t < count; ++t)
     gate(scratch.wide.data() + t * width, scratch.wide.data() + t * width + size, size, scratch.mixed.data() + t * size);
 }

@@ -1,7 +1,7 @@
 // A small Llama-like decoder's forward pass on the CPU, with its own key-value cache: one row per response.
 //
-// Keys and values are bfloat16, weights too or, of large models, integers of 8 bits; arithmetic is float32. Weights are
-// packed once into panels of outputs, so that a product streams them in order; keys lie in blocks of 16 positions, so that
+// Keys and values are bfloat16, weights too or, of large models, integers of 8 bits; arithmetic is float32, or in integers
+// where the processor has a dot product of octets (decoder_dot.cpp). Weights are packed once into panels of outputs, so that a product streams them in order; keys lie in blocks of 16 positions, so that
 // 16 scores are made side by side, and the query heads that share a key head read it once. Nothing is padded or masked.
 // What it computes decides which tokens are drafted, never which are accepted: the last bits do not matter.
 
@@ -20,13 +20,15 @@ struct MatrixView {
   int64_t outputs, inputs;
 };
 
-// How a model's weights are kept.
-enum class Storage { kBfloat16, kInt8 };
+// How a model's weights are kept; kInt8Dot: in 8 bits, for the dot product of octets.
+enum class Storage { kBfloat16, kInt8, kInt8Dot };
 
 // A weight as panels of 64 outputs, the last one filled up with zeros: words [panels][inputs][32] of two bfloat16, or
-// [panels][inputs][16] of four octets with a scale for each output of kGroup inputs, scales [panels][groups][64].
+// [panels][inputs][16] of four outputs' octets with a scale for each output of kGroup inputs, scales [panels][groups][64].
+// For the dot product a word holds four inputs' octets of one output, each 128 more than the weight:
+// [panels][inputs / 4][64].
 struct PackedWeight {
-  static constexpr int64_t kGroup = 64;
+  static constexpr int64_t kPanel = 64, kGroup = 64;
 
   PackedWeight(const MatrixView& weight, const float* added, Storage storage);  // added: the bias, nullptr without one
 
@@ -39,8 +41,22 @@ struct PackedWeight {
 
  private:
   void pack_words(const MatrixView& weight);
-  void pack_octets(const MatrixView& weight);
+  template <typename Put>
+  void pack_octets(const MatrixView& weight, float unit, const Put& put);
 };
+
+// Rows of activations in 8 bits, with a scale for each kGroup inputs.
+struct Octets {
+  std::vector<int8_t> values;    // [rows, inputs]
+  std::vector<float> scales;     // [rows, groups]
+  std::vector<int32_t> offsets;  // [rows, groups], what the 128 in each of a weight's octets adds, negated
+};
+
+// By the dot product of octets (decoder_dot.cpp), where the processor has it.
+bool has_octet_dot();
+void narrow_rows(const float* x, int64_t count, int64_t inputs, Octets& rows);
+// A panel's outputs of all rows, from output `first` on: in place of y or added to it.
+void multiply_octets(const Octets& x, int64_t count, const PackedWeight& weight, int64_t first, bool add, float* y);
 
 struct DecoderLayer {
   PackedWeight qkv, output, gate_up, down;
@@ -61,6 +77,7 @@ struct Tokens {
 // Intermediate results of one thread, kept between calls.
 struct Scratch {
   std::vector<float> normed, wide, mixed, scores;
+  Octets octets;
 };
 
 class Decoder {

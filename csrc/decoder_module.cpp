@@ -8,6 +8,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
@@ -17,6 +18,7 @@
 #include <numeric>
 #include <optional>
 #include <stdexcept>
+#include <string>
 #include <tuple>
 #include <vector>
 
@@ -84,9 +86,9 @@ class Drafter {
  public:
   Drafter(const Matrix& embedding, const Matrix& head, const Floats& norm, const std::vector<LayerArrays>& layers,
           const Matrix& cos, const Matrix& sin, float eps, float scaling, int64_t num_kv_heads, int64_t max_requests,
-          bool int8)
+          const std::string& storage)
       : decoder_(shape_of(layers, cos, eps, scaling, num_kv_heads, max_requests), view(embedding), view(head),
-                 storage(int8), norm.data(), pack(layers, storage(int8)), cos.data(), sin.data()) {}
+                 storage_of(storage), norm.data(), pack(layers, storage_of(storage)), cos.data(), sin.data()) {}
   Drafter(const Drafter&) = delete;
 
   // Feeds counts[i] of the ids to row rows[i] from position starts[i] on; logits [num_rows, vocab] of each one's last.
@@ -174,7 +176,12 @@ class Drafter {
     return {heads - 2 * num_kv_heads, num_kv_heads, head_dim, max_requests, length(cos), eps, scaling};
   }
 
-  static Storage storage(bool int8) { return int8 ? Storage::kInt8 : Storage::kBfloat16; }
+  static Storage storage_of(const std::string& name) {
+    if (name == "bfloat16") return Storage::kBfloat16;
+    if (name == "int8") return Storage::kInt8;
+    if (name == "int8-dot" && has_octet_dot()) return Storage::kInt8Dot;
+    throw std::invalid_argument("no weights can be kept here as " + name);
+  }
 
   static std::vector<DecoderLayer> pack(const std::vector<LayerArrays>& layers, Storage storage) {
     std::vector<DecoderLayer> packed;
@@ -330,11 +337,12 @@ class Growth {
 
 NB_MODULE(_decoder, m) {
   m.doc() = "A small decoder that drafts with the shared dice. Use paceline.drafting.native_decoder.";
+  m.def("has_octet_dot", &has_octet_dot, "Whether the processor has a dot product of octets: storage int8-dot.");
   nb::class_<Drafter>(m, "Decoder")
       .def(nb::init<const Matrix&, const Matrix&, const Floats&, const std::vector<LayerArrays>&, const Matrix&,
-                    const Matrix&, float, float, int64_t, int64_t, bool>(),
+                    const Matrix&, float, float, int64_t, int64_t, const std::string&>(),
            "embedding"_a, "head"_a, "norm"_a, "layers"_a, "cos"_a, "sin"_a, "eps"_a, "scaling"_a, "num_kv_heads"_a,
-           "max_requests"_a, "int8"_a)
+           "max_requests"_a, "storage"_a)
       .def("feed", &Drafter::feed, "rows"_a, "starts"_a, "counts"_a,
            "ids"_a, "num_threads"_a, "logits"_a.noconvert(),
            "Feed counts[i] ids to row rows[i] from starts[i] on; fill logits[num_rows, vocab] of each one's last.")

@@ -5,6 +5,8 @@ from numpy.typing import NDArray
 
 from paceline.types import Float32Array, Int32Array, Int64Array, UInt64Array
 
+def has_octet_dot() -> bool: ...
+
 class Decoder:
     def __init__(
         self,
@@ -27,7 +29,7 @@ class Decoder:
         scaling: float,
         num_kv_heads: int,
         max_requests: int,
-        int8: bool,
+        storage: str,
     ) -> None: ...
     def feed(
         self,

@@ -15,6 +15,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from paceline import dice  # noqa: E402
+from paceline._decoder import has_octet_dot  # noqa: E402
 from paceline.drafting import model as model_module  # noqa: E402
 from paceline.drafting import model_cache  # noqa: E402
 from paceline.drafting import native_decoder as native_module  # noqa: E402
@@ -64,11 +65,22 @@ def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     return str(request.param)
 
 
-@pytest.fixture(params=["bfloat16", "int8"])
+STORAGES: list[native_module.Storage] = ["bfloat16", "int8", "int8-dot"]
+
+
+@pytest.fixture(params=STORAGES)
 def storage(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """How the native form keeps its weights, whatever their number."""
-    monkeypatch.setattr(native_module, "INT8_WEIGHTS", 0 if request.param == "int8" else sys.maxsize)
+    skip_unless_kept(request.param)
+    monkeypatch.setattr(native_module, "INT8_WEIGHTS", sys.maxsize if request.param == "bfloat16" else 0)
+    monkeypatch.setattr(native_module, "has_octet_dot", lambda: request.param == "int8-dot")
     return str(request.param)
+
+
+def skip_unless_kept(storage: native_module.Storage) -> None:
+    """Some processors have no dot product of octets."""
+    if storage == "int8-dot" and not has_octet_dot():
+        pytest.skip("this processor has no dot product of octets")
 
 
 @dataclass
@@ -737,12 +749,16 @@ def test_the_native_form_gives_the_logits_of_transformers(
             made = drafter._forward(rows[fed], starts[fed], counts[fed], ids)
         for row, logits in zip(rows[fed], made, strict=True):
             expected = stock(input_ids=torch.tensor([prompts[row]])).logits[0, -1]
-            room = {"bfloat16": 0.05, "int8": 0.15}[storage] * float(expected.abs().max())
+            room = {"bfloat16": 0.05, "int8": 0.15, "int8-dot": 0.15}[storage] * float(expected.abs().max())
             torch.testing.assert_close(logits, expected, rtol=0.0, atol=room)
 
 
-def test_every_group_of_inputs_has_a_scale_of_its_own(tmp_path: Path) -> None:
+@pytest.mark.parametrize("octets", STORAGES[1:])
+def test_every_group_of_inputs_has_a_scale_of_its_own(
+    tmp_path: Path, octets: native_module.Storage
+) -> None:
     """Channels of very different size, as in large models: a scale for a whole output would drown the small ones."""
+    skip_unless_kept(octets)
     stock = save_model(tmp_path, "llama", hidden_size=192, intermediate_size=176)
     with torch.no_grad():
         for layer in stock.model.layers:
@@ -759,8 +775,9 @@ def test_every_group_of_inputs_has_a_scale_of_its_own(tmp_path: Path) -> None:
     with torch.inference_mode():
         expected = stock(input_ids=torch.from_numpy(ids)[None]).logits[0, -1]
     made = []
-    for int8 in (False, True):
-        native = native_module.NativeDecoder(drafter._lean, VOCAB, 2, 1, int8=int8)
+    kept: list[native_module.Storage] = ["bfloat16", octets]
+    for storage in kept:
+        native = native_module.NativeDecoder(drafter._lean, VOCAB, 2, 1, storage=storage)
         made.append(native.logits(row, row, row + len(ids), ids)[0])
     spread = float(expected.std())
     errors = [float((one - expected).pow(2).mean().sqrt()) / spread for one in made]
@@ -785,14 +802,15 @@ def test_a_model_too_large_for_a_cache_is_kept_in_8_bits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stock, kept = save_model(tmp_path, "llama"), []
-    monkeypatch.setattr(native_module, "NativeDecoder", lambda *_, int8: kept.append(int8))
+    monkeypatch.setattr(native_module, "NativeDecoder", lambda *_, storage: kept.append(storage))
     count = sum(
         one.numel() for name, one in stock.named_parameters() if "norm" not in name and "bias" not in name
     )
-    for limit in (count, count + 1):
+    for limit, has_dot in ((count, True), (count, False), (count + 1, True)):
         monkeypatch.setattr(native_module, "INT8_WEIGHTS", limit)
+        monkeypatch.setattr(native_module, "has_octet_dot", lambda has_dot=has_dot: has_dot)
         ModelDrafter(tmp_path, max_model_len=64, max_requests=1)
-    assert kept == [True, False]
+    assert kept == ["int8-dot", "int8", "bfloat16"]
 
 
 def test_sizes_without_a_native_form_keep_the_lean_one(tmp_path: Path) -> None:

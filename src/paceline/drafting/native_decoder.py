@@ -3,15 +3,18 @@
 A pass of a small drafter over a few tokens costs less than the calls that it takes in Python, and a draft is as many
 passes as it has tokens, so a whole draft is one native call. Keys and values are kept in bfloat16, weights too or,
 where they are too many for a cache, in integers of 8 bits: what has to be read decides the time. Arithmetic is
-float32. Owns its key/value rows. On the CPU, for sizes that are multiples of 16.
+float32; with weights in 8 bits it is integers', where the processor multiplies those faster. Owns its key/value rows. On
+the CPU, for sizes that are multiples of 16.
 """
 
 from __future__ import annotations
 
+from typing import Literal
+
 import numpy as np
 import torch
 
-from paceline._decoder import Decoder
+from paceline._decoder import Decoder, has_octet_dot
 from paceline.drafting.lean_decoder import LeanDecoder
 from paceline.drafting.proposal import CONFIDENCE_EDGES, MARGIN_EDGES, Draft
 from paceline.types import Float32Array, Int64Array
@@ -23,18 +26,19 @@ INT8_WEIGHTS = 1 << 22
 """A model of so many weights keeps them in 8 bits: 8 MiB in bfloat16 stay in no core's own cache beside the target's
 steps, and are read again for every draft token (docs/decisions/0026-native-drafter.md)."""
 
+Storage = Literal["bfloat16", "int8", "int8-dot"]
+"""How weights are kept: "int8" with a scale for each output of 64 inputs, "int8-dot" the same for the processor's dot
+product of octets, for which a token's activations are rounded likewise."""
+
 
 class NativeDecoder:
     """One loaded model and its key/value rows; keeps packed copies of the weights."""
 
     def __init__(
-        self, lean: LeanDecoder, vocab_size: int, num_kv_heads: int, max_requests: int, *, int8: bool
+        self, lean: LeanDecoder, vocab_size: int, num_kv_heads: int, max_requests: int, *, storage: Storage
     ) -> None:
-        """vocab_size: ids of which logits are wanted. Rows are as long as the lean form's positions.
-
-        int8: the weights in 8 bits, with a scale for each output of 64 inputs.
-        """
-        self.weight_dtype = torch.int8 if int8 else torch.bfloat16
+        """vocab_size: ids of which logits are wanted. Rows are as long as the lean form's positions."""
+        self.weight_dtype = torch.bfloat16 if storage == "bfloat16" else torch.int8
         self._vocab_size = vocab_size
         self._decoder = Decoder(
             _array(lean.embedding),
@@ -57,7 +61,7 @@ class NativeDecoder:
             lean.scaling,
             num_kv_heads,
             max_requests,
-            int8,
+            storage,
         )
 
     def logits(
@@ -133,8 +137,10 @@ def native_decoder(
     products = [weight[:vocab_size]]
     for layer in lean.layers:
         products += [layer.qkv, layer.output, layer.gate_up, layer.down]
-    int8 = sum(one.numel() for one in products) >= INT8_WEIGHTS
-    return NativeDecoder(lean, vocab_size, num_kv_heads, max_requests, int8=int8)
+    storage: Storage = "bfloat16"
+    if sum(one.numel() for one in products) >= INT8_WEIGHTS:
+        storage = "int8-dot" if has_octet_dot() else "int8"
+    return NativeDecoder(lean, vocab_size, num_kv_heads, max_requests, storage=storage)
 
 
 def _array(tensor: torch.Tensor) -> Float32Array:
