@@ -11,7 +11,8 @@ from paceline.types import Response, RolloutRequest
 
 POLICY = Path(__file__).resolve().parents[2] / "assets/countdown-policy"
 MAX_LEN = 1400
-ENGINE = {"dtype": "float32", "max_model_len": MAX_LEN, "max_num_seqs": 32}
+ENGINE = {"dtype": "float32", "max_model_len": MAX_LEN, "max_num_seqs": 32, "block_size": 128}
+"""vLLM's blocks, not Paceline's shorter ones: the tests' sizes are counted in them."""
 KV_BYTES = 1 << 26
 """128 blocks of 128 tokens: too few for all responses of a test at their limits."""
 

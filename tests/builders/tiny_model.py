@@ -17,6 +17,7 @@ def scarce_engine(
         "dtype": "float32",
         "max_model_len": 512,
         "max_num_seqs": seats,
+        "block_size": 128,
         "kv_cache_bytes": num_blocks * block_bytes,
         "max_num_batched_tokens": step_tokens,
         "enable_chunked_prefill": True,

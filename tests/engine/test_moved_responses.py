@@ -30,7 +30,7 @@ MAX_MODEL_LEN = 512
 
 
 def requests() -> list[RolloutRequest]:
-    """Prompts and chunks end at every kind of place in the blocks of 128 tokens."""
+    """Prompts and chunks end at every kind of place in a block."""
     rng = np.random.default_rng(3)
     lengths = (3, 40, 57, 58, 59, 120, 127, 128, 129, 200)
     return [
@@ -265,7 +265,8 @@ def test_entries_of_another_policy_version_do_not_match(pair: Pair) -> None:
     assert_ends_as(pair.plain[:3], outcome.responses)
 
 
-def test_a_response_that_stays_needs_the_pool_for_its_last_block_only(pair: Pair) -> None:
+def test_a_response_that_stays_needs_the_pool_for_its_end_only(pair: Pair) -> None:
+    """Its last block, and the one before where drafts of its last step filled that: vLLM has not cached it yet."""
     from vllm import SamplingParams
 
     todo = pair.cut(requests())
@@ -275,7 +276,7 @@ def test_a_response_that_stays_needs_the_pool_for_its_last_block_only(pair: Pair
     prefilled = sum(step.num_prefill_tokens for step in pair.here.take_observations())
     assert prefilled == len(todo)
     loaded = pair.here.kv_pool_counters().loaded_bytes - before.loaded_bytes
-    assert loaded <= len(todo) * pair.here.scheduler.kv_pool._worker.blocks.block_bytes
+    assert loaded < 2 * len(todo) * pair.here.scheduler.kv_pool._worker.blocks.block_bytes
     assert_ends_as(pair.plain, responses)
 
 

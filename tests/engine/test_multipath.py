@@ -51,7 +51,7 @@ def raw_engine(model_dir: Path) -> Iterator[RolloutEngine]:
 def requests(
     lengths: tuple[int, ...] = (5, 20, 60, 100, 118, 127, 128, 180, 246, 290),
 ) -> list[RolloutRequest]:
-    """Two samples of each prompt length; contexts cross the blocks of 128 tokens, the last ends at the model's."""
+    """Two samples of each prompt length; contexts cross blocks, the last ends at the model's."""
     rng = np.random.default_rng(8)
     made = []
     for index, length in enumerate(lengths):
@@ -279,7 +279,7 @@ def test_a_full_cache_falls_back_to_one_path(model_dir: Path) -> None:
     )
     wanted = requests((100, 110, 120))
     with RolloutEngine(
-        model_dir, settings, dtype="float32", max_model_len=256, kv_cache_bytes=9 << 18
+        model_dir, settings, dtype="float32", max_model_len=256, kv_cache_bytes=9 << 18, block_size=128
     ) as small:
         pool = small.scheduler.kv_cache_manager.block_pool
         assert 8 < pool.num_gpu_blocks < 24

@@ -14,7 +14,13 @@ from vllm.config import CompilationConfig
 
 from paceline.config import EngineSettings
 from paceline.engine import plugin
-from paceline.engine.arguments import SCHEDULER, engine_arguments, graph_arguments, read_settings
+from paceline.engine.arguments import (
+    BLOCK_TOKENS,
+    SCHEDULER,
+    engine_arguments,
+    graph_arguments,
+    read_settings,
+)
 from paceline.engine.rollout_engine import RolloutEngine
 from paceline.errors import ConfigError, UnsupportedError
 from paceline.planning.captures import captures_for
@@ -105,6 +111,7 @@ def make_args(**changes: object) -> SimpleNamespace:
         "cudagraph_capture_sizes": None,
         "max_cudagraph_capture_size": None,
         "compilation_config": CompilationConfig(),
+        "block_size": None,
     }
     return SimpleNamespace(**{**base, **changes})
 
@@ -152,6 +159,17 @@ def test_graphs_are_those_of_the_budget_unless_the_user_chose(
     user = make_args(**chosen)
     plugin.switch_on(user)
     assert user.cudagraph_capture_sizes == chosen.get("cudagraph_capture_sizes")
+
+
+@pytest.mark.parametrize("is_cpu", [True, False])
+@pytest.mark.parametrize("chosen", [None, 64])
+def test_blocks_are_short_on_the_cpu_unless_the_user_says(
+    monkeypatch: pytest.MonkeyPatch, is_cpu: bool, chosen: int | None
+) -> None:
+    monkeypatch.setattr("paceline.engine.compat.is_cpu", lambda: is_cpu)
+    args = make_args(block_size=chosen)
+    plugin.switch_on(args)
+    assert args.block_size == (BLOCK_TOKENS if is_cpu and chosen is None else chosen)
 
 
 def test_a_draft_models_weights_survive_a_deep_sleep(monkeypatch: pytest.MonkeyPatch) -> None:

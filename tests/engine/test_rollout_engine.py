@@ -55,6 +55,18 @@ def test_keys_come_from_run_seed_prompt_and_sample(engine: RolloutEngine) -> Non
     assert one.group == other.group
 
 
+def test_the_responses_of_a_group_share_their_prompts_whole_blocks(engine: RolloutEngine) -> None:
+    """Already in the step that computes it first: 64 of 70 tokens are prefilled once, the others by each response."""
+    prompt = tuple(range(3, 28)) * 2 + tuple(range(3, 23))
+    wanted = [RolloutRequest(prompt, max_tokens=2, sample=s) for s in range(4)]
+    engine.take_observations()
+    together = engine.generate(wanted, params(ignore_eos=True))
+    assert sum(step.num_prefill_tokens for step in engine.take_observations()) <= 64 + 4 * 6
+    engine.reset_prefix_cache()
+    alone = engine.generate(wanted[-1:], params(ignore_eos=True))[0]
+    assert together[-1].tokens == alone.tokens
+
+
 def test_abort_stops_one_and_leaves_the_rest(engine: RolloutEngine) -> None:
     wanted = [RolloutRequest((1, 7, i), max_tokens=60, sample=i) for i in range(3, 6)]
     whole = engine.generate(wanted, params(ignore_eos=True))

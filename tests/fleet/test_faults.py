@@ -32,7 +32,7 @@ from paceline.fleet.journal import Journal
 from paceline.fleet.kv_pool import SHARED_MEMORY, FleetKvPool
 from paceline.types import RolloutRequest
 
-ENGINE = {"dtype": "bfloat16", "max_model_len": MAX_LEN}
+ENGINE = {"dtype": "bfloat16", "max_model_len": MAX_LEN, "block_size": 128}
 SLOTS = 4
 """Responses that run at once on a worker: most of them wait, so the pool is in use."""
 BLOCK_BYTES = 256 << 10

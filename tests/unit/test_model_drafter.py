@@ -754,9 +754,7 @@ def test_the_native_form_gives_the_logits_of_transformers(
 
 
 @pytest.mark.parametrize("octets", STORAGES[1:])
-def test_every_group_of_inputs_has_a_scale_of_its_own(
-    tmp_path: Path, octets: native_module.Storage
-) -> None:
+def test_every_group_of_inputs_has_a_scale_of_its_own(tmp_path: Path, octets: native_module.Storage) -> None:
     """Channels of very different size, as in large models: a scale for a whole output would drown the small ones."""
     skip_unless_kept(octets)
     stock = save_model(tmp_path, "llama", hidden_size=192, intermediate_size=176)

@@ -3,8 +3,8 @@
 A pass of a small drafter over a few tokens costs less than the calls that it takes in Python, and a draft is as many
 passes as it has tokens, so a whole draft is one native call. Keys and values are kept in bfloat16, weights too or,
 where they are too many for a cache, in integers of 8 bits: what has to be read decides the time. Arithmetic is
-float32; with weights in 8 bits it is integers', where the processor multiplies those faster. Owns its key/value rows. On
-the CPU, for sizes that are multiples of 16.
+float32; with weights in 8 bits it is integers', where the processor multiplies those faster. Owns its key/value
+rows. On the CPU, for sizes that are multiples of 16.
 """
 
 from __future__ import annotations

@@ -76,6 +76,18 @@ def engine_arguments(settings: EngineSettings | None = None, **fields: Any) -> d
     return arguments
 
 
+BLOCK_TOKENS = 32
+"""Tokens of a KV cache block on the CPU, the fewest that vLLM takes there. The responses to one prompt share its whole
+blocks and compute the rest of it each: with vLLM's default of 128 there, all of a short prompt."""
+
+
+def cache_arguments() -> dict[str, Any]:
+    """Arguments of vLLM's engine for its KV cache, where the user gives none. On GPUs vLLM's own blocks are short."""
+    from paceline.engine.compat import is_cpu
+
+    return {"block_size": BLOCK_TOKENS} if is_cpu() else {}
+
+
 GRAPH_ARGUMENTS = ("cudagraph_capture_sizes", "max_cudagraph_capture_size", "compilation_config")
 """What says which CUDA graphs are captured: if users give one of them, they have chosen."""
 

@@ -608,7 +608,7 @@ DOORS: tuple[Door, ...] = (
         "Paceline's arguments (arguments.py); PACELINE=1 fills them in (plugin.py)",
         overrides="create_engine_config",
         members="scheduler_cls worker_cls speculative_config additional_config async_scheduling enforce_eager "
-        "logprobs_mode kv_cache_memory_bytes kv_transfer_config max_num_seqs cudagraph_capture_sizes "
+        "logprobs_mode kv_cache_memory_bytes kv_transfer_config max_num_seqs block_size cudagraph_capture_sizes "
         "max_cudagraph_capture_size compilation_config",
     ),
     Door(

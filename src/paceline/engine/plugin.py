@@ -90,7 +90,7 @@ def switch_on(engine_args: Any) -> None:
 
     Raises UnsupportedError when the engine already has a speculative method or classes of another plug-in.
     """
-    from paceline.engine.arguments import SCHEDULER, engine_arguments, graph_arguments
+    from paceline.engine.arguments import SCHEDULER, cache_arguments, engine_arguments, graph_arguments
 
     if engine_args.scheduler_cls == SCHEDULER:
         return
@@ -119,6 +119,8 @@ def switch_on(engine_args: Any) -> None:
         **(engine_args.additional_config or {}),
         **arguments["additional_config"],
     }
+    if engine_args.block_size is None:
+        arguments |= cache_arguments()
     if not _chooses_graphs(engine_args):
         arguments |= graph_arguments(settings, engine_args.max_num_seqs)
     if _PRESERVED in arguments:

@@ -149,6 +149,7 @@ class RolloutEngine:
 
         from paceline.engine.arguments import (
             GRAPH_ARGUMENTS,
+            cache_arguments,
             check_vllm_arguments,
             engine_arguments,
             graph_arguments,
@@ -166,6 +167,7 @@ class RolloutEngine:
             "enable_prefix_caching": True,
             "disable_log_stats": True,
             "seed": 0,
+            **cache_arguments(),
         }
         if is_cpu():
             arguments |= {
