@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import prod
 from typing import Any
 
 from paceline.sim.scenario import load_scenario
@@ -124,9 +125,14 @@ def list_prose_bars(rows: Rows) -> str:
     return _list_bars(rows("speed_prose.bars"))
 
 
+def _by_size(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows of cases such as 2x4, those of fewer responses first, in whatever order they were measured."""
+    return sorted(rows, key=lambda row: prod(map(int, row["case"].split("x"))))
+
+
 def _list_bars(bars: Sequence[dict[str, Any]]) -> str:
     lines = []
-    for bar in bars:
+    for bar in _by_size(bars):
         share = bar["needed"] < 1
         numbers = (f"{100 * x:.0f} %" if share else f"{x:.2f}" for x in (bar["needed"], bar["reached"]))
         lines.append(
@@ -146,7 +152,7 @@ def list_prose_bounds(rows: Rows) -> str:
 
 
 def _list_bounds(rows: Sequence[dict[str, Any]]) -> str:
-    compiled = {(row["case"], row["system"]): row for row in rows if row["mode"] == "compiled"}
+    compiled = {(row["case"], row["system"]): row for row in _by_size(rows) if row["mode"] == "compiled"}
     lines = []
     for case in dict.fromkeys(case for case, _ in compiled):
         full, off = compiled[case, "paceline"], compiled[case, "paceline_off"]
@@ -315,7 +321,7 @@ def tell_control(rows: Rows) -> str:
 
 
 def _list_cases(rows: Sequence[dict[str, Any]]) -> str:
-    compiled = [row for row in rows if row["mode"] == "compiled"]
+    compiled = [row for row in _by_size(rows) if row["mode"] == "compiled"]
     found = {(row["case"], row["system"]): row for row in compiled}
     lines = []
     for case in dict.fromkeys(row["case"] for row in compiled):

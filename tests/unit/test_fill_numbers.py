@@ -13,6 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
 
 import fill_numbers  # noqa: E402
+import tables  # noqa: E402
 
 ROWS = [
     {
@@ -150,3 +151,12 @@ def test_a_missed_limit_is_said() -> None:
         "| one | 0.4 | 0.3 | **no** |",
         "| other | 7 | 50 | yes |",
     ]
+
+
+def test_cases_stand_by_size_in_whatever_order_they_ran() -> None:
+    bars = [
+        {"case": case, "bar": "over the best rival", "needed": 1.0, "reached": 1.1, "met": True}
+        for case in ("8x16", "1x1", "2x4")
+    ]
+    lines = tables.list_bars(lambda source: {"speed.bars": bars}[source]).splitlines()
+    assert [line.split("|")[1].strip() for line in lines[2:]] == ["1 x 1", "2 x 4", "8 x 16"]
