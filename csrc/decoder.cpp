@@ -17,6 +17,7 @@ namespace {
 constexpr int64_t kLanes = 4;
 constexpr int64_t kPanel = PackedWeight::kPanel;
 static_assert(kPanel == kWidth * kLanes);
+constexpr float kSmallest = 1e-30f;  // of a group of weights: what it is divided by stays finite
 constexpr int64_t kTile = 32;  // tokens that go through all layers together: their activations stay in the cache
 
 PACELINE_INLINE uint32_t pair(float low_half, float high_half) { return rounded(low_half) | rounded(high_half) << 16; }
@@ -297,11 +298,16 @@ PACELINE_SIMD void attend(int64_t heads, const float* queries, const uint32_t* k
 
 int64_t round_up(int64_t size, int64_t multiple) { return (size + multiple - 1) / multiple * multiple; }
 
-void fit(std::vector<float>& room, int64_t size) {
-  if (static_cast<int64_t>(room.size()) < size) room.resize(static_cast<size_t>(size));
-}
-
 }  // namespace
+
+bool has_octet_dot() {
+#if defined(__x86_64__) && defined(__GNUC__)
+  return kOctetDotBuilt && __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+#else
+  return false;
+#endif
+}
 
 PackedWeight::PackedWeight(const MatrixView& weight, const float* added, Storage storage)
     : outputs(weight.outputs), inputs(weight.inputs), padded(round_up(weight.outputs, kPanel)), storage(storage) {
@@ -345,7 +351,7 @@ void PackedWeight::pack_octets(const MatrixView& weight, float unit, const Put& 
       float largest = 0.0f;
       for (int64_t k = begin; k < end; ++k) largest = std::isfinite(own[k]) ? std::max(largest, std::abs(own[k])) : NAN;
       scales[static_cast<size_t>((o / kPanel * groups() + group) * kPanel + o % kPanel)] = largest / 127.0f * unit;
-      const bool is_there = largest > 0.0f;
+      const bool is_there = largest > kSmallest;  // NaN is not
       for (int64_t k = begin; k < end; ++k)
         put(o, k, is_there ? static_cast<int32_t>(std::lround(own[k] * (127.0f / largest))) : 0);
     }

@@ -52,11 +52,19 @@ struct Octets {
   std::vector<int32_t> offsets;  // [rows, groups], what the 128 in each of a weight's octets adds, negated
 };
 
-// By the dot product of octets (decoder_dot.cpp), where the processor has it.
+// Whether the processor, and the compiler when this was built, have the dot product of octets (decoder_dot.cpp).
 bool has_octet_dot();
+extern const bool kOctetDotBuilt;
+// By it:
 void narrow_rows(const float* x, int64_t count, int64_t inputs, Octets& rows);
 // A panel's outputs of all rows, from output `first` on: in place of y or added to it.
 void multiply_octets(const Octets& x, int64_t count, const PackedWeight& weight, int64_t first, bool add, float* y);
+
+// Makes room for so many; what is there stays.
+template <typename T>
+void fit(std::vector<T>& room, int64_t size) {
+  if (static_cast<int64_t>(room.size()) < size) room.resize(static_cast<size_t>(size));
+}
 
 struct DecoderLayer {
   PackedWeight qkv, output, gate_up, down;

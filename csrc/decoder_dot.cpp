@@ -104,16 +104,13 @@ PACELINE_INLINE void multiply_few(const Octets& x, int64_t row, int64_t count, c
 
 }  // namespace
 
-bool has_octet_dot() {
-  return __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bw") &&
-         __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-}
+const bool kOctetDotBuilt = true;
 
 void narrow_rows(const float* x, int64_t count, int64_t inputs, Octets& rows) {
   const int64_t groups = (inputs + kGroup - 1) / kGroup;
-  rows.values.resize(static_cast<size_t>(count * inputs));
-  rows.scales.resize(static_cast<size_t>(count * groups));
-  rows.offsets.resize(static_cast<size_t>(count * groups));
+  fit(rows.values, count * inputs);
+  fit(rows.scales, count * groups);
+  fit(rows.offsets, count * groups);
   for (int64_t row = 0; row < count; ++row)
     for (int64_t group = 0; group < groups; ++group) {
       const int64_t begin = row * inputs + group * kGroup, at = row * groups + group;
@@ -132,7 +129,7 @@ void multiply_octets(const Octets& x, int64_t count, const PackedWeight& weight,
 
 #else
 
-bool has_octet_dot() { return false; }
+const bool kOctetDotBuilt = false;
 
 void narrow_rows(const float*, int64_t, int64_t, Octets&) {}
 

@@ -77,8 +77,9 @@ def engine_arguments(settings: EngineSettings | None = None, **fields: Any) -> d
 
 
 BLOCK_TOKENS = 32
-"""Tokens of a KV cache block on the CPU, the fewest that vLLM takes there. The responses to one prompt share its whole
-blocks and compute the rest of it each: with vLLM's default of 128 there, all of a short prompt."""
+"""Tokens of a KV cache block on the CPU, the fewest that vLLM takes there (for MLA models it takes its own number). The
+responses to one prompt share its whole blocks and compute the rest of it each: with vLLM's default of 128, all of a
+short prompt."""
 
 
 def cache_arguments() -> dict[str, Any]:

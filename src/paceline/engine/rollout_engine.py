@@ -125,7 +125,8 @@ class RolloutEngine:
         kv_cache_bytes: memory of the KV cache (CPU backend).
         logprobs: "processed" (after temperature and filters, what an RL trainer needs) or "raw".
         vllm_arguments: any other argument of vLLM's EngineArgs. Plain vLLM is eager on the CPU unless
-            `enforce_eager=False` is among them; with settings `EngineSettings.compiled` decides.
+            `enforce_eager=False` is among them; with settings `EngineSettings.compiled` decides. On the CPU KV blocks
+            have 32 tokens unless `block_size` is among them, plain vLLM's too.
 
     Raises CheckpointError, ConfigError or InstallError before the engine starts.
     """
