@@ -6,7 +6,7 @@ import io
 import shutil
 import sys
 from collections.abc import Iterable
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +90,11 @@ def check_chunks(folder: Path) -> None:
         place = (response.step, response.group, response.sample)
         own = [chunk for chunk in chunks if (chunk.step, chunk.group, chunk.sample) == place]
         assert sum(chunk.tokens for chunk in own) == response.response_tokens
-        assert [chunk.start for chunk in own] == [16 * i for i in range(len(own))]
+        assert [chunk.start for chunk in own] == [0, *accumulate(chunk.tokens for chunk in own[:-1])]
+        assert all(chunk.tokens <= 16 for chunk in own)
+        assert all(one.tokens + other.tokens > 16 for one, other in pairwise(own[:-1])), (
+            "cut short by a block's end alone"
+        )
         assert all(before.t_end_s <= after.t_start_s for before, after in pairwise(own))
         assert response.t_start_s - 1e-6 <= own[0].t_start_s
         assert own[-1].t_end_s <= response.t_end_s
