@@ -300,14 +300,7 @@ int64_t round_up(int64_t size, int64_t multiple) { return (size + multiple - 1) 
 
 }  // namespace
 
-bool has_octet_dot() {
-#if defined(__x86_64__) && defined(__GNUC__)
-  return kOctetDotBuilt && __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bw") &&
-         __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-#else
-  return false;
-#endif
-}
+bool has_octet_dot() { return kOctetDotBuilt && PACELINE_SUPPORTS_V4_AND("avx512vnni"); }
 
 PackedWeight::PackedWeight(const MatrixView& weight, const float* added, Storage storage)
     : outputs(weight.outputs), inputs(weight.inputs), padded(round_up(weight.outputs, kPanel)), storage(storage) {

@@ -60,15 +60,8 @@ PACELINE_SIMD void widen_all(const uint16_t* from, int64_t count, float* to) {
   for (int64_t i = 0; i < count; ++i) to[i] = widen(from[i]);
 }
 
-// Whether multiply_panel_dot may be called. The others are of x86-64-v4, for which its file is compiled.
-bool has_dot() {
-#if defined(__x86_64__) && defined(__GNUC__)
-  return kDotBuilt && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512bw") &&
-         __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-#else
-  return false;
-#endif
-}
+// Whether multiply_panel_dot may be called.
+bool has_dot() { return kDotBuilt && PACELINE_SUPPORTS_V4_AND("avx512bf16"); }
 
 // A layer: its weights in panels, its bias (null: none).
 struct Layer {

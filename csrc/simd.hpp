@@ -12,6 +12,14 @@
 #else
 #define PACELINE_SIMD
 #endif
+// Whether a file compiled for x86-64-v4 and one more instruction set may be called.
+#if defined(__x86_64__) && defined(__GNUC__)
+#define PACELINE_SUPPORTS_V4_AND(feature)                                                                        \
+  (__builtin_cpu_supports(feature) && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512cd") && \
+   __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
+#else
+#define PACELINE_SUPPORTS_V4_AND(feature) false
+#endif
 #define PACELINE_INLINE inline __attribute__((always_inline))
 
 namespace paceline {

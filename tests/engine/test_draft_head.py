@@ -213,8 +213,7 @@ def test_moved_responses_are_accepted_as_often(
     ]
     before = engine.kv_pool_counters().hits
     moved = generate(engine, todo)
-    lookups = engine.kv_pool_counters().hits - before
-    assert len(todo) <= lookups <= 1.05 * len(todo)  # again where a sibling brings blocks meanwhile
+    assert engine.kv_pool_counters().hits - before == len(todo)
     assert [r.tokens for r in moved] == [undisturbed[index].tokens for index in going_on]
     tokens, steps = trained.accepted(moved)
     whole = trained.accepted([undisturbed[index] for index in going_on])

@@ -88,6 +88,18 @@ def test_blocks_that_the_caller_has_are_left_out(pool: KvPool) -> None:
     assert load(pool, 1, skip=8) is None
 
 
+@pytest.mark.parametrize("before", [0, 4])
+@pytest.mark.parametrize("skip", [4, 8, 12])
+def test_what_is_held_serves_who_has_more_by_now(pool: KvPool, before: int, skip: int) -> None:
+    """As if it were looked up anew, but for looking."""
+    assert save(pool, 1, 10)
+    held, anew = load(pool, 1, skip=before), load(pool, 1, skip=skip)
+    hits = pool.counters().hits
+    assert held is not None
+    assert held.beyond(skip, BLOCK_TOKENS) == anew
+    assert pool.counters().hits == hits
+
+
 def test_only_shared_leading_tokens_count(pool: KvPool) -> None:
     """The asker may be behind the entry (a stale list of tokens) or on another way altogether."""
     save(pool, 1, 10)

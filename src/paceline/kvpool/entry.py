@@ -71,6 +71,13 @@ class Held:
     """Number of the first of `blocks` within the response."""
     blocks: tuple[memoryview, ...]  # [num_blocks - first_block][block_bytes]
 
+    def beyond(self, skip_tokens: int, block_tokens: int) -> Held | None:
+        """The same for who has more tokens by now, whole blocks; None when nothing is left."""
+        if self.num_tokens <= skip_tokens:
+            return None
+        first = skip_tokens // block_tokens
+        return Held(self.num_tokens, first, self.blocks[first - self.first_block :])
+
 
 def response_identity(key: int, prompt: Sequence[int]) -> str:
     """The name of a response in the pool, from its dice key and its prompt without generated tokens."""

@@ -192,8 +192,11 @@ class PoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             return 0, False
         if pooled.looked_beyond != num_computed_tokens:  # asked again in every step until there is room
             started_s = time.perf_counter()
-            usable = _tokens(request, request.num_tokens - 1)
-            pooled.held = self._pool.load(pooled.address, usable, num_computed_tokens)
+            if pooled.held is not None and pooled.looked_beyond < num_computed_tokens:  # siblings' blocks
+                pooled.held = pooled.held.beyond(num_computed_tokens, self._block_tokens)
+            else:
+                usable = _tokens(request, request.num_tokens - 1)
+                pooled.held = self._pool.load(pooled.address, usable, num_computed_tokens)
             pooled.looked_beyond = num_computed_tokens
             self._spent_s += time.perf_counter() - started_s
         return (pooled.held.num_tokens - num_computed_tokens if pooled.held else 0), False
