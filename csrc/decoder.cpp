@@ -30,22 +30,6 @@ PACELINE_INLINE float sum(Lane value) {
   return parts[0];
 }
 
-// exp(x) for x <= 88, within 2e-7 of it; 0 far below. 2^n times a polynomial in the rest.
-PACELINE_INLINE Lane exponential(Lane x) {
-  x = x < -87.0f ? Lane{} - 87.0f : x;
-  x = x > 88.0f ? Lane{} + 88.0f : x;
-  const Lane scaled = x * 1.44269504f + 12582912.0f;  // its low bits are the nearest integer
-  const LaneInt whole = reinterpret_cast<LaneInt>(scaled);
-  const Lane rest = x - (scaled - 12582912.0f) * 0.693147181f;
-  Lane p = rest * (1.0f / 720) + 1.0f / 120;
-  p = p * rest + 1.0f / 24;
-  p = p * rest + 1.0f / 6;
-  p = p * rest + 0.5f;
-  p = p * rest + 1.0f;
-  p = p * rest + 1.0f;
-  return reinterpret_cast<Lane>(reinterpret_cast<LaneInt>(p) + (whole << 23));
-}
-
 // A panel's weights of one input after the other, as floats.
 struct Words {
   const uint32_t* at;

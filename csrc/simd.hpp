@@ -62,6 +62,22 @@ PACELINE_INLINE void store(float* to, Lane value) { std::memcpy(to, &value, size
 PACELINE_INLINE Lane low(LaneWords words) { return reinterpret_cast<Lane>(words << 16); }
 PACELINE_INLINE Lane high(LaneWords words) { return reinterpret_cast<Lane>(words & 0xFFFF0000u); }
 
+// exp(x) for x <= 88, within 2e-7 of it; 0 far below. 2^n times a polynomial in the rest.
+PACELINE_INLINE Lane exponential(Lane x) {
+  x = x < -87.0f ? Lane{} - 87.0f : x;
+  x = x > 88.0f ? Lane{} + 88.0f : x;
+  const Lane scaled = x * 1.44269504f + 12582912.0f;  // its low bits are the nearest integer
+  const LaneInt whole = reinterpret_cast<LaneInt>(scaled);
+  const Lane rest = x - (scaled - 12582912.0f) * 0.693147181f;
+  Lane p = rest * (1.0f / 720) + 1.0f / 120;
+  p = p * rest + 1.0f / 24;
+  p = p * rest + 1.0f / 6;
+  p = p * rest + 0.5f;
+  p = p * rest + 1.0f;
+  p = p * rest + 1.0f;
+  return reinterpret_cast<Lane>(reinterpret_cast<LaneInt>(p) + (whole << 23));
+}
+
 // A float's upper half, rounded to the nearest, ties to even.
 PACELINE_INLINE uint32_t rounded(float value) {
   uint32_t bits;

@@ -18,6 +18,8 @@ WARM, BUSY, RECOVERY, JUDGED = 300, 400, 256, 256
 BOUND = 0.03
 READING_S = 0.0001
 """What the drafter takes to read a token of many at once: about a tenth of what the target takes."""
+AFTER_MODEL_S = 0.001
+"""What a step takes longer after a model has drafted."""
 SETTINGS = BudgetSettings()
 
 
@@ -52,22 +54,24 @@ class Engine:
         drafts, growth = self._grow(path)
         caught_up_s = self._catch_up()
         snapshot = BudgetSnapshot(self.batch, 0, drafts, 1 << 20)
-        lengths = decide(snapshot, self.state, SETTINGS)
+        drafted_for, plain = self.limits is not None, self.state.at_context(0)
+        now = self.state.at_context(0, has_model_drafts=True) if drafted_for else plain
+        lengths = decide(snapshot, now, SETTINGS)
         if self.limits is not None:
             seconds = growth.seconds * slowness * float(np.exp(rng.normal(0, 0.05)))
             num_drafting = self.limits[2] or self.batch
             self.steering.receive(
                 DraftGrowth(growth.num_levels, growth.num_rows, seconds), num_drafting, caught_up_s
             )
-            self.steering.judge(snapshot, lengths, None, self.state, SETTINGS)
+            self.steering.judge(snapshot, lengths, None, (now, plain), SETTINGS)
         drafted, expected = int(lengths.sum()), expected_accepted(snapshot, lengths)
-        goes_on = self.steering.advance(self.batch, self.state.decode_time)
+        goes_on = self.steering.advance(self.batch, now.decode_time)
         self.limits = (
-            self.steering.limits(self.batch, drafted, self.state.decode_time, 0.02) if goes_on else None
+            self.steering.limits(self.batch, drafted, now.decode_time, 0.02) if goes_on else None
         )
-        seconds = target_s(self.batch + drafted)
+        seconds = target_s(self.batch + drafted) + (AFTER_MODEL_S if drafted_for else 0.0)
         noisy_s = seconds * slowness * float(np.exp(rng.normal(0, 0.05)))
-        seen = StepObservation(self.batch, drafted, round(expected), 0, noisy_s)
+        seen = StepObservation(self.batch, drafted, round(expected), 0, noisy_s, draft_s=growth.seconds)
         self.state = update(self.state, seen, SETTINGS, expected if drafted else 0.0)
         return self.batch + expected, seconds + growth.seconds + caught_up_s
 

@@ -13,6 +13,7 @@ from paceline.planning.latency import (
     TRUSTED_STEPS,
     UNKNOWN_SLOPE,
     StepTimeModel,
+    after_model,
     at_context,
     largest_known_tokens,
     nearest_knot,
@@ -195,6 +196,29 @@ def test_a_batch_that_shrinks_tenfold_keeps_its_slope() -> None:
                 model, tokens, affine_s(tokens) + 3e-6 * (context + 100 * step), context + 100 * step
             )
     assert model.context.seconds == pytest.approx(3e-6, rel=0.1)
+
+
+def test_steps_after_a_models_drafts_are_told_apart() -> None:
+    rng = np.random.default_rng(11)
+    model = StepTimeModel.initial()
+    for step in range(600):
+        tokens, has_drafts = int(rng.integers(8, 40)), step // 8 % 4 != 3  # a rest of 8 steps after 24
+        seconds = affine_s(tokens) + (0.0012 if has_drafts else 0.0)
+        model = update_measured_time(model, tokens, seconds * rng.lognormal(0.0, 0.04), 0, has_drafts)
+    asked = np.array([8, 16, 24, 39])
+    true_s = np.array([affine_s(int(n)) for n in asked])
+    assert predict_s(model, asked) == pytest.approx(true_s, rel=0.025)
+    assert predict_s(after_model(model), asked) == pytest.approx(true_s + 0.0012, rel=0.025)
+    assert model.model_s == pytest.approx(0.0012, rel=0.3)
+
+
+@pytest.mark.parametrize("has_drafts", [False, True])
+def test_without_steps_of_the_other_kind_nothing_is_told_apart(has_drafts: bool) -> None:
+    model = StepTimeModel.initial()
+    for tokens in (8, 9, 12, 8, 16, 9) * 5:
+        model = update_measured_time(model, tokens, affine_s(tokens), 0, has_drafts)
+    assert model.model_s == 0.0
+    assert after_model(model) is model
 
 
 def test_a_large_step_that_was_slow_once_is_tried_again() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from paceline.planning import acceptance, sharpness
 from paceline.types import Float32Array, Int32Array
 
@@ -17,6 +19,7 @@ class Learned:
     def __init__(self, prior: Float32Array, fixed_sharpness: float | None) -> None:
         self.table = acceptance.AcceptanceTable.initial(prior)
         self.calibration = acceptance.estimate(self.table)
+        self._alone = self.table
         self._rivals = acceptance.AcceptanceTable.initial((1.0 - prior) / 2.0)
         self._sharpness = sharpness.SharpnessState.initial()
         self._fixed = fixed_sharpness
@@ -31,6 +34,20 @@ class Learned:
         if cells.size:
             self.table = acceptance.update_acceptance(self.table, cells, outcomes)
             self.calibration = acceptance.estimate(self.table)
+
+    @property
+    def alone(self) -> Float32Array:
+        """Acceptance by cell in steps in which no other drafter drafted. [num_cells]
+
+        Beside another drafter a token is told of only where that one was right so far, which is where text is easy. The
+        calibration of all steps is the prior here.
+        """
+        return acceptance.estimate(replace(self._alone, prior=self.calibration))
+
+    def learn_alone(self, cells: Int32Array, outcomes: acceptance.BoolArray) -> None:
+        """As `learn`, of a step in which no other drafter drafted."""
+        if cells.size:
+            self._alone = acceptance.update_acceptance(self._alone, cells, outcomes)
 
     @property
     def rivals(self) -> Float32Array:

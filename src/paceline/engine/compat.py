@@ -70,6 +70,7 @@ __all__ = [
     "apply_all_penalties",
     "apply_bad_words",
     "apply_top_k_top_p_pytorch",
+    "cpu_attention",
     "cpu_attention_builder",
     "current_platform",
     "engine_args_class",
@@ -95,6 +96,13 @@ def platform_worker() -> type[Any]:
     from vllm.v1.worker.gpu_worker import Worker
 
     return cast(type[Any], Worker)
+
+
+def cpu_attention() -> tuple[Any, Any]:
+    """The CPU backend's attention, and its implementation of a layer."""
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl
+
+    return CPUAttentionBackend, CPUAttentionBackendImpl
 
 
 def cpu_attention_builder() -> type[Any]:

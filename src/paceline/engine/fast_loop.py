@@ -151,6 +151,7 @@ class FastLoop:
         self._settings, self._sizes = settings, sizes
         self.drafter, prior = _make_drafter(settings)
         self.free = Learned(prior, settings.sharpness)
+        self._free_calibration = self.free.calibration  # as the present step believes it
         self.model = Learned(_model_prior(settings), settings.sharpness)
         self.budget = budget.BudgetState.initial(settings.budget)
         self._now = self.budget
@@ -390,8 +391,11 @@ class FastLoop:
         """
         self._flush()
         num_context_tokens = int(query.positions.sum())
-        self._now = self.budget.at_context(num_context_tokens)
         self._batch_size = len(query.groups)
+        has_model_drafts = self._arrived is not None
+        self._now = self.budget.at_context(num_context_tokens, has_model_drafts)
+        is_resting = self.watch.is_used and not has_model_drafts
+        self._free_calibration = self.free.alone if is_resting else self.free.calibration
         drafter_query = replace(query, responses=self._drafter_numbers(query.responses))
         free = self._draft_free(query, drafter_query, num_other_tokens, weight)
         model, model_paths = self._match_model(query)
@@ -400,11 +404,15 @@ class FastLoop:
         lengths = budget.decide(snapshot, self._now, self._settings.budget)
         self._expected = budget.expected_accepted(snapshot, lengths)
         self._num_drafted = int(lengths.sum())
-        judged = model is not None and num_other_tokens == 0 and not self._is_helped
-        alone = free.path_probability if judged and free is not None else None
-        self._log.write_budget(num_context_tokens, snapshot, lengths, judged, alone)
+        judged = has_model_drafts and num_other_tokens == 0 and not self._is_helped
+        free_path = None
+        if judged and free is not None:
+            acceptance = self.free.alone.take(free.cells, mode="clip")  # behind a draft there may be any number
+            free_path = replace(free, acceptance=acceptance).path_probability
+        self._log.write_budget(num_context_tokens, has_model_drafts, snapshot, lengths, judged, free_path)
         if judged:
-            self._steering.judge(snapshot, lengths, alone, self._now, self._settings.budget)
+            states = self._now, self.budget.at_context(num_context_tokens)
+            self._steering.judge(snapshot, lengths, free_path, states, self._settings.budget)
         alternatives = None
         self._has_room = max_alternatives > 0
         if self._has_room:
@@ -468,7 +476,7 @@ class FastLoop:
             drafter_query,
             sharpness=self.free.beta,
             sharpness_grid=GRID,
-            calibration=self.free.calibration,
+            calibration=self._free_calibration,
             floor=self._settings.draft_floor,
         )
 
@@ -501,7 +509,7 @@ class FastLoop:
             query,
             num_paths=self._settings.num_paths,
             sharpness=self.free.beta,
-            calibration=self.free.calibration,
+            calibration=self._free_calibration,
             floor=self._settings.draft_floor,
         )
 
@@ -604,6 +612,8 @@ class FastLoop:
                 more = outcomes_of(others, others.lengths, matches)
                 cells, outcomes = np.concatenate([cells, more[0]]), np.concatenate([outcomes, more[1]])
             learned.learn(cells, outcomes)
+            if learned is self.free and proposal.candidates[-1] is None:
+                learned.learn_alone(cells, outcomes)
         if isinstance(proposal.batch, MetDrafts):
             taken = np.arange(proposal.batch.tokens.shape[1]) < accepted[:, None]
             self._accepted = np.bincount(proposal.batch.sources[taken], minlength=len(NO_TOKENS))

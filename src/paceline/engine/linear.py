@@ -11,7 +11,7 @@ layers keep vLLM's kernels. (docs/decisions/0038-linear-layers.md)
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -80,9 +80,16 @@ def replacing_kernels(kernel: LinearKernel) -> Iterator[None]:
 
     utils.dispatch_cpu_unquantized_gemm = dispatch_own
     try:
-        yield
+        with _own_attention() if dot else nullcontext():
+            yield
     finally:
         utils.dispatch_cpu_unquantized_gemm = dispatch
+
+
+def _own_attention() -> AbstractContextManager[None]:
+    from paceline.engine.attention import replacing_attention
+
+    return replacing_attention()
 
 
 def _kernel(packed: torch.Tensor, outputs: int, dot: bool) -> Any:

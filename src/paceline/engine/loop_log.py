@@ -44,6 +44,7 @@ class EngineLog:
     def write_budget(
         self,
         num_context_tokens: int,
+        has_model_drafts: bool,
         snapshot: BudgetSnapshot,
         lengths: Int32Array,
         judged: bool,
@@ -54,6 +55,7 @@ class EngineLog:
             return
         line = BudgetLine(
             num_context_tokens=num_context_tokens,
+            has_model_drafts=has_model_drafts,
             num_other_tokens=snapshot.num_other_tokens,
             max_total_draft_tokens=snapshot.max_total_draft_tokens,
             drafts=Rows.pack(snapshot.path_probability),

@@ -99,7 +99,7 @@ class _Replay:
 
     def plan_budget(self, line: BudgetLine) -> None:
         """Draft lengths of a step."""
-        self._now = self._budget.at_context(line.num_context_tokens)
+        self._now = self._budget.at_context(line.num_context_tokens, line.has_model_drafts)
         probability = line.drafts.unpack()
         self._snapshot = BudgetSnapshot(
             len(probability),
@@ -113,7 +113,8 @@ class _Replay:
         self._budgets.compare(line.lengths, tuple(planned.tolist()), _tell_lengths)
         if line.judged:
             free = None if line.free is None else line.free.unpack()
-            self.steering.judge(self._snapshot, self._lengths, free, self._now, self._settings.budget)
+            states = self._now, self._budget.at_context(line.num_context_tokens)
+            self.steering.judge(self._snapshot, self._lengths, free, states, self._settings.budget)
 
     def plan_paths(self, line: PathsLine) -> None:
         """Whether alternatives are made, and which are verified."""

@@ -57,7 +57,7 @@ class ModelSteering:
         snapshot: BudgetSnapshot,
         lengths: Int32Array,
         free: Float32Array | None,
-        state: BudgetState,
+        states: tuple[BudgetState, BudgetState],
         settings: BudgetSettings,
     ) -> None:
         """Compare the decided step with the one that would have been decided without the model drafter.
@@ -66,23 +66,26 @@ class ModelSteering:
         of each part of a trial is not judged: what is known of T at its size is old, and renewed by it.
 
         lengths: the decision about `snapshot`. free: path probabilities of the model-free drafts, None without any.
-        [num_requests, max_draft_tokens]. state: what the budget knew.
+        [num_requests, max_draft_tokens]. states: what the budget knew, for a step after a model's drafts and for one
+        without (`BudgetState.at_context`).
         """
         if self._rest.trial_left == drafter_worth.TRIAL_STEPS:
             return
+        state, state_alone = states
         batch, trust = snapshot.num_requests, state.confidence
         drafted, expected = int(lengths.sum()), expected_accepted(snapshot, lengths)
         drafted_alone, expected_alone = 0, 0.0
         if free is not None:
             alone = replace(snapshot, path_probability=free)
-            lengths = decide(alone, state, settings)
+            lengths = decide(alone, state_alone, settings)
             drafted_alone, expected_alone = int(lengths.sum()), expected_accepted(alone, lengths)
-        step_s = predict_s(state.decode_time, np.array([batch + drafted, batch + drafted_alone])).tolist()
+        step_s = float(predict_s(state.decode_time, batch + drafted))
+        alone_s = float(predict_s(state_alone.decode_time, batch + drafted_alone))
         self._worth = drafter_worth.update_worth(
             self._worth,
             batch,
-            (batch + trust * expected, step_s[0] + self._share_of_cost(batch, state.decode_time)),
-            (batch + trust * expected_alone, step_s[1]),
+            (batch + trust * expected, step_s + self._share_of_cost(batch, state.decode_time)),
+            (batch + trust * expected_alone, alone_s),
         )
 
     def _share_of_cost(self, batch: int, step_time: StepTimeModel) -> float:

@@ -46,6 +46,7 @@ from paceline.planning import bandit
 from paceline.planning.latency import (
     UNKNOWN_SLOPE,
     StepTimeModel,
+    after_model,
     at_context,
     largest_known_tokens,
     observations_between,
@@ -101,11 +102,15 @@ class BudgetState:
         ratio = (self.accepted_tokens + _TRUSTED_TOKENS) / (self.expected_tokens + _TRUSTED_TOKENS)
         return min(ratio, 1.0)
 
-    def at_context(self, num_context_tokens: int) -> BudgetState:
-        """The state for a decision over requests of so many tokens in all (`latency.at_context`); not to be updated."""
+    def at_context(self, num_context_tokens: int, has_model_drafts: bool = False) -> BudgetState:
+        """The state for a decision over requests of so many tokens in all (`latency.at_context`); not to be updated.
+
+        has_model_drafts: a model has drafted for the step.
+        """
+        decode_time = at_context(self.decode_time, num_context_tokens)
         return replace(
             self,
-            decode_time=at_context(self.decode_time, num_context_tokens),
+            decode_time=after_model(decode_time) if has_model_drafts else decode_time,
             prefill_time=at_context(self.prefill_time, num_context_tokens),
         )
 

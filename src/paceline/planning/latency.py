@@ -13,6 +13,10 @@ it takes the optimistic course, so that an unmeasured step gets tried once rathe
 T(n, C) = f(n) + c C, C the context of all the step's requests together. The slope c is learned from visits of the same
 knot at different contexts (the within-knot regression of a panel), f from times without c C. A rollout needs this: as
 it goes on the batch shrinks and the context with it, and knots last visited at a larger batch would look dear.
+
+In the same way m is learned, the seconds more of a step before which a model has drafted: the drafter has used the
+caches and the host meanwhile. f is without them, and `after_model` adds them: whether a drafter pays is asked by
+comparing steps of both kinds.
 """
 
 from __future__ import annotations
@@ -57,9 +61,12 @@ _SLOPE_SPAN = 4  # knots within this factor of the end decide the slope beyond i
 _KNEE_GAP = 1.4  # neighbours further apart than this factor leave room for a knee
 _CONTEXT_DECAY = 0.998  # per observation, of what is known about c
 _CONTEXT_PRIOR = 0.1  # weight of c = 0, in squares of the context: a few tokens more or less say nothing
+_MODEL_DECAY = 0.99  # the same for m, which is small: what a busy machine has made of it is soon forgotten
+_MODEL_PRIOR = 4.0  # weight of m = 0, in visits of the other kind
 _LARGEST_SURPRISE = (
     0.3  # of a knot's time: how far a visit may be off what c foresees, as a pause of the machine is
 )
+_LARGEST_MODEL_SURPRISE = 0.1  # the same for m
 _SMALLEST_SHARE = 0.05  # of a measured time that f keeps
 _STILL = 0.002  # of a knot's time: by less it has not moved, and the curve stays
 _FAST_VISITS = (
@@ -68,31 +75,38 @@ _FAST_VISITS = (
 _FAST_SHARE = 0.8
 
 _Point = tuple[float, float]  # tokens, seconds
+_Visit = tuple[float, float, float, float]  # tokens, seconds, context, 1 after a model's drafts, else 0
 
 
 @dataclass(frozen=True, slots=True)
-class ContextSlope:
-    """What is known about c: decayed sums over visits of knots that were visited before."""
+class Slope:
+    """What is known about c or m: decayed sums over visits of knots that were visited before."""
 
+    prior: float
+    """Weight of 0, in squares of the largest value."""
+    decay: float
+    """Per observation."""
     squares: float = 0.0
-    """Of the deviation of the context from the knot's."""
+    """Of the deviation of the value (the context, or whether a model has drafted) from the knot's."""
     products: float = 0.0
     """Of that deviation and the time's."""
     largest: float = 0.0
-    """Largest context seen, decayed, tokens."""
+    """Largest value seen, decayed."""
 
     @property
     def seconds(self) -> float:
-        """c, seconds per token of context; 0 until contexts have differed by more than a little."""
-        weight = self.squares + _CONTEXT_PRIOR * self.largest**2
+        """Seconds per unit of the value; 0 until values have differed by more than a little."""
+        weight = self.squares + self.prior * self.largest**2
         return max(self.products / weight, 0.0) if weight else 0.0
 
-    def after(self, context: float, deviation: float, difference_s: float) -> ContextSlope:
-        """With one more visit, `deviation` tokens of context and `difference_s` from its knot's other visits."""
-        return ContextSlope(
-            self.squares * _CONTEXT_DECAY + deviation**2,
-            self.products * _CONTEXT_DECAY + deviation * difference_s,
-            max(self.largest * _CONTEXT_DECAY**0.5, context),
+    def after(self, value: float, deviation: float, difference_s: float) -> Slope:
+        """With one more visit, `deviation` and `difference_s` from its knot's other visits."""
+        return Slope(
+            self.prior,
+            self.decay,
+            self.squares * self.decay + deviation**2,
+            self.products * self.decay + deviation * difference_s,
+            max(self.largest * self.decay**0.5, value),
         )
 
 
@@ -100,21 +114,28 @@ class ContextSlope:
 class StepTimeModel:
     """What has been learned about T(n). Make one with `initial`, read it with `predict_s`."""
 
-    windows: Float64Array  # [num_knots, WINDOW, 3] latest observations (tokens, seconds, context), a ring
+    windows: (
+        Float64Array  # [num_knots, WINDOW, 4] latest observations (tokens, seconds, context, after model), a ring
+    )
     counts: Int64Array  # [num_knots] observations put into the ring since it was last cut to its median
     last_seen: Int64Array  # [num_knots] value of num_observations at the last visit, -1 = never
     points: (
-        Float64Array  # [num_knots, 3] mean tokens, lower median of the seconds, mean context of each window
+        Float64Array  # [num_knots, 4] of each window: mean tokens, lower median of the seconds, mean of the others
     )
-    context: ContextSlope
+    context: Slope
     context_s: float
     """c when the curve was fitted."""
+    model: Slope
+    model_s: float
+    """m when the curve was fitted."""
     fast_visits: (
-        Float64Array  # [0.._FAST_VISITS - 1, 4] (tokens, seconds, context, share of the expected time)
+        Float64Array  # [0.._FAST_VISITS - 1, 5] an observation and its share of the expected time
     )
     num_observations: int
     curve_tokens: Float64Array  # [num_points] ascending
-    curve_s: Float64Array  # [num_points] non-decreasing; f, or T at the context of `at_context`
+    curve_s: (
+        Float64Array  # [num_points] non-decreasing; f, or T at the context of `at_context`, of `after_model`
+    )
 
     @classmethod
     def initial(cls) -> StepTimeModel:
@@ -122,13 +143,15 @@ class StepTimeModel:
         num_knots = len(KNOTS)
         tokens = np.array([0.0, MAX_TOKENS])
         return cls(
-            windows=np.zeros((num_knots, WINDOW, 3)),
+            windows=np.zeros((num_knots, WINDOW, 4)),
             counts=np.zeros(num_knots, dtype=np.int64),
             last_seen=np.full(num_knots, -1, dtype=np.int64),
-            points=np.zeros((num_knots, 3)),
-            context=ContextSlope(),
+            points=np.zeros((num_knots, 4)),
+            context=Slope(_CONTEXT_PRIOR, _CONTEXT_DECAY),
             context_s=0.0,
-            fast_visits=np.empty((0, 4)),
+            model=Slope(_MODEL_PRIOR, _MODEL_DECAY),
+            model_s=0.0,
+            fast_visits=np.empty((0, 5)),
             num_observations=0,
             curve_tokens=tokens,
             curve_s=PRIOR_BASE_S + PRIOR_PER_TOKEN_S * tokens,
@@ -146,19 +169,33 @@ def at_context(model: StepTimeModel, num_context_tokens: int) -> StepTimeModel:
     return replace(model, curve_s=model.curve_s + shift) if shift else model
 
 
+def after_model(model: StepTimeModel) -> StepTimeModel:
+    """The model of steps before which a model has drafted; to be read, not to be updated."""
+    return replace(model, curve_s=model.curve_s + model.model_s) if model.model_s else model
+
+
 def update_step_time(model: StepTimeModel, observation: StepObservation) -> StepTimeModel:
     """The model after one more measured step; every token of the step counts, prefill tokens included.
 
+    A model has drafted for it if that took time beside the step's (`draft_s`).
     Keep one model for steps that only decode and another one for steps that contain prefill. Raises
     EngineError for a step without tokens or without a positive, finite time.
     """
     return update_measured_time(
-        model, observation.num_tokens, observation.step_s, observation.num_context_tokens
+        model,
+        observation.num_tokens,
+        observation.step_s,
+        observation.num_context_tokens,
+        observation.draft_s > 0,
     )
 
 
 def update_measured_time(
-    model: StepTimeModel, num_tokens: int, seconds: float, num_context_tokens: int = 0
+    model: StepTimeModel,
+    num_tokens: int,
+    seconds: float,
+    num_context_tokens: int = 0,
+    has_model_drafts: bool = False,
 ) -> StepTimeModel:
     """`update_step_time` for bare numbers, as a drafter's forward pass over `num_tokens` rows gives them."""
     if num_tokens < 1 or not 0.0 < seconds < float("inf"):
@@ -166,61 +203,76 @@ def update_measured_time(
             f"a measured step of {num_tokens} tokens in {seconds} s cannot be learned from: "
             "report at least 1 token and a positive, finite time"
         )
-    model = _watch_speed(model, num_tokens, seconds, num_context_tokens)
+    visit = (float(num_tokens), seconds, float(num_context_tokens), float(has_model_drafts))
+    model = _watch_speed(model, visit)
     knot = nearest_knot(num_tokens)
     windows, counts = model.windows.copy(), model.counts.copy()
     last_seen, points = model.last_seen.copy(), model.points.copy()
     now = model.num_observations + 1
-    context = _learn_context(model, knot, num_tokens, seconds, num_context_tokens)
+    context, drafter = _learn_slopes(model, knot, visit)
     if counts[knot] > 1 and now - last_seen[knot] > STALE_STEPS:
         windows[knot, 0], counts[knot] = points[knot], 1
-    windows[knot, counts[knot] % WINDOW] = num_tokens, seconds, num_context_tokens
+    windows[knot, counts[knot] % WINDOW] = visit
     counts[knot] += 1
     last_seen[knot] = now
-    centre = _centre(model, windows[knot, : counts[knot]], context.seconds)
+    slopes = np.array([context.seconds, drafter.seconds])
+    centre = _centre(model, windows[knot, : counts[knot]], slopes)
     learned = replace(
-        model, windows=windows, counts=counts, last_seen=last_seen, context=context, num_observations=now
+        model,
+        windows=windows,
+        counts=counts,
+        last_seen=last_seen,
+        context=context,
+        model=drafter,
+        num_observations=now,
     )
     if counts[knot] > WINDOW and _is_still(learned, knot, centre, num_context_tokens):
         return learned
     points[knot] = centre
-    curve_tokens, curve_s = _fit_curve(points, counts, last_seen, now, context.seconds)
+    curve_tokens, curve_s = _fit_curve(points, counts, last_seen, now, slopes)
     return replace(
-        learned, points=points, context_s=context.seconds, curve_tokens=curve_tokens, curve_s=curve_s
+        learned,
+        points=points,
+        context_s=context.seconds,
+        model_s=drafter.seconds,
+        curve_tokens=curve_tokens,
+        curve_s=curve_s,
     )
 
 
 def _is_still(model: StepTimeModel, knot: int, centre: Sequence[float], num_context_tokens: int) -> bool:
-    """Whether the curve can stay: the visited knot, c and what counts as fresh are what they were when it was fitted.
+    """Whether the curve can stay: the visited knot, c, m and what counts as fresh are as when it was fitted.
 
     model: after the visit, but for the curve and the knot's point. centre: where that would be now.
     """
     age = model.num_observations - model.last_seen[model.counts > 0]
     if ((age == STALE_STEPS + 1) | (age == TRUSTED_STEPS + 1)).any():
         return False
-    tokens, seconds, context = model.points[knot].tolist()
+    tokens, seconds, context, share = model.points[knot].tolist()
     there, here = predict_s(model, [tokens, centre[0]]).tolist()
-    now_s, most_s = model.context.seconds, _STILL * seconds
-    moved_s = centre[1] - seconds - (here - there) - now_s * (centre[2] - context)
+    now_s, drafter_s, most_s = model.context.seconds, model.model.seconds, _STILL * seconds
+    foreseen_s = here - there + now_s * (centre[2] - context) + drafter_s * (centre[3] - share)
     farthest = max(num_context_tokens, context)
-    return bool(abs(moved_s) <= most_s and abs(now_s - model.context_s) * farthest <= most_s)
+    return bool(
+        abs(centre[1] - seconds - foreseen_s) <= most_s
+        and abs(now_s - model.context_s) * farthest <= most_s
+        and abs(drafter_s - model.model_s) <= most_s
+    )
 
 
-def _watch_speed(
-    model: StepTimeModel, num_tokens: int, seconds: float, num_context_tokens: int
-) -> StepTimeModel:
+def _watch_speed(model: StepTimeModel, visit: _Visit) -> StepTimeModel:
     """Notice that the machine works faster than it did, before the visit itself is learned.
 
     Something else was busy on it, say, and has ended. Knots that are visited learn that by themselves. Those that are
     not would look dear for good and hence never be visited again: all are taken down by the same factor. The other way
     round nothing has to be done: a knot that looks cheap is visited.
     """
-    expected_s = float(predict_s(at_context(model, num_context_tokens), num_tokens))
+    tokens, seconds, context, drafted = visit
+    expected_s = float(predict_s(model, tokens)) + model.context_s * context + model.model_s * drafted
     share = seconds / expected_s
     if not model.num_observations or share > _FAST_SHARE:
         return replace(model, fast_visits=model.fast_visits[:0]) if len(model.fast_visits) else model
-    visit = np.array([[num_tokens, seconds, num_context_tokens, share]])
-    visits = np.concatenate([model.fast_visits, visit])
+    visits = np.concatenate([model.fast_visits, [[*visit, share]]])
     if len(visits) < _FAST_VISITS:
         return replace(model, fast_visits=visits)
     return _speed_up(model, visits)
@@ -228,40 +280,47 @@ def _watch_speed(
 
 def _speed_up(model: StepTimeModel, visits: Float64Array) -> StepTimeModel:
     """The model with everything before `visits` taken down by their median share, and `visits` alone at their knots."""
-    factor = float(np.median(visits[:, 3]))
+    factor = float(np.median(visits[:, -1]))
     windows, points, counts = model.windows.copy(), model.points.copy(), model.counts.copy()
     windows[:, :, 1] *= factor
     points[:, 1] *= factor
     knots = np.array([nearest_knot(int(tokens)) for tokens in visits[:, 0]])
     for knot in np.unique(knots).tolist():
-        own = visits[knots == knot, :3]
+        own = visits[knots == knot, :-1]
         windows[knot, : len(own)], counts[knot] = own, len(own)
-        points[knot] = own.mean(axis=0)[0], np.median(own[:, 1]), own[:, 2].mean()
-    context = replace(model.context, products=model.context.products * factor)
+        points[knot] = own.mean(axis=0)
+        points[knot, 1] = np.median(own[:, 1])
     return replace(
         model,
         windows=windows,
         points=points,
         counts=counts,
-        context=context,
+        context=replace(model.context, products=model.context.products * factor),
         context_s=model.context_s * factor,
+        model=replace(model.model, products=model.model.products * factor),
+        model_s=model.model_s * factor,
         fast_visits=model.fast_visits[:0],
         curve_s=model.curve_s * factor,
     )
 
 
-def _learn_context(
-    model: StepTimeModel, knot: int, num_tokens: int, seconds: float, num_context_tokens: int
-) -> ContextSlope:
-    """What a visit says about c beside the knot's earlier ones, whose difference in tokens the curve explains."""
+def _learn_slopes(model: StepTimeModel, knot: int, visit: _Visit) -> tuple[Slope, Slope]:
+    """What a visit says about c and m beside the knot's earlier ones, whose difference in tokens the curve explains."""
+    num_tokens, seconds, context, drafted = visit
     if not model.counts[knot]:
-        return model.context.after(num_context_tokens, 0.0, 0.0)
-    tokens, usual_s, usual_context = model.points[knot].tolist()
+        return model.context.after(context, 0.0, 0.0), model.model.after(drafted, 0.0, 0.0)
+    tokens, usual_s, usual_context, usual_share = model.points[knot].tolist()
     there, here = predict_s(model, [tokens, num_tokens]).tolist()
-    deviation, limit = num_context_tokens - usual_context, _LARGEST_SURPRISE * usual_s
-    foreseen_s = model.context.seconds * deviation
-    surprise_s = min(max(seconds - usual_s - (here - there) - foreseen_s, -limit), limit)
-    return model.context.after(num_context_tokens, deviation, foreseen_s + surprise_s)
+    further, more = context - usual_context, drafted - usual_share
+    context_s, model_s = model.context.seconds * further, model.model.seconds * more
+    surprise = (seconds - usual_s - (here - there) - context_s - model_s) / usual_s
+    surprise_s, model_surprise_s = (
+        usual_s * min(max(surprise, -limit), limit) for limit in (_LARGEST_SURPRISE, _LARGEST_MODEL_SURPRISE)
+    )
+    return (
+        model.context.after(context, further, context_s + surprise_s),
+        model.model.after(drafted, more, model_s + model_surprise_s),
+    )
 
 
 def nearest_knot(num_tokens: int) -> int:
@@ -299,29 +358,31 @@ def _line(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
     return mean_y - slope * mean_x, slope
 
 
-def _centre(model: StepTimeModel, window: Float64Array, context_s: float) -> tuple[float, float, float]:
-    """Mean tokens, lower median of the seconds, mean context.
+def _centre(model: StepTimeModel, window: Float64Array, slopes: Float64Array) -> _Visit:
+    """Mean tokens, lower median of the seconds, mean context and share of steps after a model's drafts.
 
-    The seconds are moved to the mean context by c, and to the mean tokens in proportion to the present curve.
+    The seconds are moved to the means by `slopes`, c and m, and to the mean tokens in proportion to the present curve.
     """
-    tokens, seconds, contexts = window.T.tolist()
-    mean, context = sum(tokens) / len(tokens), sum(contexts) / len(contexts)
-    moved = [time - context_s * (c - context) for time, c in zip(seconds, contexts, strict=True)]
+    tokens, seconds = window[:, 0].tolist(), window[:, 1].tolist()
+    mean, context, share = window[:, (0, 2, 3)].mean(axis=0).tolist()
+    moved = (window[:, 1] - (window[:, 2:] - (context, share)) @ slopes).tolist()
     if min(tokens) < max(tokens):
-        curve = (predict_s(model, [mean, *tokens]) + context_s * context).tolist()
+        shift = float(slopes @ (context, share))
+        curve = (predict_s(model, [mean, *tokens]) + shift).tolist()
         moved = [time * curve[0] / there for time, there in zip(moved, curve[1:], strict=True)]
-    return mean, max(sorted(moved)[(len(moved) - 1) // 2], _SMALLEST_SHARE * min(seconds)), context
+    middle = sorted(moved)[(len(moved) - 1) // 2]
+    return mean, max(middle, _SMALLEST_SHARE * min(seconds)), context, share
 
 
 def _fit_curve(
-    points: Float64Array, counts: Int64Array, last_seen: Int64Array, now: int, context_s: float
+    points: Float64Array, counts: Int64Array, last_seen: Int64Array, now: int, slopes: Float64Array
 ) -> tuple[Float64Array, Float64Array]:
     """Curve points of f: 0, every visited knot (smoothed, then monotone), knees between them, MAX_TOKENS."""
     visited = np.flatnonzero(counts)
     age = now - last_seen[visited]
     fresh, recent = age <= STALE_STEPS, age <= TRUSTED_STEPS
-    measured, measured_s, contexts = points[visited].T
-    without_s = np.maximum(measured_s - context_s * contexts, _SMALLEST_SHARE * measured_s)
+    measured, measured_s = points[visited, 0], points[visited, 1]
+    without_s = np.maximum(measured_s - points[visited, 2:] @ slopes, _SMALLEST_SHARE * measured_s)
     kept = (visited <= visited[fresh].max()) | (recent & (counts[visited] >= TRUSTED_VISITS))
     recent &= kept
     kept &= recent | (without_s <= np.interp(measured, measured[recent], without_s[recent]))

@@ -106,6 +106,8 @@ class BudgetLine(_Line, frozen=True, tag="budget"):
     drafts: Rows
     lengths: tuple[int, ...]
     """The decision: draft tokens of each request."""
+    has_model_drafts: bool = False
+    """Whether a model has drafted for the step."""
     weights: bytes = b""  # [num_requests] float64 of the snapshot, empty: none
     judged: bool = False
     """Whether the step was compared with what `free` alone would have made of it."""
