@@ -80,6 +80,7 @@ BASES = {
     "ExactVerifier": (doors.VERIFIER_V2,),
     "NoSpeculator": (doors.BASE_SPECULATOR_V2,),
     "CoupledSpeculator": (doors.SPECULATOR_V2,),
+    "SharedPassAttention": (doors.CPU_ATTENTION,),
     "PoolConnector": (doors.CONNECTOR, f"{doors.CONNECTOR_BASE}:SupportsHMA"),
 }
 """What of vLLM's stands behind each class that subclasses it, mixins included."""

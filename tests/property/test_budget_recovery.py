@@ -66,9 +66,7 @@ class Engine:
             self.steering.judge(snapshot, lengths, None, (now, plain), SETTINGS)
         drafted, expected = int(lengths.sum()), expected_accepted(snapshot, lengths)
         goes_on = self.steering.advance(self.batch, now.decode_time)
-        self.limits = (
-            self.steering.limits(self.batch, drafted, now.decode_time, 0.02) if goes_on else None
-        )
+        self.limits = self.steering.limits(self.batch, drafted, now.decode_time, 0.02) if goes_on else None
         seconds = target_s(self.batch + drafted) + (AFTER_MODEL_S if drafted_for else 0.0)
         noisy_s = seconds * slowness * float(np.exp(rng.normal(0, 0.05)))
         seen = StepObservation(self.batch, drafted, round(expected), 0, noisy_s, draft_s=growth.seconds)

@@ -23,7 +23,7 @@ CpuAttentionBackend, CpuAttentionImpl = cpu_attention()
 MAX_HEAD_SIZE = 512
 
 
-class SharedPassAttention(CpuAttentionImpl):  # type: ignore[misc]
+class SharedPassAttention(CpuAttentionImpl):  # type: ignore[misc, valid-type]
     """vLLM's implementation of a layer, with this kernel where the layer allows it."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -83,7 +83,7 @@ class SharedPassAttention(CpuAttentionImpl):  # type: ignore[misc]
                 "a decoder layer without causal attention: set linear_kernel='vllm', its attention is vLLM's own"
             )
         rows = attn_metadata.num_actual_tokens
-        look(
+        attend_all(
             query[:rows],
             output[:rows],
             kv_cache,
@@ -119,7 +119,7 @@ def store(key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slots:
     )
 
 
-def look(
+def attend_all(
     query: torch.Tensor,
     output: torch.Tensor,
     kv_cache: torch.Tensor,
@@ -173,6 +173,6 @@ def _rows(tensor: torch.Tensor) -> torch.Tensor:
 def _check_block(block_tokens: int, kv_cache: torch.Tensor) -> None:
     if block_tokens % PANEL_TOKENS or not kv_cache.is_contiguous():
         raise UnsupportedError(
-            f"KV blocks of {block_tokens} tokens, strides {kv_cache.stride()}: this attention kernel takes multiples of "
-            f"{PANEL_TOKENS} without gaps; set block_size to one, or linear_kernel='vllm'"
+            f"KV blocks of {block_tokens} tokens, strides {kv_cache.stride()}: this attention kernel takes "
+            f"multiples of {PANEL_TOKENS} without gaps; set block_size to one, or linear_kernel='vllm'"
         )

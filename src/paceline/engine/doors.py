@@ -62,6 +62,7 @@ ARGUMENTS = "vllm.engine.arg_utils:EngineArgs"
 CONFIG = "vllm.config.vllm:VllmConfig"
 MODEL_CONFIG = "vllm.config.model:ModelConfig"
 CONNECTOR_BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
+CPU_ATTENTION = "vllm.v1.attention.backends.cpu_attn:CPUAttentionBackendImpl"
 CONNECTOR = f"{CONNECTOR_BASE}:KVConnectorBase_V1"
 TRANSFER = "vllm.distributed.kv_transfer"
 
@@ -283,10 +284,38 @@ DOORS: tuple[Door, ...] = (
         "max_query_len max_seq_len causal seq_lens_cpu_upper_bound is_prefilling replace",
     ),
     Door(
+        "vllm.v1.attention.backends.cpu_attn:CPUAttentionBackend",
+        "asked for the implementation of each layer, ours while a model loads (attention.py)",
+        overrides="get_impl_cls",
+    ),
+    Door(
+        CPU_ATTENTION,
+        "subclassed: attention of a layer, and what it writes into the cache (attention.py)",
+        overrides="forward do_kv_cache_update",
+        members="attn_type kv_cache_dtype sliding_window logits_soft_cap alibi_slopes sinks "
+        "kv_sharing_target_layer_name head_size scale",
+    ),
+    Door(
+        f"{CPU_ATTENTION}.forward",
+        "as above",
+        parameters="layer query key value kv_cache attn_metadata output output_scale output_block_scale",
+    ),
+    Door(
+        f"{CPU_ATTENTION}.do_kv_cache_update",
+        "as above",
+        parameters="layer key value kv_cache slot_mapping",
+        mentions=("(num_blocks, num_kv_heads, block_size * 2, -1)",),
+    ),
+    Door(
+        "vllm.v1.attention.backends.cpu_attn:CPUAttentionMetadata",
+        "the step's, as attention gets it",
+        members="num_actual_tokens query_start_loc seq_lens block_table causal",
+    ),
+    Door(
         "vllm.v1.attention.backends.cpu_attn:CPUAttentionMetadataBuilder",
         "replaced: long queries are cut (invariance.py)",
         overrides="build",
-        members="vllm_config",
+        members="vllm_config layer_names",
     ),
     Door(
         "vllm.v1.attention.backends.cpu_attn:CPUAttentionMetadataBuilder.build",

@@ -407,7 +407,9 @@ class FastLoop:
         judged = has_model_drafts and num_other_tokens == 0 and not self._is_helped
         free_path = None
         if judged and free is not None:
-            acceptance = self.free.alone.take(free.cells, mode="clip")  # behind a draft there may be any number
+            acceptance = self.free.alone.take(
+                free.cells, mode="clip"
+            )  # behind a draft there may be any number
             free_path = replace(free, acceptance=acceptance).path_probability
         self._log.write_budget(num_context_tokens, has_model_drafts, snapshot, lengths, judged, free_path)
         if judged:

@@ -7,7 +7,7 @@ Three causes, three measures (docs/engine.md tells how each was found):
    where linear.py has replaced its kernels.)
 3. The attention kernel picks its tile by the number of query tokens of a request: each request is presented as
    several rows of at most `MAX_QUERY` query tokens. The step's keys and values are written before attention runs, so
-   this is exact.
+   this is exact. (Not where attention.py has replaced the kernel.)
 
 Compiled code is made for two tokens and more, without measure 2's branch for one, so a compiled step of one token is
 padded to two (compiled.py). The output head is not compiled; where measure 2 is needed it keeps the branch.
@@ -112,6 +112,12 @@ def split_queries(metadata: Any) -> Any:
     return split
 
 
+def _has_own_attention(builder: Any) -> bool:
+    """Whether all layers that a metadata builder works for have an implementation that needs no measure."""
+    layers = builder.vllm_config.compilation_config.static_forward_context
+    return all(getattr(layers[name].impl, "is_own", False) for name in builder.layer_names)
+
+
 def patch_attention() -> None:
     """Install measure 3 in the CPU backend's metadata builder, once per process."""
     from paceline.engine.compat import cpu_attention_builder
@@ -125,7 +131,8 @@ def patch_attention() -> None:
         self: Any, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
     ) -> Any:
         metadata = common_attn_metadata
-        if metadata.max_query_len > MAX_QUERY and metadata.causal is True and is_invariant(self.vllm_config):
+        is_long = metadata.max_query_len > MAX_QUERY and metadata.causal is True
+        if is_long and is_invariant(self.vllm_config) and not _has_own_attention(self):
             metadata = split_queries(metadata)
         return build(self, common_prefix_len, metadata, fast_build)
 

@@ -114,23 +114,17 @@ class Slope:
 class StepTimeModel:
     """What has been learned about T(n). Make one with `initial`, read it with `predict_s`."""
 
-    windows: (
-        Float64Array  # [num_knots, WINDOW, 4] latest observations (tokens, seconds, context, after model), a ring
-    )
+    windows: Float64Array  # [num_knots, WINDOW, 4] latest observations (tokens, seconds, context, after model), a ring
     counts: Int64Array  # [num_knots] observations put into the ring since it was last cut to its median
     last_seen: Int64Array  # [num_knots] value of num_observations at the last visit, -1 = never
-    points: (
-        Float64Array  # [num_knots, 4] of each window: mean tokens, lower median of the seconds, mean of the others
-    )
+    points: Float64Array  # [num_knots, 4] of each window: mean tokens, lower median of the seconds, mean of the others
     context: Slope
     context_s: float
     """c when the curve was fitted."""
     model: Slope
     model_s: float
     """m when the curve was fitted."""
-    fast_visits: (
-        Float64Array  # [0.._FAST_VISITS - 1, 5] an observation and its share of the expected time
-    )
+    fast_visits: Float64Array  # [0.._FAST_VISITS - 1, 5] an observation and its share of the expected time
     num_observations: int
     curve_tokens: Float64Array  # [num_points] ascending
     curve_s: (
