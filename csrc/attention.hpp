@@ -14,25 +14,27 @@
 namespace paceline {
 
 constexpr int64_t kPanelTokens = 2 * kWidth;
+constexpr int64_t kPanelSize = 2 * kWidth;    // dimensions of values that are summed together
 constexpr int64_t kChunk = 4 * kPanelTokens;  // tokens whose weights are taken together, from a multiple of it on
 constexpr int64_t kMostQueries = 14;          // rows that share a pass: 28 sums and what they need fill the registers
 
 // Of one layer.
 struct AttentionShape {
-  int64_t heads, kv_heads, head_size;  // a multiple of 32
+  int64_t heads, kv_heads, head_size;  // a multiple of kPanelSize
   int64_t block_tokens;                // a multiple of kPanelTokens
+  int64_t block_step;                  // halves from one block to the next
   float scale;
 
   int64_t group() const { return heads / kv_heads; }
   int64_t panel_halves() const { return kPanelTokens * head_size; }
-  int64_t block_halves() const { return 2 * block_tokens * head_size; }  // of one KV head
+  int64_t head_halves() const { return 2 * block_tokens * head_size; }  // a block's keys and values of one KV head
 };
 
 // Some queries of one request that see the same KV head.
 struct Queries {
   const uint16_t* x;        // [tokens, heads, head size] of the first token and the group's first head
   uint16_t* y;              // likewise
-  const uint16_t* cache;    // [blocks, kv heads, block_halves] of the KV head, from block 0 on
+  const uint16_t* cache;    // of block 0, of the KV head
   const int32_t* blocks;    // of the request
   int64_t first, count;     // rows of the group in all tokens: token * group + head of the group
   int64_t context;          // tokens that the request's first token sees, itself included

@@ -61,7 +61,7 @@ PACELINE_INLINE void score(const uint16_t* x, int64_t size, const uint16_t* keys
 // sums [kRows, size] = sums times `kept` of each row plus weights [kRows, kChunk] times the chunk's values.
 template <int kRows>
 PACELINE_INLINE void weigh(const uint16_t* weights, const float* kept, int64_t size, const Chunk& chunk, float* sums) {
-  for (int64_t d = 0; d < size; d += kPanelTokens) {
+  for (int64_t d = 0; d < size; d += kPanelSize) {
     __m512 low_sums[kRows], high_sums[kRows];
     for (int r = 0; r < kRows; ++r) {
       const __m512 factor = _mm512_set1_ps(kept[r]);
@@ -73,8 +73,8 @@ PACELINE_INLINE void weigh(const uint16_t* weights, const float* kept, int64_t s
       const uint16_t* const ahead = chunk.values[p + 1] + 2 * d;
       for (int64_t t = 0; t < kPanelTokens; t += 2) {
         ask(ahead + t * size);
-        ask(ahead + t * size + kPanelTokens);
-        const __m512bh low_values = halves(values + t * size), high_values = halves(values + t * size + kPanelTokens);
+        ask(ahead + t * size + kPanelSize);
+        const __m512bh low_values = halves(values + t * size), high_values = halves(values + t * size + kPanelSize);
         for (int r = 0; r < kRows; ++r) {
           const __m512bh both = pair_of(weights + r * kChunk + p * kPanelTokens + t);
           low_sums[r] = _mm512_dpbf16_ps(low_sums[r], low_values, both);
@@ -140,7 +140,7 @@ void attend(const AttentionShape& shape, const Queries& queries) {
   const int64_t most = seen[kRows - 1];
   const auto keys_at = [&](int64_t t) {
     const int64_t at = std::min(t, most - 1), block = queries.blocks[at / shape.block_tokens];
-    return queries.cache + block * shape.kv_heads * shape.block_halves() + at % shape.block_tokens / kPanelTokens * panel;
+    return queries.cache + block * shape.block_step + at % shape.block_tokens / kPanelTokens * panel;
   };
   const int64_t behind_keys = shape.block_tokens * size;
   for (int64_t begin = 0; begin < most; begin += kChunk) {
@@ -163,7 +163,8 @@ void attend(const AttentionShape& shape, const Queries& queries) {
   for (int r = 0; r < kRows; ++r) {
     const __m512 share = _mm512_set1_ps(1.0f / rows[r].weight);
     for (int64_t d = 0; d < size; d += kWidth) {
-      const __m256bh mean = _mm512_cvtneps_pbh(_mm512_mul_ps(_mm512_loadu_ps(sums + r * size + d), share));
+      const __m512 sum = _mm512_add_ps(_mm512_loadu_ps(sums + r * size + d), _mm512_setzero_ps());  // -0 becomes 0
+      const __m256bh mean = _mm512_cvtneps_pbh(_mm512_mul_ps(sum, share));
       _mm256_storeu_si256(reinterpret_cast<__m256i*>(queries.y + place(r) + d), reinterpret_cast<__m256i>(mean));
     }
   }

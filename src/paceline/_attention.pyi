@@ -1,5 +1,6 @@
 IS_SUPPORTED: bool
 PANEL_TOKENS: int
+PANEL_SIZE: int
 
 def store_tokens(
     key: int,
@@ -9,6 +10,7 @@ def store_tokens(
     slots: int,
     tokens: int,
     cache: int,
+    block_step: int,
     kv_heads: int,
     head_size: int,
     block_tokens: int,
@@ -18,6 +20,7 @@ def attend(
     x: int,
     y: int,
     cache: int,
+    block_step: int,
     starts: int,
     contexts: int,
     tables: int,

@@ -158,9 +158,9 @@ class EngineSettings(Section):
 
     linear_kernel: LinearKernel = Field(default_factory=best_linear_kernel)
     """Whose kernels the linear layers of a bfloat16 target use on a CPU. Paceline's are batch-invariant by themselves;
-    `paceline-dot` uses the bfloat16 dot product, which the processor must have. Unset: the fastest by the processor on
-    which the settings are made. They differ in the last bits: all workers of a run, and its resumptions, need the
-    same."""
+    `paceline-dot` uses the bfloat16 dot product, which the processor must have, and has an attention kernel too.
+    Unset: the fastest by the processor on which the settings are made. They differ in the last bits: all workers of a
+    run, and its resumptions, need the same."""
 
     compiled: bool | None = None
     """Run the target through torch.compile: more tokens per second, for a first start of a minute and later ones from

@@ -170,6 +170,63 @@ def test_keys_with_gaps_between_tokens_are_taken_as_they_are() -> None:
     assert own.any()
 
 
+def test_blocks_may_have_gaps_between_them() -> None:
+    """vLLM pads the smaller ones where layers have blocks of several sizes."""
+    shape, generator = Shape(2, 2, 64, 32), torch.Generator().manual_seed(8)
+    request = make_requests(shape, [(5, 70)], generator)[0]
+    found = []
+    for padding in (0, 96):
+        step = 2 * 32 * 128
+        room = torch.zeros(4, step + padding, dtype=torch.bfloat16)
+        cache = (
+            room[:, :step].view(4, 2, 32, 128) if not padding else room[:, :step].unflatten(1, (2, 32, 128))
+        )
+        output = torch.empty_like(request.queries)
+        tables = torch.tensor([[3, 1, 2]], dtype=torch.int32)
+        places = torch.arange(70)
+        attention.store(
+            request.keys, request.values, cache, tables[0, places // 32].long() * 32 + places % 32
+        )
+        starts, contexts = torch.tensor([0, 5], dtype=torch.int32), torch.tensor([70], dtype=torch.int32)
+        attention.attend_all(request.queries, output, cache, starts, contexts, tables, 0.125)
+        found.append(output)
+    assert torch.equal(*found)
+
+
+def test_a_layer_that_shares_a_cache_needs_the_kernel_of_who_writes_it() -> None:
+    from vllm.config import VllmConfig, set_current_vllm_config
+
+    config = VllmConfig()
+    config.model_config = SimpleNamespace(dtype=torch.bfloat16)
+    sizes: dict[str, Any] = {"num_heads": 2, "head_size": 64, "scale": 0.125, "num_kv_heads": 1}
+    sizes |= {"alibi_slopes": None, "kv_cache_dtype": "auto"}
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with attention.replacing_attention(), set_current_vllm_config(config):
+            make = attention.CpuAttentionBackend.get_impl_cls()
+            for name, window in (("whole", None), ("windowed", 64)):
+                writer = make(**sizes, sliding_window=window)
+                config.compilation_config.static_forward_context[name] = SimpleNamespace(impl=writer)
+                same = make(**sizes, sliding_window=window, kv_sharing_target_layer_name=name)
+                assert same.is_own == writer.is_own == (window is None)
+                with pytest.raises(
+                    UnsupportedError, match=rf"shares the KV cache of {name}, .*linear_kernel='vllm'"
+                ):
+                    make(**sizes, sliding_window=None if window else 64, kv_sharing_target_layer_name=name)
+    finally:
+        torch.set_default_dtype(before)
+
+
+@pytest.mark.parametrize("wrong", ["float", "size", "numbers"])
+def test_what_would_read_beyond_its_arguments_is_refused(wrong: str) -> None:
+    key = torch.zeros(1, 1, 64 if wrong == "size" else 32, dtype=torch.bfloat16)
+    key = key.float() if wrong == "float" else key
+    slots = torch.zeros(1, dtype=torch.int32 if wrong == "numbers" else torch.int64)
+    with pytest.raises(TypeError if wrong == "numbers" else ValueError, match="attention"):
+        attention.store(key, key, torch.zeros(2, 1, 32, 64, dtype=torch.bfloat16), slots)
+
+
 def test_blocks_that_it_cannot_take_are_refused() -> None:
     key = torch.zeros(1, 1, 32, dtype=torch.bfloat16)
     with pytest.raises(
@@ -183,6 +240,7 @@ def test_blocks_that_it_cannot_take_are_refused() -> None:
 @pytest.mark.parametrize(
     "options",
     [
+        {"head_size": 1024},
         {"sliding_window": 64},
         {"logits_soft_cap": 30.0},
         {"alibi_slopes": [0.5, 0.25]},

@@ -125,6 +125,38 @@ def test_a_token_teaches_whoever_drafted_it() -> None:
     assert told.num_model_tokens == 2
 
 
+def test_model_free_drafts_are_believed_by_what_came_of_them_where_the_model_rested() -> None:
+    loop, beside = two_drafters(0.999)
+
+    def free(made: Proposal) -> DraftBatch:
+        assert made.candidates[0] is not None
+        return made.candidates[0]
+
+    cell, first = int(free(beside).cells[0, 0]), free(beside).tokens[:, :1]
+    loop.learn(beside, np.full(3, 4, np.int32), table_of(first.tolist()))
+    assert loop.free.alone.tolist() == loop.free.calibration.tolist(), "nothing else is known yet"
+    resting = loop.propose(query(), 0)
+    for _ in range(20):
+        loop.learn(resting, np.full(3, 4, np.int32), table_of([[60]] * 3))  # always wrong
+    assert loop.free.alone[cell] < loop.free.calibration[cell]
+    found = free(loop.propose(query(), 0))
+    assert found.acceptance[0, 0] == loop.free.alone[found.cells[0, 0]]
+    loop.receive(ModelDrafts(np.arange(3), np.full(3, 10), batch([[40, 41]] * 3, 0.5), GROWTH, 0.002))
+    found = free(loop.propose(query(), 0))
+    assert found.acceptance[0, 0] == loop.free.calibration[found.cells[0, 0]]
+
+
+def test_without_a_model_drafter_all_steps_are_alike() -> None:
+    loop = FastLoop(EngineSettings(budget=FIXED, draft_floor=0.0))
+    fill(loop)
+    made = loop.propose(query(), 0)
+    for _ in range(20):
+        loop.learn(made, np.full(3, 4, np.int32), table_of([[60]] * 3))
+    made = loop.propose(query(), 0)
+    assert isinstance(made.batch, DraftBatch)
+    assert made.batch.acceptance[0, 0] == loop.free.calibration[made.batch.cells[0, 0]]
+
+
 def test_a_further_drafter_inside_the_engine_is_counted_as_itself() -> None:
     for free in ("none", "suffix"):  # alone, and in the draft trees
         settings = EngineSettings(drafter=free, model_drafter="m", further_drafters=("n",), budget=FIXED)

@@ -209,7 +209,7 @@ def test_steps_after_a_models_drafts_are_told_apart() -> None:
     true_s = np.array([affine_s(int(n)) for n in asked])
     assert predict_s(model, asked) == pytest.approx(true_s, rel=0.025)
     assert predict_s(after_model(model), asked) == pytest.approx(true_s + 0.0012, rel=0.025)
-    assert model.model_s == pytest.approx(0.0012, rel=0.3)
+    assert model.drafter_s == pytest.approx(0.0012, rel=0.3)
 
 
 @pytest.mark.parametrize("has_drafts", [False, True])
@@ -217,7 +217,7 @@ def test_without_steps_of_the_other_kind_nothing_is_told_apart(has_drafts: bool)
     model = StepTimeModel.initial()
     for tokens in (8, 9, 12, 8, 16, 9) * 5:
         model = update_measured_time(model, tokens, affine_s(tokens), 0, has_drafts)
-    assert model.model_s == 0.0
+    assert model.drafter_s == 0.0
     assert after_model(model) is model
 
 

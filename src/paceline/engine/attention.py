@@ -3,8 +3,8 @@
 vLLM's CPU kernel takes about as long for each query of a request as for the first; what verifies drafts has several.
 Here the queries of a request that see the same KV head share a pass over its context, and a block holds keys and values
 as the dot product takes them. What a query gets depends on its context alone, so the bits are the same in any batch.
-Layers with sliding windows, sinks, ALiBi, capped scores, cross or encoder attention or a quantised cache keep vLLM's
-kernel. (docs/decisions/0039-attention.md)
+Layers with sliding windows, sinks, ALiBi, capped scores, cross or encoder attention, a quantised cache or a head size
+that 32 does not divide keep vLLM's kernel. (docs/decisions/0039-attention.md)
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from vllm.config import get_current_vllm_config
 
-from paceline._attention import PANEL_TOKENS, attend, store_tokens
+from paceline._attention import PANEL_SIZE, PANEL_TOKENS, attend, store_tokens
 from paceline.engine.compat import cpu_attention
 from paceline.errors import UnsupportedError
 
@@ -36,10 +37,21 @@ class SharedPassAttention(CpuAttentionImpl):  # type: ignore[misc, valid-type]
             and not self.logits_soft_cap
             and self.alibi_slopes is None
             and self.sinks is None
-            and self.kv_sharing_target_layer_name is None
-            and self.head_size % PANEL_TOKENS == 0
+            and self.head_size % PANEL_SIZE == 0
             and self.head_size <= MAX_HEAD_SIZE
         )
+        if self.kv_sharing_target_layer_name is not None:
+            self._check_shared()
+
+    def _check_shared(self) -> None:
+        """A layer that reads another one's cache reads it as that one has written it."""
+        layers = get_current_vllm_config().compilation_config.static_forward_context
+        writer = layers[self.kv_sharing_target_layer_name].impl
+        if getattr(writer, "is_own", False) != self.is_own:
+            raise UnsupportedError(
+                f"a layer shares the KV cache of {self.kv_sharing_target_layer_name}, and Paceline's attention kernel "
+                "can serve only one of the two: set linear_kernel='vllm'"
+            )
 
     def do_kv_cache_update(
         self,
@@ -78,9 +90,10 @@ class SharedPassAttention(CpuAttentionImpl):  # type: ignore[misc, valid-type]
                 output_scale,
                 output_block_scale,
             )
-        if attn_metadata.causal is not True:
+        if attn_metadata.causal is not True or output_scale is not None:
             raise UnsupportedError(
-                "a decoder layer without causal attention: set linear_kernel='vllm', its attention is vLLM's own"
+                "Paceline's attention kernel has causal attention and plain outputs alone, a layer wants others: set "
+                "linear_kernel='vllm'"
             )
         rows = attn_metadata.num_actual_tokens
         attend_all(
@@ -101,19 +114,22 @@ def store(key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slots:
     kv_cache: [num_blocks, num_kv_heads, block_tokens, 2 * head_size], a block's inside as the kernel likes it.
     slots: of each token, block * block_tokens + place, negative: none. [num_tokens] int64
     """
-    _, num_kv_heads, block_tokens, width = kv_cache.shape
-    _check_block(block_tokens, kv_cache)
     key, value = _rows(key), _rows(value)
+    num_kv_heads, block_tokens, head_size = _cache_sizes(kv_cache)
+    _check_rows(key, num_kv_heads, head_size)
+    _check_rows(value, num_kv_heads, head_size)
+    _check_numbers(torch.int64, slots)
     store_tokens(
         key.data_ptr(),
         key.stride(0),
         value.data_ptr(),
         value.stride(0),
         slots.data_ptr(),
-        len(slots),
+        min(len(slots), len(key), len(value)),
         kv_cache.data_ptr(),
+        kv_cache.stride(0),
         num_kv_heads,
-        width // 2,
+        head_size,
         block_tokens,
         torch.get_num_threads(),
     )
@@ -128,26 +144,36 @@ def attend_all(
     tables: torch.Tensor,
     scale: float,
 ) -> None:
-    """Write causal attention of `query` [num_tokens, num_heads, head_size] into `output`, which may have gaps nowhere.
+    """Write causal attention of `query` into `output`, both [num_tokens, num_heads, head_size], that without gaps.
 
     starts: first token of each request and their end. [num_requests + 1] int32
     contexts: tokens that a request's last token sees. [num_requests] int32
     tables: blocks of each request. [num_requests, most] int32
     """
-    _, num_kv_heads, block_tokens, width = kv_cache.shape
     query = query.contiguous()
+    num_kv_heads, block_tokens, head_size = _cache_sizes(kv_cache)
+    num_heads = query.shape[1]
+    _check_rows(query, num_heads, head_size)
+    _check_rows(output, num_heads, head_size)
+    _check_numbers(torch.int32, starts, contexts, tables)
+    if not output.is_contiguous() or len(output) != len(query) or num_heads % num_kv_heads:
+        raise ValueError(
+            f"{len(query)} queries of {num_heads} heads into {len(output)} rows with strides {output.stride()}, over "
+            f"{num_kv_heads} KV heads"
+        )
     attend(
         query.data_ptr(),
         output.data_ptr(),
         kv_cache.data_ptr(),
+        kv_cache.stride(0),
         starts.data_ptr(),
         contexts.data_ptr(),
         tables.data_ptr(),
         tables.stride(0),
         len(contexts),
-        query.shape[1],
+        num_heads,
         num_kv_heads,
-        width // 2,
+        head_size,
         block_tokens,
         scale,
         torch.get_num_threads(),
@@ -157,7 +183,7 @@ def attend_all(
 @contextmanager
 def replacing_attention() -> Iterator[None]:
     """While inside, layers that vLLM's CPU backend builds get this kernel where they allow it."""
-    chosen = CpuAttentionBackend.get_impl_cls
+    chosen = CpuAttentionBackend.__dict__["get_impl_cls"]
     CpuAttentionBackend.get_impl_cls = staticmethod(lambda: SharedPassAttention)
     try:
         yield
@@ -170,9 +196,29 @@ def _rows(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.stride(2) == 1 and tensor.stride(1) == tensor.shape[2] else tensor.contiguous()
 
 
-def _check_block(block_tokens: int, kv_cache: torch.Tensor) -> None:
-    if block_tokens % PANEL_TOKENS or not kv_cache.is_contiguous():
+def _cache_sizes(kv_cache: torch.Tensor) -> tuple[int, int, int]:
+    """KV heads, tokens of a block, head size."""
+    _, num_kv_heads, block_tokens, width = kv_cache.shape
+    inside = (block_tokens * width, width, 1)
+    if block_tokens % PANEL_TOKENS or kv_cache.stride()[1:] != inside or kv_cache.dtype is not torch.bfloat16:
         raise UnsupportedError(
-            f"KV blocks of {block_tokens} tokens, strides {kv_cache.stride()}: this attention kernel takes "
-            f"multiples of {PANEL_TOKENS} without gaps; set block_size to one, or linear_kernel='vllm'"
+            f"KV blocks of {block_tokens} tokens in {kv_cache.dtype}, strides {kv_cache.stride()}: this attention "
+            f"kernel takes multiples of {PANEL_TOKENS} in bfloat16, without gaps; set block_size to one, or "
+            "linear_kernel='vllm'"
         )
+    return num_kv_heads, block_tokens, width // 2
+
+
+def _check_rows(tensor: torch.Tensor, num_heads: int, head_size: int) -> None:
+    if tensor.dtype is not torch.bfloat16 or tensor.shape[1:] != (num_heads, head_size):
+        raise ValueError(
+            f"attention of {num_heads} heads of {head_size} in bfloat16 got {tuple(tensor.shape)} in {tensor.dtype}"
+        )
+
+
+def _check_numbers(dtype: torch.dtype, *tensors: torch.Tensor) -> None:
+    for tensor in tensors:
+        if tensor.dtype is not dtype or tensor.stride(-1) != 1:
+            raise TypeError(
+                f"attention needs {dtype} without gaps, got {tensor.dtype} with strides {tensor.stride()}"
+            )

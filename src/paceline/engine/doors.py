@@ -562,6 +562,7 @@ DOORS: tuple[Door, ...] = (
         mentions=("utils import dispatch_cpu_unquantized_gemm", "remove_weight=False"),
     ),
     # -- compiled mode on the CPU
+    Door("vllm.config:get_current_vllm_config", "the layers that a model has so far (attention.py)"),
     Door("vllm.config:CompilationMode", "whether code is compiled", members="NONE"),
     Door("vllm.config.compilation:CompilationConfig", "whether code is compiled", members="mode"),
     Door(

@@ -394,7 +394,7 @@ class FastLoop:
         self._batch_size = len(query.groups)
         has_model_drafts = self._arrived is not None
         self._now = self.budget.at_context(num_context_tokens, has_model_drafts)
-        is_resting = self.watch.is_used and not has_model_drafts
+        is_resting = self.watch.is_used and not self._is_helped and not self._has_others(query)
         self._free_calibration = self.free.alone if is_resting else self.free.calibration
         drafter_query = replace(query, responses=self._drafter_numbers(query.responses))
         free = self._draft_free(query, drafter_query, num_other_tokens, weight)
@@ -407,9 +407,8 @@ class FastLoop:
         judged = has_model_drafts and num_other_tokens == 0 and not self._is_helped
         free_path = None
         if judged and free is not None:
-            acceptance = self.free.alone.take(
-                free.cells, mode="clip"
-            )  # behind a draft there may be any number
+            cells = free.cells  # behind a draft there may be any number
+            acceptance = self.free.alone.take(cells, mode="clip")
             free_path = replace(free, acceptance=acceptance).path_probability
         self._log.write_budget(num_context_tokens, has_model_drafts, snapshot, lengths, judged, free_path)
         if judged:
@@ -490,7 +489,7 @@ class FastLoop:
         if self._num_drafted or self._has_others(query):
             return True
         longest = int(query.max_tokens.max(initial=0))
-        path = np.cumprod(np.full(longest, self.free.calibration.max(), np.float32))
+        path = np.cumprod(np.full(longest, self._free_calibration.max(), np.float32))
         ceiling = np.where(np.arange(longest) < query.max_tokens[:, None], path, np.float32(0.0))
         snapshot = self._snapshot(ceiling, num_other_tokens, weight)
         return budget.may_pay(snapshot, self._now, self._settings.budget)
@@ -614,7 +613,7 @@ class FastLoop:
                 more = outcomes_of(others, others.lengths, matches)
                 cells, outcomes = np.concatenate([cells, more[0]]), np.concatenate([outcomes, more[1]])
             learned.learn(cells, outcomes)
-            if learned is self.free and proposal.candidates[-1] is None:
+            if learned is self.free and is_alone and self.watch.is_used:
                 learned.learn_alone(cells, outcomes)
         if isinstance(proposal.batch, MetDrafts):
             taken = np.arange(proposal.batch.tokens.shape[1]) < accepted[:, None]

@@ -107,12 +107,9 @@ class BudgetState:
 
         has_model_drafts: a model has drafted for the step.
         """
-        decode_time = at_context(self.decode_time, num_context_tokens)
-        return replace(
-            self,
-            decode_time=after_model(decode_time) if has_model_drafts else decode_time,
-            prefill_time=at_context(self.prefill_time, num_context_tokens),
-        )
+        times = [at_context(model, num_context_tokens) for model in (self.decode_time, self.prefill_time)]
+        decode_time, prefill_time = map(after_model, times) if has_model_drafts else times
+        return replace(self, decode_time=decode_time, prefill_time=prefill_time)
 
     @classmethod
     def initial(cls, settings: BudgetSettings) -> BudgetState:

@@ -121,8 +121,8 @@ class StepTimeModel:
     context: Slope
     context_s: float
     """c when the curve was fitted."""
-    model: Slope
-    model_s: float
+    drafter: Slope
+    drafter_s: float
     """m when the curve was fitted."""
     fast_visits: Float64Array  # [0.._FAST_VISITS - 1, 5] an observation and its share of the expected time
     num_observations: int
@@ -143,8 +143,8 @@ class StepTimeModel:
             points=np.zeros((num_knots, 4)),
             context=Slope(_CONTEXT_PRIOR, _CONTEXT_DECAY),
             context_s=0.0,
-            model=Slope(_MODEL_PRIOR, _MODEL_DECAY),
-            model_s=0.0,
+            drafter=Slope(_MODEL_PRIOR, _MODEL_DECAY),
+            drafter_s=0.0,
             fast_visits=np.empty((0, 5)),
             num_observations=0,
             curve_tokens=tokens,
@@ -165,13 +165,13 @@ def at_context(model: StepTimeModel, num_context_tokens: int) -> StepTimeModel:
 
 def after_model(model: StepTimeModel) -> StepTimeModel:
     """The model of steps before which a model has drafted; to be read, not to be updated."""
-    return replace(model, curve_s=model.curve_s + model.model_s) if model.model_s else model
+    return replace(model, curve_s=model.curve_s + model.drafter_s) if model.drafter_s else model
 
 
 def update_step_time(model: StepTimeModel, observation: StepObservation) -> StepTimeModel:
     """The model after one more measured step; every token of the step counts, prefill tokens included.
 
-    A model has drafted for it if that took time beside the step's (`draft_s`).
+    A model has drafted for it if that took time beside the step's (`draft_s`, without the wait for a draft worker).
     Keep one model for steps that only decode and another one for steps that contain prefill. Raises
     EngineError for a step without tokens or without a positive, finite time.
     """
@@ -180,7 +180,7 @@ def update_step_time(model: StepTimeModel, observation: StepObservation) -> Step
         observation.num_tokens,
         observation.step_s,
         observation.num_context_tokens,
-        observation.draft_s > 0,
+        observation.draft_s > observation.wait_s,
     )
 
 
@@ -217,7 +217,7 @@ def update_measured_time(
         counts=counts,
         last_seen=last_seen,
         context=context,
-        model=drafter,
+        drafter=drafter,
         num_observations=now,
     )
     if counts[knot] > WINDOW and _is_still(learned, knot, centre, num_context_tokens):
@@ -228,7 +228,7 @@ def update_measured_time(
         learned,
         points=points,
         context_s=context.seconds,
-        model_s=drafter.seconds,
+        drafter_s=drafter.seconds,
         curve_tokens=curve_tokens,
         curve_s=curve_s,
     )
@@ -244,13 +244,13 @@ def _is_still(model: StepTimeModel, knot: int, centre: Sequence[float], num_cont
         return False
     tokens, seconds, context, share = model.points[knot].tolist()
     there, here = predict_s(model, [tokens, centre[0]]).tolist()
-    now_s, drafter_s, most_s = model.context.seconds, model.model.seconds, _STILL * seconds
+    now_s, drafter_s, most_s = model.context.seconds, model.drafter.seconds, _STILL * seconds
     foreseen_s = here - there + now_s * (centre[2] - context) + drafter_s * (centre[3] - share)
     farthest = max(num_context_tokens, context)
     return bool(
         abs(centre[1] - seconds - foreseen_s) <= most_s
         and abs(now_s - model.context_s) * farthest <= most_s
-        and abs(drafter_s - model.model_s) <= most_s
+        and abs(drafter_s - model.drafter_s) <= most_s
     )
 
 
@@ -262,7 +262,7 @@ def _watch_speed(model: StepTimeModel, visit: _Visit) -> StepTimeModel:
     round nothing has to be done: a knot that looks cheap is visited.
     """
     tokens, seconds, context, drafted = visit
-    expected_s = float(predict_s(model, tokens)) + model.context_s * context + model.model_s * drafted
+    expected_s = float(predict_s(model, tokens)) + model.context_s * context + model.drafter_s * drafted
     share = seconds / expected_s
     if not model.num_observations or share > _FAST_SHARE:
         return replace(model, fast_visits=model.fast_visits[:0]) if len(model.fast_visits) else model
@@ -291,29 +291,32 @@ def _speed_up(model: StepTimeModel, visits: Float64Array) -> StepTimeModel:
         counts=counts,
         context=replace(model.context, products=model.context.products * factor),
         context_s=model.context_s * factor,
-        model=replace(model.model, products=model.model.products * factor),
-        model_s=model.model_s * factor,
+        drafter=replace(model.drafter, products=model.drafter.products * factor),
+        drafter_s=model.drafter_s * factor,
         fast_visits=model.fast_visits[:0],
         curve_s=model.curve_s * factor,
     )
 
 
 def _learn_slopes(model: StepTimeModel, knot: int, visit: _Visit) -> tuple[Slope, Slope]:
-    """What a visit says about c and m beside the knot's earlier ones, whose difference in tokens the curve explains."""
+    """What a visit says about c and m beside the knot's earlier ones, whose difference in tokens the curve explains.
+
+    Each takes what the other leaves unexplained for its own; where both differ, later visits settle it.
+    """
     num_tokens, seconds, context, drafted = visit
     if not model.counts[knot]:
-        return model.context.after(context, 0.0, 0.0), model.model.after(drafted, 0.0, 0.0)
+        return model.context.after(context, 0.0, 0.0), model.drafter.after(drafted, 0.0, 0.0)
     tokens, usual_s, usual_context, usual_share = model.points[knot].tolist()
     there, here = predict_s(model, [tokens, num_tokens]).tolist()
     further, more = context - usual_context, drafted - usual_share
-    context_s, model_s = model.context.seconds * further, model.model.seconds * more
+    context_s, model_s = model.context.seconds * further, model.drafter.seconds * more
     surprise = (seconds - usual_s - (here - there) - context_s - model_s) / usual_s
     surprise_s, model_surprise_s = (
         usual_s * min(max(surprise, -limit), limit) for limit in (_LARGEST_SURPRISE, _LARGEST_MODEL_SURPRISE)
     )
     return (
         model.context.after(context, further, context_s + surprise_s),
-        model.model.after(drafted, more, model_s + model_surprise_s),
+        model.drafter.after(drafted, more, model_s + model_surprise_s),
     )
 
 

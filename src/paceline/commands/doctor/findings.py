@@ -24,7 +24,14 @@ from paceline.record import describe_machine
 
 State = Literal["ok", "note", "warn", "fail"]
 
-NATIVE = ("paceline._dice", "paceline._suffix", "paceline._tree", "paceline._decoder", "paceline._linear")
+NATIVE = (
+    "paceline._dice",
+    "paceline._suffix",
+    "paceline._tree",
+    "paceline._decoder",
+    "paceline._linear",
+    "paceline._attention",
+)
 CUDA_COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
 EXTRAS = {"trl": "trainers", "datasets": "trainers", "ray": "fleet"}
 """Optional packages and the extra of Paceline that installs them."""

@@ -2,7 +2,7 @@
 
 How a block is laid out inside is the attention kernel's own business (on the CPU backend keys are transposed,
 [head_dim, block_tokens]), so blocks go whole, a partly filled one too; `describe` names what must be equal in the
-engine that takes them over. What lies behind the last token of a partly filled block is never read: attention ends
+engine that takes them over. What lies behind the last token of a partly filled block is never counted: attention ends
 there, and the next token is written over it. Used by connector.py, in the worker.
 """
 
