@@ -126,24 +126,28 @@ def test_a_token_teaches_whoever_drafted_it() -> None:
 
 
 def test_model_free_drafts_are_believed_by_what_came_of_them_where_the_model_rested() -> None:
-    loop, beside = two_drafters(0.999)
+    loop = FastLoop(EngineSettings(model_drafter="somewhere", budget=FIXED, draft_floor=0.0))
+    fill(loop)
 
     def free(made: Proposal) -> DraftBatch:
         assert made.candidates[0] is not None
         return made.candidates[0]
 
-    cell, first = int(free(beside).cells[0, 0]), free(beside).tokens[:, :1]
-    loop.learn(beside, np.full(3, 4, np.int32), table_of(first.tolist()))
     assert loop.free.alone.tolist() == loop.free.calibration.tolist(), "nothing else is known yet"
     resting = loop.propose(query(), 0)
+    cell = int(free(resting).cells[0, 0])
     for _ in range(20):
         loop.learn(resting, np.full(3, 4, np.int32), table_of([[60]] * 3))  # always wrong
     assert loop.free.alone[cell] < loop.free.calibration[cell]
     found = free(loop.propose(query(), 0))
     assert found.acceptance[0, 0] == loop.free.alone[found.cells[0, 0]]
     loop.receive(ModelDrafts(np.arange(3), np.full(3, 10), batch([[40, 41]] * 3, 0.5), GROWTH, 0.002))
-    found = free(loop.propose(query(), 0))
+    beside = loop.propose(query(), 0)
+    found, known = free(beside), loop.free.alone.tolist()
     assert found.acceptance[0, 0] == loop.free.calibration[found.cells[0, 0]]
+    loop.learn(beside, np.full(3, 4, np.int32), table_of(found.tokens[:, :1].tolist()))
+    assert loop.free.table.accepted.sum() > 0
+    assert loop.free.alone.tolist() != known, "its prior has learned"
 
 
 def test_without_a_model_drafter_all_steps_are_alike() -> None:
