@@ -135,9 +135,14 @@ CASES = [
 def test_what_is_known_recovers_from_a_busy_machine(
     batch: int, level_s: float, row_s: float, name: str
 ) -> None:
-    calm = rate_after(Engine(batch, level_s, row_s), batch, lambda rng: 1.0)
-    busy = rate_after(Engine(batch, level_s, row_s), batch, DISTURBANCES[name])
-    assert busy > calm * (1.0 - BOUND)
+    """In the middle one of three runs: a single one may rest on for a while, as a short trial called a gain a loss."""
+
+    def rate(seed: int, slowness: Callable[[np.random.Generator], float]) -> float:
+        return rate_after(Engine(batch, level_s, row_s), seed, slowness)
+
+    seeds = [batch + offset for offset in (0, 1000, 2000)]
+    shares = [rate(seed, DISTURBANCES[name]) / rate(seed, lambda rng: 1.0) for seed in seeds]
+    assert sorted(shares)[1] > 1.0 - BOUND
 
 
 @pytest.mark.parametrize("batch", [2, 8, 64])
