@@ -61,8 +61,8 @@ _SLOPE_SPAN = 4  # knots within this factor of the end decide the slope beyond i
 _KNEE_GAP = 1.4  # neighbours further apart than this factor leave room for a knee
 _CONTEXT_DECAY = 0.998  # per observation, of what is known about c
 _CONTEXT_PRIOR = 0.1  # weight of c = 0, in squares of the context: a few tokens more or less say nothing
-_MODEL_DECAY = 0.99  # the same for m, which is small: what a busy machine has made of it is soon forgotten
-_MODEL_PRIOR = 4.0  # weight of m = 0, in visits of the other kind
+_MODEL_DECAY = 0.995  # the same for m, which is small: what a busy machine has made of it is soon forgotten
+_MODEL_PRIOR = 16.0  # weight of m = 0, in visits of the other kind
 _LARGEST_SURPRISE = (
     0.3  # of a knot's time: how far a visit may be off what c foresees, as a pause of the machine is
 )
