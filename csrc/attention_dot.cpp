@@ -7,7 +7,6 @@
 #include "attention.hpp"
 
 #include <algorithm>
-#include <cmath>
 
 #if defined(__AVX512BF16__)
 #include <immintrin.h>

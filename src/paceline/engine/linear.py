@@ -11,7 +11,7 @@ layers keep vLLM's kernels. (docs/decisions/0038-linear-layers.md)
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -56,7 +56,8 @@ def check_kernel(name: str) -> None:
 def replacing_kernels(kernel: LinearKernel) -> Iterator[None]:
     """While inside, what vLLM loads gets these layers where its weights are bfloat16 matrices.
 
-    With paceline-dot, layers with an odd number of inputs keep vLLM's kernels; with vllm, all do. Raises ConfigError
+    With paceline-dot, layers with an odd number of inputs keep vLLM's kernels, and attention has a kernel of its own
+    too (attention.py); with vllm, all keep theirs. Raises ConfigError
     where the processor lacks what the kernel needs.
     """
     check_kernel(kernel)
@@ -65,6 +66,8 @@ def replacing_kernels(kernel: LinearKernel) -> Iterator[None]:
         return
     dot = kernel == "paceline-dot"
     from vllm.model_executor.layers import utils
+
+    from paceline.engine.attention import replacing_attention
 
     dispatch = utils.dispatch_cpu_unquantized_gemm
 
@@ -80,16 +83,10 @@ def replacing_kernels(kernel: LinearKernel) -> Iterator[None]:
 
     utils.dispatch_cpu_unquantized_gemm = dispatch_own
     try:
-        with _own_attention() if dot else nullcontext():
+        with replacing_attention() if dot else nullcontext():
             yield
     finally:
         utils.dispatch_cpu_unquantized_gemm = dispatch
-
-
-def _own_attention() -> AbstractContextManager[None]:
-    from paceline.engine.attention import replacing_attention
-
-    return replacing_attention()
 
 
 def _kernel(packed: torch.Tensor, outputs: int, dot: bool) -> Any:
