@@ -138,8 +138,12 @@ def test_a_restarted_driver_goes_on_from_the_journal(
     params = SamplingParams(temperature=1.0, ignore_eos=True)
     journal = Journal.open(tmp_path / "o.progress", "job", resume=False)
     fleet.submit(requests, params, journal=journal)
+    begun: dict[int, int] = {}  # what each response had when its latest chunk began
     while sum(status.num_running for status in fleet.board.workers.values()) < 12 or len(chunks) < 30:
         fleet.advance()
+    while len(begun) < len(requests) or min(begun.values()) <= 64:
+        fleet.advance()
+        begun |= {chunk.index: len(chunk.request.generated) for chunk in chunks}
     fleet.abandon()
     journal.close()
     chunks.clear()
