@@ -24,7 +24,8 @@ namespace {
 
 using namespace paceline;
 
-constexpr int64_t kPiece = 8;         // panels that a thread takes at a time, one after the other in memory
+constexpr int64_t kPiece = 8;         // panels that a thread takes at a time at most, one after the other in memory
+constexpr int64_t kTurns = 2;         // each thread takes that often, at least, where there are panels enough
 constexpr int64_t kMostAtOnce = 512;  // rows: what is widened stays in some tens of megabytes
 
 // A word holds the weights of two outputs for one input, which a shift and a mask widen to floats.
@@ -73,9 +74,11 @@ struct Layer {
 // y [rows, outputs] = x [rows, inputs] times the weights, plus the bias; kernel: multiply_panel or multiply_panel_dot.
 template <class Input, class Kernel>
 void multiply_panels(const Kernel& kernel, const Input* x, int64_t rows, const Layer& layer, uint16_t* y, int64_t threads) {
-  const int64_t panels = (layer.outputs + kPanel - 1) / kPanel, pieces = (panels + kPiece - 1) / kPiece;
-  share(threads_for(rows * layer.inputs * layer.outputs, threads), pieces, [&](int64_t, int64_t piece) {
-    for (int64_t p = piece * kPiece; p < std::min((piece + 1) * kPiece, panels); ++p) {
+  const int64_t panels = (layer.outputs + kPanel - 1) / kPanel;
+  threads = threads_for(rows * layer.inputs * layer.outputs, threads);
+  const int64_t size = std::clamp(panels / (kTurns * threads), int64_t{1}, kPiece);
+  share(threads, (panels + size - 1) / size, [&](int64_t, int64_t piece) {
+    for (int64_t p = piece * size; p < std::min((piece + 1) * size, panels); ++p) {
       const int64_t first = p * kPanel;
       Panel panel{layer.packed + p * layer.inputs * kWidth, {}, layer.inputs, std::min(kPanel, layer.outputs - first)};
       if (layer.bias != nullptr) widen_all(layer.bias + first, panel.outputs, panel.bias);
