@@ -11,11 +11,14 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <memory>
 #include <stdexcept>
+#include <string>
 #include <vector>
 
 #include "linear.hpp"
 #include "threads.hpp"
+#include "torch_shim.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -98,21 +101,72 @@ void multiply_widened(const uint16_t* x, int64_t rows, const Layer& layer, uint1
   multiply_panels(multiply_panel, wide, rows, layer, y, threads);
 }
 
-// Addresses, as a layer of a compiled step is called every 100 microseconds and array arguments would take ten.
-void multiply(bool dot, uintptr_t x, int64_t rows, int64_t inputs, uintptr_t packed, uintptr_t bias, int64_t outputs,
-              uintptr_t y, int64_t threads) {
+void multiply_layer(bool dot, const uint16_t* x, int64_t rows, const Layer& layer, uint16_t* y, int64_t threads) {
   static const bool can_dot = has_dot();
   if (dot && !can_dot) throw std::runtime_error("no bfloat16 dot product here (HAS_DOT)");
-  const Layer layer{reinterpret_cast<const uint32_t*>(packed), reinterpret_cast<const uint16_t*>(bias), inputs, outputs};
   for (int64_t r = 0; r < rows; r += kMostAtOnce) {
-    const uint16_t* const from = reinterpret_cast<const uint16_t*>(x) + r * inputs;
-    uint16_t* const to = reinterpret_cast<uint16_t*>(y) + r * outputs;
+    const uint16_t* const from = x + r * layer.inputs;
+    uint16_t* const to = y + r * layer.outputs;
     const int64_t count = std::min(kMostAtOnce, rows - r);
     if (dot)
       multiply_panels(multiply_panel_dot, from, count, layer, to, threads);
     else
       multiply_widened(from, count, layer, to, threads);
   }
+}
+
+// The arguments but `dot`, sizes and threads are addresses.
+void multiply(bool dot, uintptr_t x, int64_t rows, int64_t inputs, uintptr_t packed, uintptr_t bias, int64_t outputs,
+              uintptr_t y, int64_t threads) {
+  const Layer layer{reinterpret_cast<const uint32_t*>(packed), reinterpret_cast<const uint16_t*>(bias), inputs, outputs};
+  multiply_layer(dot, reinterpret_cast<const uint16_t*>(x), rows, layer, reinterpret_cast<uint16_t*>(y), threads);
+}
+
+// The operator, for PyTorch: a step calls one for each layer, between which its weights have pushed everything else out of the
+// caches, and there Python takes some fifty microseconds for what is done here.
+std::unique_ptr<const TorchShim> torch_shim;
+
+std::string many(const char* what, int64_t count) { return std::to_string(count) + " " + what; }
+
+// linear(Tensor x, Tensor packed, Tensor bias, int outputs, bool dot) -> Tensor
+void linear(TorchValue* stack, uint64_t, uint64_t) {
+  const TorchShim& torch = *torch_shim;
+  const TorchTensor x(torch, reinterpret_cast<void*>(stack[0]));
+  const TorchTensor packed(torch, reinterpret_cast<void*>(stack[1]));
+  const TorchTensor bias(torch, reinterpret_cast<void*>(stack[2]));
+  const auto outputs = static_cast<int64_t>(stack[3]);
+  const bool dot = (stack[4] & 0xFF) != 0;
+  const int64_t panels = packed.dims < 2 ? 0 : packed.sizes[0], inputs = panels ? packed.sizes[1] * (dot ? 2 : 1) : 0;
+  if (outputs < 1 || outputs > panels * kPanel)
+    throw std::invalid_argument(many("panels of ", panels) + std::to_string(kPanel) + " outputs cannot give " +
+                                std::to_string(outputs));
+  const int64_t given = x.dims ? x.sizes[x.dims - 1] : 0;
+  if (given != inputs || inputs == 0 || (bias.count && bias.count != outputs))
+    throw std::invalid_argument("a layer of " + many("inputs and ", inputs) + many("outputs got ", outputs) +
+                                many("inputs", given) + (bias.count ? " and a bias of " + std::to_string(bias.count) : ""));
+  if (!x.is_plain() || !packed.is_plain() || !bias.is_plain())
+    throw std::invalid_argument("a bfloat16 layer got activations, weights or a bias of another number format, or with gaps");
+  std::vector<int64_t> sizes(x.sizes, x.sizes + x.dims), strides(sizes.size(), 1);
+  sizes.back() = outputs;
+  for (size_t i = sizes.size() - 1; i > 0; --i) strides[i - 1] = strides[i] * sizes[i];
+  void* made = nullptr;
+  check_torch(torch.empty_strided(x.dims, sizes.data(), strides.data(), torch.dtype_bfloat16(), torch.device_type_cpu(), 0,
+                                  &made));
+  TorchTensor y(torch, made);
+  uint32_t threads = 1;
+  check_torch(torch.get_num_threads(&threads));
+  const Layer layer{packed.data<const uint32_t>(), bias.count ? bias.data<const uint16_t>() : nullptr, inputs, outputs};
+  multiply_layer(dot, x.data<const uint16_t>(), x.count / inputs, layer, y.data<uint16_t>(), threads);
+  stack[0] = y.release();
+}
+
+// For `paceline::linear`, which has been defined. library: the path of libtorch_cpu, which has been loaded.
+void serve_torch(const char* library) {
+  if (torch_shim != nullptr) return;
+  torch_shim = std::make_unique<const TorchShim>(library);
+  void* registered = nullptr;  // for as long as the process lives
+  check_torch(torch_shim->library_init_impl("paceline", "CPU", __FILE__, __LINE__, &registered));
+  check_torch(torch_shim->library_impl(registered, "linear", linear));
 }
 
 }  // namespace
@@ -126,4 +180,6 @@ NB_MODULE(_linear, m) {
         "The arguments but `dot`, sizes and threads are addresses; bias is 0 where there is none. packed: the weights as\n"
         "[panels, inputs, 16, 2], outputs p * 32 + half * 16 + lane; the last panel is filled up. With dot, which needs\n"
         "HAS_DOT and an even number of inputs, [panels, inputs / 2, 2, 16, 2]: halves, lanes, the two inputs.");
+  m.def("serve_torch", &serve_torch, "library"_a,
+        "Implement the operator paceline::linear for tensors of the CPU. library: path of libtorch_cpu, loaded already.");
 }

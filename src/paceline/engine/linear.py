@@ -10,19 +10,30 @@ layers keep vLLM's kernels. (docs/decisions/0038-linear-layers.md)
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from paceline._linear import HAS_DOT, PANEL, multiply
+from paceline._linear import HAS_DOT, PANEL, serve_torch
 from paceline.engine.invariance import mark_invariant
 from paceline.errors import ConfigError
 from paceline.processor import LinearKernel
 
 _LIBRARY = torch.library.Library("paceline", "FRAGMENT")
-_LIBRARY.define("linear(Tensor x, Tensor packed, Tensor? bias, int outputs, bool dot=False) -> Tensor")
+_LIBRARY.define("linear(Tensor x, Tensor packed, Tensor bias, int outputs, bool dot) -> Tensor")
+_NO_BIAS = torch.empty(0, dtype=torch.bfloat16)
+
+
+@cache
+def _serve_torch() -> None:
+    """The operator has its kernel before the first weight is packed."""
+    suffix = "dylib" if sys.platform == "darwin" else "so"
+    serve_torch(str(Path(torch.__file__).parent / "lib" / f"libtorch_cpu.{suffix}"))
 
 
 def pack(weight: torch.Tensor, dot: bool = False) -> torch.Tensor:
@@ -31,6 +42,7 @@ def pack(weight: torch.Tensor, dot: bool = False) -> torch.Tensor:
     Returns [panels, inputs, 16, 2], the two being outputs; with dot, for an even number of inputs,
     [panels, inputs / 2, 2, 16, 2], the last two being inputs. Raises ValueError for an odd number of these.
     """
+    _serve_torch()
     outputs, inputs = weight.shape
     if dot and inputs % 2:
         raise ValueError(
@@ -91,48 +103,26 @@ def replacing_kernels(kernel: LinearKernel) -> Iterator[None]:
 
 def _kernel(packed: torch.Tensor, outputs: int, dot: bool) -> Any:
     def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        return torch.ops.paceline.linear(x, packed, bias, outputs, dot)  # type: ignore[no-any-return]
+        return multiply(x, packed, bias, outputs, dot)
 
     return mark_invariant(linear)
 
 
-def _linear(
+def multiply(
     x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, outputs: int, dot: bool = False
 ) -> torch.Tensor:
-    inputs, wanted = x.shape[-1], packed.shape[1] * (2 if dot else 1)
-    if outputs > packed.shape[0] * PANEL:
-        raise ValueError(f"{packed.shape[0]} panels of {PANEL} outputs cannot give {outputs}")
-    if inputs != wanted or (bias is not None and len(bias) != outputs):
-        raise ValueError(
-            f"a layer of {wanted} inputs and {outputs} outputs got {inputs} inputs"
-            + ("" if bias is None else f" and a bias of {len(bias)}")
-        )
-    if x.dtype is not torch.bfloat16 or (bias is not None and bias.dtype is not torch.bfloat16):
-        raise TypeError(
-            f"a bfloat16 layer got {x.dtype}" + ("" if bias is None else f" and a bias of {bias.dtype}")
-        )
-    rows = x.reshape(-1, inputs).contiguous()
-    added = None if bias is None else bias.contiguous()
-    y = x.new_empty((*x.shape[:-1], outputs))
-    multiply(
-        dot,
-        rows.data_ptr(),
-        len(rows),
-        inputs,
-        packed.data_ptr(),
-        0 if added is None else added.data_ptr(),
-        outputs,
-        y.data_ptr(),
-        torch.get_num_threads(),
-    )
-    return y
+    """A layer's product with x [..., inputs], plus its bias [outputs]: [..., outputs], all bfloat16.
+
+    packed: what `pack` made. Raises ValueError for what does not fit together, or is in another number format.
+    """
+    added = _NO_BIAS if bias is None else bias.contiguous()
+    return torch.ops.paceline.linear(x.contiguous(), packed, added, outputs, dot)  # type: ignore[no-any-return]
 
 
 def _shape_of_linear(
-    x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, outputs: int, dot: bool = False
+    x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor, outputs: int, dot: bool
 ) -> torch.Tensor:
     return x.new_empty((*x.shape[:-1], outputs))
 
 
-_LIBRARY.impl("linear", _linear, "CPU")
 torch.library.register_fake("paceline::linear", _shape_of_linear, lib=_LIBRARY)
