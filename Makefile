@@ -41,7 +41,7 @@ demo: install
 	$(BIN)/python -m paceline.tasks.inflation assets/countdown-policy runs/demo-target \
 		--hidden 1024 --intermediate 2816 --layers 16 --heads 16 --kv-heads 8
 	$(BIN)/paceline bench runs/demo-target recipes/countdown-prompts.jsonl --model-drafter assets/countdown-drafter \
-		--methods plain,none,suffix+model --dtype bfloat16 --samples 4 --max-tokens 640 --repetitions 1 --json runs/demo/bench.json
+		--methods plain,none,suffix,suffix+model --dtype bfloat16 --samples 4 --max-tokens 640 --repetitions 1 --json runs/demo/bench.json
 	$(BIN)/paceline report runs/demo
 
 clean:

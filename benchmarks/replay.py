@@ -19,6 +19,9 @@ alone, each after rollouts of other prompts to learn from. `best sum` is margina
 is marginal with suffix trees alone, as `PACELINE=1` gives it; the clock leaves out what they take, about two
 microseconds a token. `clairvoyant` verifies exactly the tokens that will be accepted, with drafts that cost nothing: no
 policy can do better with this drafter on this machine. `free drafts` is marginal with drafts that cost nothing.
+`after a disturbance` is marginal in a rollout right after one: with `--disturb 3` steps and drafting took three times
+as long in all of the rollout before, as while another process has the cores. `undisturbed` is how fast it is in parts
+of marginal, which has heard of the same rollouts at the usual speed.
 `measured_s` is what the real engine took, prefill included, which the clock leaves out.
 """
 
@@ -53,6 +56,8 @@ from paceline.planning.budget import fair_weights
 from paceline.types import DraftGrowth, DraftQuery, ModelDrafts, StepObservation
 
 SUFFIX = "suffix only"
+FREE = "free drafts"
+DISTURBED = "after a disturbance"
 POLICIES = ("off", "fixed", "thresholds", "bandit", "marginal", "best sum", SUFFIX)
 COLUMNS = (
     "drafter",
@@ -65,6 +70,7 @@ COLUMNS = (
     "steps",
     "acceptance_length",
     "accepted_share",
+    "undisturbed",
 )
 
 
@@ -87,8 +93,9 @@ Decision = Callable[[DraftQuery, NDArray[np.int64]], tuple[NDArray[np.int32], ND
 class Replay:
     """Advances the responses of one rollout step by step; knows nothing of who decides."""
 
-    def __init__(self, rollout: Rollout, clock: Clock) -> None:
-        self.rollout, self.clock = rollout, clock
+    def __init__(self, rollout: Rollout, clock: Clock, slowness: float = 1.0) -> None:
+        """slowness: factor of all times."""
+        self.rollout, self.clock, self.slowness = rollout, clock, slowness
         self.lengths = np.array([len(response) for response in rollout.responses])
         self.prompts = np.array([len(prompt) for prompt in rollout.prompts])
 
@@ -104,7 +111,7 @@ class Replay:
             query = make_query(rows, positions, self.rollout.keys, self.rollout.groups, left)
             drafted, accepted, drafting_s = decide(query, at[live])
             num_tokens = len(live) + int(drafted.sum())
-            step_s = self.clock.step_s(len(live), num_tokens, sum(positions))
+            step_s = self.slowness * self.clock.step_s(len(live), num_tokens, sum(positions))
             after(query, accepted + 1, num_tokens, step_s)
             at[live] += accepted + 1
             wall_s += step_s + drafting_s
@@ -248,10 +255,10 @@ class Policy:
             grown = grown[draft.put(grown, levels, tokens, cells, np.full_like(tokens, NO_TOKEN))]
             levels += 1
         growth = DraftGrowth(levels, rows_fed, 0.0)
-        seconds = 1e-6 if self.free_drafts else replay.clock.drafting_s(growth)
+        seconds = 1e-6 if self.free_drafts else replay.slowness * replay.clock.drafting_s(growth)
         growth = DraftGrowth(levels, rows_fed, seconds)
         if not self.free_drafts:
-            seconds += replay.clock.catching_up_s(
+            seconds += replay.slowness * replay.clock.catching_up_s(
                 int((query.positions - self._cached[query.responses]).sum())
             )
         self._cached[query.responses] = query.positions
@@ -267,16 +274,17 @@ def truncate(rollout: Rollout, limit: int) -> Rollout:
     )
 
 
-def compare(rollouts: list[Rollout], clock: Clock, drafter: str) -> list[dict[str, Any]]:
+def compare(
+    rollouts: list[Rollout], clock: Clock, drafter: str, disturb: float | None
+) -> list[dict[str, Any]]:
     """One row per policy on the last rollout; the ones before it are what the policies learn from."""
     *lessons, last = (Replay(rollout, clock) for rollout in rollouts)
     outcomes: dict[str, Outcome] = {}
-    for name in (*POLICIES, "free drafts"):
-        policy = Policy(
-            "marginal" if name == "free drafts" else name, drafter, free_drafts=name == "free drafts"
-        )
-        for lesson in lessons:
+    for name in (*POLICIES, FREE, *((DISTURBED,) if disturb else ())):
+        policy = Policy("marginal" if name in (FREE, DISTURBED) else name, drafter, free_drafts=name == FREE)
+        for lesson in lessons[:-1]:
             policy.play(lesson)
+        policy.play(lessons[-1] if name != DISTURBED else Replay(rollouts[-2], clock, disturb or 1.0))
         outcomes[name] = policy.play(last)
     outcomes["clairvoyant"] = clairvoyant(last)
     plain = outcomes["off"]
@@ -290,6 +298,7 @@ def compare(rollouts: list[Rollout], clock: Clock, drafter: str) -> list[dict[st
             "steps": one.num_steps,
             "acceptance_length": 1 + one.num_accepted / one.num_decoded,
             "accepted_share": one.num_accepted / one.num_drafted if one.num_drafted else None,
+            "undisturbed": outcomes["marginal"].wall_s / one.wall_s if name == DISTURBED else None,
         }
         for name, one in outcomes.items()
     ]
@@ -304,8 +313,11 @@ def main() -> None:
         "--limits", type=int, nargs="+", default=[1024], help="tokens; the largest is generated"
     )
     made.add_argument("--rollouts", type=int, default=3, help="the last one is compared; at least 2")
+    made.add_argument("--disturb", type=float, metavar="FACTOR", help="adds `after a disturbance`; above 1")
     made.add_argument("--threads", type=int, default=2)
     options = made.parse_args()
+    if options.disturb is not None and not options.disturb > 1:
+        made.error(f"--disturb {options.disturb:g}: a disturbance makes steps slower, so above 1")
     if options.rollouts < 2:
         made.error(f"--rollouts {options.rollouts}: the policies learn from all but the last, so at least 2")
     os.environ["OMP_NUM_THREADS"] = str(options.threads)
@@ -325,7 +337,7 @@ def main() -> None:
             rollouts = [draft_everywhere(responses, drafter, took) for responses, took in recorded]
             for limit in options.limits:
                 cut = [truncate(rollout, limit) for rollout in rollouts]
-                found = compare(cut, recorder.clock(), drafter)
+                found = compare(cut, recorder.clock(), drafter, options.disturb)
                 rows += [{"drafter": os.path.relpath(drafter, ROOT), "limit": limit, **row} for row in found]
     publish("replay", rows, COLUMNS, options)
 

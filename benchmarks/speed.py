@@ -12,8 +12,9 @@ compiled, as vLLM is by default, and corrected: on the CPU backend of 0.32 it di
 run's choice); the two best of a case are then started as a user would start them and measured. `over_best_rival`
 compares with the better one of the two.
 
-**Linear layers.** On CPUs without a matrix unit Paceline brings kernels of its own for them, which vLLM does not have.
-`--rival-kernels paceline` gives them to plain vLLM and its speculators too: then only drafting and verifying differ.
+**Kernels.** On CPUs without a matrix unit Paceline brings kernels of its own for linear layers, on AMD's also for
+attention, which vLLM does not have. `--rival-kernels paceline` gives them to plain vLLM and its speculators too: then
+only drafting and verifying differ.
 
 **Paceline** runs compiled too, and eager in a second block: paceline_off (its sampler without drafts, the same tokens),
 paceline_suffix (suffix trees alone, what `PACELINE=1` gives) and paceline (with the small model).
@@ -387,7 +388,7 @@ def parse_options(words: Sequence[str] | None = None) -> argparse.Namespace:
         "--rival-kernels",
         default="vllm",
         choices=["vllm", "paceline"],
-        help="whose linear layers plain vLLM and its speculators use",
+        help="whose linear layers and attention plain vLLM and its speculators use",
     )
     made.add_argument("--repetitions", type=int, default=3)
     made.add_argument("--eager-repetitions", type=int, default=1)

@@ -198,7 +198,7 @@ def _list_policies(rows: Sequence[dict[str, Any]]) -> str:
 
 def list_replay(rows: Rows) -> str:
     """What a change of the drafter and one of the limit are worth to each policy, on the same responses."""
-    made = rows("replay")
+    made = [row for row in rows("replay") if row["policy"] in REPLAYED]
     lines = []
     for drafter, limit in dict.fromkeys((row["drafter"], row["limit"]) for row in made):
         found = {row["policy"]: row for row in made if (row["drafter"], row["limit"]) == (drafter, limit)}
@@ -330,9 +330,11 @@ def _list_cases(rows: Sequence[dict[str, Any]]) -> str:
         lines.append(
             (
                 case.replace("x", " x "),
-                f"{rival['normalised']:.2f} ({rival['system'].replace('_', ' ')})",
-                f"{suffix['ratio']:.2f}",
+                f"{rival['normalised']:.2f}{_show_range(rival['normalised_range'])}, "
+                f"{rival['system'].replace('_', ' ')}",
+                f"{suffix['ratio']:.2f}{_show_range(suffix['ratio_range'])}",
                 f"**{full['ratio']:.2f}**{_show_range(full['ratio_range'])}",
+                f"{full['normalised']:.2f}{_show_range(full['normalised_range'])}",
                 f"{full['over_best_rival']:.2f}",
                 # a bound below what was reached is an error of the clock's
                 f"{full['clairvoyant']:.2f}" if full["clairvoyant"] > full["ratio"] else "",
@@ -344,6 +346,7 @@ def _list_cases(rows: Sequence[dict[str, Any]]) -> str:
         "vLLM's best own speculation",
         "Paceline, suffix trees alone",
         "Paceline",
+        "*normalised*",
         "over vLLM's best",
         "best possible with this drafter",
         "Paceline's tail",

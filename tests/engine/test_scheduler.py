@@ -19,7 +19,7 @@ from paceline.config import EngineSettings
 from paceline.dice import derive_key
 from paceline.engine.arguments import check_engine
 from paceline.engine.rollout_engine import RolloutEngine
-from paceline.engine.scheduler import LiveBatch, LiveResponse, PacelineScheduler
+from paceline.engine.scheduler import LiveBatch, PacelineScheduler, ScheduledResponse
 from paceline.engine.waiting import front_of
 from paceline.errors import UnsupportedError
 from paceline.types import RolloutRequest
@@ -191,7 +191,8 @@ def test_a_draft_ends_where_the_response_must() -> None:
 def test_a_batch_is_that_of_the_responses_that_draft_now() -> None:
     scheduler = a_scheduler([], waiting_lengths=(), num_free_blocks=0)
     scheduler.live = {
-        str(i): LiveResponse(i, i // 2, 2**63 + i, temperature=i / 4, drafts_allowed=True) for i in range(6)
+        str(i): ScheduledResponse(i, i // 2, 2**63 + i, temperature=i / 4, drafts_allowed=True)
+        for i in range(6)
     }
     scheduler._batch = LiveBatch.of([])
     for queried in (["0", "1", "2"], ["0", "1", "2"], ["1", "2"], ["1", "5"], []):

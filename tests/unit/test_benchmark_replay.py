@@ -44,3 +44,18 @@ def test_suffix_trees_alone_draft_what_responses_repeat(rollout: Rollout) -> Non
         assert found.num_accepted > LENGTH
         assert found.num_decoded + found.num_accepted == SAMPLES * (LENGTH - 1)
         assert found.wall_s < plain.wall_s
+
+
+def test_a_disturbance_makes_the_rollout_before_slower_and_no_other(rollout: Rollout) -> None:
+    clock = Clock(np.array([0.02, 1e-4, 1e-4, 1e-4, 1e-5, 1e-6, 1e-6]), np.array([1e-3, 1e-4, 1e-5]))
+    usual, slow = (replay.Replay(rollout, clock, slowness) for slowness in (1.0, 3.0))
+    for name in ("off", "fixed"):  # a fixed length is not learned
+        times = [replay.Policy(name, "no drafter is loaded").play(one).wall_s for one in (usual, slow)]
+        assert times[1] == pytest.approx(3 * times[0])
+    rows = replay.compare([rollout, rollout], clock, "no drafter is loaded", disturb=3.0)
+    [disturbed] = [row for row in rows if row["policy"] == replay.DISTURBED]
+    [marginal] = [row for row in rows if row["policy"] == "marginal"]
+    assert disturbed["undisturbed"] == pytest.approx(marginal["wall_s"] / disturbed["wall_s"])
+    assert replay.DISTURBED not in {
+        row["policy"] for row in replay.compare([rollout] * 2, clock, "none", None)
+    }

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from paceline.engine.live import LiveBatch, LiveResponse
+from paceline.engine.live import LiveBatch, ScheduledResponse
 
 
-def responses(count: int) -> list[LiveResponse]:
-    return [LiveResponse(i, i // 2, 2**63 + i, temperature=1.0, drafts_allowed=True) for i in range(count)]
+def responses(count: int) -> list[ScheduledResponse]:
+    return [
+        ScheduledResponse(i, i // 2, 2**63 + i, temperature=1.0, drafts_allowed=True) for i in range(count)
+    ]
 
 
 def test_what_steps_bring_is_counted_until_it_is_settled() -> None:

@@ -13,7 +13,7 @@ from paceline.types import Float32Array, Int64Array, UInt64Array
 
 
 @dataclass(slots=True)
-class LiveResponse:
+class ScheduledResponse:
     """What the scheduler knows of a request beyond vLLM's own state."""
 
     response: int
@@ -35,7 +35,7 @@ class LiveResponse:
 class LiveBatch:
     """Responses that go through steps together, counted in arrays until `settle`. Arrays: [num_responses]"""
 
-    responses: list[LiveResponse]
+    responses: list[ScheduledResponse]
     groups: Int64Array
     numbers: Int64Array
     keys: UInt64Array
@@ -45,7 +45,7 @@ class LiveBatch:
     num_draft_tokens: Int64Array
 
     @classmethod
-    def of(cls, responses: list[LiveResponse]) -> LiveBatch:
+    def of(cls, responses: list[ScheduledResponse]) -> LiveBatch:
         """The batch of these responses, which must be settled."""
         return cls(
             responses,

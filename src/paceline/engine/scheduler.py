@@ -28,7 +28,7 @@ from paceline.engine.compat import (
 from paceline.engine.draft_ahead import TargetSizes
 from paceline.engine.fast_loop import FastLoop, Proposal, table_of
 from paceline.engine.keys import OPTIONS, KeyBook, engine_seed
-from paceline.engine.live import LiveBatch, LiveResponse
+from paceline.engine.live import LiveBatch, ScheduledResponse
 from paceline.engine.multipath.layout import PathPlan, plan_paths
 from paceline.engine.multipath.spare_blocks import SpareBlocks
 from paceline.engine.runner import FreshDrafts, StepOrder, give_order, undrawable_of, withdrawn_of
@@ -62,8 +62,8 @@ class PacelineScheduler(Scheduler):  # type: ignore[misc]
         seed = engine_seed(self.settings.run_seed, vllm_config)
         self._is_v2 = vllm_config.use_v2_model_runner
         self.keys = KeyBook(seed, is_seed=self._is_v2)
-        self.live: dict[str, LiveResponse] = {}
-        self.finished: dict[str, LiveResponse] = {}
+        self.live: dict[str, ScheduledResponse] = {}
+        self.finished: dict[str, ScheduledResponse] = {}
         self.observations: deque[StepObservation] = deque(maxlen=MAX_KEPT_STEPS)
         self.num_preemptions = 0
         # A constant table switches off vLLM's padding of new requests with drafts of -1.
@@ -75,7 +75,7 @@ class PacelineScheduler(Scheduler):  # type: ignore[misc]
         self._positions: Int64Array = np.empty(0, np.int64)  # [len(_ready)] tokens of each so far
         self._ends: Int64Array = np.empty(0, np.int64)  # [len(_ready)] tokens that each can have at most
         self._context = 0
-        self._ended: list[LiveResponse] | None = None  # while a step's tokens are handed out
+        self._ended: list[ScheduledResponse] | None = None  # while a step's tokens are handed out
         self._stained: list[list[int]] = []  # KV blocks that the last step may have left NaN in
         self._aborted: dict[
             str, tuple[list[int], ...]
@@ -105,7 +105,7 @@ class PacelineScheduler(Scheduler):  # type: ignore[misc]
                 self._open(request)
         super().add_request(request)
 
-    def _go_on(self, request: Request, live: LiveResponse) -> None:
+    def _go_on(self, request: Request, live: ScheduledResponse) -> None:
         """More input of a streaming session: its sampling parameters replace the session's, the key stays."""
         params = request.sampling_params = copy.copy(request.sampling_params)
         own = {name: value for name, value in (params.extra_args or {}).items() if name not in OPTIONS}
@@ -126,7 +126,7 @@ class PacelineScheduler(Scheduler):  # type: ignore[misc]
             failure = str(error)
             params.extra_args = None
             key, group, carried = self.keys.assign(params, tokens, self._next_response)
-        live = LiveResponse(
+        live = ScheduledResponse(
             response=self._next_response,
             group=group,
             key=key,
