@@ -2,9 +2,13 @@
 
 The reference is the same engine without drafts, all responses in one batch. Each case generates the same requests
 (prompts, keys) in another way: suffix and model drafts, garbage drafts of ragged length, small batches, chunks that
-are submitted again. `logits_different` counts accepted tokens whose raw logits differ in any bit. The next cases are
-the control (`invariant` false): the same with batch invariance off and vLLM's own linear kernels, in a process of its
-own in which nothing has been made invariant. Diverged tokens are counted per response from its first difference on.
+are submitted again, suffix drafts alone. `logits_different` counts accepted tokens whose raw logits differ in any bit.
+Diverged tokens are counted per response from its first difference on. The engine is compiled, as recipes have it, with
+Paceline's kernels where they suit the processor (`--eager`: not compiled).
+
+The next cases are the control (`invariant` false): the same with batch invariance off and vLLM's own kernels, in a
+process of its own in which nothing has been made invariant. Its target is the inflated policy, and it has fewer
+responses: sums over a narrow model come out alike in any order.
 
 The last cases are drafters that run ahead, and help between workers. They are compared with plain decoding in another
 process, rollout by rollout, until there are `--least-tokens` tokens and enough of what the case is about (`counts`), or
@@ -79,6 +83,7 @@ class Bench:
             max_draft_tokens=8,
             batch_invariant=invariant,
             linear_kernel=best_linear_kernel() if invariant else "vllm",
+            compiled=not options.eager,
             budget=BudgetSettings(policy="fixed", fixed_tokens=8),
         )
         self.engine = RolloutEngine(
@@ -100,6 +105,11 @@ class Bench:
         return responses
 
     def drafted(self, requests: list[Any]) -> list[Any]:
+        return self.generate(requests)
+
+    def suffix_drafted(self, requests: list[Any]) -> list[Any]:
+        """The last case: the model drafter does not come back."""
+        self.engine.drop_drafter()
         return self.generate(requests)
 
     def garbage(self, requests: list[Any]) -> list[Any]:
@@ -140,6 +150,7 @@ CASES: dict[str, Callable[[Bench, list[Any]], list[Any]]] = {
     "garbage drafts": Bench.garbage,
     "batches of a few, with drafts": Bench.small_batches,
     "chunks submitted again": Bench.chunked,
+    "suffix drafts alone": Bench.suffix_drafted,
 }
 WITHOUT_INVARIANCE = {
     f"{name}, invariance off": CASES[name]
@@ -192,11 +203,21 @@ def measure(
 def make_control(options: argparse.Namespace, dtype: str) -> Callable[[list[str]], list[dict[str, Any]]]:
     """The control, for a process of its own; returns what measures its cases."""
     os.environ.pop(SPLIT_KV, None)  # an invariant engine of the parent has set it
+    own = control_options(options)
 
     def measure_control(names: list[str]) -> list[dict[str, Any]]:
-        return measure(options, dtype, names, invariant=False)
+        return measure(own, dtype, names, invariant=False)
 
     return measure_control
+
+
+def control_options(options: argparse.Namespace) -> argparse.Namespace:
+    """The control's: another target, fewer responses."""
+    from pairs import PAIRS, TARGETS
+
+    smaller = {"prompts": options.control_prompts, "samples": options.control_samples}
+    model = PAIRS["countdown"].make_target(TARGETS / "countdown")
+    return argparse.Namespace(**{**vars(options), **smaller, "model": model})
 
 
 def compare_batches(options: argparse.Namespace, dtype: str) -> Iterator[list[dict[str, Any]]]:
@@ -383,6 +404,9 @@ def main() -> None:
     made.add_argument("--prompts", type=int, default=32)
     made.add_argument("--samples", type=int, default=12)
     made.add_argument("--max-tokens", type=int, default=768)
+    made.add_argument("--control-prompts", type=int, default=4)
+    made.add_argument("--control-samples", type=int, default=8)
+    made.add_argument("--eager", action="store_true", help="no compiled steps")
     made.add_argument("--small-batch", type=int, default=7)
     made.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     every = [*CASES, *WITHOUT_INVARIANCE, *MECHANISMS]

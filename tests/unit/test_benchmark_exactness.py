@@ -80,6 +80,7 @@ def test_the_control_has_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -
         def close(self) -> None: ...
 
     monkeypatch.setattr(exactness, "Child", InThisProcess)
+    monkeypatch.setattr(exactness, "control_options", lambda options: options)
     control = "suffix and model drafts, invariance off"
     options = Namespace(rows=["garbage drafts", control])
     assert list(exactness.compare_batches(options, "float32")) == [
