@@ -8,10 +8,13 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <memory>
+#include <stdexcept>
 #include <vector>
 
 #include "attention.hpp"
 #include "threads.hpp"
+#include "torch_shim.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -23,11 +26,6 @@ using namespace paceline;
 // Whether `attend_dot` may be called.
 bool is_supported() { return kAttentionBuilt && PACELINE_SUPPORTS_V4_AND("avx512bf16"); }
 
-template <class T>
-T* at(uintptr_t address) {
-  return reinterpret_cast<T*>(address);
-}
-
 // Puts a token's key and value of one KV head into its place.
 void put(const AttentionShape& shape, const uint16_t* key, const uint16_t* value, int64_t place, uint16_t* block) {
   const int64_t size = shape.head_size, t = place % kPanelTokens;
@@ -37,18 +35,22 @@ void put(const AttentionShape& shape, const uint16_t* key, const uint16_t* value
   for (int64_t d = 0; d < size; ++d) values[t / 2 * 2 * size + 2 * d + t % 2] = value[d];
 }
 
-// Addresses, as in _linear. key_step, value_step: from one token to the next.
-void store_tokens(uintptr_t key, int64_t key_step, uintptr_t value, int64_t value_step, uintptr_t slots, int64_t tokens,
-                  uintptr_t cache, int64_t block_step, int64_t kv_heads, int64_t head_size, int64_t block_tokens,
-                  int64_t threads) {
-  const AttentionShape shape{kv_heads, kv_heads, head_size, block_tokens, block_step, 1.0f};
-  share(threads_for(tokens * kv_heads * head_size * 8, threads), kv_heads, [&](int64_t, int64_t head) {
+// Tokens' keys or values, queries or outputs: rows of heads without gaps inside, `step` apart.
+template <class Element>
+struct TokenRows {
+  Element* data;
+  int64_t step, count;
+};
+
+void store_tokens(const AttentionShape& shape, const TokenRows<const uint16_t>& keys, const TokenRows<const uint16_t>& values,
+                  const int64_t* slots, int64_t tokens, uint16_t* cache, int64_t threads) {
+  const int64_t size = shape.head_size, block_tokens = shape.block_tokens;
+  share(threads_for(tokens * shape.kv_heads * size * 8, threads), shape.kv_heads, [&](int64_t, int64_t head) {
     for (int64_t i = 0; i < tokens; ++i) {
-      const int64_t slot = at<const int64_t>(slots)[i];
+      const int64_t slot = slots[i];
       if (slot < 0) continue;  // a row that pads the step
-      put(shape, at<const uint16_t>(key) + i * key_step + head * head_size,
-          at<const uint16_t>(value) + i * value_step + head * head_size, slot % block_tokens,
-          at<uint16_t>(cache) + slot / block_tokens * block_step + head * shape.head_halves());
+      put(shape, keys.data + i * keys.step + head * size, values.data + i * values.step + head * size, slot % block_tokens,
+          cache + slot / block_tokens * shape.block_step + head * shape.head_halves());
     }
   });
 }
@@ -57,29 +59,103 @@ struct Tile {
   int64_t request, first, count;
 };
 
-void attend(uintptr_t x, uintptr_t y, uintptr_t cache, int64_t block_step, uintptr_t starts, uintptr_t contexts,
-            uintptr_t tables, int64_t table_step, int64_t requests, int64_t heads, int64_t kv_heads, int64_t head_size,
-            int64_t block_tokens, float scale, int64_t threads) {
-  const AttentionShape shape{heads, kv_heads, head_size, block_tokens, block_step, scale};
-  const int32_t* const begins = at<const int32_t>(starts);
+// Where requests begin and end among the tokens, what the last token of each sees, and its blocks.
+struct Requests {
+  const int32_t *begins, *contexts, *tables;
+  int64_t table_step, count;
+};
+
+void attend(const AttentionShape& shape, const uint16_t* x, uint16_t* y, const uint16_t* cache, const Requests& requests,
+            int64_t threads) {
+  const int32_t* const begins = requests.begins;
   thread_local std::vector<Tile> tiles;
   tiles.clear();
   int64_t work = 0;
-  for (int64_t r = 0; r < requests; ++r) {
+  for (int64_t r = 0; r < requests.count; ++r) {
     const int64_t rows = (begins[r + 1] - begins[r]) * shape.group(), count = (rows + kMostQueries - 1) / kMostQueries;
     for (int64_t i = 0; i < count; ++i) tiles.push_back({r, rows * i / count, rows * (i + 1) / count - rows * i / count});
-    work += rows * at<const int32_t>(contexts)[r] * head_size * 2;
+    work += rows * requests.contexts[r] * shape.head_size * 2;
   }
+  const int64_t kv_heads = shape.kv_heads;
   const std::vector<Tile>& made = tiles;  // the other threads have some of their own
   share(threads_for(work * kv_heads, threads), static_cast<int64_t>(made.size()) * kv_heads, [&](int64_t, int64_t i) {
     const Tile& tile = made[static_cast<size_t>(i / kv_heads)];
-    const int64_t head = i % kv_heads, token = begins[tile.request], offset = (token * heads + head * shape.group()) * head_size;
+    const int64_t head = i % kv_heads, token = begins[tile.request];
+    const int64_t offset = (token * shape.heads + head * shape.group()) * shape.head_size;
     const int64_t tokens = begins[tile.request + 1] - token;
-    attend_dot(shape, {at<const uint16_t>(x) + offset, at<uint16_t>(y) + offset,
-                       at<const uint16_t>(cache) + head * shape.head_halves(),
-                       at<const int32_t>(tables) + tile.request * table_step, tile.first, tile.count,
-                       at<const int32_t>(contexts)[tile.request] - tokens + 1});
+    attend_dot(shape, {x + offset, y + offset, cache + head * shape.head_halves(),
+                       requests.tables + tile.request * requests.table_step, tile.first, tile.count,
+                       requests.contexts[tile.request] - tokens + 1});
   });
+}
+
+// The operators, for PyTorch: every layer of a step calls both, as linear layers are called (linear_module.cpp).
+std::unique_ptr<const TorchShim> torch_shim;
+
+[[noreturn]] void refuse(const char* what) { throw std::invalid_argument(std::string("attention got ") + what); }
+
+// Of a cache whose blocks have been looked at (attention.py).
+AttentionShape shape_of(const TorchTensor& cache, int64_t heads, float scale) {
+  if (cache.dims != 4 || cache.dtype != torch_shim->dtype_bfloat16()) refuse("a KV cache of another kind");
+  const int64_t kv_heads = cache.sizes[1];
+  return {heads == 0 ? kv_heads : heads, kv_heads, cache.sizes[3] / 2, cache.sizes[2], cache.strides[0], scale};
+}
+
+template <class Element>
+TokenRows<Element> rows_of(const TorchTensor& tensor, int64_t heads, int64_t head_size) {
+  const bool fits = tensor.dims == 3 && tensor.sizes[1] == heads && tensor.sizes[2] == head_size;
+  if (!fits || tensor.dtype != torch_shim->dtype_bfloat16())
+    refuse("tokens of other sizes, or not in bfloat16: [tokens, heads, head size], as the KV cache has them");
+  if (tensor.strides[2] != 1 || (heads > 1 && tensor.strides[1] != head_size)) refuse("tokens whose heads have gaps");
+  return {tensor.data<Element>(), tensor.strides[0], tensor.sizes[0]};
+}
+
+template <class Element>
+const Element* numbers_of(const TorchTensor& tensor, int64_t dims, int32_t dtype) {
+  const bool fits = tensor.dims == dims && tensor.dtype == dtype;
+  if (!fits || (tensor.count > 0 && tensor.sizes[dims - 1] > 1 && tensor.strides[dims - 1] != 1))
+    refuse("slots, contexts or blocks of another number format, or with gaps: int64 for slots, else int32");
+  return tensor.data<const Element>();
+}
+
+// store(Tensor key, Tensor value, Tensor(a!) kv_cache, Tensor slots) -> ()
+void store_op(TorchValue* stack, uint64_t, uint64_t) {
+  const TorchShim& torch = *torch_shim;
+  const TorchTensor key(torch, stack[0]), value(torch, stack[1]), cache(torch, stack[2]), slots(torch, stack[3]);
+  const AttentionShape shape = shape_of(cache, 0, 1.0f);
+  const auto keys = rows_of<const uint16_t>(key, shape.kv_heads, shape.head_size);
+  const auto values = rows_of<const uint16_t>(value, shape.kv_heads, shape.head_size);
+  const int64_t* const places = numbers_of<int64_t>(slots, 1, torch.dtype_int64());
+  const int64_t tokens = std::min({slots.count, keys.count, values.count});
+  store_tokens(shape, keys, values, places, tokens, cache.data<uint16_t>(), torch_threads(torch));
+}
+
+// attend(Tensor query, Tensor(a!) output, Tensor kv_cache, Tensor starts, Tensor contexts, Tensor tables, float scale) -> ()
+void attend_op(TorchValue* stack, uint64_t, uint64_t) {
+  const TorchShim& torch = *torch_shim;
+  const TorchTensor query(torch, stack[0]), output(torch, stack[1]), cache(torch, stack[2]), starts(torch, stack[3]),
+      contexts(torch, stack[4]), tables(torch, stack[5]);
+  double scale;
+  std::memcpy(&scale, stack + 6, sizeof scale);
+  const AttentionShape shape = shape_of(cache, query.dims == 3 ? query.sizes[1] : 0, static_cast<float>(scale));
+  const auto x = rows_of<const uint16_t>(query, shape.heads, shape.head_size);
+  const auto y = rows_of<uint16_t>(output, shape.heads, shape.head_size);
+  const int64_t step = shape.heads * shape.head_size;
+  if (x.count != y.count || shape.heads % shape.kv_heads || (x.count > 1 && (x.step != step || y.step != step)))
+    refuse("queries and outputs that differ, have gaps, or do not share KV heads evenly");
+  const int32_t int32 = torch.dtype_int32();
+  const Requests requests{numbers_of<int32_t>(starts, 1, int32), numbers_of<int32_t>(contexts, 1, int32),
+                          numbers_of<int32_t>(tables, 2, int32), tables.strides[0], contexts.count};
+  if (starts.count < requests.count + 1 || tables.sizes[0] < requests.count) refuse("fewer beginnings or blocks than contexts");
+  attend(shape, x.data, y.data, cache.data<const uint16_t>(), requests, torch_threads(torch));
+}
+
+// For the operators, which have been defined. library: the path of libtorch_cpu, which has been loaded.
+void serve_torch(const char* library) {
+  if (!is_supported()) throw std::runtime_error("no bfloat16 dot product here (IS_SUPPORTED)");
+  if (torch_shim != nullptr) return;
+  torch_shim = std::make_unique<const TorchShim>(library);
+  torch_shim->implement({{"store", store_op}, {"attend", attend_op}});
 }
 
 }  // namespace
@@ -88,16 +164,12 @@ NB_MODULE(_attention, m) {
   m.attr("IS_SUPPORTED") = is_supported();
   m.attr("PANEL_TOKENS") = kPanelTokens;
   m.attr("PANEL_SIZE") = kPanelSize;
-  m.def("store_tokens", &store_tokens, "key"_a, "key_step"_a, "value"_a, "value_step"_a, "slots"_a, "tokens"_a, "cache"_a,
-        "block_step"_a, "kv_heads"_a, "head_size"_a, "block_tokens"_a, "threads"_a, nb::call_guard<nb::gil_scoped_release>(),
-        "Puts keys and values [tokens, kv_heads, head_size] into a layer's cache [blocks, kv_heads, 2 * block_tokens *\n"
-        "head_size]; slots: block * block_tokens + place of each token, int64, below 0: none. All bfloat16, and addresses but\n"
-        "sizes, steps (elements from one token, or block, to the next) and threads.");
-  m.def("attend", &attend, "x"_a, "y"_a, "cache"_a, "block_step"_a, "starts"_a, "contexts"_a, "tables"_a, "table_step"_a,
-        "requests"_a, "heads"_a, "kv_heads"_a, "head_size"_a, "block_tokens"_a, "scale"_a, "threads"_a,
-        nb::call_guard<nb::gil_scoped_release>(),
-        "y = causal attention of x, both [tokens, heads, head_size] without gaps, over a cache that `store_tokens` filled.\n\n"
-        "starts: first token of each request and their end [requests + 1]; contexts: tokens that its last token sees;\n"
-        "tables: blocks of each request, table_step apart; all int32. Needs IS_SUPPORTED, head sizes up to 512 and block\n"
-        "sizes that 32 divides.");
+  m.def("serve_torch", &serve_torch, "library"_a,
+        "Implement paceline::store and paceline::attend for tensors of the CPU; needs IS_SUPPORTED. library: path of\n"
+        "libtorch_cpu, loaded already.\n\n"
+        "store: puts keys and values [tokens, kv_heads, head_size] into a layer's cache [blocks, kv_heads, block_tokens,\n"
+        "2 * head_size]; slots: block * block_tokens + place of each token, int64, below 0: none.\n"
+        "attend: output = causal attention of query, both [tokens, heads, head_size] without gaps, over a cache that `store`\n"
+        "filled. starts: first token of each request and their end [requests + 1]; contexts: tokens that its last token sees;\n"
+        "tables: blocks of each request; all int32. Head sizes up to 512, block sizes that 32 divides.");
 }

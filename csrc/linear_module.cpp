@@ -131,9 +131,9 @@ std::string many(const char* what, int64_t count) { return std::to_string(count)
 // linear(Tensor x, Tensor packed, Tensor bias, int outputs, bool dot) -> Tensor
 void linear(TorchValue* stack, uint64_t, uint64_t) {
   const TorchShim& torch = *torch_shim;
-  const TorchTensor x(torch, reinterpret_cast<void*>(stack[0]));
-  const TorchTensor packed(torch, reinterpret_cast<void*>(stack[1]));
-  const TorchTensor bias(torch, reinterpret_cast<void*>(stack[2]));
+  const TorchTensor x(torch, stack[0]);
+  const TorchTensor packed(torch, stack[1]);
+  const TorchTensor bias(torch, stack[2]);
   const auto outputs = static_cast<int64_t>(stack[3]);
   const bool dot = (stack[4] & 0xFF) != 0;
   const int64_t panels = packed.dims < 2 ? 0 : packed.sizes[0], inputs = panels ? packed.sizes[1] * (dot ? 2 : 1) : 0;
@@ -144,7 +144,8 @@ void linear(TorchValue* stack, uint64_t, uint64_t) {
   if (given != inputs || inputs == 0 || (bias.count && bias.count != outputs))
     throw std::invalid_argument("a layer of " + many("inputs and ", inputs) + many("outputs got ", outputs) +
                                 many("inputs", given) + (bias.count ? " and a bias of " + std::to_string(bias.count) : ""));
-  if (!x.is_plain() || !packed.is_plain() || !bias.is_plain())
+  const auto is_plain = [&](const TorchTensor& one) { return one.dtype == torch.dtype_bfloat16() && one.is_contiguous(); };
+  if (!is_plain(x) || !is_plain(packed) || !is_plain(bias))
     throw std::invalid_argument("a bfloat16 layer got activations, weights or a bias of another number format, or with gaps");
   std::vector<int64_t> sizes(x.sizes, x.sizes + x.dims), strides(sizes.size(), 1);
   sizes.back() = outputs;
@@ -152,11 +153,9 @@ void linear(TorchValue* stack, uint64_t, uint64_t) {
   void* made = nullptr;
   check_torch(torch.empty_strided(x.dims, sizes.data(), strides.data(), torch.dtype_bfloat16(), torch.device_type_cpu(), 0,
                                   &made));
-  TorchTensor y(torch, made);
-  uint32_t threads = 1;
-  check_torch(torch.get_num_threads(&threads));
+  TorchTensor y(torch, reinterpret_cast<TorchValue>(made));
   const Layer layer{packed.data<const uint32_t>(), bias.count ? bias.data<const uint16_t>() : nullptr, inputs, outputs};
-  multiply_layer(dot, x.data<const uint16_t>(), x.count / inputs, layer, y.data<uint16_t>(), threads);
+  multiply_layer(dot, x.data<const uint16_t>(), x.count / inputs, layer, y.data<uint16_t>(), torch_threads(torch));
   stack[0] = y.release();
 }
 
@@ -164,9 +163,7 @@ void linear(TorchValue* stack, uint64_t, uint64_t) {
 void serve_torch(const char* library) {
   if (torch_shim != nullptr) return;
   torch_shim = std::make_unique<const TorchShim>(library);
-  void* registered = nullptr;  // for as long as the process lives
-  check_torch(torch_shim->library_init_impl("paceline", "CPU", __FILE__, __LINE__, &registered));
-  check_torch(torch_shim->library_impl(registered, "linear", linear));
+  torch_shim->implement({{"linear", linear}});
 }
 
 }  // namespace

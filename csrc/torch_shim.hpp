@@ -9,8 +9,10 @@
 
 #include <cstdint>
 #include <cstring>
+#include <initializer_list>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 namespace paceline {
 
@@ -22,12 +24,15 @@ struct TorchShim {
   int32_t (*get_data_ptr)(void* tensor, void** data);
   int32_t (*get_dim)(void* tensor, int64_t* dims);
   int32_t (*get_sizes)(void* tensor, int64_t** sizes);
+  int32_t (*get_strides)(void* tensor, int64_t** strides);
   int32_t (*get_dtype)(void* tensor, int32_t* dtype);
   int32_t (*is_contiguous)(void* tensor, bool* whether);
   int32_t (*empty_strided)(int64_t dims, const int64_t* sizes, const int64_t* strides, int32_t dtype, int32_t device,
                            int32_t index, void** tensor);
   int32_t (*delete_tensor_object)(void* tensor);
   int32_t (*dtype_bfloat16)();
+  int32_t (*dtype_int32)();
+  int32_t (*dtype_int64)();
   int32_t (*device_type_cpu)();
   int32_t (*library_init_impl)(const char* space, const char* key, const char* file, uint32_t line, void** library);
   int32_t (*library_impl)(void* library, const char* name, TorchKernel kernel);
@@ -40,16 +45,22 @@ struct TorchShim {
     find(library, "aoti_torch_get_data_ptr", get_data_ptr);
     find(library, "aoti_torch_get_dim", get_dim);
     find(library, "aoti_torch_get_sizes", get_sizes);
+    find(library, "aoti_torch_get_strides", get_strides);
     find(library, "aoti_torch_get_dtype", get_dtype);
     find(library, "aoti_torch_is_contiguous", is_contiguous);
     find(library, "aoti_torch_empty_strided", empty_strided);
     find(library, "aoti_torch_delete_tensor_object", delete_tensor_object);
     find(library, "aoti_torch_dtype_bfloat16", dtype_bfloat16);
+    find(library, "aoti_torch_dtype_int32", dtype_int32);
+    find(library, "aoti_torch_dtype_int64", dtype_int64);
     find(library, "aoti_torch_device_type_cpu", device_type_cpu);
     find(library, "aoti_torch_library_init_impl", library_init_impl);
     find(library, "aoti_torch_library_impl", library_impl);
     find(library, "torch_get_num_threads", get_num_threads);
   }
+
+  // Implements operators of the space `paceline` on the CPU.
+  void implement(std::initializer_list<std::pair<const char*, TorchKernel>> kernels) const;
 
  private:
   template <class Function>
@@ -65,12 +76,26 @@ inline void check_torch(int32_t error) {
   if (error != 0) throw std::runtime_error("a call of PyTorch's C interface has failed");
 }
 
-// A tensor that is held here; its sizes are its own.
+inline void TorchShim::implement(std::initializer_list<std::pair<const char*, TorchKernel>> kernels) const {
+  void* library = nullptr;  // for as long as the process lives
+  check_torch(library_init_impl("paceline", "CPU", __FILE__, __LINE__, &library));
+  for (const auto& [name, kernel] : kernels) check_torch(library_impl(library, name, kernel));
+}
+
+inline int64_t torch_threads(const TorchShim& torch) {
+  uint32_t threads = 1;
+  check_torch(torch.get_num_threads(&threads));
+  return threads;
+}
+
+// A tensor that is held here; its sizes and strides are its own.
 class TorchTensor {
  public:
-  TorchTensor(const TorchShim& torch, void* handle) : torch_(torch), handle_(handle) {
-    check_torch(torch.get_dim(handle, &dims));
-    check_torch(torch.get_sizes(handle, &sizes));
+  TorchTensor(const TorchShim& torch, TorchValue value) : torch_(torch), handle_(reinterpret_cast<void*>(value)) {
+    check_torch(torch.get_dim(handle_, &dims));
+    check_torch(torch.get_sizes(handle_, &sizes));
+    check_torch(torch.get_strides(handle_, &strides));
+    check_torch(torch.get_dtype(handle_, &dtype));
     for (int64_t i = 0; i < dims; ++i) count *= sizes[i];
   }
   TorchTensor(const TorchTensor&) = delete;
@@ -79,12 +104,10 @@ class TorchTensor {
     if (handle_ != nullptr) torch_.delete_tensor_object(handle_);
   }
 
-  bool is_plain() const {
-    bool is_contiguous = false;
-    int32_t dtype = -1;
-    check_torch(torch_.is_contiguous(handle_, &is_contiguous));
-    check_torch(torch_.get_dtype(handle_, &dtype));
-    return is_contiguous && dtype == torch_.dtype_bfloat16();
+  bool is_contiguous() const {
+    bool whether = false;
+    check_torch(torch_.is_contiguous(handle_, &whether));
+    return whether;
   }
 
   template <class Element>
@@ -101,7 +124,8 @@ class TorchTensor {
     return value;
   }
 
-  int64_t dims = 0, *sizes = nullptr, count = 1;
+  int64_t dims = 0, *sizes = nullptr, *strides = nullptr, count = 1;
+  int32_t dtype = -1;
 
  private:
   const TorchShim& torch_;

@@ -180,20 +180,13 @@ def list_prose_budget(rows: Rows) -> str:
 
 
 def _list_policies(rows: Sequence[dict[str, Any]]) -> str:
-    found = {(row["policy"], row["batch"]): row for row in rows}
-    batches = list(dict.fromkeys(row["batch"] for row in rows))
-    lines = [
-        (
-            policy,
-            *(
-                f"{found[policy, n]['ratio']:.2f}{_show_range(found[policy, n]['ratio_range'])}"
-                for n in batches
-            ),
-        )
-        for policy in dict.fromkeys(row["policy"] for row in rows)
-        if policy != "plain"
-    ]
-    return format_table(("policy", *(f"batch {n}" for n in batches)), lines)
+    found = {(row["batch"], row["policy"]): row for row in rows if row["policy"] != "plain"}
+    policies = list(dict.fromkeys(policy for _, policy in found))
+    lines = []
+    for batch in dict.fromkeys(batch for batch, _ in found):
+        cells = [found[batch, policy] for policy in policies]
+        lines.append((str(batch), *(f"{row['ratio']:.2f}{_show_range(row['ratio_range'])}" for row in cells)))
+    return format_table(("responses", *(POLICIES.get(policy, policy) for policy in policies)), lines)
 
 
 def list_replay(rows: Rows) -> str:
@@ -385,6 +378,8 @@ DRAFTERS = {
     "paceline, groups apart": "without shared counts",
     "n-gram lookup": "n-gram lookup",
 }
+POLICIES = {"off": "without drafts", "suffix only": "suffix trees alone", "marginal": "with the model"}
+"""Heads of columns; other policies have their names."""
 REPLAYED = {
     "fixed": "five tokens fixed",
     "suffix only": "budget, suffix trees alone",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -52,6 +53,8 @@ def test_a_disturbance_makes_the_rollout_before_slower_and_no_other(rollout: Rol
     for name in ("off", "fixed"):  # a fixed length is not learned
         times = [replay.Policy(name, "no drafter is loaded").play(one).wall_s for one in (usual, slow)]
         assert times[1] == pytest.approx(3 * times[0])
+    lengths = range(LENGTH, 0, -30)  # with a tail
+    rollout = replace(rollout, responses=[one[:n] for one, n in zip(rollout.responses, lengths, strict=True)])
     rows = replay.compare([rollout, rollout], clock, "no drafter is loaded", disturb=3.0)
     [disturbed] = [row for row in rows if row["policy"] == replay.DISTURBED]
     [marginal] = [row for row in rows if row["policy"] == "marginal"]

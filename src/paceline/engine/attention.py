@@ -16,9 +16,19 @@ from typing import Any
 import torch
 from vllm.config import get_current_vllm_config
 
-from paceline._attention import PANEL_SIZE, PANEL_TOKENS, attend, store_tokens
+from paceline._attention import IS_SUPPORTED, PANEL_SIZE, PANEL_TOKENS, serve_torch
 from paceline.engine.compat import cpu_attention
+from paceline.engine.installed import torch_library
 from paceline.errors import UnsupportedError
+
+_LIBRARY = torch.library.Library("paceline", "FRAGMENT")
+_LIBRARY.define("store(Tensor key, Tensor value, Tensor(a!) kv_cache, Tensor slots) -> ()")
+_LIBRARY.define(
+    "attend(Tensor query, Tensor(a!) output, Tensor kv_cache, Tensor starts, Tensor contexts, Tensor tables, "
+    "float scale) -> ()"
+)
+if IS_SUPPORTED:
+    serve_torch(torch_library())
 
 CpuAttentionBackend, CpuAttentionImpl = cpu_attention()
 MAX_HEAD_SIZE = 512
@@ -40,6 +50,7 @@ class SharedPassAttention(CpuAttentionImpl):  # type: ignore[misc, valid-type]
             and self.head_size % PANEL_SIZE == 0
             and self.head_size <= MAX_HEAD_SIZE
         )
+        self._known_cache: torch.Tensor | None = None
         if self.kv_sharing_target_layer_name is not None:
             self._check_shared()
 
@@ -64,6 +75,9 @@ class SharedPassAttention(CpuAttentionImpl):  # type: ignore[misc, valid-type]
         if not self.is_own:
             super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
             return
+        if kv_cache is not self._known_cache:
+            check_cache(kv_cache)
+            self._known_cache = kv_cache
         store(key, value, kv_cache, slot_mapping)
 
     def forward(
@@ -111,28 +125,11 @@ class SharedPassAttention(CpuAttentionImpl):  # type: ignore[misc, valid-type]
 def store(key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slots: torch.Tensor) -> None:
     """Put keys and values [num_tokens, num_kv_heads, head_size] into a layer's cache.
 
-    kv_cache: [num_blocks, num_kv_heads, block_tokens, 2 * head_size], a block's inside as the kernel likes it.
-    slots: of each token, block * block_tokens + place, negative: none. [num_tokens] int64
+    kv_cache: [num_blocks, num_kv_heads, block_tokens, 2 * head_size], a block's inside as the kernel likes it;
+    `check_cache` has passed it. slots: of each token, block * block_tokens + place, negative: none. [num_tokens] int64
+    Raises ValueError for what does not fit together.
     """
-    key, value = _rows(key), _rows(value)
-    num_kv_heads, block_tokens, head_size = _cache_sizes(kv_cache)
-    _check_rows(key, num_kv_heads, head_size)
-    _check_rows(value, num_kv_heads, head_size)
-    _check_numbers(torch.int64, slots)
-    store_tokens(
-        key.data_ptr(),
-        key.stride(0),
-        value.data_ptr(),
-        value.stride(0),
-        slots.data_ptr(),
-        min(len(slots), len(key), len(value)),
-        kv_cache.data_ptr(),
-        kv_cache.stride(0),
-        num_kv_heads,
-        head_size,
-        block_tokens,
-        torch.get_num_threads(),
-    )
+    torch.ops.paceline.store(_rows(key), _rows(value), kv_cache, slots)
 
 
 def attend_all(
@@ -146,38 +143,12 @@ def attend_all(
 ) -> None:
     """Write causal attention of `query` into `output`, both [num_tokens, num_heads, head_size], that without gaps.
 
-    starts: first token of each request and their end. [num_requests + 1] int32
+    kv_cache: that `store` has filled. starts: first token of each request and their end. [num_requests + 1] int32
     contexts: tokens that a request's last token sees. [num_requests] int32
     tables: blocks of each request. [num_requests, most] int32
+    Raises ValueError for what does not fit together.
     """
-    query = query.contiguous()
-    num_kv_heads, block_tokens, head_size = _cache_sizes(kv_cache)
-    num_heads = query.shape[1]
-    _check_rows(query, num_heads, head_size)
-    _check_rows(output, num_heads, head_size)
-    _check_numbers(torch.int32, starts, contexts, tables)
-    if not output.is_contiguous() or len(output) != len(query) or num_heads % num_kv_heads:
-        raise ValueError(
-            f"{len(query)} queries of {num_heads} heads into {len(output)} rows with strides {output.stride()}, over "
-            f"{num_kv_heads} KV heads"
-        )
-    attend(
-        query.data_ptr(),
-        output.data_ptr(),
-        kv_cache.data_ptr(),
-        kv_cache.stride(0),
-        starts.data_ptr(),
-        contexts.data_ptr(),
-        tables.data_ptr(),
-        tables.stride(0),
-        len(contexts),
-        num_heads,
-        num_kv_heads,
-        head_size,
-        block_tokens,
-        scale,
-        torch.get_num_threads(),
-    )
+    torch.ops.paceline.attend(query.contiguous(), output, kv_cache, starts, contexts, tables, scale)
 
 
 @contextmanager
@@ -196,9 +167,9 @@ def _rows(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.stride(2) == 1 and tensor.stride(1) == tensor.shape[2] else tensor.contiguous()
 
 
-def _cache_sizes(kv_cache: torch.Tensor) -> tuple[int, int, int]:
-    """KV heads, tokens of a block, head size."""
-    _, num_kv_heads, block_tokens, width = kv_cache.shape
+def check_cache(kv_cache: torch.Tensor) -> None:
+    """Raises UnsupportedError for a layer's cache that the kernel cannot take."""
+    _, _, block_tokens, width = kv_cache.shape
     inside = (block_tokens * width, width, 1)
     if block_tokens % PANEL_TOKENS or kv_cache.stride()[1:] != inside or kv_cache.dtype is not torch.bfloat16:
         raise UnsupportedError(
@@ -206,19 +177,3 @@ def _cache_sizes(kv_cache: torch.Tensor) -> tuple[int, int, int]:
             f"kernel takes multiples of {PANEL_TOKENS} in bfloat16, without gaps; set block_size to one, or "
             "linear_kernel='vllm'"
         )
-    return num_kv_heads, block_tokens, width // 2
-
-
-def _check_rows(tensor: torch.Tensor, num_heads: int, head_size: int) -> None:
-    if tensor.dtype is not torch.bfloat16 or tensor.shape[1:] != (num_heads, head_size):
-        raise ValueError(
-            f"attention of {num_heads} heads of {head_size} in bfloat16 got {tuple(tensor.shape)} in {tensor.dtype}"
-        )
-
-
-def _check_numbers(dtype: torch.dtype, *tensors: torch.Tensor) -> None:
-    for tensor in tensors:
-        if tensor.dtype is not dtype or tensor.stride(-1) != 1:
-            raise TypeError(
-                f"attention needs {dtype} without gaps, got {tensor.dtype} with strides {tensor.stride()}"
-            )

