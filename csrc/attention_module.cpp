@@ -8,8 +8,10 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstring>
 #include <memory>
 #include <stdexcept>
+#include <string>
 #include <vector>
 
 #include "attention.hpp"
@@ -92,29 +94,44 @@ void attend(const AttentionShape& shape, const uint16_t* x, uint16_t* y, const u
 // The operators, for PyTorch: every layer of a step calls both, as linear layers are called (linear_module.cpp).
 std::unique_ptr<const TorchShim> torch_shim;
 
-[[noreturn]] void refuse(const char* what) { throw std::invalid_argument(std::string("attention got ") + what); }
+[[noreturn]] void refuse(const std::string& wanted, const TorchTensor& got) {
+  throw std::invalid_argument("attention needs " + wanted + ", got " + got.describe());
+}
 
-// Of a cache whose blocks have been looked at (attention.py).
+// Of a layer's cache. heads: of queries, 0: there are none.
 AttentionShape shape_of(const TorchTensor& cache, int64_t heads, float scale) {
-  if (cache.dims != 4 || cache.dtype != torch_shim->dtype_bfloat16()) refuse("a KV cache of another kind");
-  const int64_t kv_heads = cache.sizes[1];
-  return {heads == 0 ? kv_heads : heads, kv_heads, cache.sizes[3] / 2, cache.sizes[2], cache.strides[0], scale};
+  const int64_t* const sizes = cache.sizes;
+  const int64_t* const steps = cache.strides;
+  const bool fits = cache.dims == 4 && cache.dtype == torch_shim->dtype_bfloat16() && sizes[1] > 0 &&
+                    sizes[2] % kPanelTokens == 0 && sizes[3] % (2 * kPanelSize) == 0 && steps[3] == 1 && steps[2] == sizes[3] &&
+                    steps[1] == sizes[2] * sizes[3];
+  if (!fits)
+    refuse("KV blocks [blocks, KV heads, tokens, 2 * head size] in bfloat16, without gaps inside, of a multiple of " +
+               std::to_string(kPanelTokens) + " tokens and head sizes that " + std::to_string(kPanelSize) + " divides",
+           cache);
+  return {heads == 0 ? sizes[1] : heads, sizes[1], sizes[3] / 2, sizes[2], steps[0], scale};
 }
 
 template <class Element>
 TokenRows<Element> rows_of(const TorchTensor& tensor, int64_t heads, int64_t head_size) {
-  const bool fits = tensor.dims == 3 && tensor.sizes[1] == heads && tensor.sizes[2] == head_size;
-  if (!fits || tensor.dtype != torch_shim->dtype_bfloat16())
-    refuse("tokens of other sizes, or not in bfloat16: [tokens, heads, head size], as the KV cache has them");
-  if (tensor.strides[2] != 1 || (heads > 1 && tensor.strides[1] != head_size)) refuse("tokens whose heads have gaps");
+  const bool fits = tensor.dims == 3 && tensor.sizes[1] == heads && tensor.sizes[2] == head_size &&
+                    tensor.dtype == torch_shim->dtype_bfloat16() && tensor.strides[2] == 1 &&
+                    (heads == 1 || tensor.strides[1] == head_size);
+  if (!fits)
+    refuse("[tokens, " + std::to_string(heads) + ", " + std::to_string(head_size) + "] in bfloat16, heads without gaps", tensor);
   return {tensor.data<Element>(), tensor.strides[0], tensor.sizes[0]};
 }
 
+// The numbers of `rows` requests or tokens at least.
 template <class Element>
-const Element* numbers_of(const TorchTensor& tensor, int64_t dims, int32_t dtype) {
-  const bool fits = tensor.dims == dims && tensor.dtype == dtype;
-  if (!fits || (tensor.count > 0 && tensor.sizes[dims - 1] > 1 && tensor.strides[dims - 1] != 1))
-    refuse("slots, contexts or blocks of another number format, or with gaps: int64 for slots, else int32");
+const Element* numbers_of(const TorchTensor& tensor, int64_t dims, int64_t rows) {
+  const int32_t dtype = sizeof(Element) == 8 ? torch_shim->dtype_int64() : torch_shim->dtype_int32();
+  const bool fits = tensor.dims == dims && tensor.dtype == dtype && tensor.sizes[0] >= rows &&
+                    (tensor.sizes[dims - 1] < 2 || tensor.strides[dims - 1] == 1);
+  if (!fits)
+    refuse(std::to_string(dims) + " dimensions of int" + std::to_string(8 * sizeof(Element)) + ", " + std::to_string(rows) +
+               " or more rows without gaps",
+           tensor);
   return tensor.data<const Element>();
 }
 
@@ -125,7 +142,7 @@ void store_op(TorchValue* stack, uint64_t, uint64_t) {
   const AttentionShape shape = shape_of(cache, 0, 1.0f);
   const auto keys = rows_of<const uint16_t>(key, shape.kv_heads, shape.head_size);
   const auto values = rows_of<const uint16_t>(value, shape.kv_heads, shape.head_size);
-  const int64_t* const places = numbers_of<int64_t>(slots, 1, torch.dtype_int64());
+  const int64_t* const places = numbers_of<int64_t>(slots, 1, 0);
   const int64_t tokens = std::min({slots.count, keys.count, values.count});
   store_tokens(shape, keys, values, places, tokens, cache.data<uint16_t>(), torch_threads(torch));
 }
@@ -141,12 +158,14 @@ void attend_op(TorchValue* stack, uint64_t, uint64_t) {
   const auto x = rows_of<const uint16_t>(query, shape.heads, shape.head_size);
   const auto y = rows_of<uint16_t>(output, shape.heads, shape.head_size);
   const int64_t step = shape.heads * shape.head_size;
-  if (x.count != y.count || shape.heads % shape.kv_heads || (x.count > 1 && (x.step != step || y.step != step)))
-    refuse("queries and outputs that differ, have gaps, or do not share KV heads evenly");
-  const int32_t int32 = torch.dtype_int32();
-  const Requests requests{numbers_of<int32_t>(starts, 1, int32), numbers_of<int32_t>(contexts, 1, int32),
-                          numbers_of<int32_t>(tables, 2, int32), tables.strides[0], contexts.count};
-  if (starts.count < requests.count + 1 || tables.sizes[0] < requests.count) refuse("fewer beginnings or blocks than contexts");
+  const bool has_gaps = x.count > 1 && (x.step != step || y.step != step);
+  if (x.count != y.count || shape.heads % shape.kv_heads || has_gaps)
+    refuse("tokens without gaps for " + std::to_string(x.count) + " queries of heads that " + std::to_string(shape.kv_heads) +
+               " KV heads share evenly",
+           output);
+  const int64_t count = contexts.count;
+  const Requests requests{numbers_of<int32_t>(starts, 1, count + 1), numbers_of<int32_t>(contexts, 1, count),
+                          numbers_of<int32_t>(tables, 2, count), tables.strides[0], count};
   attend(shape, x.data, y.data, cache.data<const uint16_t>(), requests, torch_threads(torch));
 }
 

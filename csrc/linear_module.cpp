@@ -14,6 +14,7 @@
 #include <memory>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "linear.hpp"
@@ -101,7 +102,7 @@ void multiply_widened(const uint16_t* x, int64_t rows, const Layer& layer, uint1
   multiply_panels(multiply_panel, wide, rows, layer, y, threads);
 }
 
-void multiply_layer(bool dot, const uint16_t* x, int64_t rows, const Layer& layer, uint16_t* y, int64_t threads) {
+void multiply(bool dot, const uint16_t* x, int64_t rows, const Layer& layer, uint16_t* y, int64_t threads) {
   static const bool can_dot = has_dot();
   if (dot && !can_dot) throw std::runtime_error("no bfloat16 dot product here (HAS_DOT)");
   for (int64_t r = 0; r < rows; r += kMostAtOnce) {
@@ -113,13 +114,6 @@ void multiply_layer(bool dot, const uint16_t* x, int64_t rows, const Layer& laye
     else
       multiply_widened(from, count, layer, to, threads);
   }
-}
-
-// The arguments but `dot`, sizes and threads are addresses.
-void multiply(bool dot, uintptr_t x, int64_t rows, int64_t inputs, uintptr_t packed, uintptr_t bias, int64_t outputs,
-              uintptr_t y, int64_t threads) {
-  const Layer layer{reinterpret_cast<const uint32_t*>(packed), reinterpret_cast<const uint16_t*>(bias), inputs, outputs};
-  multiply_layer(dot, reinterpret_cast<const uint16_t*>(x), rows, layer, reinterpret_cast<uint16_t*>(y), threads);
 }
 
 // The operator, for PyTorch: a step calls one for each layer, between which its weights have pushed everything else out of the
@@ -145,8 +139,10 @@ void linear(TorchValue* stack, uint64_t, uint64_t) {
     throw std::invalid_argument("a layer of " + many("inputs and ", inputs) + many("outputs got ", outputs) +
                                 many("inputs", given) + (bias.count ? " and a bias of " + std::to_string(bias.count) : ""));
   const auto is_plain = [&](const TorchTensor& one) { return one.dtype == torch.dtype_bfloat16() && one.is_contiguous(); };
-  if (!is_plain(x) || !is_plain(packed) || !is_plain(bias))
-    throw std::invalid_argument("a bfloat16 layer got activations, weights or a bias of another number format, or with gaps");
+  for (const auto& [what, one] : {std::pair{"activations", &x}, std::pair{"weights", &packed}, std::pair{"a bias", &bias}})
+    if (!is_plain(*one))
+      throw std::invalid_argument(std::string("a bfloat16 layer got ") + what + " of another number format, or with gaps: " +
+                                  one->describe());
   std::vector<int64_t> sizes(x.sizes, x.sizes + x.dims), strides(sizes.size(), 1);
   sizes.back() = outputs;
   for (size_t i = sizes.size() - 1; i > 0; --i) strides[i - 1] = strides[i] * sizes[i];
@@ -155,7 +151,7 @@ void linear(TorchValue* stack, uint64_t, uint64_t) {
                                   &made));
   TorchTensor y(torch, reinterpret_cast<TorchValue>(made));
   const Layer layer{packed.data<const uint32_t>(), bias.count ? bias.data<const uint16_t>() : nullptr, inputs, outputs};
-  multiply_layer(dot, x.data<const uint16_t>(), x.count / inputs, layer, y.data<uint16_t>(), torch_threads(torch));
+  multiply(dot, x.data<const uint16_t>(), x.count / inputs, layer, y.data<uint16_t>(), torch_threads(torch));
   stack[0] = y.release();
 }
 
@@ -171,12 +167,10 @@ void serve_torch(const char* library) {
 NB_MODULE(_linear, m) {
   m.attr("PANEL") = kPanel;
   m.attr("HAS_DOT") = has_dot();
-  m.def("multiply", &multiply, "dot"_a, "x"_a, "rows"_a, "inputs"_a, "packed"_a, "bias"_a, "outputs"_a, "y"_a,
-        "threads"_a, nb::call_guard<nb::gil_scoped_release>(),
-        "y [rows, outputs] = x [rows, inputs] times a layer's weights, plus its bias; all bfloat16, in rows without gaps.\n\n"
-        "The arguments but `dot`, sizes and threads are addresses; bias is 0 where there is none. packed: the weights as\n"
-        "[panels, inputs, 16, 2], outputs p * 32 + half * 16 + lane; the last panel is filled up. With dot, which needs\n"
-        "HAS_DOT and an even number of inputs, [panels, inputs / 2, 2, 16, 2]: halves, lanes, the two inputs.");
   m.def("serve_torch", &serve_torch, "library"_a,
-        "Implement the operator paceline::linear for tensors of the CPU. library: path of libtorch_cpu, loaded already.");
+        "Implement paceline::linear for tensors of the CPU. library: path of libtorch_cpu, loaded already.\n\n"
+        "It gives x [.., inputs] times a layer's weights, plus its bias (of no elements: none), all bfloat16 and without gaps:\n"
+        "[.., outputs]. packed: the weights as [panels, inputs, 16, 2], outputs p * 32 + half * 16 + lane; the last panel is\n"
+        "filled up. With dot, which needs HAS_DOT and an even number of inputs, [panels, inputs / 2, 2, 16, 2]: halves, lanes,\n"
+        "the two inputs.");
 }

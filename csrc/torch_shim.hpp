@@ -117,6 +117,16 @@ class TorchTensor {
     return static_cast<Element*>(found);
   }
 
+  // For messages: sizes and strides, and which of the formats it has that are known here.
+  std::string describe() const {
+    std::string text = "sizes (";
+    for (int64_t i = 0; i < dims; ++i) text += (i ? ", " : "") + std::to_string(sizes[i]);
+    text += "), strides (";
+    for (int64_t i = 0; i < dims; ++i) text += (i ? ", " : "") + std::to_string(strides[i]);
+    const bool is_half = dtype == torch_.dtype_bfloat16(), is_int = dtype == torch_.dtype_int32();
+    return text + "), " + (is_half ? "bfloat16" : is_int ? "int32" : dtype == torch_.dtype_int64() ? "int64" : "another format");
+  }
+
   // Gives it away.
   TorchValue release() {
     const auto value = reinterpret_cast<TorchValue>(handle_);

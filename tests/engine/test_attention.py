@@ -227,7 +227,24 @@ def test_what_would_read_beyond_its_arguments_is_refused(wrong: str) -> None:
         attention.store(key, key, torch.zeros(2, 1, 32, 64, dtype=torch.bfloat16), slots)
 
 
+@pytest.mark.parametrize("wrong", ["output", "starts", "tables", "heads"])
+def test_attention_that_would_reach_beyond_is_refused(wrong: str) -> None:
+    heads = 3 if wrong == "heads" else 4
+    query = torch.zeros(3, heads, 32, dtype=torch.bfloat16)
+    output = torch.zeros(2 if wrong == "output" else 3, heads, 32, dtype=torch.bfloat16)
+    starts = torch.tensor([0, 3] if wrong == "starts" else [0, 1, 3], dtype=torch.int32)
+    tables = torch.zeros(1 if wrong == "tables" else 2, 1, dtype=torch.int32)
+    cache, contexts = torch.zeros(2, 2, 32, 64, dtype=torch.bfloat16), torch.tensor([5, 5], dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"attention needs .*, got sizes"):
+        attention.attend_all(query, output, cache, starts, contexts, tables, 1.0)
+
+
 def test_blocks_that_it_cannot_take_are_refused() -> None:
+    key, slots = torch.zeros(1, 1, 32, dtype=torch.bfloat16), torch.zeros(1, dtype=torch.long)
+    long, fine = torch.zeros(2, 1, 48, 64).bfloat16(), torch.zeros(2, 1, 32, 128).bfloat16()
+    for cache in (long, fine.float(), fine[..., :64]):
+        with pytest.raises(ValueError, match=r"attention needs KV blocks .* multiple of 32 tokens"):
+            attention.store(key, key, cache, slots)
     with pytest.raises(
         UnsupportedError, match=r"KV blocks of 48 tokens.* multiples of 32 .*linear_kernel='vllm'"
     ):

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from functools import cache
 from typing import Any
 
 import torch
@@ -28,19 +27,13 @@ _LIBRARY.define("linear(Tensor x, Tensor packed, Tensor bias, int outputs, bool 
 _NO_BIAS = torch.empty(0, dtype=torch.bfloat16)
 
 
-@cache
-def _serve_torch() -> None:
-    """The operator has its kernel before the first weight is packed."""
-    serve_torch(torch_library())
-
-
 def pack(weight: torch.Tensor, dot: bool = False) -> torch.Tensor:
     """A weight [outputs, inputs] in panels of 32 outputs, the last one filled up with zeros.
 
     Returns [panels, inputs, 16, 2], the two being outputs; with dot, for an even number of inputs,
     [panels, inputs / 2, 2, 16, 2], the last two being inputs. Raises ValueError for an odd number of these.
     """
-    _serve_torch()
+    serve_torch(torch_library())  # the operator has its kernel before it has a layer
     outputs, inputs = weight.shape
     if dot and inputs % 2:
         raise ValueError(
