@@ -72,7 +72,8 @@ def live(settings: EngineSettings, seed: int, num_steps: int) -> list[Proposal]:
         query = _query(int(rng.integers(1, MOST_REQUESTS + 1)), position)
         others = int(rng.integers(0, 20)) if rng.random() < 0.2 else 0
         weight = rng.uniform(0.5, 2.0, len(query.groups)) if loop.is_fair else None
-        made = loop.propose(query, others, rows, weight)
+        left = rng.integers(1, 300, len(query.groups)) if rng.random() < 0.8 else None
+        made = loop.propose(query, others, rows, weight, left)
         order = loop.order()
         loop.observe(_learn(loop, made, others, rng))
         if order is not None:

@@ -45,6 +45,8 @@ class Engine:
 
     def __post_init__(self) -> None:
         self.behind = np.zeros(self.batch)
+        for _ in range(self.batch):
+            self.steering.open(0)
 
     def step(self, rng: np.random.Generator, slowness: float) -> tuple[float, float]:
         """Expected tokens, and the seconds of the step and its drafts on a machine that is not busy."""
@@ -76,6 +78,7 @@ class Engine:
         most = 0 if self.limits is None else self.limits[2]
         seconds = float(self.behind[:most].sum()) * READING_S
         self.behind += 1.0
+        self.steering.grow(self.batch)
         self.behind[:most] = 0.0
         return seconds
 

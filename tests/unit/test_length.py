@@ -3,7 +3,7 @@
 import pytest
 
 from paceline.errors import EngineError
-from paceline.planning.length import GroupLengths, NoLengths, TrueLengths
+from paceline.planning.length import Endings, GroupLengths, NoLengths, TrueLengths
 
 
 def test_a_group_counts_with_its_limit_while_none_has_finished() -> None:
@@ -37,3 +37,13 @@ def test_without_context_all_are_alike() -> None:
     lengths = NoLengths()
     lengths.finish(1, 10)
     assert lengths.estimate(1, 0, max_tokens=100) == lengths.estimate(2, 0, max_tokens=500)
+
+
+def test_endings_are_counted_and_old_ones_forgotten() -> None:
+    endings = Endings()
+    for _ in range(300):
+        endings.note(1000, 10)
+    assert endings.mean_tokens == pytest.approx(100, rel=0.02)
+    for _ in range(2000):
+        endings.note(1000, 1)
+    assert endings.mean_tokens == pytest.approx(1000, rel=0.2)

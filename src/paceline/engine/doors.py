@@ -156,8 +156,8 @@ DOORS: tuple[Door, ...] = (
     ),
     Door(
         "vllm.v1.request:RequestStatus",
-        "how a response was cut (kv/connector.py)",
-        members="FINISHED_LENGTH_CAPPED FINISHED_ABORTED",
+        "how a response was cut (kv/connector.py) or ended (scheduler.py)",
+        members="FINISHED_LENGTH_CAPPED FINISHED_ABORTED FINISHED_STOPPED",
     ),
     Door(
         KV_MANAGER,

@@ -38,7 +38,9 @@ from paceline.errors import RequestError
 from paceline.planning import budget, sharpness
 from paceline.planning.acceptance import judge
 from paceline.planning.latency import predict_s
+from paceline.planning.length import Endings
 from paceline.planning.paths import most_paths
+from paceline.planning.pause import Pause, after_question, after_rest
 from paceline.types import (
     DraftBatch,
     DraftChains,
@@ -179,6 +181,10 @@ class FastLoop:
         self._numbers: dict[int, int] = {}  # the drafter's, of each open response
         self._numbered = NO_RESPONSES, NO_RESPONSES  # responses, and the drafter's numbers of them
         self._running: set[tuple[int, int]] = set()  # group and drafter's number of each
+        self._has_news = False  # whether responses were opened since the last proposal
+        self._newest_left: int | None = None  # tokens that the last opened one has room for, if known
+        self.endings = Endings()
+        self.pause = Pause()
         self.drafting = True
         self._resting: Drafter | None = None
 
@@ -207,6 +213,9 @@ class FastLoop:
             self._trees.open(response, np.asarray([*prompt, *generated], np.int32))
         if self.ahead is not None and self.may_draft and limit:
             self.ahead.open(response, key, temperature, limit)
+        self._steering.open(len(prompt) + len(generated))
+        self._newest_left = limit - len(prompt) - len(generated) if limit else None
+        self._has_news = True
         if self.drafter is None:
             return
         with contextlib.suppress(RequestError):
@@ -241,6 +250,7 @@ class FastLoop:
         """
         if not self.drafting:
             return
+        self._steering.grow(len(tokens))
         if self._trees is not None:
             self._trees.advance(responses, offsets, tokens)
             if self.ahead is not None:
@@ -255,6 +265,7 @@ class FastLoop:
 
     def close(self, group: int, response: int) -> None:
         """A response has ended; its tokens go on serving its group."""
+        self._steering.close()
         number = self._numbers.pop(response, response)
         self._numbered = NO_RESPONSES, NO_RESPONSES
         self._running.discard((group, number))
@@ -305,7 +316,7 @@ class FastLoop:
             self.ahead.forget()
         if self._leads is not None:
             self._leads.clear()
-        self._arrived = None
+        self._arrived, self.pause = None, Pause()
 
     def use_epoch(self, epoch: int) -> None:
         """Share drafts with the workers of this epoch; by default each `forget_tokens` begins the next."""
@@ -373,12 +384,28 @@ class FastLoop:
         has_drafter = self.drafter is not None or self.watch.is_used or has_others or bool(self._leads)
         return self.drafting and has_drafter and self._settings.budget.policy != "off"
 
+    def pauses(self, num_requests: int) -> bool:
+        """Whether the coming step of so many requests is to go without a proposal. To be asked once per step.
+
+        Never while other drafters' tokens may be there, which have cost time already.
+        """
+        if (
+            self.pause.holds(num_requests)
+            and self._arrived is None
+            and not self._leads
+            and not self._is_helped
+        ):
+            self.pause = after_rest(self.pause)
+            return True
+        return False
+
     def propose(
         self,
         query: DraftQuery,
         num_other_tokens: int,
         max_alternatives: int = 0,
         weight: Float64Array | None = None,
+        left: Int64Array | None = None,
     ) -> Proposal:
         """Draft for every request of `query` and let the budget cut.
 
@@ -388,12 +415,14 @@ class FastLoop:
                 prefill above all.
             max_alternatives: draft paths beyond one per request that the step has room for.
             weight: what a token of each request counts (`budget.fair_weights`). [num_requests]
+            left: tokens to each request's limit; None: not known. [num_requests]
         """
         self._flush()
         num_context_tokens = int(query.positions.sum())
-        self._batch_size = len(query.groups)
+        self._batch_size, self._has_news = len(query.groups), False
         has_model_drafts = self._arrived is not None
         self._now = self.budget.at_context(num_context_tokens, has_model_drafts)
+        self._steering.outlook.steps_left = self._steps_of(left)
         is_resting = self.watch.is_used and not self._is_helped and not self._has_others(query)
         self._free_calibration = self.free.alone if is_resting else self.free.calibration
         drafter_query = replace(query, responses=self._drafter_numbers(query.responses))
@@ -404,13 +433,21 @@ class FastLoop:
         lengths = budget.decide(snapshot, self._now, self._settings.budget)
         self._expected = budget.expected_accepted(snapshot, lengths)
         self._num_drafted = int(lengths.sum())
+        self.pause = after_question(self.pause, self._batch_size, self._num_drafted)
         judged = has_model_drafts and num_other_tokens == 0 and not self._is_helped
         free_path = None
         if judged and free is not None:
             cells = free.cells  # behind a draft there may be any number
             acceptance = self.free.alone.take(cells, mode="clip")
             free_path = replace(free, acceptance=acceptance).path_probability
-        self._log.write_budget(num_context_tokens, has_model_drafts, snapshot, lengths, judged, free_path)
+        self._log.write_budget(
+            num_context_tokens,
+            has_model_drafts,
+            snapshot,
+            lengths,
+            self._steering.outlook.steps_left if judged else None,
+            free_path,
+        )
         if judged:
             states = self._now, self.budget.at_context(num_context_tokens)
             self._steering.judge(snapshot, lengths, free_path, states, self._settings.budget)
@@ -428,6 +465,12 @@ class FastLoop:
         if alternatives is not None:
             self._expected += alternatives.expected_accepted * self._paths.worth
         return Proposal(batch, lengths, (free, model), alternatives, query.responses)
+
+    def _steps_of(self, num_tokens: NDArray[np.integer] | int | None) -> float:
+        """Steps to the limit or likely end of responses with so much room, in the mean; None: with any room."""
+        likely = self.endings.mean_tokens
+        tokens = likely if num_tokens is None else float(np.minimum(num_tokens, likely).mean())
+        return tokens / self._recent.tokens_per_step if self._recent.num_decoded else tokens
 
     def _snapshot(
         self, path_probability: Float32Array, num_other_tokens: int, weight: Float64Array | None
@@ -542,7 +585,7 @@ class FastLoop:
         self._arrived = drafts
         reading_s = max(drafts.total_s - drafts.growth.seconds - drafts.branching.seconds, 0.0)
         cost = drafts.growth, len(drafts.responses), reading_s
-        self._log.write_growth(*cost)
+        self._log.write_growth(*cost, self._steering.outlook)
         self._steering.receive(*cost)
         if self._pending is not None:
             step, expected = self._pending
@@ -557,6 +600,9 @@ class FastLoop:
         if not self.watch.is_used or is_elsewhere or not self.may_draft:
             return None
         batch, step_time = max(self._batch_size, 1), self._now.decode_time
+        if self._has_news:
+            batch = max(min(self._steering.outlook.num_open, self._sizes.max_requests), 1)
+            self._steering.outlook.steps_left = self._steps_of(self._newest_left)
         longest = min(
             budget.draft_depth(self._now, self._settings.budget, batch), self._settings.max_draft_tokens
         )
@@ -565,11 +611,11 @@ class FastLoop:
             if not longest:
                 return None
         elif not longest or not self._steering.advance(batch, step_time):
-            self._log.write_drafter(None)
+            self._log.write_drafter(None, batch, self._steering.outlook)
             return None
         else:
             limits = self._steering.limits(batch, self._num_drafted, step_time, self._settings.draft_floor)
-            self._log.write_drafter(limits)
+            self._log.write_drafter(limits, batch, self._steering.outlook)
         most = self._settings.num_paths if self._has_room else 1
         num_paths = most_paths(self._now, self._settings.budget, batch, most)
         rivals = self.model.rivals * np.float32(self._paths.worth) if num_paths > 1 else None

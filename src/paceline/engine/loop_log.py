@@ -5,12 +5,14 @@ Without a log every call returns at once, so that callers need not ask.
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import numpy as np
 
 from paceline.config import EngineSettings
 from paceline.drafting.tree import Source
+from paceline.engine.model_steering import Outlook
 from paceline.planning.budget import BudgetSnapshot
 from paceline.planning.paths import PathChoice, PathSnapshot
 from paceline.planning.reconfigure import Reconfiguration
@@ -47,10 +49,12 @@ class EngineLog:
         has_model_drafts: bool,
         snapshot: BudgetSnapshot,
         lengths: Int32Array,
-        judged: bool,
+        steps_left: float | None,
         free: Float32Array | None,
     ) -> None:
-        """The draft budget's decision; `free`: see `ModelSteering.judge`, called if `judged`."""
+        """The draft budget's decision. steps_left: of `Outlook`; None where `ModelSteering.judge` is not called.
+        free: see there.
+        """
         if self._writer is None:
             return
         line = BudgetLine(
@@ -61,7 +65,8 @@ class EngineLog:
             drafts=Rows.pack(snapshot.path_probability),
             lengths=tuple(lengths.tolist()),
             weights=b"" if snapshot.weight is None else snapshot.weight.tobytes(),
-            judged=judged,
+            judged=steps_left is not None,
+            steps_left=math.inf if steps_left is None else steps_left,
             free=None if free is None else Rows.pack(free),
         )
         self._writer.write(line)
@@ -130,17 +135,26 @@ class EngineLog:
         )
         self._writer.write(line)
 
-    def write_drafter(self, limits: tuple[float, Float32Array, int | None] | None) -> None:
+    def write_drafter(
+        self, limits: tuple[float, Float32Array, int | None] | None, num_requests: int, outlook: Outlook
+    ) -> None:
         """What the model drafter shall do after the step: (floor, level costs, most requests), or None, rest."""
         if self._writer is None:
             return
-        if limits is None:
-            self._writer.write(DrafterLine())
-        else:
-            floor, costs, most = limits
-            self._writer.write(DrafterLine(floor=floor, level_costs=costs.tobytes(), most_requests=most))
+        floor, costs, most = (None, b"", None) if limits is None else limits
+        line = DrafterLine(
+            floor=floor,
+            level_costs=bytes(costs),
+            most_requests=most,
+            num_requests=num_requests,
+            backlog=outlook.backlog,
+            steps_left=outlook.steps_left,
+        )
+        self._writer.write(line)
 
-    def write_growth(self, growth: DraftGrowth, num_requests: int, reading_s: float) -> None:
+    def write_growth(
+        self, growth: DraftGrowth, num_requests: int, reading_s: float, outlook: Outlook
+    ) -> None:
         """What the model drafter's drafts for so many requests cost, and catching up before them."""
         if self._writer is not None:
             self._writer.write(
@@ -150,6 +164,8 @@ class EngineLog:
                     seconds=float(growth.seconds),
                     num_requests=num_requests,
                     reading_s=reading_s,
+                    num_open=outlook.num_open,
+                    backlog=outlook.backlog,
                 )
             )
 

@@ -70,6 +70,8 @@ def replay_engine(reader: DecisionReader) -> list[Tally]:
                 replay.learn(line)
             case GrowthLine():
                 growth = DraftGrowth(line.num_levels, line.num_rows, line.seconds)
+                replay.steering.outlook.num_open = line.num_open
+                replay.steering.outlook.backlog = line.backlog
                 replay.steering.receive(growth, line.num_requests, line.reading_s)
             case NewDrafterLine():
                 replay.steering.renew(is_other=line.is_other)
@@ -113,6 +115,7 @@ class _Replay:
         self._budgets.compare(line.lengths, tuple(planned.tolist()), _tell_lengths)
         if line.judged:
             free = None if line.free is None else line.free.unpack()
+            self.steering.outlook.steps_left = line.steps_left
             states = self._now, self._budget.at_context(line.num_context_tokens)
             self.steering.judge(self._snapshot, self._lengths, free, states, self._settings.budget)
 
@@ -156,7 +159,9 @@ class _Replay:
 
     def plan_drafter(self, line: DrafterLine) -> None:
         """Whether the model drafter works after the step, and how far its drafts go."""
-        batch = max(self._snapshot.num_requests, 1)
+        batch = line.num_requests or max(self._snapshot.num_requests, 1)
+        outlook = self.steering.outlook
+        outlook.backlog, outlook.steps_left = line.backlog, line.steps_left
         floor, costs, most = None, b"", None
         longest = draft_depth(self._now, self._settings.budget, batch)
         if longest and self.steering.advance(batch, self._now.decode_time):

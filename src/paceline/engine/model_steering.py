@@ -5,7 +5,7 @@ Holds the state of the decisions in planning/drafter_worth.py. One thread.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -16,11 +16,38 @@ from paceline.planning.latency import StepTimeModel, predict_s, update_measured_
 from paceline.types import DraftGrowth, Float32Array, Int32Array
 
 
+@dataclass(slots=True)
+class Outlook:
+    """What the drafter would have to read before it can draft for all, and how long that would serve."""
+
+    num_open: int = 0
+    """Responses."""
+    backlog: float = 0.0
+    """Their tokens that it has not read; those of the last step it reads as it drafts."""
+    steps_left: float = float("inf")
+    """Steps to their ends, in the mean, as far as is known."""
+
+
 class ModelSteering:
     """One per engine."""
 
     def __init__(self) -> None:
+        self.outlook = Outlook()
         self.renew(is_other=True)
+
+    def open(self, num_tokens: int) -> None:
+        """A response of so many tokens, its prompt included."""
+        self.outlook.num_open += 1
+        self.outlook.backlog += num_tokens
+
+    def grow(self, num_tokens: int) -> None:
+        """So many tokens more, of all together."""
+        self.outlook.backlog += num_tokens
+
+    def close(self) -> None:
+        """A response has ended, which may or may not have been read: it takes its part of the backlog along."""
+        self.outlook.backlog *= 1.0 - 1.0 / self.outlook.num_open
+        self.outlook.num_open -= 1
 
     def renew(self, *, is_other: bool) -> None:
         """The drafter has other weights: whether it pays is not known yet. is_other: nor is what it costs."""
@@ -28,15 +55,23 @@ class ModelSteering:
         if is_other:
             self._level_time = StepTimeModel.initial()
             self._drafting_s, self._num_drafting, self._reading_s = 0.0, 0, 0.0
+            self._read_s, self._num_read = 0.0, 0.0  # decayed sums
+            self._trial_s = 0.0  # what the present trial has taken
 
     def receive(self, growth: DraftGrowth, num_requests: int, reading_s: float) -> None:
         """What the drafts of the coming step cost, and for how many requests they are.
 
-        reading_s: catching up with prompts, and with what was written in a rest. It is paid once each, and counts only
-        while it can be spared: in a trial that has read for a sample of the requests alone.
+        reading_s: catching up with prompts, and with what was written in a rest. It is paid once each: it counts before
+        it is paid (`_pays_reading`), and in a trial that has read for a sample of the requests alone.
         """
         self._drafting_s, self._num_drafting = growth.seconds, num_requests
         self._reading_s = self._reading_s + reading_s if self._rest.sample else 0.0
+        self._trial_s += reading_s + growth.seconds
+        num_read = self.outlook.backlog * min(num_requests / max(self.outlook.num_open, 1), 1.0)
+        self.outlook.backlog -= num_read
+        if num_read > num_requests:
+            self._read_s = drafter_worth.MEMORY * self._read_s + reading_s
+            self._num_read = drafter_worth.MEMORY * self._num_read + num_read
         if growth.num_levels:
             rows = max(round(growth.num_rows / growth.num_levels), 1)
             self._level_time = update_measured_time(
@@ -96,16 +131,31 @@ class ModelSteering:
         share = self._num_drafting / batch
         all_s = drafter_worth.scale_up(self._level_time, step_time, sample, 1 / share)
         growth = float((all_s / predict_s(self._level_time, sample))[0])
-        return self._drafting_s * growth * share + self._reading_s / self._rest.last
+        return self._drafting_s * growth * share + self._reading_s / min(
+            self._rest.last, max(self.outlook.steps_left, 1.0)
+        )
 
     def advance(self, batch: int, step_time: StepTimeModel) -> bool:
         """Go on to the next step; returns whether the drafter works after it."""
-        before, is_positive = self._rest, self._worth.is_positive(batch)
-        self._rest = drafter_worth.next_rest(before, batch, is_positive, step_time)
+        before = self._rest
+        is_positive = self._worth.is_positive(batch) and (
+            before.sample > 0 or self._pays_reading(batch, step_time)
+        )
+        self._rest = drafter_worth.next_rest(before, batch, is_positive, step_time, self._trial_s)
         goes_to_rest = before.left == 0 and self._rest.left > 0
+        if goes_to_rest or not self._rest.sample:
+            self._trial_s = 0.0
         if goes_to_rest or self._rest.sample != before.sample:
             self._worth = drafter_worth.fade(self._worth, batch)
         return self._rest.left == 0
+
+    def _pays_reading(self, batch: int, step_time: StepTimeModel) -> bool:
+        """Whether what drafting saves to the end of the present responses is worth reading what they have written."""
+        if not self._num_read:
+            return True
+        reading_s = self.outlook.backlog * self._read_s / self._num_read
+        saved = self._worth.gain(batch) * float(predict_s(step_time, batch)) * self.outlook.steps_left
+        return saved >= reading_s
 
     def limits(
         self, batch: int, num_drafted: int, step_time: StepTimeModel, lowest: float

@@ -22,6 +22,7 @@ from paceline.engine.compat import (
     EngineCoreOutputs,
     ModelRunnerOutput,
     Request,
+    RequestStatus,
     Scheduler,
     SchedulerOutput,
 )
@@ -81,6 +82,7 @@ class PacelineScheduler(Scheduler):  # type: ignore[misc]
             str, tuple[list[int], ...]
         ] = {}  # KV blocks of requests that ended while a step ran
         self._started_s = 0.0
+        self._num_stopped = 0  # responses that have ended by themselves in a step
         self.spare_blocks = self._lend_blocks() if self.settings.num_paths > 1 else None
         pool = self.settings.kv_pool
         has_pool = pool is not None and pool.backend == "paceline"
@@ -171,6 +173,7 @@ class PacelineScheduler(Scheduler):  # type: ignore[misc]
             self.finished[request.request_id] = live
             if len(self.finished) > MAX_KEPT_STEPS:
                 self.finished.pop(next(iter(self.finished)))
+            self._num_stopped += request.status == RequestStatus.FINISHED_STOPPED
             if self._ended is None:
                 self._aborted[request.request_id] = self._blocks_of(request.request_id)
                 self._batch.settle()
@@ -205,7 +208,7 @@ class PacelineScheduler(Scheduler):  # type: ignore[misc]
         self._context = int(self._positions.sum())
         self._context += sum(request.num_tokens for request in others if not request.is_prefill_chunk)
         spare = 0 if self.spare_blocks is None else self.spare_blocks.hold(self._block_demand())
-        wanted = ready and self.loop.may_draft
+        wanted = ready and self.loop.may_draft and not self.loop.pauses(len(ready))
         most = min(spare, self.settings.max_alternatives)
         self._proposal = self._propose(ready, others, most) if wanted else None
         output = super().schedule(*args, **kwargs)
@@ -286,8 +289,8 @@ class PacelineScheduler(Scheduler):  # type: ignore[misc]
             max_tokens=self._room(ready),
         )
         num_other_tokens = self._num_other_tokens(len(ready), others)
-        weights = self._weights(batch)
-        proposal = self.loop.propose(query, num_other_tokens, max_alternatives, weights)
+        weights, left = self._weights(batch), self._ends - self._positions
+        proposal = self.loop.propose(query, num_other_tokens, max_alternatives, weights, left)
         tokens = proposal.batch.tokens[:, : int(proposal.lengths.max(initial=0))].tolist()
         for request, drafts, length in zip(ready, tokens, proposal.lengths.tolist(), strict=True):
             request.spec_token_ids = drafts[:length]
@@ -346,11 +349,8 @@ class PacelineScheduler(Scheduler):  # type: ignore[misc]
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
-        step_s = time.perf_counter() - self._started_s
-        if self.kv_pool is not None:
-            step_s -= self.kv_pool.take_spent_s()
         rows = _rows_of(model_runner_output, self._queried)
-        self._observe(scheduler_output, rows, step_s)
+        observed = self._judge(scheduler_output, rows)
         for name, why in undrawable_of(model_runner_output).items():
             self._give_up(name, why)
             self._stained += self._blocks_of(name)
@@ -367,6 +367,7 @@ class PacelineScheduler(Scheduler):  # type: ignore[misc]
         self._take_growth(*grown)
         if withdrawn and self._is_v2:
             self._forget_on_device(withdrawn)
+        self._time(observed)
         return result
 
     def _blocks_of(self, name: str) -> tuple[list[int], ...]:
@@ -423,6 +424,8 @@ class PacelineScheduler(Scheduler):  # type: ignore[misc]
         grew = after > before
         made = np.fromiter(map(len, rows), np.int64, len(rows)) * grew
         batch.grow(made)
+        self.loop.endings.note(int(made.sum()), self._num_stopped)
+        self._num_stopped = 0
         if grew.any():
             offsets = np.zeros(np.count_nonzero(grew) + 1, np.int32)
             np.cumsum(made[grew], out=offsets[1:])
@@ -441,8 +444,8 @@ class PacelineScheduler(Scheduler):  # type: ignore[misc]
             self.loop.close(live.group, live.response)
         self._ended = None
 
-    def _observe(self, scheduled: SchedulerOutput, rows: list[list[int]], step_s: float) -> None:
-        """Score the step's drafts against what the target decided, and the step against the clock.
+    def _judge(self, scheduled: SchedulerOutput, rows: list[list[int]]) -> StepObservation | None:
+        """Score the step's drafts against what the target decided; the step but for its time, None if it was empty.
 
         rows: the tokens that the target decided for each request of `_queried`.
         """
@@ -469,18 +472,26 @@ class PacelineScheduler(Scheduler):  # type: ignore[misc]
             self._batch.num_draft_tokens[:] += drafts
         total = int(scheduled.total_num_scheduled_tokens)
         if not total:
-            return
-        observation = StepObservation(
+            return None
+        return StepObservation(
             num_requests=num_requests,
             num_draft_tokens=drafted,
             num_accepted_tokens=accepted,
             num_prefill_tokens=total - num_requests - sent_tokens,
-            step_s=step_s,
+            step_s=0.0,
             num_alternatives=num_alternatives,
             num_waiting=len(self.waiting),
             num_context_tokens=context,
         )
-        self.observations.append(self.loop.observe(observation))
+
+    def _time(self, step: StepObservation | None) -> None:
+        """Score a step against the clock, all its work done: judging drafts and telling drafters are costs too."""
+        step_s = time.perf_counter() - self._started_s
+        if self.kv_pool is not None:
+            step_s -= self.kv_pool.take_spent_s()
+        if step is None:
+            return
+        self.observations.append(self.loop.observe(replace(step, step_s=step_s)))
 
 
 def _lengths_of(requests: list[Request]) -> Int64Array:

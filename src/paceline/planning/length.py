@@ -9,6 +9,7 @@ Source: Seer 4.3, step 2 (UPDATEESTIMATE of algorithm 1); the oracle and the one
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from paceline.errors import EngineError
@@ -83,3 +84,31 @@ class NoLengths:
 
     def finish(self, group: int, num_tokens: int) -> None:
         """Nothing is learned."""
+
+
+_KEPT_ENDINGS = 512.0
+
+
+@dataclass(slots=True)
+class Endings:
+    """How often responses end by themselves, not at their limit: for those of which nothing else is known.
+
+    After some hundred endings all that is known counts half, as the policy and its lengths change.
+    """
+
+    count: float = 0.5
+    """Responses that have ended by themselves, as if one might have."""
+    num_tokens: float = 1.0
+    """Tokens generated meanwhile, by these and by all others."""
+
+    def note(self, num_tokens: int, num_ended: int) -> None:
+        """So many more tokens, with which so many responses ended by themselves."""
+        self.num_tokens += num_tokens
+        self.count += num_ended
+        if self.count > _KEPT_ENDINGS:
+            self.count, self.num_tokens = self.count / 2, self.num_tokens / 2
+
+    @property
+    def mean_tokens(self) -> float:
+        """Tokens to the next ending of a response that has no limit."""
+        return max(self.num_tokens / self.count, 1.0)

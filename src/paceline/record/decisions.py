@@ -13,6 +13,7 @@ one is torn; whatever keeps a line from being written ends the log, never the ro
 from __future__ import annotations
 
 import logging
+import math
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -111,6 +112,8 @@ class BudgetLine(_Line, frozen=True, tag="budget"):
     weights: bytes = b""  # [num_requests] float64 of the snapshot, empty: none
     judged: bool = False
     """Whether the step was compared with what `free` alone would have made of it."""
+    steps_left: float = math.inf
+    """To the ends of the responses, in the mean, as far as is known; if the step was judged."""
     free: Rows | None = None
     """The model-free drafter's drafts, if the step was judged and there were any."""
 
@@ -141,6 +144,12 @@ class DrafterLine(_Line, frozen=True, tag="drafter"):
     level_costs: bytes = b""  # [num_requests + 1] float32
     most_requests: int | None = None
     """Requests to draft for at most, in a trial; None: all."""
+    num_requests: int = 0
+    """That the coming step will have; 0: those of the budget line before (written before prompts counted)."""
+    backlog: float = 0.0
+    """Tokens that the drafter has not read."""
+    steps_left: float = math.inf
+    """As in `BudgetLine`."""
 
 
 class GrowthLine(_Line, frozen=True, tag="growth"):
@@ -153,6 +162,10 @@ class GrowthLine(_Line, frozen=True, tag="growth"):
     """That were drafted for; 0: all (written before there was a choice)."""
     reading_s: float = 0.0
     """Catching up with what was written since the last drafts."""
+    num_open: int = 0
+    """Responses that are open."""
+    backlog: float = 0.0
+    """Tokens of theirs that the drafter had not read before."""
 
 
 class NewDrafterLine(_Line, frozen=True, tag="new_drafter"):

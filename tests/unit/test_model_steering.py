@@ -1,0 +1,107 @@
+"""Whether a model drafter reads what responses have written before it drafts for them, and how long it rests."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from paceline.config import BudgetSettings
+from paceline.engine.model_steering import ModelSteering
+from paceline.planning.budget import BudgetSnapshot, BudgetState, update
+from paceline.planning.drafter_worth import FIRST_REST, LONGEST_REST
+from paceline.types import DraftGrowth, StepObservation
+
+BATCH = 8
+SETTINGS = BudgetSettings()
+READ_S = 1e-4
+"""What the drafter takes to read a token."""
+
+
+@pytest.fixture
+def known() -> BudgetState:
+    """A target that takes 20 ms and half a millisecond more for each token."""
+    state = BudgetState.initial(SETTINGS)
+    for tokens in (8, 16, 32, 64) * 4:
+        seconds = 0.02 + 0.0005 * tokens
+        state = update(state, StepObservation(BATCH, tokens - BATCH, 0, 0, seconds), SETTINGS)
+    return state
+
+
+def draft(steering: ModelSteering, state: BudgetState, accepted: float, reading_s: float = 0.0) -> None:
+    """A step with four drafted tokens each, of which so many are promised, of a drafter that takes 2 ms for them."""
+    steering.receive(DraftGrowth(4, 4 * BATCH, 0.002), BATCH, reading_s)
+    path = np.full((BATCH, 4), accepted / 4, np.float32)
+    lengths = np.full(BATCH, 4, np.int32)
+    steering.judge(BudgetSnapshot(BATCH, 0, path, 1 << 20), lengths, None, (state, state), SETTINGS)
+
+
+def steer(state: BudgetState, accepted: float, prompt: int) -> ModelSteering:
+    """A drafter that has read prompts of 100 tokens, drafted for some steps, and has new ones before it."""
+    steering = ModelSteering()
+    for _ in range(BATCH):
+        steering.open(100)
+    draft(steering, state, accepted, reading_s=BATCH * 100 * READ_S)
+    for _ in range(8):
+        steering.grow(BATCH)
+        draft(steering, state, accepted)
+    for _ in range(BATCH):
+        steering.close()
+    for _ in range(BATCH):
+        steering.open(prompt)
+    return steering
+
+
+def test_new_prompts_are_read_where_their_responses_are_long_enough(known: BudgetState) -> None:
+    """Drafts save 31 ms of each step, reading takes 0.8 s: more than 26 steps have to be left."""
+    for steps_left, reads in ((300.0, True), (20.0, False)):
+        steering = steer(known, accepted=3.0, prompt=1000)
+        steering.outlook.steps_left = steps_left
+        assert steering.advance(BATCH, known.decode_time) is reads
+
+
+def test_a_drafter_that_gains_nothing_reads_nothing(known: BudgetState) -> None:
+    steering = steer(known, accepted=0.1, prompt=1000)
+    steering.outlook.steps_left = 1e6
+    assert not steering.advance(BATCH, known.decode_time)
+
+
+def test_a_drafter_that_was_never_tried_reads_unless_the_responses_end_at_once(known: BudgetState) -> None:
+    for steps_left, reads in ((50.0, True), (1.0, False)):
+        steering = ModelSteering()
+        steering.open(1)
+        steering.receive(DraftGrowth(1, 1, 0.001), 1, 0.001)  # what reading a token takes is known, no more
+        steering.open(3000)
+        steering.outlook.backlog, steering.outlook.steps_left = 3000.0, steps_left
+        steering._read_s, steering._num_read = READ_S * 1000, 1000.0
+        assert steering.advance(1, known.decode_time) is reads
+
+
+def test_what_has_been_read_is_read_once(known: BudgetState) -> None:
+    steering = ModelSteering()
+    for _ in range(BATCH):
+        steering.open(100)
+    assert steering.outlook.backlog == BATCH * 100
+    steering.receive(DraftGrowth(1, 2, 0.001), BATCH // 4, 0.02)  # a sample has been read
+    assert steering.outlook.backlog == pytest.approx(BATCH * 75)
+    steering.close()
+    assert steering.outlook.backlog == pytest.approx((BATCH - 1) * 75)
+    steering.receive(DraftGrowth(1, BATCH - 1, 0.001), BATCH - 1, 0.06)
+    assert steering.outlook.backlog == 0.0
+
+
+def test_a_dear_trial_is_followed_by_a_long_rest(known: BudgetState) -> None:
+    """The first rest is `FIRST_REST` steps, unless what the trial took is more than a fiftieth of that."""
+    for reading_s, longest in ((0.0, FIRST_REST), (10.0, LONGEST_REST)):
+        steering = ModelSteering()
+        for _ in range(BATCH):
+            steering.open(100)
+        for step in range(6):
+            steering.grow(BATCH)
+            steering.receive(DraftGrowth(4, 4 * BATCH, 0.0002), BATCH, 0.0 if step else reading_s)
+            path = np.full((BATCH, 4), 0.01, np.float32)
+            lengths = np.full(BATCH, 4, np.int32)
+            steering.judge(BudgetSnapshot(BATCH, 0, path, 1 << 20), lengths, None, (known, known), SETTINGS)
+        rests = 0
+        while not steering.advance(BATCH, known.decode_time):
+            rests += 1
+        assert rests == longest
