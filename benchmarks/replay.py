@@ -176,20 +176,29 @@ class Policy:
         loop.forget_tokens()
         for row, prompt in enumerate(rollout.prompts):
             first = rollout.responses[row][:1].tolist()
-            loop.open(rollout.groups[row], row, prompt, first, rollout.keys[row])
+            limit = len(prompt) + rollout.max_tokens - 1
+            loop.open(rollout.groups[row], row, prompt, first, rollout.keys[row], limit=limit)
         order = [loop.order()]
         steps = itertools.count()
+        measured: list[StepObservation] = []
 
         def decide(
             query: DraftQuery, at: NDArray[np.int64]
         ) -> tuple[NDArray[np.int32], NDArray[np.int32], float]:
-            drafting_s = 0.0
-            if order[0] is not None:
-                made = self._model_drafts(replay, query, at, order[0])
-                drafting_s = 0.0 if self.free_drafts else made.total_s
-                loop.receive(replace(made, total_s=0.0))  # the clock's step time is free of drafting
-            step = np.full(len(at), next(steps))
-            proposal = loop.propose(query, 0, weight=fair_weights(at, step) if loop.is_fair else None)
+            made = None if order[0] is None else self._model_drafts(replay, query, at, order[0])
+            taken_s = 0.0 if made is None else made.total_s
+            if measured:  # the step before, which these drafts were made in
+                step = measured.pop()
+                loop.observe(replace(step, step_s=step.step_s + taken_s))
+            if made is not None:
+                loop.receive(made)
+            drafting_s = 0.0 if self.free_drafts else taken_s
+            self._at, num_steps = at.copy(), np.full(len(at), next(steps))
+            if not loop.may_draft or loop.pauses(len(at)):
+                order[0] = loop.order()
+                return np.zeros(len(at), np.int32), np.zeros(len(at), np.int32), drafting_s
+            weight, left = fair_weights(at, num_steps) if loop.is_fair else None, rollout.max_tokens - at
+            proposal = loop.propose(query, 0, weight=weight, left=left)
             order[0] = loop.order()
             pairs = list(zip(query.responses.tolist(), at.tolist(), strict=True))
             accepted = np.array(
@@ -204,14 +213,13 @@ class Policy:
                 for (row, a), count in zip(pairs, accepted.tolist(), strict=True)
             ]
             loop.learn(proposal, proposal.lengths, table_of(decided))
-            self._at = at.copy()
             return proposal.lengths, accepted, drafting_s
 
         def after(query: DraftQuery, gained: NDArray[np.int32], num_tokens: int, step_s: float) -> None:
             rows, count = query.responses.tolist(), len(gained)
             accepted = int(gained.sum()) - count
             context = int(query.positions.sum())
-            loop.observe(
+            measured.append(
                 StepObservation(count, num_tokens - count, accepted, 0, step_s, num_context_tokens=context)
             )
             loop.append(
@@ -220,6 +228,8 @@ class Policy:
             )
 
         outcome = replay.run(decide, after)
+        for last in measured:
+            loop.observe(last)
         for row, group in enumerate(rollout.groups):
             loop.close(group, row)
         return outcome
