@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from paceline.config import EngineSettings
 from paceline.types import DraftGrowth, DraftQuery, ModelDrafts, StepObservation
 
-PROMPTS, SAMPLES, SHARPNESS = 8, 16, 1.5
+SHARPNESS = 1.5
 DEPTH = EngineSettings().max_draft_tokens
 
 
@@ -49,7 +49,7 @@ class Clock(StepClock):
 class Recorder:
     """Generates with the real engine and keeps the times of its steps and of its drafting."""
 
-    def __init__(self, model: str, drafter: str, max_tokens: int) -> None:
+    def __init__(self, model: str, drafter: str, max_tokens: int, num_prompts: int, num_samples: int) -> None:
         from paceline.engine.rollout_engine import RolloutEngine
 
         self.engine = RolloutEngine(
@@ -57,10 +57,10 @@ class Recorder:
             EngineSettings(drafter="none", model_drafter=drafter, sharpness=SHARPNESS),
             dtype="bfloat16",
             max_model_len=2048,
-            max_num_seqs=PROMPTS * SAMPLES,
+            max_num_seqs=num_prompts * num_samples,
             kv_cache_bytes=1 << 30,
         )
-        self.max_tokens = max_tokens
+        self.max_tokens, self.num_samples = max_tokens, num_samples
         self.steps: list[tuple[int, int, int, float]] = []
         self.calls: list[tuple[DraftGrowth, float]] = []
         self.last: list[tuple[int, int, int]] = []
@@ -103,7 +103,7 @@ class Recorder:
         requests = [
             RolloutRequest(p, self.max_tokens, key=derive_key(seed, p, s), sample=s)
             for p in prompts
-            for s in range(SAMPLES)
+            for s in range(self.num_samples)
         ]
         took, made = {}, []
         for policy, wanted in (("off", False), ("marginal", True)):

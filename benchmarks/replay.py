@@ -2,8 +2,8 @@
 
 A live comparison is as noisy as the machine; here all policies get the same responses and the same clock. Stages:
 
-1. The real engine generates a rollout (8 x 16 Countdown responses, the target of speed.py) without and with drafts.
-   Kept are the responses, and of every step its requests, tokens, context and seconds.
+1. The real engine generates a rollout (by default 8 x 16 Countdown responses, the target of speed.py) without and with
+   drafts. Kept are the responses, and of every step its requests, tokens, context and seconds.
 2. The model drafter drafts at every position of every response, as deep as the engine drafts.
 3. For each policy the engine's own `FastLoop` decides step after step what is verified; whether a draft token is
    accepted is read off the response, and the clock advances by the step time and the drafting time fitted in stage 1.
@@ -16,8 +16,8 @@ can be told apart. The drafter that the project shipped before it learned from t
 
 `policy` off, fixed (5 tokens), thresholds, bandit and marginal are the engine's budget policies with the model drafter
 alone, each after rollouts of other prompts to learn from. `best sum` is marginal without fair weights. `suffix only`
-is marginal with suffix trees alone, as `PACELINE=1` gives it; the clock leaves out what they take, about two
-microseconds a token. `clairvoyant` verifies exactly the tokens that will be accepted, with drafts that cost nothing: no
+is marginal with suffix trees alone, as `PACELINE=1` gives it, and `suffix+model` has both; the clock leaves out what
+trees take, about two microseconds a token. `clairvoyant` verifies exactly the tokens that will be accepted, with drafts that cost nothing: no
 policy can do better with this drafter on this machine. `free drafts` is marginal with drafts that cost nothing.
 `after a disturbance` is marginal in a rollout right after one: with `--disturb 3` steps and drafting took three times
 as long in all of the rollout before, as while another process has the cores. `undisturbed` is how fast it is in parts
@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -38,9 +37,8 @@ from typing import Any
 import numpy as np
 from harness import parser, publish
 from numpy.typing import NDArray
-from pairs import ROOT, make_prompts, prepare_target
+from pairs import PAIRS, ROOT, TARGETS
 from recording import (
-    PROMPTS,
     SHARPNESS,
     Clock,
     Recorder,
@@ -55,10 +53,10 @@ from paceline.dice import NO_TOKEN
 from paceline.planning.budget import fair_weights
 from paceline.types import DraftGrowth, DraftQuery, ModelDrafts, StepObservation
 
-SUFFIX = "suffix only"
+SUFFIX, BOTH = "suffix only", "suffix+model"
 FREE = "free drafts"
 DISTURBED = "after a disturbance"
-POLICIES = ("off", "fixed", "thresholds", "bandit", "marginal", "best sum", SUFFIX)
+POLICIES = ("off", "fixed", "thresholds", "bandit", "marginal", "best sum", SUFFIX, BOTH)
 COLUMNS = (
     "drafter",
     "limit",
@@ -154,14 +152,13 @@ class Policy:
     def __init__(self, name: str, drafter: str, *, free_drafts: bool = False) -> None:
         from paceline.engine.fast_loop import FastLoop
 
-        policy: Any = "marginal" if name in ("best sum", SUFFIX) else name
+        policy: Any = "marginal" if name in ("best sum", SUFFIX, BOTH) else name
         budget = BudgetSettings(policy=policy, fixed_tokens=5, fair=name != "best sum")
         if name == SUFFIX:
             settings = EngineSettings(drafter="suffix", budget=budget)
         else:
-            settings = EngineSettings(
-                drafter="none", model_drafter=drafter, sharpness=SHARPNESS, budget=budget
-            )
+            free: Any = "suffix" if name == BOTH else "none"
+            settings = EngineSettings(drafter=free, model_drafter=drafter, sharpness=SHARPNESS, budget=budget)
         self.loop = FastLoop(settings)
         self.free_drafts = free_drafts
 
@@ -304,7 +301,7 @@ def compare(
             "wall_s": one.wall_s,
             "measured_s": last.rollout.measured_s.get(name),
             "ratio": plain.wall_s / one.wall_s,
-            "tail_ratio": plain.tail_s / one.tail_s,
+            "tail_ratio": plain.tail_s / one.tail_s if one.tail_s else None,  # None: all have ended at once
             "steps": one.num_steps,
             "acceptance_length": 1 + one.num_accepted / one.num_decoded,
             "accepted_share": one.num_accepted / one.num_drafted if one.num_drafted else None,
@@ -316,9 +313,11 @@ def compare(
 
 def main() -> None:
     made = parser(__doc__)
-    made.add_argument("--model", metavar="DIR", help="target; default: the Countdown policy, inflated")
-    shipped = str(ROOT / "assets/countdown-drafter")
-    made.add_argument("--drafters", metavar="DIR", nargs="+", default=[shipped], help="the first one records")
+    made.add_argument("--pair", default="countdown", choices=list(PAIRS), help="target, drafter and prompts")
+    made.add_argument("--model", metavar="DIR", help="another target; default: the pair's policy, inflated")
+    made.add_argument("--drafters", metavar="DIR", nargs="+", help="the first one records; default: the pair's")
+    made.add_argument("--prompts", type=int, default=8)
+    made.add_argument("--samples", type=int, default=16, help="responses to each prompt")
     made.add_argument(
         "--limits", type=int, nargs="+", default=[1024], help="tokens; the largest is generated"
     )
@@ -335,20 +334,21 @@ def main() -> None:
     from paceline.engine.rollout_engine import prepare_environment
 
     prepare_environment()
-    with tempfile.TemporaryDirectory() as folder:
-        model = prepare_target(options.model, Path(folder))
-        recorder = Recorder(model, options.drafters[0], max(options.limits))
-        recorded = [
-            recorder.rollout(make_prompts(model, PROMPTS, 900 + turn), turn)
-            for turn in range(options.rollouts)
-        ]
-        rows = []
-        for drafter in options.drafters:
-            rollouts = [draft_everywhere(responses, drafter, took) for responses, took in recorded]
-            for limit in options.limits:
-                cut = [truncate(rollout, limit) for rollout in rollouts]
-                found = compare(cut, recorder.clock(), drafter, options.disturb)
-                rows += [{"drafter": os.path.relpath(drafter, ROOT), "limit": limit, **row} for row in found]
+    pair = PAIRS[options.pair]
+    model = options.model or pair.make_target(TARGETS / options.pair)
+    options.drafters = options.drafters or [pair.make_drafter(TARGETS / f"{options.pair}-drafter")]
+    recorder = Recorder(model, options.drafters[0], max(options.limits), options.prompts, options.samples)
+    recorded = [
+        recorder.rollout(pair.draw_prompts(pair.policy, options.prompts, 900 + turn), turn)
+        for turn in range(options.rollouts)
+    ]
+    rows = []
+    for drafter in options.drafters:
+        rollouts = [draft_everywhere(responses, drafter, took) for responses, took in recorded]
+        for limit in options.limits:
+            cut = [truncate(rollout, limit) for rollout in rollouts]
+            found = compare(cut, recorder.clock(), drafter, options.disturb)
+            rows += [{"drafter": os.path.relpath(drafter, ROOT), "limit": limit, **row} for row in found]
     publish("replay", rows, COLUMNS, options)
 
 

@@ -49,15 +49,16 @@ def pause_after_a_save(folder: Path, pause: Any, killed: list[int] | None = None
     saved = folder / "drafter" / "training.safetensors"
     lesson = folder / "drafter" / "lesson.safetensors"
 
-    def wait(link: SpotLink) -> Any:
+    def wait(link: SpotLink, lender: str, leader: str | None) -> Any:
         before = saved.stat().st_mtime_ns if saved.is_file() else 0
         for _ in range(2400):
             if not lesson.is_file() or (saved.is_file() and saved.stat().st_mtime_ns > before):
                 break
             time.sleep(0.05)
         if saved.is_file() and killed == []:
-            killed.append(link.pid)
-            os.kill(link.pid, signal.SIGKILL)
-        return pause(link)
+            killed += link.pids
+            for process in killed:
+                os.kill(process, signal.SIGKILL)
+        return pause(link, lender, leader)
 
     return wait

@@ -124,7 +124,8 @@ class World:
     suspects: set[int] = field(default_factory=set)  # responses
     failure: Fail | None = None
     num_helps: Counter[Help | None] = field(default_factory=Counter)
-    trainer: tuple[str, int] | None = None  # the worker, in one of its lives, that trains the drafter
+    trainers: dict[str, int] = field(default_factory=dict)  # workers that train the drafter, and their lives
+    most_trainers: int = 1
     num_trained: int = 0  # events after which one did
     log: ChunkLog = field(default_factory=ChunkLog)
     clock_s: float = 0.0
@@ -171,6 +172,7 @@ class World:
         self.hear(event)
         actions = self.controller.decide(event)
         self.log.note(actions, self.clock_s)
+        leaders: list[str | None] = []
         for action in actions:
             match action:
                 case StartWorker(name, life):
@@ -198,12 +200,14 @@ class World:
                     assert self.workers[name].life == life
                     self.workers[name].chunks.pop(number, None)
                     self.owners.pop(number, None)
-                case TrainDrafter(name, life):
-                    assert self.trainer is None, "there is one"
-                    self.trainer = name, life
-                case EndTraining(name, life):
-                    assert self.trainer == (name, life)
-                    self.trainer = None
+                case TrainDrafter(name, life, leader):
+                    assert name not in self.trainers
+                    self.trainers[name] = life
+                    assert len(self.trainers) <= self.most_trainers
+                    leaders.append(leader)
+                case EndTraining(name, life, leader):
+                    assert self.trainers.pop(name) == life
+                    leaders.append(leader)
                 case Keep():
                     self.keep(action)
                 case Deliver(index, response):
@@ -214,8 +218,9 @@ class World:
                 case Fail():
                     self.fail(action)
         assert all(len(worker.loads) <= 1 for worker in self.workers.values())
-        if self.trainer is not None and not self.failure:
-            name, life = self.trainer
+        if leaders:
+            assert leaders[-1] in (self.trainers or {None})
+        for name, life in self.trainers.items() if not self.failure else ():
             assert (self.workers[name].life, self.workers[name].chunks) == (life, {})
             assert self.controller.num_unfinished
             self.num_trained += 1
@@ -439,7 +444,8 @@ class World:
         self.num_held = Counter({index: len(one.packed) for index, one in kept.items()})
         self.num_crashes.clear()
         self.suspects.clear()
-        self.tell(Submitted(requests, kept, tuple(self.lengths), trains=True))
+        self.most_trainers = 1 + len(requests) % 3
+        self.tell(Submitted(requests, kept, tuple(self.lengths), trainers=self.most_trainers))
 
     def roll_out(self, requests: tuple[RolloutRequest, ...]) -> None:
         self.log.take()  # chunks of a rollout that failed

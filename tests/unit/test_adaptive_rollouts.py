@@ -90,10 +90,15 @@ class Link:
     before: Any = None
     """The drafter that was used before the run was resumed."""
 
-    def resume(self) -> None:
+    def stop(self) -> None:
+        self.calls.append("stop")
+
+    def resume(self, lender: str, leader: str) -> None:
+        assert lender == leader
         self.calls.append("resume")
 
-    def pause(self) -> float | None:
+    def pause(self, lender: str, leader: str | None) -> float | None:
+        assert leader is None
         self.calls.append("pause")
         return self.core_s
 
@@ -157,11 +162,11 @@ class Run:
 
 def test_a_session_is_a_rollouts_tail() -> None:
     run = Run(max_running=2)
-    assert run.link.calls == ["pause"], (
+    assert run.link.calls == ["stop"], (
         "what loads while the engine starts is stopped before the first rollout"
     )
     run.step(1)
-    assert run.link.calls == ["pause", "resume", "pause"]
+    assert run.link.calls == ["stop", "resume", "pause"]
     [session] = run.of(DrafterSession)
     assert session.step == 1
     assert session.t_end_s > session.t_start_s
@@ -173,14 +178,14 @@ def test_a_trainer_that_has_ended_has_no_sessions() -> None:
     run = Run(max_running=2)
     run.link.core_s = None
     run.step(1)
-    assert run.link.calls == ["pause", "resume", "pause"]
+    assert run.link.calls == ["stop", "resume", "pause"]
     assert not run.of(DrafterSession)
 
 
 def test_evaluations_have_no_sessions() -> None:
     run = Run(max_running=99)
     run.step(None)
-    assert run.link.calls == ["pause"]
+    assert run.link.calls == ["stop"]
     assert not run.events
 
 
@@ -190,7 +195,7 @@ def test_an_interrupted_rollout_ends_its_session() -> None:
     run.inner.interruption = SimpleNamespace(check=lambda: next(calls))  # type: ignore[assignment]
     with pytest.raises(StopIteration):
         run.step(1)
-    assert run.link.calls == ["pause", "resume", "pause"]
+    assert run.link.calls == ["stop", "resume", "pause"]
     assert run.of(DrafterSession)
 
 

@@ -87,3 +87,31 @@ def test_bars_ask_for_enough_kills_and_no_mistake() -> None:
         ("racers, float32: mistakes", True),
         ("drivers, float32: mistakes", True),
     ]
+
+
+@pytest.mark.parametrize(
+    ("words", "engines"),
+    [(["--kills", "60"], 50), (["--kills", "40"], 40), (["--kills", "120"], 60), (["--kills", "10", "--engine-kills", "5"], 5)],
+)
+def test_half_of_the_killed_or_more_are_engines(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, words: list[str], engines: int
+) -> None:
+    asked: list[SimpleNamespace] = []
+
+    def run(dtype: str, options: SimpleNamespace) -> list[dict[str, object]]:
+        asked.append(options)
+        return []
+
+    monkeypatch.setattr(chaos, "run", run)
+    monkeypatch.setattr(sys, "argv", ["chaos.py", *words, "--dtype", "float32", "--json", str(tmp_path / "found.json")])
+    chaos.main()
+    assert asked[0].engine_kills == engines >= asked[0].kills / 2
+
+
+def test_fewer_engines_than_half_are_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["chaos.py", "--kills", "10", "--engine-kills", "4"])
+    with pytest.raises(SystemExit):
+        chaos.main()
+    assert "--engine-kills 4: 5 to 10, half of all kills or more" in capsys.readouterr().err

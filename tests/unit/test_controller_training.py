@@ -40,7 +40,7 @@ class World:
     """Processor time that the trainer uses in each session; None: it does not run."""
 
     def __init__(
-        self, num_workers: int = 3, num_responses: int = 1, trains: bool = True, help: str = "none"
+        self, num_workers: int = 3, num_responses: int = 1, trainers: int = 1, help: str = "none"
     ) -> None:
         settings = FleetSettings.model_validate({"workers": num_workers, "help": help, "variant": "sticky"})
         self.controller, self.log, self.now_s = Controller(settings), HelpLog(), 0.0
@@ -50,7 +50,7 @@ class World:
         for name in first:
             self.tell(WorkerUp(name, 0, 0, 4000, 4, 16))
         requests = tuple(RolloutRequest((1,), 5000, key=i, group=i) for i in range(num_responses))
-        actions = self.tell(Submitted(requests, trains=trains))
+        actions = self.tell(Submitted(requests, trainers=trainers))
         self.chunks = {one.worker: one for one in actions if isinstance(one, RunChunk)}
         for name in names[len(first) :]:
             self.tell(WorkerUp(name, 0, 0, 4000, 4, 16))
@@ -81,15 +81,15 @@ class World:
 def test_one_free_worker_trains_at_a_time() -> None:
     world = World()
     assert list(world.chunks) == ["w0"]
-    assert world.tick() == [TrainDrafter("w1", 0)]
+    assert world.tick() == [TrainDrafter("w1", 0, "w1")]
     assert [world.controller.state_of(name) for name in ("w0", "w1", "w2")] == ["up", "training", "up"]
     assert world.tick() == []
-    assert world.tell(WorkerLost("w1", 0, "killed"))[:2] == [EndTraining("w1", 0), TrainDrafter("w2", 0)]
+    assert world.tell(WorkerLost("w1", 0, "killed"))[:2] == [EndTraining("w1", 0), TrainDrafter("w2", 0, "w2")]
 
 
 def test_the_trainer_stops_before_its_worker_gets_a_chunk() -> None:
     world = World(num_workers=2)
-    assert world.tick() == [TrainDrafter("w1", 0)]
+    assert world.tick() == [TrainDrafter("w1", 0, "w1")]
     actions = world.tell(WorkerLost("w0", 0, "killed"))
     assert actions[0] == EndTraining("w1", 0)
     assert [one.worker for one in actions if isinstance(one, RunChunk)] == ["w1"]
@@ -127,15 +127,15 @@ def test_an_abandoned_rollout_trains_nobody() -> None:
 
 
 def test_nobody_trains_where_that_is_not_wanted() -> None:
-    assert World(trains=False).tick() == []
+    assert World(trainers=0).tick() == []
 
 
 def test_a_worker_that_falls_free_waits_for_its_turn() -> None:
     world = World(num_responses=2)
-    assert world.tick() == [TrainDrafter("w2", 0)]
+    assert world.tick() == [TrainDrafter("w2", 0, "w2")]
     assert not any(isinstance(one, TrainDrafter | EndTraining) for one in world.end("w1"))
     assert world.tick() == []
-    assert world.tell(WorkerLost("w2", 0, "killed"))[:2] == [EndTraining("w2", 0), TrainDrafter("w1", 0)]
+    assert world.tell(WorkerLost("w2", 0, "killed"))[:2] == [EndTraining("w2", 0), TrainDrafter("w1", 0, "w1")]
 
 
 @pytest.mark.parametrize(("num_responses", "num_helps"), [(2, 1), (1, 0)])
@@ -152,9 +152,33 @@ def test_between_two_looks_for_help_no_session_begins() -> None:
     world.tell(WorkerLost("w1", 0, "killed"))
     world.tell(WorkerUp("w1", 1, 0, 4000, 4, 16))
     assert world.tick(HELP_S / 4) == []
-    assert world.tick() == [TrainDrafter("w1", 1)]
+    assert world.tick() == [TrainDrafter("w1", 1, "w1")]
 
 
 def test_sessions_are_told_in_the_log() -> None:
-    assert describe(TrainDrafter("w1", 0)) == "w1 (life 0) trains the drafter"
+    assert describe(TrainDrafter("w1", 0, "w1")) == "w1 (life 0) trains the drafter"
     assert describe(EndTraining("w1", 0)) == "w1 (life 0) trains no more"
+
+
+def test_as_many_train_as_there_are_trainers_and_the_first_to_fall_free_leads() -> None:
+    world = World(num_workers=4, trainers=2)
+    assert world.tick() == [TrainDrafter("w1", 0, "w1"), TrainDrafter("w2", 0, "w1")]
+    assert [world.controller.state_of(f"w{at}") for at in range(4)] == ["up", "training", "training", "up"]
+
+
+def test_a_place_that_falls_free_is_taken_and_the_others_go_on() -> None:
+    world = World(num_workers=4, trainers=2)
+    world.tick()
+    actions = world.tell(WorkerLost("w2", 0, "killed"))
+    assert actions[:2] == [EndTraining("w2", 0, "w1"), TrainDrafter("w3", 0, "w1")]
+
+
+def test_another_one_leads_when_the_leader_is_gone() -> None:
+    world = World(num_workers=4, trainers=2)
+    world.tick()
+    actions = world.tell(WorkerLost("w1", 0, "killed"))
+    changes = [one for one in actions if isinstance(one, TrainDrafter | EndTraining)]
+    leader = changes[-1].leader
+    assert changes[0] == EndTraining("w1", 0, "w2")
+    assert leader in {"w2", "w3"}
+    assert changes[1:] == [TrainDrafter("w3", 0, leader)]

@@ -89,17 +89,17 @@ def test_the_trainer_is_stopped_before_any_chunk_goes_out(fleet: Fleet) -> None:
     calls = fleet._actors.told  # type: ignore[attr-defined]
     used_s = iter([0.25, None])  # the second time it has died
 
-    def pause() -> float | None:
-        calls.append(("pause",))
+    def pause(*words: str | None) -> float | None:
+        calls.append(("pause", *words))
         return next(used_s)
 
-    trainer: Any = SimpleNamespace(resume=lambda: calls.append(("resume",)), pause=pause)
+    trainer: Any = SimpleNamespace(resume=lambda *words: calls.append(("resume", *words)), pause=pause)
     fleet._trainer = trainer
     for _ in range(2):
-        fleet.helps.note(Tick(1.0), [TrainDrafter("w1", 0)], 1.0)
-        fleet._act([TrainDrafter("w1", 0)])
+        fleet.helps.note(Tick(1.0), [TrainDrafter("w1", 0, "w1")], 1.0)
+        fleet._act([TrainDrafter("w1", 0, "w1")])
         fleet._act([EndTraining("w1", 0), CancelChunk("w1", 0, 7)])
-        assert told(fleet) == [("resume",), ("pause",), ("order", "w1", 7)]
+        assert told(fleet) == [("resume", "w1", "w1"), ("pause", "w1", None), ("order", "w1", 7)]
         calls = fleet._actors.told  # type: ignore[attr-defined]
     assert [(one.worker, one.core_s) for one in fleet.helps.take_training()] == [("w1", 0.25)]
 

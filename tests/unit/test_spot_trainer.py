@@ -192,18 +192,19 @@ def test_a_session_tells_what_it_used_and_a_dead_trainer_has_none(
     monkeypatch.setattr(spot_link, "ChildProcess", lambda what, *_: ChildProcess(what, *busy))
     link = SpotLink(settings)
     try:
-        assert link.pause() is None, "nobody has let it go"
-        link.resume()
-        while (link._child.core_s() or 0.0) < 0.1:
+        assert link.pause("w0", None) is None, "nobody has let it go"
+        [child] = link._children
+        link.resume("w0", "w0")
+        while (child.core_s() or 0.0) < 0.1:
             time.sleep(0.01)
-        core_s = link.pause()
+        core_s = link.pause("w0", None)
         assert core_s is not None
         assert 0.05 < core_s < 5.0
-        link.resume()
-        os.kill(link.pid, signal.SIGKILL)
-        while link._child.core_s() is not None:
+        link.resume("w0", "w0")
+        os.kill(child.pid, signal.SIGKILL)
+        while child.core_s() is not None:
             time.sleep(0.01)
-        assert link.pause() is None
+        assert link.pause("w0", None) is None
     finally:
         link.close()
 
@@ -303,17 +304,17 @@ def test_the_process_stops_at_once_and_survives_being_killed(settings: SpotSetti
     try:
         tell(settings, step=1)
         saved = wait_for_save(settings, 0)
-        first = link.pid
+        [first] = link.pids
 
         began_s = time.monotonic()
-        link.pause()
+        link.stop()
         while state_of(first) != "T":
             time.sleep(0.001)
         assert time.monotonic() - began_s < 0.2
         used = cpu_ticks(first)
         time.sleep(0.3)
         assert cpu_ticks(first) == used
-        link.resume()
+        link.resume("w0", "w0")
         saved = wait_for_save(settings, saved)
         assert link.take() is not None
         before = (read_drafter(Path(settings.folder)) or ({}, None))[1]
@@ -321,9 +322,9 @@ def test_the_process_stops_at_once_and_survives_being_killed(settings: SpotSetti
         os.kill(first, signal.SIGKILL)
         while is_alive(first):
             time.sleep(0.01)
-        link.pause()  # nothing is there to be paused
-        while link.pid == first:
-            link.resume()  # a zombie whose threads have not all ended cannot be waited for yet
+        while link.pids == [first]:
+            link.pause("w0", None)  # nothing is there to be paused
+            link.resume("w0", "w0")  # a zombie whose threads have not all ended cannot be waited for yet
             time.sleep(0.01)
         wait_for_save(settings, (Path(settings.folder) / FILE_NAME).stat().st_mtime_ns)
         after = (read_drafter(Path(settings.folder)) or ({}, None))[1]
@@ -332,7 +333,7 @@ def test_the_process_stops_at_once_and_survives_being_killed(settings: SpotSetti
         assert after.trained_tokens > before.trained_tokens
     finally:
         link.close()
-    assert not is_alive(link.pid)
+    assert not any(map(is_alive, link.pids))
 
 
 @pytest.mark.slow
@@ -344,7 +345,7 @@ def test_a_trainer_that_is_stopped_ends_with_the_run(settings: SpotSettings) -> 
         "from paceline.distillation.spot_link import SpotLink\n"
         "s = msgspec.json.decode(sys.argv[1], type=SpotSettings)\n"
         "link = SpotLink(msgspec.structs.replace(s, parent=os.getpid()))\n"
-        "time.sleep(1.0); link.pause(); print(link.pid, flush=True); time.sleep(600)\n"
+        "time.sleep(1.0); link.stop(); print(*link.pids, flush=True); time.sleep(600)\n"
     )
     command = [sys.executable, "-c", code, msgspec.json.encode(settings).decode()]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as run:

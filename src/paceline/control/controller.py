@@ -226,7 +226,7 @@ class Controller:
         """What a worker is about."""
         if pairs := self.pairs_of(worker):
             return "racing" if pairs[0].kind is Help.COPY else "drafting"
-        if self._training.leader == self._workers[worker].place:
+        if self._workers[worker].place in self._training.members:
             return "training"
         return self._workers[worker].state
 
@@ -283,8 +283,8 @@ class Controller:
             response.check_room()
             self._rollout.add(response)
             self.num_unfinished += 1
-        if event.trains:
-            self._training.begin()
+        if event.trainers:
+            self._training.begin(event.trainers)
         self._begin_dispatch()
         return actions
 
@@ -755,7 +755,7 @@ class Controller:
         if not self.num_unfinished:
             return training.end()
         may_begin = isinstance(event, Tick) and (self._helping is None or self._helped_s == event.now_s)
-        if not may_begin and (training.leader is None or self._is_free(training.leader)):
+        if not may_begin and all(self._is_free(place) for place in training.members):
             return []
         up = [worker.place for worker in self._workers.values() if worker.state == "up"]
         return training.observe(up, [place for place in up if self._is_free(place)], may_begin=may_begin)

@@ -178,8 +178,8 @@ class Submitted:
     """With which of their model drafters the engines draft, by its place in their settings."""
     others: tuple[Drafting, ...] = ()
     """The other ones, as far as it is known what they cost and how often they are right."""
-    trains: bool = False
-    """Whether a drafter is trained on workers that fall free."""
+    trainers: int = 0
+    """Trainers of a drafter, which train on workers that fall free, one on each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -348,18 +348,22 @@ class LoseDrafter:
 
 @dataclass(frozen=True, slots=True)
 class TrainDrafter:
-    """Let the drafter's trainer go on: this worker's cores are free."""
+    """Let a trainer of the drafter go on: this worker's cores are free."""
 
     worker: str
     life: int
+    leader: str
+    """The worker whose trainer leads from here on."""
 
 
 @dataclass(frozen=True, slots=True)
 class EndTraining:
-    """Stop the drafter's trainer now, before anything else: the worker is needed, or gone, or the rollout is over."""
+    """Stop the worker's trainer now, before anything else: the worker is needed, or gone, or the rollout is over."""
 
     worker: str
     life: int
+    leader: str | None = None
+    """The worker whose trainer leads those that go on; None: none does, or one that begins now."""
 
 
 @dataclass(frozen=True, slots=True)

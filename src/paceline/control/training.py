@@ -1,7 +1,7 @@
-"""Which free worker lends its cores to the drafter's trainer (planning/harvest.py).
+"""Which free workers lend their cores to the drafter's trainers (planning/harvest.py).
 
-There is one trainer, so one worker trains at a time; when it is needed, the next one takes over. Used by the
-controller, which says who is free. Invariant: whoever trains has no chunk and helps nobody.
+As many train at a time as there are trainers; when a worker is needed, another one takes over. Used by the controller,
+which says who is free. Invariant: whoever trains has no chunk and helps nobody.
 """
 
 from __future__ import annotations
@@ -14,15 +14,13 @@ from paceline.control.helping import Place
 from paceline.planning import harvest
 from paceline.planning.harvest import HarvestSettings, HarvestState
 
-SETTINGS = HarvestSettings(max_members=1)
-
-
 @dataclass(slots=True)
 class TrainingSessions:
     """One per controller."""
 
-    leader: Place | None = None
-    """Who trains now."""
+    members: tuple[Place, ...] = ()
+    """Who trains now, the leader first."""
+    _settings: HarvestSettings = field(default_factory=HarvestSettings)
     _state: HarvestState = field(default_factory=HarvestState)
     _places: dict[str, Place] = field(default_factory=dict)  # of the workers in the state
 
@@ -31,8 +29,9 @@ class TrainingSessions:
         """Whether there is a rollout in which a drafter is trained."""
         return self._state.is_rollout
 
-    def begin(self) -> None:
+    def begin(self, num_trainers: int) -> None:
         """Such a rollout begins."""
+        self._settings = HarvestSettings(max_members=num_trainers)
         self._state, _ = harvest.rollout_started(self._state)
 
     def end(self) -> list[Training]:
@@ -45,25 +44,33 @@ class TrainingSessions:
         up: all workers that are up. free: those of them without chunks that help nobody. may_begin: help was looked for
         just now; else those that have fallen free since then wait.
         """
-        state, places = self._state, {place.worker: place for place in up}
+        state, settings, places = self._state, self._settings, {place.worker: place for place in up}
         members = sorted(state.workers, key=lambda name: name == state.leader)  # who follows it is known then
         for name in members:
             if self._places[name] != places.get(name):
-                state, _ = harvest.worker_lost(state, name, SETTINGS)
+                state, _ = harvest.worker_lost(state, name, settings)
             elif state.workers[name].phase != "BUSY" and places[name] not in free:
-                state, _ = harvest.worker_needed(state, name, SETTINGS)
+                state, _ = harvest.worker_needed(state, name, settings)
         for name in sorted(places.keys() - state.workers.keys()):
             state, _ = harvest.worker_up(state, name)
         self._places = places
         for place in sorted(free) if may_begin else ():
-            state, _ = harvest.worker_idle(state, place.worker, SETTINGS)
+            state, _ = harvest.worker_idle(state, place.worker, settings)
         return self._settle(state)
 
     def _settle(self, state: HarvestState) -> list[Training]:
-        """The state from now on, and what that means for the trainer."""
-        before, self._state = self.leader, state
-        self.leader = None if state.leader is None else self._places[state.leader]
-        if self.leader == before:
-            return []
-        ended: list[Training] = [] if before is None else [EndTraining(*before)]
-        return ended if self.leader is None else [*ended, TrainDrafter(*self.leader)]
+        """The state from now on, and what that means for the trainers: those that stop before those that begin."""
+        before, self._state = self.members, state
+        names = sorted(state.named("TRAINING"), key=lambda name: name != state.leader)
+        self.members = tuple(self._places[name] for name in names)
+        going_on = [place for place in self.members if place in before]
+        leads = state.leader if any(place.worker == state.leader for place in going_on) else None
+        ended: list[Training] = [
+            EndTraining(*place, leads or (going_on[0].worker if going_on else None))
+            for place in before
+            if place not in self.members
+        ]
+        begun: list[Training] = [
+            TrainDrafter(*place, str(state.leader)) for place in self.members if place not in before
+        ]
+        return [*ended, *begun]

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import safetensors.torch
 import torch
@@ -133,11 +133,26 @@ def written_aside(out: Path) -> Iterator[Path]:
 
 def read(path: Path) -> tuple[dict[str, Tensor], dict[str, str]] | None:
     """The tensors and the note of a checkpoint, None where there is none. Raises CheckpointError for another file."""
+    with _opened(path) as file:
+        if file is None:
+            return None
+        return {name: file.get_tensor(name) for name in file.keys()}, dict(file.metadata() or {})  # noqa: SIM118
+
+
+def read_note(path: Path) -> dict[str, str] | None:
+    """The note alone, as `read`."""
+    with _opened(path) as file:
+        return None if file is None else dict(file.metadata() or {})
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
     if not path.is_file():
-        return None
+        yield None
+        return
     try:
         with safe_open(path, framework="pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}, dict(file.metadata() or {})  # noqa: SIM118
+            yield file
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
             f"{path} is no checkpoint of a drafter ({error}): remove it to begin anew"

@@ -5,6 +5,8 @@ Everything passes through one folder, so that either side may stop at any moment
     lesson.safetensors      from the run: the policy's weights, and responses of the step before, for a head with states
     samples/                responses that were heard of (sample_buffer.py)
     training.safetensors    the drafter in training, with its optimizers (training_folder.py)
+    samples-I/, training-I.safetensors
+                            the same of further trainers; together they train one drafter (team.py)
     used.safetensors        from the run: the drafter that its engines have
 
 One response in twenty is not learned from: on these the drafter is measured, beside the one that the engines have.
@@ -23,6 +25,7 @@ from itertools import accumulate
 from pathlib import Path
 
 import msgspec
+import safetensors.torch
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
@@ -35,8 +38,18 @@ from paceline.distillation.networks import Network, Shared, SmallModel
 from paceline.distillation.packing import Pack, Sample, pack_samples
 from paceline.distillation.sample_buffer import SampleBuffer
 from paceline.distillation.target import load_model, read_states, share
+from paceline.distillation.team import Changed, Team
 from paceline.distillation.trainer import NETWORK, Trainer, load_network
-from paceline.distillation.training_folder import FILE_NAME, USED_NAME, Description, describe, read_folder
+from paceline.distillation.training_folder import (
+    FILE_NAME,
+    FURTHER_NAME,
+    NOTE,
+    USED_NAME,
+    Description,
+    describe,
+    find_newest,
+    read_folder,
+)
 from paceline.drafting.drafter import read_fused_layers
 from paceline.errors import CheckpointError
 
@@ -62,6 +75,10 @@ MEASURED_TOKENS = 2048
 """Of responses that were held out, at most, the newest first; a response that begins within is taken whole."""
 
 
+_NOTE_BEGIN = b"\n"
+"""Between the tensors and the note of a state, which has no line break itself."""
+
+
 class SpotSettings(msgspec.Struct, frozen=True):
     """What a spot trainer is started with."""
 
@@ -80,6 +97,8 @@ class SpotSettings(msgspec.Struct, frozen=True):
     """Learning rate."""
     compares: bool = False
     """Measure the drafter as it was at first beside the present one, which shows what training brings."""
+    index: int = 0
+    """Of this trainer among the run's."""
 
 
 def make_lesson(
@@ -115,39 +134,74 @@ class SpotTrainer:
         self._trainer = Trainer(network, self._shared, method.objective)
         fused = read_fused_layers(Path(settings.drafter)) if self._is_head else ()
         self._made = describe(network, settings.method, method.objective.loss, settings.temperature, fused)
-        if (found := read_folder(self._folder)) is not None:
-            self._trainer.load(found[0])
-            self._made = found[1]
+        self._team = Team(self._folder, settings.index)
+        self._catch_up()
+        samples = f"{SAMPLES}-{settings.index}" if settings.index else SAMPLES
         self._buffer = SampleBuffer(
-            self._folder / SAMPLES, memory_bytes=MEMORY_BYTES, disk_bytes=DISK_BYTES, num_steps=NUM_STEPS
+            self._folder / samples, memory_bytes=MEMORY_BYTES, disk_bytes=DISK_BYTES, num_steps=NUM_STEPS
         )
         self._held: list[Sample] = []  # newest first
         self._exam: Pack | None = None  # of these, as they are to the present policy
-        self._writer = CheckpointWriter(self._folder / FILE_NAME)
+        own_name = FURTHER_NAME.format(settings.index) if settings.index else FILE_NAME
+        self._writer = CheckpointWriter(self._folder / own_name)
         self._heard_ns = self._used_ns = 0
-        self._saved_s = self._clock()
-        self._begun_s = self._made.trained_s - self._saved_s  # loading is not training
+        self._saved_s = self._counted_s = self._clock()  # loading is not training
         self._disagreement = Objective("disagreement", temperature=method.objective.temperature)
 
     def learn(self) -> bool:
-        """Hear what is new, and learn from one pack; False if there is nothing to learn from yet."""
+        """Hear what is new, and learn from one pack and what others learn from; False if there is nothing yet."""
         self._hear()
+        if not self._team.join(self._tell_state, self._take_state, self._catch_up):
+            return True
         drawn = self._buffer.draw(PACK_TOKENS)
-        if not drawn:
+        if not drawn and self._team.size == 1:
             return False
-        pack = pack_samples(drawn if self._is_head else self._think(drawn))
-        if self._clock() - self._saved_s >= SAVE_EVERY_S:
+        if self._team.leads and self._clock() - self._saved_s >= SAVE_EVERY_S:
             self._save()
-        warmth = min(self._made.trained_tokens / WARM_UP_TOKENS, 1.0)
-        self._trainer.step(pack, self._rate * max(warmth, 0.05))
+        num_tokens = 0
+        if drawn:
+            pack = pack_samples(drawn if self._is_head else self._think(drawn))
+            self._trainer.look_at(pack)
+            num_tokens = pack.num_tokens
+        now_s = self._clock()
+        spent_s, self._counted_s = now_s - self._counted_s, now_s
+        try:
+            num_tokens, spent_s = self._team.average(
+                list(self._trainer.network.parameters()), num_tokens, spent_s
+            )
+        except Changed:
+            self._trainer.forget()
+            return True
+        if num_tokens:
+            warmth = min(self._made.trained_tokens / WARM_UP_TOKENS, 1.0)
+            self._trainer.move(self._rate * max(warmth, 0.05))
         self._made = msgspec.structs.replace(
-            self._made, trained_tokens=self._made.trained_tokens + pack.num_tokens
+            self._made,
+            trained_tokens=self._made.trained_tokens + num_tokens,
+            trained_s=self._made.trained_s + spent_s,
         )
-        return True
+        return num_tokens > 0
 
     def close(self) -> None:
         """Wait until what was saved last is in its file."""
         self._writer.close()
+
+    def _catch_up(self) -> None:
+        """Go on from the newest checkpoint, where another trainer has come further than this one."""
+        found = read_folder(self._folder, find_newest(self._folder))
+        if found is not None and found[1].trained_tokens > self._made.trained_tokens:
+            self._trainer.load(found[0])
+            self._made = found[1]
+
+    def _tell_state(self) -> bytes:
+        return safetensors.torch.save(
+            {name: tensor.contiguous() for name, tensor in self._trainer.tensors().items()}
+        ) + _NOTE_BEGIN + self._made.note()[NOTE].encode()
+
+    def _take_state(self, state: bytes) -> None:
+        tensors, _, note = state.rpartition(_NOTE_BEGIN)
+        self._trainer.load(safetensors.torch.load(tensors))
+        self._made = msgspec.json.decode(note, type=Description)
 
     def _think(self, samples: Sequence[Sample]) -> list[Sample]:
         """The samples with the states of the newest target."""
@@ -205,7 +259,6 @@ class SpotTrainer:
             agreement=self._measure(self._trainer.network),
             first_agreement=first_agreement,
             used_agreement=first_agreement if self._used is self._first else self._measure(self._used),
-            trained_s=self._begun_s + self._clock(),
         )
         self._writer.save(self._trainer.tensors(), self._made.note())
         self._saved_s = self._clock()
@@ -252,6 +305,6 @@ def _load_drafter(method: Method, shared: Shared, folder: Path) -> Network:
 
 
 def read_drafter(folder: Path, name: str = FILE_NAME) -> tuple[dict[str, Tensor], Description] | None:
-    """The weights of the drafter in training, or of the folder's other one, and what it is; None before the first."""
+    """The weights of a drafter of the folder, by the name of its file, and what it is; None before the first."""
     found = read_folder(folder, name)
     return None if found is None else (drafter_weights(found[0], found[1].method), found[1])

@@ -1,7 +1,7 @@
-"""A run's end of its spot trainer: starts and stops it, tells it lessons, takes the drafters that it saves.
+"""A run's end of its spot trainers: starts and stops them, tells them lessons, takes the drafters that they save.
 
-Nothing here waits for the trainer. It is stopped by the kernel, wherever it is: no pack has to be finished. One that
-was killed is started again when it may train next, and goes on from its newest checkpoint.
+Nothing here waits for a trainer. It is stopped by the kernel, wherever it is: no pack has to be finished. One that was
+killed is started again when it may train next, and goes on from the newest checkpoint.
 """
 
 from __future__ import annotations
@@ -15,67 +15,104 @@ from torch import Tensor
 
 from paceline.distillation.checkpoints import CheckpointWriter
 from paceline.distillation.export import drafter_weights
+from paceline.distillation import team
 from paceline.distillation.packing import Sample
 from paceline.distillation.spot import LESSON, SpotSettings, make_lesson, read_drafter
 from paceline.distillation.trainer import NETWORK
-from paceline.distillation.training_folder import FILE_NAME, USED_NAME, Description, read_folder
+from paceline.distillation.training_folder import USED_NAME, Description, find_newest, read_folder
 from paceline.drafting.child_process import ChildProcess
+from paceline.errors import EngineError
 
 LEAST_LIFE_S = 60.0
 """A trainer that ended sooner, and was not killed, could not load what it needs."""
 
 
 class SpotLink:
-    """Owns the process. It runs at first, to load what it needs. Close it."""
+    """Owns the processes, each of which trains while somebody lends it cores. Those at work together train one drafter
+    (team.py). They run at first, to load what they need. Close it.
+    """
 
-    def __init__(self, settings: SpotSettings) -> None:
+    def __init__(self, settings: SpotSettings, num_trainers: int = 1) -> None:
         self._folder = Path(settings.folder)
-        text = msgspec.json.encode(settings).decode()
-        module = "paceline.distillation.spot_process"
-        self._child = ChildProcess(
-            "drafter's trainer", module, (text,), {"OMP_NUM_THREADS": "1"}, LEAST_LIFE_S
-        )
+        team.clear(self._folder)
+        self._children = [_start(settings, index) for index in range(num_trainers)]
+        self._lent: dict[str, int] = {}  # trainers at work, by who lends them cores
+        self._session = 0
         self._lessons = CheckpointWriter(self._folder / LESSON)
         self._used = CheckpointWriter(self._folder / USED_NAME)
         self._taken: tuple[dict[str, Tensor], Description] | None = None
-        self._taken_ns = 0
-        self._begun: tuple[int, float | None] = self.pid, None
+        self._taken_id = "", 0
+        self._begun: dict[int, tuple[int, float | None]] = {}
 
     @property
-    def pid(self) -> int:
-        """Process id of the present trainer."""
-        return self._child.pid
+    def num_trainers(self) -> int:
+        """Trainers that can be at work at once."""
+        return len(self._children)
 
-    def resume(self) -> None:
-        """Let it train."""
-        self._child.check()
-        self._child.send(signal.SIGCONT)
-        self._begun = self.pid, self._child.core_s()
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of the present trainers."""
+        return [child.pid for child in self._children]
 
-    def pause(self) -> float | None:
-        """Stop it now.
+    def resume(self, lender: str, leader: str) -> None:
+        """Let a trainer train on the cores of `lender`. leader: whose trainer leads from here on.
+
+        Raises EngineError where all are at work.
+        """
+        free = [index for index in range(self.num_trainers) if index not in self._lent.values()]
+        if not free:
+            raise EngineError(f"all {self.num_trainers} trainers are at work: {lender} cannot lend its cores")
+        index = self._lent[lender] = free[0]
+        child = self._children[index]
+        child.check()
+        self._call(leader)
+        child.send(signal.SIGCONT)
+        self._begun[index] = child.pid, child.core_s()
+
+    def pause(self, lender: str, leader: str | None) -> float | None:
+        """Stop the trainer on the cores of `lender` now. leader: whose trainer leads those that are left.
 
         Returns the processor time that it has used since `resume`, seconds; None if it did not run all the while, as it
         had ended before or has ended meanwhile.
         """
-        self._child.send(signal.SIGSTOP)
-        (pid, before_s), now_s = self._begun, self._child.core_s()
-        return None if before_s is None or now_s is None or pid != self.pid else now_s - before_s
+        if lender not in self._lent:
+            return None
+        index = self._lent.pop(lender)
+        child = self._children[index]
+        child.send(signal.SIGSTOP)
+        self._call(leader)
+        (pid, before_s), now_s = self._begun[index], child.core_s()
+        return None if before_s is None or now_s is None or pid != child.pid else now_s - before_s
+
+    def stop(self) -> None:
+        """Stop all, which have run to load what they need."""
+        for child in self._children:
+            child.send(signal.SIGSTOP)
+
+    def _call(self, leader: str | None) -> None:
+        """Tell those at work who they are; a single trainer is alone whatever happens."""
+        if self.num_trainers == 1:
+            return
+        self._session += 1
+        names = sorted(self._lent, key=lambda name: name != leader)
+        members = tuple(self._lent[name] for name in names)
+        team.write_json(self._folder / team.SESSION, team.Session(self._session, members))
 
     def teach(self, step: int, policy: Mapping[str, Tensor], samples: Sequence[Sample]) -> None:
-        """Tell it a lesson (`make_lesson`); copied here, written in the background. Raises RecordError."""
+        """Tell them a lesson (`make_lesson`); copied here, written in the background. Raises RecordError."""
         self._lessons.save(*make_lesson(step, policy, samples))
 
     def take(self) -> tuple[dict[str, Tensor], Description] | None:
-        """Weights and description of the drafter that it saved last; None if that was taken before."""
+        """Weights and description of the newest drafter that was saved; None if that was taken before."""
+        name = find_newest(self._folder)
         try:
-            saved_ns = (self._folder / FILE_NAME).stat().st_mtime_ns
+            saved = name, (self._folder / name).stat().st_mtime_ns
         except FileNotFoundError:
             return None
-        if saved_ns == self._taken_ns:
+        if saved == self._taken_id:
             return None
-        self._taken_ns = saved_ns
-        if (found := read_folder(self._folder)) is None:
+        self._taken_id = saved
+        if (found := read_folder(self._folder, name)) is None:
             return None
         tensors, made = found
         self._taken = {name: one for name, one in tensors.items() if name.startswith(NETWORK)}, made
@@ -94,7 +131,19 @@ class SpotLink:
         return read_drafter(self._folder, USED_NAME)
 
     def close(self) -> None:
-        """End it. What it has saved stays."""
-        self._child.close()
+        """End them. What they have saved stays."""
+        for child in self._children:
+            child.close()
         self._lessons.close()
         self._used.close()
+
+
+def _start(settings: SpotSettings, index: int) -> ChildProcess:
+    text = msgspec.json.encode(msgspec.structs.replace(settings, index=index)).decode()
+    return ChildProcess(
+        "drafter's trainer",
+        "paceline.distillation.spot_process",
+        (text,),
+        {"OMP_NUM_THREADS": "1"},
+        LEAST_LIFE_S,
+    )

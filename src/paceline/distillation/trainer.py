@@ -36,15 +36,29 @@ class Trainer:
 
     def step(self, pack: Pack, rate: float) -> float:
         """Learn from one pack at this learning rate. Returns the loss before it, per response token."""
+        loss = self.look_at(pack)
+        self.move(rate)
+        return loss
+
+    def look_at(self, pack: Pack) -> float:
+        """The first half of a step: the loss per response token, and its gradients."""
         loss = compute_loss(self.network, self._shared, pack, self._objective)
         loss.backward()
+        return float(loss.detach())
+
+    def forget(self) -> None:
+        """Give up the gradients."""
+        for optimizer in self._optimizers:
+            optimizer.zero_grad()
+
+    def move(self, rate: float) -> None:
+        """The other half: follow the gradients at this learning rate."""
         torch.nn.utils.clip_grad_norm_(self.network.parameters(), MAX_GRADIENT_NORM)
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = rate
             optimizer.step()
             optimizer.zero_grad()
-        return float(loss.detach())
 
     def tensors(self) -> dict[str, Tensor]:
         """All that training changes, by name: weights, and what the optimizers keep of each. Not copied."""

@@ -18,6 +18,8 @@ from paceline.distillation.trainer import load_network
 from paceline.errors import CheckpointError
 
 FILE_NAME = "training.safetensors"
+FURTHER_NAME = "training-{}.safetensors"
+"""Of a run's further trainers, by index from 1: the newest of all these files counts."""
 USED_NAME = "used.safetensors"
 """Of a run's folder: the drafter that its engines have, in the same form without optimizers."""
 NOTE = "paceline"
@@ -63,11 +65,27 @@ def read_folder(folder: Path, name: str = FILE_NAME) -> tuple[dict[str, Tensor],
     if found is None:
         return None
     tensors, note = found
+    return tensors, _decode(note, folder / name)
+
+
+def find_newest(folder: Path) -> str:
+    """The name of the file, of all trainers', that has learned from the most tokens. Raises CheckpointError."""
+    names = [FILE_NAME, *(path.name for path in folder.glob(FURTHER_NAME.format("*")))]
+    return max(names, key=lambda name: _trained_tokens(folder, name))
+
+
+def _trained_tokens(folder: Path, name: str) -> int:
+    """-1: there is no such file."""
+    note = checkpoints.read_note(folder / name)
+    return -1 if note is None else _decode(note, folder / name).trained_tokens
+
+
+def _decode(note: Mapping[str, str], path: Path) -> Description:
     try:
-        return tensors, msgspec.json.decode(note[NOTE], type=Description)
+        return msgspec.json.decode(note[NOTE], type=Description)
     except (KeyError, msgspec.DecodeError) as error:
         raise CheckpointError(
-            f"{folder / name} was not written by 'paceline drafter train': choose another folder"
+            f"{path} was not written by 'paceline drafter train': choose another folder"
         ) from error
 
 

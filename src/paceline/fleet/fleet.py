@@ -103,14 +103,22 @@ class Finished:
 
 
 class DrafterTrainer(Protocol):
-    """A process that trains a drafter while it is let; neither call waits for it."""
+    """Processes that train a drafter while they are let; neither call waits for them."""
 
-    def resume(self) -> None:
-        """Let it train."""
+    @property
+    def num_trainers(self) -> int:
+        """How many there are."""
         ...
 
-    def pause(self) -> float | None:
-        """Stop it now; the processor time that it has used since `resume`, seconds, None where it did not run."""
+    def resume(self, lender: str, leader: str) -> None:
+        """Let one train on the cores of the worker `lender`. leader: whose trainer leads from here on."""
+        ...
+
+    def pause(self, lender: str, leader: str | None) -> float | None:
+        """Stop that one now; the processor time that it has used since, seconds, None where it did not run.
+
+        leader: whose trainer leads those that are left.
+        """
         ...
 
 
@@ -319,11 +327,10 @@ class Fleet:
         try:
             variant = self._variant or self._default_variant()
             others = [one for one in self._drafting if one.drafter != self._drafter]
-            trains = self._trainer is not None
+            num_trainers = 0 if self._trainer is None else self._trainer.num_trainers
+            lengths = tuple(true_lengths)
             self._tell(
-                Submitted(
-                    resolved, kept, tuple(true_lengths), variant, self._drafter, tuple(others), trains=trains
-                )
+                Submitted(resolved, kept, lengths, variant, self._drafter, tuple(others), num_trainers)
             )
         except Exception:
             self.abandon()
@@ -453,8 +460,8 @@ class Fleet:
     def use_trainer(self, trainer: DrafterTrainer | None) -> None:
         """Let it train a drafter in the next rollouts, while workers are free and find nobody to help; None: no more.
 
-        It is stopped before the worker whose time it has gets a chunk, and at the end of a rollout. Raises EngineError
-        during one.
+        Each process is stopped before the worker whose time it has gets a chunk, and at the end of a rollout. Raises
+        EngineError during one.
         """
         self._check_idle()
         self._trainer = trainer
@@ -602,12 +609,13 @@ class Fleet:
                     self._actors.load(worker, life, self._weights, version)
                 case Deliver(index, response):
                     self._deliver(index, response)
-                case TrainDrafter():
+                case TrainDrafter(worker, _, leader):
                     assert self._trainer is not None
-                    self._trainer.resume()
-                case EndTraining(worker):
+                    self._trainer.resume(worker, leader)
+                case EndTraining(worker, _, leader):
                     assert self._trainer is not None
-                    self.helps.end_training(worker, self._trainer.pause(), time.monotonic())
+                    core_s = self._trainer.pause(worker, leader)
+                    self.helps.end_training(worker, core_s, time.monotonic())
                 case Disagree(worker, _, message):
                     LOGGER.error("a copy or its original on %s was stopped: %s", worker, message)
                     self.board.workers[worker].num_disagreed += 1

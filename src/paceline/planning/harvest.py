@@ -136,7 +136,7 @@ def worker_needed(state: HarvestState, name: str, settings: HarvestSettings) -> 
         state, stops = _end_session(state)
     else:
         stops = (Action("stop", name, state.session),) if worker.phase == "TRAINING" else ()
-    state, others = _open_session(_with(state, name, replace(worker, phase="BUSY")), settings)
+    state, others = _fill_session(_with(state, name, replace(worker, phase="BUSY")), settings)
     return state, stops + others
 
 
@@ -147,7 +147,7 @@ def worker_lost(state: HarvestState, name: str, settings: HarvestSettings) -> De
     if name == state.leader:
         state, stops = _end_session(state)
     rest = {other: worker for other, worker in state.workers.items() if other != name}
-    state, others = _open_session(replace(state, workers=rest), settings)
+    state, others = _fill_session(replace(state, workers=rest), settings)
     return state, tuple(action for action in stops if action.worker != name) + others
 
 
@@ -175,6 +175,18 @@ def _open_session(state: HarvestState, settings: HarvestSettings) -> Decision:
     joins = tuple(Action("join", name, session) for name in members[1:])
     state = replace(_train(state, members), session=session, leader=leader)
     return state, (Action("lead", leader, session), *joins)
+
+
+def _fill_session(state: HarvestState, settings: HarvestSettings) -> Decision:
+    """After a worker has left: those that found no place in the session take what is free, or open one."""
+    if state.leader is None:
+        return _open_session(state, settings)
+    if settings.max_members is None:  # all that are idle have joined
+        return state, ()
+    group = state.workers[state.leader].data_parallel_group
+    waiting = [name for name in state.named("IDLE") if state.workers[name].data_parallel_group == group]
+    members = waiting[: max(settings.max_members - len(state.named("TRAINING")), 0)]
+    return _train(state, members), tuple(Action("join", name, state.session) for name in members)
 
 
 def _end_session(state: HarvestState) -> Decision:

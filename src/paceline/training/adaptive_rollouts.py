@@ -1,7 +1,7 @@
 """Rollouts whose drafter is trained beside the run: in the tails of rollouts, swapped in between them.
 
 A rollout's tail leaves cores idle: on one engine when few responses run, on a fleet when a worker has none. There the
-spot trainer (distillation/spot.py) is let go, and stopped again when the rollout ends, because the learner needs every
+spot trainer (distillation/spot.py), or several of them, is let go, and stopped again when the rollout ends, because the learner needs every
 core. It learns from the responses of the step before, with the newest weights; a draft head from their hidden states,
 which the engines keep of a share of them. Tokens, log-probabilities and gradients are those of a run without it.
 
@@ -31,7 +31,7 @@ from paceline.distillation.methods import MethodName
 from paceline.distillation.packing import Sample
 from paceline.distillation.spot import SpotSettings
 from paceline.distillation.spot_link import SpotLink
-from paceline.distillation.training_folder import USED_NAME, Description, read_folder
+from paceline.distillation.training_folder import USED_NAME, Description, find_newest, read_folder
 from paceline.drafting.drafter import is_draft_head, read_fused_layers
 from paceline.errors import CheckpointError
 from paceline.planning import drafter_growth
@@ -120,7 +120,7 @@ class AdaptiveDrafter:
             compares=not self.is_fresh,
         )
         self._folder.mkdir(parents=True, exist_ok=True)
-        self.link = SpotLink(settings)
+        self.link = SpotLink(settings, section.trainers)
 
     def _check_kind(self, remedy: str) -> None:
         if (found := KINDS[_method_of(self.model)]) != (wanted := KINDS[self.section.method]):
@@ -162,7 +162,8 @@ class AdaptiveDrafter:
         """The newest drafter, unless the one that engines used last is better; None: the one that was given is, or
         there is no other.
         """
-        newest, used = read_folder(self._folder), read_folder(self._folder, USED_NAME)
+        newest = read_folder(self._folder, find_newest(self._folder))
+        used = read_folder(self._folder, USED_NAME)
         if newest is None or (used is None and self.is_fresh):
             return newest
         return newest if drafter_growth.may_replace(newest[1].agreement, newest[1].used_agreement) else used
@@ -188,7 +189,7 @@ class AdaptiveRollouts(Rollouts):
         self._growth = Growth()
         self._made: Description | None = None
         self._lesson: tuple[int, list[Sample]] | None = None
-        self._link.pause()
+        self._link.stop()
         used = self._link.used()
         self._is_used = used is not None or not drafter.is_fresh
         if used is not None:

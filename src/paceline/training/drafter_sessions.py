@@ -63,10 +63,10 @@ class TailSessions:
         for action in actions:
             now_s = self._record.now_s()
             if action.kind == "stop":
-                self._end(self._link.pause(), now_s)
+                self._end(self._link.pause(WORKER, None), now_s)
             else:
                 self._begin_s = now_s
-                self._link.resume()
+                self._link.resume(WORKER, WORKER)
 
     def _end(self, core_s: float | None, now_s: float) -> None:
         """core_s: processor time that the trainer has used; None: none has run."""
@@ -77,7 +77,7 @@ class TailSessions:
 
 
 class FleetSessions:
-    """On a fleet: while a worker is free and finds nobody to help. Its controller decides, its recording tells."""
+    """On a fleet: while workers are free and find nobody to help. Its controller decides, its recording tells."""
 
     def __init__(self, fleet: Fleet, link: SpotLink) -> None:
         self._fleet, self._link = fleet, link

@@ -161,6 +161,8 @@ class AdaptiveDrafterSection(Section):
     max_running: int = Field(default=8, ge=0)
     """On one engine it is trained in the tail of each rollout, while at most so many responses run. On a fleet it is
     trained while a worker has none."""
+    trainers: int = Field(default=1, ge=1, le=16)
+    """On a fleet: processes that train it together, each on the cores of a worker that has no responses."""
 
 
 class EngineSection(EngineSettings):
@@ -261,6 +263,12 @@ class Recipe(Section):
         if fleet is not None and fleet.address is not None:
             raise ValueError(
                 "adaptive_drafter trains on the cores of this machine that its workers leave idle: remove fleet.address"
+            )
+        num_workers = 1 if fleet is None else fleet.workers
+        if self.adaptive_drafter.trainers > num_workers:
+            raise ValueError(
+                f"adaptive_drafter.trainers={self.adaptive_drafter.trainers} with {num_workers} worker(s): each trains on "
+                "the cores of one, so set at most as many, and fleet.workers for more than one"
             )
         if self.engine.draft_worker or self.engine.draft_help:
             raise ValueError(
