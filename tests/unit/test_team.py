@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -20,11 +20,12 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 from test_spot_trainer import settings as spot_settings
 from test_spot_trainer import tell
 
-from paceline.distillation import team
+from paceline.distillation import spot_link, team
 from paceline.distillation.spot import SpotSettings
 from paceline.distillation.spot_link import SpotLink
 from paceline.distillation.team import Changed, Round, Session, Team, read_json, write_json
 from paceline.distillation.training_folder import find_newest, read_folder
+from paceline.drafting.child_process import ChildProcess
 from paceline.errors import EngineError
 
 settings = spot_settings
@@ -162,15 +163,48 @@ def test_the_next_one_leads_when_the_leader_has_died(tmp_path: Path) -> None:
     assert members[1].states == [b"the leader's state"]
 
 
-def test_one_trainer_more_than_there_are_is_refused(settings: SpotSettings, monkeypatch: pytest.MonkeyPatch) -> None:
-    link = SpotLink(settings, 1)
-    try:
-        link.stop()
-        link.resume("w0", "w0")
-        with pytest.raises(EngineError, match="all 1 trainers are at work: w1"):
-            link.resume("w1", "w0")
-    finally:
-        link.close()
+@pytest.fixture
+def link(settings: SpotSettings, monkeypatch: pytest.MonkeyPatch) -> Iterator[SpotLink]:
+    """Of two processes that compute something else."""
+    busy = ("timeit", ("-n", "1000000000", "pass"))
+    monkeypatch.setattr(spot_link, "ChildProcess", lambda what, *_: ChildProcess(what, *busy))
+    made = SpotLink(settings, 2)
+    made.stop()
+    yield made
+    made.close()
+
+
+def test_the_leader_comes_first_in_a_session(link: SpotLink, settings: SpotSettings) -> None:
+    def told() -> Session | None:
+        return read_json(Path(settings.folder) / team.SESSION, Session)
+
+    link.resume("w5", "w5")
+    assert told() == Session(1, (0,))
+    link.resume("w2", "w5")
+    assert told() == Session(2, (0, 1))
+    link.pause("w5", "w2")
+    assert told() == Session(3, (1,))
+    link.resume("w7", "w2")
+    assert told() == Session(4, (1, 0))
+    link.pause("w2", None)
+    link.pause("w7", None)
+    assert told() == Session(6, ())
+
+
+def test_one_trainer_more_than_there_are_is_refused(link: SpotLink) -> None:
+    link.resume("w0", "w0")
+    link.resume("w1", "w0")
+    with pytest.raises(EngineError, match="all 2 trainers are at work: w2"):
+        link.resume("w2", "w0")
+
+
+def test_a_session_that_cannot_be_written_ends_no_rollout(
+    link: SpotLink, settings: SpotSettings, caplog: pytest.LogCaptureFixture
+) -> None:
+    (Path(settings.folder) / team.SESSION).mkdir()
+    link.resume("w0", "w0")
+    assert link.pause("w0", None) is not None
+    assert "cannot tell the drafter's trainers who they are" in caplog.text
 
 
 def trained(settings: SpotSettings) -> int:

@@ -6,6 +6,7 @@ killed is started again when it may train next, and goes on from the newest chec
 
 from __future__ import annotations
 
+import logging
 import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,6 +23,8 @@ from paceline.distillation.trainer import NETWORK
 from paceline.distillation.training_folder import USED_NAME, Description, find_newest, read_folder
 from paceline.drafting.child_process import ChildProcess
 from paceline.errors import EngineError
+
+LOGGER = logging.getLogger(__name__)
 
 LEAST_LIFE_S = 60.0
 """A trainer that ended sooner, and was not killed, could not load what it needs."""
@@ -79,8 +82,8 @@ class SpotLink:
             return None
         index = self._lent.pop(lender)
         child = self._children[index]
-        child.send(signal.SIGSTOP)
         self._call(leader)
+        child.send(signal.SIGSTOP)
         (pid, before_s), now_s = self._begun[index], child.core_s()
         return None if before_s is None or now_s is None or pid != child.pid else now_s - before_s
 
@@ -95,8 +98,11 @@ class SpotLink:
             return
         self._session += 1
         names = sorted(self._lent, key=lambda name: name != leader)
-        members = tuple(self._lent[name] for name in names)
-        team.write_json(self._folder / team.SESSION, team.Session(self._session, members))
+        session = team.Session(self._session, tuple(self._lent[name] for name in names))
+        try:
+            team.write_json(self._folder / team.SESSION, session)
+        except OSError as error:  # they train apart from each other, which is no reason to end a rollout
+            LOGGER.warning("cannot tell the drafter's trainers who they are: %s", error)
 
     def teach(self, step: int, policy: Mapping[str, Tensor], samples: Sequence[Sample]) -> None:
         """Tell them a lesson (`make_lesson`); copied here, written in the background. Raises RecordError."""
