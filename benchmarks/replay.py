@@ -17,8 +17,9 @@ can be told apart. The drafter that the project shipped before it learned from t
 `policy` off, fixed (5 tokens), thresholds, bandit and marginal are the engine's budget policies with the model drafter
 alone, each after rollouts of other prompts to learn from. `best sum` is marginal without fair weights. `suffix only`
 is marginal with suffix trees alone, as `PACELINE=1` gives it, and `suffix+model` has both; the clock leaves out what
-trees take, about two microseconds a token. `clairvoyant` verifies exactly the tokens that will be accepted, with drafts that cost nothing: no
-policy can do better with this drafter on this machine. `free drafts` is marginal with drafts that cost nothing.
+trees take, about two microseconds a token. `clairvoyant` verifies exactly the tokens that will be accepted, with drafts
+that cost nothing: no policy can do better with this drafter on this machine. `free drafts` is marginal with drafts that
+cost nothing.
 `after a disturbance` is marginal in a rollout right after one: with `--disturb 3` steps and drafting took three times
 as long in all of the rollout before, as while another process has the cores. `undisturbed` is how fast it is in parts
 of marginal, which has heard of the same rollouts at the usual speed.
@@ -31,7 +32,6 @@ import itertools
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -315,7 +315,9 @@ def main() -> None:
     made = parser(__doc__)
     made.add_argument("--pair", default="countdown", choices=list(PAIRS), help="target, drafter and prompts")
     made.add_argument("--model", metavar="DIR", help="another target; default: the pair's policy, inflated")
-    made.add_argument("--drafters", metavar="DIR", nargs="+", help="the first one records; default: the pair's")
+    made.add_argument(
+        "--drafters", metavar="DIR", nargs="+", help="the first one records; default: the pair's"
+    )
     made.add_argument("--prompts", type=int, default=8)
     made.add_argument("--samples", type=int, default=16, help="responses to each prompt")
     made.add_argument(

@@ -3,8 +3,8 @@
     python benchmarks/trainer_kills.py --json benchmarks/results/trainer_kills.json
 
 Two trainers (`--trainers`) learn together from responses of the Countdown policy, in state TRAINING all the while. One
-after the other is killed with SIGKILL at a random moment, the leader and the others by turns; `--write-kills` times it is
-the leader, while its checkpoint is being written. Each that was killed is let go again, as a fleet does in its next
+after the other is killed with SIGKILL at a random moment, the leader and the others by turns; `--write-kills` times it
+is the leader, while its checkpoint is being written. Each that was killed is let go again, as a fleet does in its next
 session. After each kill the folder has to hold a whole checkpoint with no fewer tokens than before it.
 
 `lost_s` is the processor time that the killed leader had used since its newest checkpoint was written; others lose
@@ -142,8 +142,8 @@ def kill_them(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]
             if kind == "while it writes":
                 watch.until(watch.is_writing)
             else:
-                pause_s, began_s = rng.uniform(0.0, 3.0), time.monotonic()
-                watch.until(lambda: time.monotonic() - began_s >= pause_s)
+                end_s = time.monotonic() + rng.uniform(0.0, 3.0)
+                watch.until(lambda end_s=end_s: time.monotonic() >= end_s)  # type: ignore[misc]
                 index = (index + number) % options.trainers
             before, lost_s, leads = watch.tokens(), watch.lost_s(index), index == watch.leader()
             dead = link.pids[index]
@@ -151,7 +151,12 @@ def kill_them(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]
             caught = kind != "while it writes" or watch.is_writing()
             try:
                 after = watch.tokens()
-                row = {"leads": leads, "broken": False, "fallen": after < before, "lost_s": lost_s if leads else 0.0}
+                row = {
+                    "leads": leads,
+                    "broken": False,
+                    "fallen": after < before,
+                    "lost_s": lost_s if leads else 0.0,
+                }
             except CheckpointError:
                 row = {"leads": leads, "broken": True, "fallen": True, "lost_s": lost_s}
             found[kind if caught else "at any moment"].append(row)

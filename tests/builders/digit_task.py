@@ -56,7 +56,7 @@ def pause_after_a_save(folder: Path, pause: Any, killed: list[int] | None = None
                 break
             time.sleep(0.05)
         if saved.is_file() and killed == []:
-            killed += link.pids
+            killed.extend(link.pids)
             for process in killed:
                 os.kill(process, signal.SIGKILL)
         return pause(link, lender, leader)

@@ -32,7 +32,7 @@ from paceline.training.recipe import AdaptiveDrafterSection, Recipe
 @pytest.fixture
 def target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A policy; no trainer is started for it."""
-    monkeypatch.setattr(adaptive_rollouts, "SpotLink", lambda _: SimpleNamespace(close=lambda: None))
+    monkeypatch.setattr(adaptive_rollouts, "SpotLink", lambda *_: SimpleNamespace(close=lambda: None))
     return make_model(tmp_path / "target", tie=False)
 
 

@@ -91,7 +91,12 @@ def test_bars_ask_for_enough_kills_and_no_mistake() -> None:
 
 @pytest.mark.parametrize(
     ("words", "engines"),
-    [(["--kills", "60"], 50), (["--kills", "40"], 40), (["--kills", "120"], 60), (["--kills", "10", "--engine-kills", "5"], 5)],
+    [
+        (["--kills", "60"], 50),
+        (["--kills", "40"], 40),
+        (["--kills", "120"], 60),
+        (["--kills", "10", "--engine-kills", "5"], 5),
+    ],
 )
 def test_half_of_the_killed_or_more_are_engines(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, words: list[str], engines: int
@@ -103,7 +108,9 @@ def test_half_of_the_killed_or_more_are_engines(
         return []
 
     monkeypatch.setattr(chaos, "run", run)
-    monkeypatch.setattr(sys, "argv", ["chaos.py", *words, "--dtype", "float32", "--json", str(tmp_path / "found.json")])
+    monkeypatch.setattr(
+        sys, "argv", ["chaos.py", *words, "--dtype", "float32", "--json", str(tmp_path / "found.json")]
+    )
     chaos.main()
     assert asked[0].engine_kills == engines >= asked[0].kills / 2
 

@@ -84,7 +84,10 @@ def test_one_free_worker_trains_at_a_time() -> None:
     assert world.tick() == [TrainDrafter("w1", 0, "w1")]
     assert [world.controller.state_of(name) for name in ("w0", "w1", "w2")] == ["up", "training", "up"]
     assert world.tick() == []
-    assert world.tell(WorkerLost("w1", 0, "killed"))[:2] == [EndTraining("w1", 0), TrainDrafter("w2", 0, "w2")]
+    assert world.tell(WorkerLost("w1", 0, "killed"))[:2] == [
+        EndTraining("w1", 0),
+        TrainDrafter("w2", 0, "w2"),
+    ]
 
 
 def test_the_trainer_stops_before_its_worker_gets_a_chunk() -> None:
@@ -135,7 +138,10 @@ def test_a_worker_that_falls_free_waits_for_its_turn() -> None:
     assert world.tick() == [TrainDrafter("w2", 0, "w2")]
     assert not any(isinstance(one, TrainDrafter | EndTraining) for one in world.end("w1"))
     assert world.tick() == []
-    assert world.tell(WorkerLost("w2", 0, "killed"))[:2] == [EndTraining("w2", 0), TrainDrafter("w1", 0, "w1")]
+    assert world.tell(WorkerLost("w2", 0, "killed"))[:2] == [
+        EndTraining("w2", 0),
+        TrainDrafter("w1", 0, "w1"),
+    ]
 
 
 @pytest.mark.parametrize(("num_responses", "num_helps"), [(2, 1), (1, 0)])

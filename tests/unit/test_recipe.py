@@ -75,6 +75,11 @@ def test_overrides_win_and_are_yaml(tmp_path: Path) -> None:
         ("adaptive_drafter: {}\nfleet: {help: draft}", "set fleet.help to none, auto, copy or take"),
         ("adaptive_drafter: {}\nfleet: {roles: 1 verifiers + 1 drafters}", "remove fleet.roles"),
         ("adaptive_drafter: {}\nfleet: {address: auto}", "remove fleet.address"),
+        ("adaptive_drafter: {trainers: 2}", "adaptive_drafter.trainers=2 with 1 worker(s)"),
+        (
+            "adaptive_drafter: {trainers: 4}\nfleet: {workers: 3}",
+            "adaptive_drafter.trainers=4 with 3 worker(s)",
+        ),
         (
             "adaptive_drafter: {}\nengine: {model_drafter: d, further_drafters: [e]}",
             "engine.further_drafters are chosen from as they are",

@@ -90,8 +90,12 @@ def test_gradients_are_averaged_by_tokens(tmp_path: Path) -> None:
     members = [Member(tmp_path, index) for index in range(3)]
     join_all(members, 3)
     assert [member.team.leads for member in members] == [False, True, False]
-    assert [member.states for member in members] == [[b"the leader's state"], [], [b"the leader's state"]]
-    assert [member.num_led for member in members] == [0, 1, 0]
+    assert [member.states[-1:] for member in members] == [
+        [b"the leader's state"],
+        [],
+        [b"the leader's state"],
+    ]
+    assert members[1].num_led == 1
     with ThreadPoolExecutor(3) as pool:
         found = list(pool.map(Member.average, members, (1.0, 4.0, 0.0), (10, 30, 0), (0.25, 0.5, 0.125)))
     assert found == [(40, 0.875)] * 3
@@ -229,7 +233,10 @@ def test_four_trainers_come_and_go_and_none_is_waited_for(settings: SpotSettings
         until(lambda: set(members_of(settings)) == {0, 1, 2, 3}, 120.0)
         goes_on(settings)
 
-        for name, leader, left in (("c", "a", {0, 1, 3}), ("a", "b", {1, 3})):  # one of them, then their leader
+        for name, leader, left in (
+            ("c", "a", {0, 1, 3}),
+            ("a", "b", {1, 3}),
+        ):  # one of them, then their leader
             began_s = time.monotonic()
             core_s = link.pause(name, leader)
             assert time.monotonic() - began_s < 0.2

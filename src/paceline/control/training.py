@@ -14,6 +14,7 @@ from paceline.control.helping import Place
 from paceline.planning import harvest
 from paceline.planning.harvest import HarvestSettings, HarvestState
 
+
 @dataclass(slots=True)
 class TrainingSessions:
     """One per controller."""

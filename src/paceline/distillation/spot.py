@@ -194,9 +194,9 @@ class SpotTrainer:
             self._made = found[1]
 
     def _tell_state(self) -> bytes:
-        return safetensors.torch.save(
-            {name: tensor.contiguous() for name, tensor in self._trainer.tensors().items()}
-        ) + _NOTE_BEGIN + self._made.note()[NOTE].encode()
+        tensors = {name: tensor.contiguous() for name, tensor in self._trainer.tensors().items()}
+        state: bytes = safetensors.torch.save(tensors)
+        return state + _NOTE_BEGIN + self._made.note()[NOTE].encode()
 
     def _take_state(self, state: bytes) -> None:
         tensors, _, note = state.rpartition(_NOTE_BEGIN)

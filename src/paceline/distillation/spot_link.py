@@ -14,9 +14,9 @@ from pathlib import Path
 import msgspec
 from torch import Tensor
 
+from paceline.distillation import team
 from paceline.distillation.checkpoints import CheckpointWriter
 from paceline.distillation.export import drafter_weights
-from paceline.distillation import team
 from paceline.distillation.packing import Sample
 from paceline.distillation.spot import LESSON, SpotSettings, make_lesson, read_drafter
 from paceline.distillation.trainer import NETWORK

@@ -1,7 +1,7 @@
 """Several trainers of one drafter: who trains together now, and how what each learns reaches all (TLT 4.2).
 
-Whoever lends its cores to training takes them back in the middle of anything: the kernel stops the trainer, which may go
-on in a second or never. So nobody waits for one that has left the session, and what it has missed it is sent when it
+Who lends its cores to training takes them back in the middle of anything: the kernel stops the trainer, which may go on
+in a second or never. So nobody waits for one that has left the session, and what it has missed it is sent when it
 comes back. Through the run's folder:
 
     session.json      from the run: number and members of the present session, the leader first
@@ -101,7 +101,9 @@ class Team:
         """Trainers of the present round."""
         return 1 if self._group is None or self._round is None else len(self._round.members)
 
-    def join(self, tell: Callable[[], bytes], hear: Callable[[bytes], None], lead: Callable[[], None]) -> bool:
+    def join(
+        self, tell: Callable[[], bytes], hear: Callable[[bytes], None], lead: Callable[[], None]
+    ) -> bool:
         """Take part in the present round, or in the next one; False where there is none for this trainer yet.
 
         tell: the leader's state. hear: take over that of another leader. lead: this trainer leads from here on.
@@ -117,7 +119,9 @@ class Team:
         if self._index not in self._session.members:
             time.sleep(PAUSE_S)
             return False
-        members = tuple(index for index in self._session.members if index == self._index or self._is_present(index))
+        members = tuple(
+            index for index in self._session.members if index == self._index or self._is_present(index)
+        )
         if members[0] != self._leader:
             self._leave()
             self._leader = members[0]
@@ -133,17 +137,21 @@ class Team:
         """
         if self._group is None:
             return num_tokens, seconds
-        parts = [torch.zeros(p.numel()) if p.grad is None else p.grad.flatten() * num_tokens for p in parameters]
+        parts = [
+            torch.zeros(p.numel()) if p.grad is None else p.grad.flatten() * num_tokens for p in parameters
+        ]
         flat = torch.cat([*parts, torch.tensor([float(num_tokens), seconds])])
         self._wait(self._group.allreduce([flat]), flat)
         total, spent_s = int(flat[-2]), float(flat[-1])
         if total:
-            for parameter, part in zip(parameters, flat.split([*(p.numel() for p in parameters), 2]), strict=False):
+            for parameter, part in zip(
+                parameters, flat.split([*(p.numel() for p in parameters), 2]), strict=False
+            ):
                 parameter.grad = (part / total).view_as(parameter)
         return total, spent_s
 
     def _call(self, members: tuple[int, ...], tell: Callable[[], bytes]) -> bool:
-        """As the leader: go on with the present round, unless others have come or one has died. members: who is there."""
+        """As the leader: go on with the present round, unless others have come or died. members: who is there."""
         assert self._session is not None
         if self._round is not None and self._round.members == members:
             return True

@@ -1,9 +1,10 @@
 """Rollouts whose drafter is trained beside the run: in the tails of rollouts, swapped in between them.
 
 A rollout's tail leaves cores idle: on one engine when few responses run, on a fleet when a worker has none. There the
-spot trainer (distillation/spot.py), or several of them, is let go, and stopped again when the rollout ends, because the learner needs every
-core. It learns from the responses of the step before, with the newest weights; a draft head from their hidden states,
-which the engines keep of a share of them. Tokens, log-probabilities and gradients are those of a run without it.
+spot trainer (distillation/spot.py) is let go, or one of several, and stopped again when the rollout ends, because the
+learner needs every core. It learns from the responses of the step before, with the newest weights; a draft head from
+their hidden states, which the engines keep of a share of them. Tokens, log-probabilities and gradients are those of a
+run without it.
 
 Decisions: planning/harvest.py (when a session opens and ends; drafter_sessions.py carries that out) and
 planning/drafter_growth.py (whether training pays at all).

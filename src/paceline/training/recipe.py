@@ -267,8 +267,8 @@ class Recipe(Section):
         num_workers = 1 if fleet is None else fleet.workers
         if self.adaptive_drafter.trainers > num_workers:
             raise ValueError(
-                f"adaptive_drafter.trainers={self.adaptive_drafter.trainers} with {num_workers} worker(s): each trains on "
-                "the cores of one, so set at most as many, and fleet.workers for more than one"
+                f"adaptive_drafter.trainers={self.adaptive_drafter.trainers} with {num_workers} worker(s): each trains "
+                "on the cores of one, so set at most as many, and fleet.workers for more than one"
             )
         if self.engine.draft_worker or self.engine.draft_help:
             raise ValueError(
