@@ -131,6 +131,10 @@ def test_the_control_is_told_only_where_it_was_measured() -> None:
     assert "measured again" in table("exactness.control", [row, row | {"invariant": True}])
     rows = [row | {"invariant": False}, row | {"invariant": False, "diverged_tokens": 5, "per_million": 50.0}]
     assert "50 of a million tokens in float32 (5 of 100,000)" in table("exactness.control", rows)
+    equal = [one | {"diverged_tokens": 0, "per_million": 0.0} for one in rows]
+    assert "9 of 100,000 tokens in float32 logits differed in some bit, and no token did" in table(
+        "exactness.control", equal
+    )
     same = row | {"invariant": False, "diverged_tokens": 0, "per_million": 0.0, "logits_different": 0}
     told = table("exactness.control", [same, same, same | {"dtype": "bfloat16"}])
     assert "(200,000 tokens on the CPU" in told
