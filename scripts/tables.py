@@ -300,7 +300,7 @@ def tell_control(rows: Rows) -> str:
             "none."
         )
     if not any(row["diverged_tokens"] for row in control):
-        logits = {dtype: 0 for dtype in dict.fromkeys(row["dtype"] for row in control)}
+        logits = dict.fromkeys((row["dtype"] for row in control), 0)
         for row in control:
             logits[row["dtype"]] = max(logits[row["dtype"]], row["logits_different"])
         tokens = {row["dtype"]: row["tokens"] for row in control}
