@@ -162,8 +162,9 @@ def test_between_two_looks_for_help_no_session_begins() -> None:
 
 
 def test_sessions_are_told_in_the_log() -> None:
-    assert describe(TrainDrafter("w1", 0, "w1")) == "w1 (life 0) trains the drafter"
+    assert describe(TrainDrafter("w1", 0, "w2")) == "w1 (life 0) trains the drafter, w2 leads"
     assert describe(EndTraining("w1", 0)) == "w1 (life 0) trains no more"
+    assert describe(EndTraining("w1", 0, "w2")) == "w1 (life 0) trains no more, w2 leads the others"
 
 
 def test_as_many_train_as_there_are_trainers_and_the_first_to_fall_free_leads() -> None:

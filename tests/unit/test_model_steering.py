@@ -8,7 +8,7 @@ import pytest
 from paceline.config import BudgetSettings
 from paceline.engine.model_steering import ModelSteering
 from paceline.planning.budget import BudgetSnapshot, BudgetState, update
-from paceline.planning.drafter_worth import FIRST_REST, LONGEST_REST
+from paceline.planning.drafter_worth import FIRST_REST, LONGEST_REST, TRIAL_STEPS
 from paceline.types import DraftGrowth, StepObservation
 
 BATCH = 8
@@ -90,18 +90,26 @@ def test_what_has_been_read_is_read_once(known: BudgetState) -> None:
 
 
 def test_a_dear_trial_is_followed_by_a_long_rest(known: BudgetState) -> None:
-    """The first rest is `FIRST_REST` steps, unless what the trial took is more than a fiftieth of that."""
-    for reading_s, longest in ((0.0, FIRST_REST), (10.0, LONGEST_REST)):
+    """The second rest is twice the first, unless what the trial took is more than a fiftieth of that."""
+    for reading_s, wanted in ((0.0, 2 * FIRST_REST), (10.0, LONGEST_REST)):
         steering = ModelSteering()
         for _ in range(BATCH):
             steering.open(100)
-        for step in range(6):
-            steering.grow(BATCH)
-            steering.receive(DraftGrowth(4, 4 * BATCH, 0.0002), BATCH, 0.0 if step else reading_s)
-            path = np.full((BATCH, 4), 0.01, np.float32)
-            lengths = np.full(BATCH, 4, np.int32)
-            steering.judge(BudgetSnapshot(BATCH, 0, path, 1 << 20), lengths, None, (known, known), SETTINGS)
-        rests = 0
-        while not steering.advance(BATCH, known.decode_time):
-            rests += 1
-        assert rests == longest
+        assert rests_after(steering, known, BATCH, reading_s=10.0) == FIRST_REST, "no trial: it was all new"
+        assert rests_after(steering, known, 2, reading_s) == wanted
+
+
+def rests_after(steering: ModelSteering, known: BudgetState, num_requests: int, reading_s: float) -> int:
+    """Steps that it rests after some with drafts for so many requests that are good for nothing."""
+    for step in range(TRIAL_STEPS + 1):
+        steering.grow(BATCH)
+        steering.receive(DraftGrowth(4, 4 * num_requests, 0.0002), num_requests, 0.0 if step else reading_s)
+        path = np.full((BATCH, 4), 0.01, np.float32)
+        lengths = np.full(BATCH, 4, np.int32)
+        steering.judge(BudgetSnapshot(BATCH, 0, path, 1 << 20), lengths, None, (known, known), SETTINGS)
+        if not steering.advance(BATCH, known.decode_time):
+            break
+    rests = 1
+    while not steering.advance(BATCH, known.decode_time):
+        rests += 1
+    return rests

@@ -205,6 +205,7 @@ def test_one_trainer_more_than_there_are_is_refused(link: SpotLink) -> None:
 def test_a_session_that_cannot_be_written_ends_no_rollout(
     link: SpotLink, settings: SpotSettings, caplog: pytest.LogCaptureFixture
 ) -> None:
+    (Path(settings.folder) / team.SESSION).unlink()
     (Path(settings.folder) / team.SESSION).mkdir()
     link.resume("w0", "w0")
     assert link.pause("w0", None) is not None

@@ -131,8 +131,10 @@ class SampleBuffer:
         self.step, self._order = step, None
         self._trim()
 
-    def add(self, response: int, sample: Sample) -> None:
+    def add(self, response: int, sample: Sample, *, comes_later: bool = False) -> None:
         """Take a sample of the current step, in place of an earlier part of the same response.
+
+        comes_later: drawn after those that were added without this, as if it had been drawn once.
 
         A sample that is worth less than what fills the buffer is not kept. Raises RecordError if the disk refuses.
         """
@@ -140,7 +142,9 @@ class SampleBuffer:
         size = _write(path, sample)
         if (old := self._entries.get((self.step, response))) is not None:
             self._forget(old)
-        entry = _Entry(self.step, response, len(sample.ids), path, size, min(self._passes, default=0))
+        entry = _Entry(
+            self.step, response, len(sample.ids), path, size, min(self._passes, default=0) + comes_later
+        )
         self._keep(entry)
         self._remember(entry, sample)
         self._trim()

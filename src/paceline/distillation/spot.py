@@ -99,6 +99,8 @@ class SpotSettings(msgspec.Struct, frozen=True):
     """Measure the drafter as it was at first beside the present one, which shows what training brings."""
     index: int = 0
     """Of this trainer among the run's."""
+    num_trainers: int = 1
+    """Of the run. Each draws its own part of a lesson's responses first, so that together they see all."""
 
 
 def make_lesson(
@@ -134,6 +136,7 @@ class SpotTrainer:
         self._trainer = Trainer(network, self._shared, method.objective)
         fused = read_fused_layers(Path(settings.drafter)) if self._is_head else ()
         self._made = describe(network, settings.method, method.objective.loss, settings.temperature, fused)
+        self._index, self._num_trainers = settings.index, settings.num_trainers
         self._team = Team(self._folder, settings.index)
         self._catch_up()
         samples = f"{SAMPLES}-{settings.index}" if settings.index else SAMPLES
@@ -164,14 +167,14 @@ class SpotTrainer:
             self._trainer.look_at(pack)
             num_tokens = pack.num_tokens
         now_s = self._clock()
-        spent_s, self._counted_s = now_s - self._counted_s, now_s
         try:
             num_tokens, spent_s = self._team.average(
-                list(self._trainer.network.parameters()), num_tokens, spent_s
+                list(self._trainer.network.parameters()), num_tokens, now_s - self._counted_s
             )
         except Changed:
             self._trainer.forget()
             return True
+        self._counted_s = now_s
         if num_tokens:
             warmth = min(self._made.trained_tokens / WARM_UP_TOKENS, 1.0)
             self._trainer.move(self._rate * max(warmth, 0.05))
@@ -236,7 +239,8 @@ class SpotTrainer:
             if is_held_out(number, len(shapes)):
                 held.append(sample)
             else:
-                self._buffer.add(number, sample)
+                is_own = number % self._num_trainers == self._index
+                self._buffer.add(number, sample, comes_later=not is_own)
         self._held = _first_of([*held, *self._held], MEASURED_TOKENS)
         self._exam = None
         self._buffer.begin_step(self._buffer.step + 1)

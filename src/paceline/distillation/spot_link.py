@@ -38,6 +38,9 @@ class SpotLink:
     def __init__(self, settings: SpotSettings, num_trainers: int = 1) -> None:
         self._folder = Path(settings.folder)
         team.clear(self._folder)
+        settings = msgspec.structs.replace(settings, num_trainers=num_trainers)
+        if num_trainers > 1:  # nobody trains before there is a session, apart from the others
+            team.write_json(self._folder / team.SESSION, team.Session(0, ()))
         self._children = [_start(settings, index) for index in range(num_trainers)]
         self._lent: dict[str, int] = {}  # trainers at work, by who lends them cores
         self._session = 0
@@ -65,8 +68,11 @@ class SpotLink:
         free = [index for index in range(self.num_trainers) if index not in self._lent.values()]
         if not free:
             raise EngineError(f"all {self.num_trainers} trainers are at work: {lender} cannot lend its cores")
-        index = self._lent[lender] = free[0]
+        index = min(
+            free, key=lambda one: (self._children[one].core_s() is None, one)
+        )  # those that live first
         child = self._children[index]
+        self._lent[lender] = index
         child.check()
         self._call(leader)
         child.send(signal.SIGCONT)

@@ -88,7 +88,8 @@ class Team:
         self._group: Any = None
         self._store: dist.TCPStore | None = None
         self._seen: dict[str, tuple[int, int]] = {}  # which file it was when it was read
-        self._alone_s = 0.0  # until when the leader calls no round, as nobody came to the last one
+        self._failed: tuple[int, ...] = ()  # members of the last round to which not all came
+        self._alone_s = 0.0  # until when the leader does not call these again
         self._left: list[tuple[Any, ...]] = []  # groups that were dropped inside a call, until that has ended
 
     @property
@@ -110,7 +111,7 @@ class Team:
         """
         if (session := self._news(SESSION, Session)) is not None:
             self._leave()
-            self._session, self._leader = session, None
+            self._session, self._leader, self._failed = session, None, ()
             if self._index in session.members:
                 present = Present(session.number, os.getpid())
                 write_json(self._folder / PRESENT.format(self._index), present)
@@ -119,15 +120,15 @@ class Team:
         if self._index not in self._session.members:
             time.sleep(PAUSE_S)
             return False
-        members = tuple(
-            index for index in self._session.members if index == self._index or self._is_present(index)
+        leader = next(
+            index for index in self._session.members if index == self._index or self._is_alive(index)
         )
-        if members[0] != self._leader:
+        if leader != self._leader:
             self._leave()
-            self._leader = members[0]
+            self._leader = leader
             if self.leads:
                 lead()
-        return self._call(members, tell) if self.leads else self._follow(hear)
+        return self._call(tell) if self.leads else self._follow(hear)
 
     def average(self, parameters: Sequence[Tensor], num_tokens: int, seconds: float) -> tuple[int, float]:
         """Give every parameter the gradient of all trainers' tokens together.
@@ -150,12 +151,16 @@ class Team:
                 parameter.grad = (part / total).view_as(parameter)
         return total, spent_s
 
-    def _call(self, members: tuple[int, ...], tell: Callable[[], bytes]) -> bool:
-        """As the leader: go on with the present round, unless others have come or died. members: who is there."""
+    def _call(self, tell: Callable[[], bytes]) -> bool:
+        """As the leader: go on with the present round, unless others have come or one has died."""
         assert self._session is not None
+        others = (
+            index for index in self._session.members if index != self._index and self._is_present(index)
+        )
+        members = (self._index, *others)
         if self._round is not None and self._round.members == members:
             return True
-        if self._round is not None and self._group is None and time.monotonic() < self._alone_s:
+        if self._round is not None and members == self._failed and time.monotonic() < self._alone_s:
             return True
         number = 1 if self._round is None else self._round.number + 1
         self._leave()
@@ -173,7 +178,7 @@ class Team:
         except Changed:
             self._leave()
             self._round = Round(self._session.number, number, (self._index,), 0)
-            self._alone_s = time.monotonic() + ALONE_S
+            self._failed, self._alone_s = members, time.monotonic() + ALONE_S
             return False
         return True
 
@@ -247,18 +252,28 @@ class Team:
         return any(file_id(self._folder / name) != self._seen.get(name, NONE) for name in names)
 
     def _is_present(self, index: int) -> bool:
-        """Whether a trainer has heard of the session, and runs."""
+        """Whether a trainer has heard of the session, and lives."""
         assert self._session is not None
         found = read_json(self._folder / PRESENT.format(index), Present)
         return found is not None and found.session == self._session.number and is_alive(found.process)
 
+    def _is_alive(self, index: int) -> bool:
+        """Whether a trainer has heard of any session, and lives: it will hear of this one."""
+        found = read_json(self._folder / PRESENT.format(index), Present)
+        return found is not None and is_alive(found.process)
+
     def _news(self, name: str, kind: type[T]) -> T | None:
         """What a file holds, if it is another one than that which was read last."""
-        found = file_id(self._folder / name)
+        try:
+            with (self._folder / name).open("rb") as file:
+                found = _id_of(os.fstat(file.fileno()))
+                text = file.read()
+        except FileNotFoundError:
+            return None
         if found == self._seen.get(name, NONE):
             return None
         self._seen[name] = found
-        return read_json(self._folder / name, kind)
+        return msgspec.json.decode(text, type=kind)
 
 
 NONE = (0, 0)
@@ -268,9 +283,12 @@ NONE = (0, 0)
 def file_id(path: Path) -> tuple[int, int]:
     """Tells a file from the one whose place it has taken."""
     try:
-        stat = path.stat()
+        return _id_of(path.stat())
     except FileNotFoundError:
         return NONE
+
+
+def _id_of(stat: os.stat_result) -> tuple[int, int]:
     return stat.st_ino, stat.st_mtime_ns
 
 
@@ -278,6 +296,8 @@ def write_json(path: Path, value: msgspec.Struct) -> None:
     """In one move: whoever reads finds the old one or the new one."""
     fresh = path.with_name(f"{path.name}.{os.getpid()}")
     fresh.write_bytes(msgspec.json.encode(value))
+    now_ns = time.time_ns()  # finer than what the file system writes, so that no two files are taken for one
+    os.utime(fresh, ns=(now_ns, now_ns))
     fresh.replace(path)
 
 

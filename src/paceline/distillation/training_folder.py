@@ -70,8 +70,12 @@ def read_folder(folder: Path, name: str = FILE_NAME) -> tuple[dict[str, Tensor],
 
 def find_newest(folder: Path) -> str:
     """The name of the file, of all trainers', that has learned from the most tokens. Raises CheckpointError."""
-    names = [FILE_NAME, *(path.name for path in folder.glob(FURTHER_NAME.format("*")))]
-    return max(names, key=lambda name: _trained_tokens(folder, name))
+    return max((FILE_NAME, *names_in(folder)), key=lambda name: _trained_tokens(folder, name))
+
+
+def names_in(folder: Path) -> list[str]:
+    """The files of all trainers."""
+    return [path.name for name in (FILE_NAME, FURTHER_NAME.format("*")) for path in folder.glob(name)]
 
 
 def _trained_tokens(folder: Path, name: str) -> int:
@@ -91,7 +95,7 @@ def _decode(note: Mapping[str, str], path: Path) -> Description:
 
 def is_training_folder(folder: Path) -> bool:
     """Whether a drafter is trained there."""
-    return (folder / FILE_NAME).is_file()
+    return (folder / find_newest(folder)).is_file()
 
 
 def rebuild_network(description: Description, tensors: Mapping[str, Tensor], shared: Shared) -> Network:

@@ -181,7 +181,7 @@ class FastLoop:
         self._numbers: dict[int, int] = {}  # the drafter's, of each open response
         self._numbered = NO_RESPONSES, NO_RESPONSES  # responses, and the drafter's numbers of them
         self._running: set[tuple[int, int]] = set()  # group and drafter's number of each
-        self._has_news = False  # whether responses were opened since the last proposal
+        self._unbegun: dict[int, int] = {}  # tokens of each response that has not been in a step
         self._newest_left: int | None = None  # tokens that the last opened one has room for, if known
         self.endings = Endings()
         self.pause = Pause()
@@ -213,9 +213,8 @@ class FastLoop:
             self._trees.open(response, np.asarray([*prompt, *generated], np.int32))
         if self.ahead is not None and self.may_draft and limit:
             self.ahead.open(response, key, temperature, limit)
-        self._steering.open(len(prompt) + len(generated))
+        self._unbegun[response] = len(prompt) + len(generated)
         self._newest_left = limit - len(prompt) - len(generated) if limit else None
-        self._has_news = True
         if self.drafter is None:
             return
         with contextlib.suppress(RequestError):
@@ -265,7 +264,8 @@ class FastLoop:
 
     def close(self, group: int, response: int) -> None:
         """A response has ended; its tokens go on serving its group."""
-        self._steering.close()
+        if self._unbegun.pop(response, None) is None:
+            self._steering.close()
         number = self._numbers.pop(response, response)
         self._numbered = NO_RESPONSES, NO_RESPONSES
         self._running.discard((group, number))
@@ -359,7 +359,7 @@ class FastLoop:
         return PolicyState(self.budget, self._steering)
 
     def use_budget(self, settings: BudgetSettings, state: PolicyState | None = None) -> None:
-        """Go on with another policy, and with `state` if it was used before; only between responses.
+        """Go on with another policy, and with `state` if it was used before.
 
         The decision log, which tells of one policy, ends here.
         """
@@ -367,8 +367,10 @@ class FastLoop:
         self._log.close()
         self._settings = self._settings.model_copy(update={"budget": settings})
         fresh = PolicyState(budget.BudgetState.initial(settings), ModelSteering())
+        outlook = self._steering.outlook  # of the responses, whatever the policy
         self.budget, self._steering = fresh if state is None else state
-        self._now, self._arrived = self.budget, None
+        self._steering.outlook = outlook
+        self._now, self._arrived, self.pause = self.budget, None, Pause()
 
     # -- a step
 
@@ -387,10 +389,12 @@ class FastLoop:
     def pauses(self, num_requests: int) -> bool:
         """Whether the coming step of so many requests is to go without a proposal. To be asked once per step.
 
-        Never while other drafters' tokens may be there, which have cost time already.
+        Never while other drafters' tokens may be there, which have cost time already, nor under a fixed budget, which
+        is speculation as it is commonly done.
         """
         if (
-            self.pause.holds(num_requests)
+            self._settings.budget.policy != "fixed"
+            and self.pause.holds(num_requests)
             and self._arrived is None
             and not self._leads
             and not self._is_helped
@@ -419,7 +423,8 @@ class FastLoop:
         """
         self._flush()
         num_context_tokens = int(query.positions.sum())
-        self._batch_size, self._has_news = len(query.groups), False
+        self._begin(query.responses)
+        self._batch_size = len(query.groups)
         has_model_drafts = self._arrived is not None
         self._now = self.budget.at_context(num_context_tokens, has_model_drafts)
         self._steering.outlook.steps_left = self._steps_of(left)
@@ -583,6 +588,7 @@ class FastLoop:
     def receive(self, drafts: ModelDrafts) -> None:
         """Take the model drafter's work; its time is taken out of the step's, so that T(n) is the target's alone."""
         self._arrived = drafts
+        self._begin(drafts.responses)
         reading_s = max(drafts.total_s - drafts.growth.seconds - drafts.branching.seconds, 0.0)
         cost = drafts.growth, len(drafts.responses), reading_s
         self._log.write_growth(*cost, self._steering.outlook)
@@ -600,9 +606,13 @@ class FastLoop:
         if not self.watch.is_used or is_elsewhere or not self.may_draft:
             return None
         batch, step_time = max(self._batch_size, 1), self._now.decode_time
-        if self._has_news:
-            batch = max(min(self._steering.outlook.num_open, self._sizes.max_requests), 1)
-            self._steering.outlook.steps_left = self._steps_of(self._newest_left)
+        outlook = self._steering.outlook
+        outlook.coming = 0.0
+        if self._unbegun:  # those that there is room for begin now
+            begin = min(len(self._unbegun), max(self._sizes.max_requests - outlook.num_open, 0))
+            batch = max(outlook.num_open + begin, 1)
+            outlook.coming = sum(self._unbegun.values()) * begin / len(self._unbegun)
+            outlook.steps_left = self._steps_of(self._newest_left)
         longest = min(
             budget.draft_depth(self._now, self._settings.budget, batch), self._settings.max_draft_tokens
         )
@@ -670,6 +680,13 @@ class FastLoop:
             self._accepted = NO_TOKENS.copy()
             self._accepted[Source.MODEL - self._place] = accepted.sum()
 
+    def _begin(self, responses: Int64Array) -> None:
+        """These are in a step. Costs nothing once all are."""
+        if self._unbegun:
+            for response in responses.tolist():
+                if (num_tokens := self._unbegun.pop(response, None)) is not None:
+                    self._steering.open(num_tokens)
+
     def observe(self, step: StepObservation) -> StepObservation:
         """A measured step, returned with what the loop knows of it: whose drafts were accepted, what waiting took.
 
@@ -678,7 +695,7 @@ class FastLoop:
         """
         self._flush()
         self._recent.note_step(step)
-        if not self.may_draft:
+        if not self.may_draft and self._accepted is NO_TOKENS:
             return step
         wait_s = 0.0
         if self.ahead is not None:

@@ -147,7 +147,7 @@ class EngineLog:
             level_costs=bytes(costs),
             most_requests=most,
             num_requests=num_requests,
-            backlog=outlook.backlog,
+            backlog=outlook.backlog + outlook.coming,
             steps_left=outlook.steps_left,
         )
         self._writer.write(line)

@@ -161,7 +161,7 @@ class _Replay:
         """Whether the model drafter works after the step, and how far its drafts go."""
         batch = line.num_requests or max(self._snapshot.num_requests, 1)
         outlook = self.steering.outlook
-        outlook.backlog, outlook.steps_left = line.backlog, line.steps_left
+        outlook.backlog, outlook.coming, outlook.steps_left = line.backlog, 0.0, line.steps_left
         floor, costs, most = None, b"", None
         longest = draft_depth(self._now, self._settings.budget, batch)
         if longest and self.steering.advance(batch, self._now.decode_time):

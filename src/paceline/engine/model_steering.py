@@ -24,6 +24,8 @@ class Outlook:
     """Responses."""
     backlog: float = 0.0
     """Their tokens that it has not read; those of the last step it reads as it drafts."""
+    coming: float = 0.0
+    """The same of responses that begin now."""
     steps_left: float = float("inf")
     """Steps to their ends, in the mean, as far as is known."""
 
@@ -56,7 +58,7 @@ class ModelSteering:
             self._level_time = StepTimeModel.initial()
             self._drafting_s, self._num_drafting, self._reading_s = 0.0, 0, 0.0
             self._read_s, self._num_read = 0.0, 0.0  # decayed sums
-            self._trial_s = 0.0  # what the present trial has taken
+            self._trial_s = 0.0  # what drafting has taken: of a trial's samples, else of the last step
 
     def receive(self, growth: DraftGrowth, num_requests: int, reading_s: float) -> None:
         """What the drafts of the coming step cost, and for how many requests they are.
@@ -143,7 +145,7 @@ class ModelSteering:
         )
         self._rest = drafter_worth.next_rest(before, batch, is_positive, step_time, self._trial_s)
         goes_to_rest = before.left == 0 and self._rest.left > 0
-        if goes_to_rest or not self._rest.sample:
+        if not self._rest.sample:
             self._trial_s = 0.0
         if goes_to_rest or self._rest.sample != before.sample:
             self._worth = drafter_worth.fade(self._worth, batch)
@@ -153,7 +155,7 @@ class ModelSteering:
         """Whether what drafting saves to the end of the present responses is worth reading what they have written."""
         if not self._num_read:
             return True
-        reading_s = self.outlook.backlog * self._read_s / self._num_read
+        reading_s = (self.outlook.backlog + self.outlook.coming) * self._read_s / self._num_read
         saved = self._worth.gain(batch) * float(predict_s(step_time, batch)) * self.outlook.steps_left
         return saved >= reading_s
 

@@ -121,10 +121,11 @@ def describe(action: Action) -> str:
             return f"{worker} (life {life}) rests"
         case LoseDrafter(worker, life):
             return f"nobody drafts for {worker} (life {life}) any more"
-        case TrainDrafter(worker, life):
-            return f"{worker} (life {life}) trains the drafter"
-        case EndTraining(worker, life):
-            return f"{worker} (life {life}) trains no more"
+        case TrainDrafter(worker, life, leader):
+            return f"{worker} (life {life}) trains the drafter, {leader} leads"
+        case EndTraining(worker, life, leader):
+            rest = f", {leader} leads the others" if leader else ""
+            return f"{worker} (life {life}) trains no more{rest}"
         case Disagree(worker, index, message):
             return f"{worker} disagrees about response {index}: {message}"
         case Keep(index, start, packed):

@@ -127,9 +127,9 @@ def export(
     if (out / "config.json").exists():
         raise RecordError(f"{out} holds a checkpoint already: choose another --out")
     from paceline.distillation import export as exporting
-    from paceline.distillation.training_folder import read_folder
+    from paceline.distillation.training_folder import find_newest, read_folder
 
-    found = read_folder(folder)
+    found = read_folder(folder, find_newest(folder))
     if found is None:
         raise RecordError(f"{folder} holds no drafter: train one with 'paceline drafter train'")
     exporting.export(*found, out, form, target)

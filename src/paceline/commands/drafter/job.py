@@ -29,7 +29,9 @@ from paceline.distillation.training_folder import (
     FILE_NAME,
     Description,
     describe,
+    find_newest,
     is_training_folder,
+    names_in,
     read_folder,
     rebuild_network,
 )
@@ -139,13 +141,14 @@ def _begin(out: Path, resume: bool, overwrite: bool) -> tuple[dict[str, Tensor],
     if not is_training_folder(out):
         return None
     if overwrite:
-        (out / FILE_NAME).unlink()
+        for name in names_in(out):
+            (out / name).unlink()
         return None
     if not resume:
         raise RecordError(
             f"{out} holds a drafter already: go on with --resume, or replace it with --overwrite"
         )
-    return read_folder(out)
+    return read_folder(out, find_newest(out))
 
 
 def _continue(old: Description, new: Description) -> Description:
@@ -196,7 +199,7 @@ def _dice_of(row: Response, file: Path) -> Dice:
 
 def _load_drafter(folder: Path, shared: Shared) -> tuple[Network, Sequence[int]]:
     """A network from where it was trained, or a small language model; and the target's layers that it reads."""
-    found = read_folder(folder)
+    found = read_folder(folder, find_newest(folder))
     if found is None:
         return SmallModel(load_model(read_checkpoint(folder).folder)), ()
     tensors, made = found
