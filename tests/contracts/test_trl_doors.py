@@ -10,6 +10,7 @@ import inspect
 import re
 from collections.abc import Iterator
 from dataclasses import fields
+from datetime import timedelta
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,9 +19,11 @@ import pytest
 
 pytest.importorskip("trl", reason="TRL is not installed")
 
+import torch
 import transformers
 import trl.trainer.grpo_trainer as grpo
 import trl.trainer.rloo_trainer as rloo
+from torch import distributed as dist
 from trl import GRPOConfig, RLOOConfig
 from trl.generation.vllm_generation import VLLMGeneration
 
@@ -50,8 +53,11 @@ TRAINERS_OWN = {
 }
 """Methods of TRL's trainers that ours replaces, and attributes that it reads."""
 
-ELSEWHERE = {"_load_from_checkpoint", "_save_checkpoint", "_attn_implementation"}
-"""Private names of transformers' trainer and configurations."""
+ELSEWHERE = {
+    *("_load_from_checkpoint", "_save_checkpoint", "_attn_implementation"),
+    *("_Options", "_set_default_timeout"),
+}
+"""Private names of transformers' trainer and configurations, and of torch's gloo."""
 
 PACKAGE = Path(paceline.__file__).parent
 SOURCES = sorted({*PACKAGE.rglob("*.py")} - {*(PACKAGE / "engine").rglob("*.py")})
@@ -220,6 +226,19 @@ def test_checkpoint_can_be_saved_at_any_time() -> None:
 
 def test_a_checkpoint_can_be_read_without_training() -> None:
     assert names(transformers.Trainer._load_from_checkpoint)[:2] == ["self", "resume_from_checkpoint"]
+
+
+def test_a_gloo_group_has_its_own_device_and_time_to_meet() -> None:
+    options = dist.ProcessGroupGloo._Options()
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+    options._timeout = timedelta(seconds=3.0)
+    group = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, options)
+    group._set_default_timeout(timedelta(seconds=5.0))
+    values = torch.ones(2)
+    work = group.allreduce([values])
+    work.wait()
+    assert work.is_completed()
+    assert values.tolist() == [1.0, 1.0]
 
 
 def test_a_configuration_says_how_its_model_attends() -> None:

@@ -389,11 +389,11 @@ class FastLoop:
     def pauses(self, num_requests: int) -> bool:
         """Whether the coming step of so many requests is to go without a proposal. To be asked once per step.
 
-        Never while other drafters' tokens may be there, which have cost time already, nor under a fixed budget, which
-        is speculation as it is commonly done.
+        Never while other drafters' tokens may be there, which have cost time already, nor under other policies, whose
+        questions are not in vain: a fixed length is speculation as it is commonly done, a bandit tries its arms.
         """
         if (
-            self._settings.budget.policy != "fixed"
+            self._settings.budget.policy == "marginal"
             and self.pause.holds(num_requests)
             and self._arrived is None
             and not self._leads

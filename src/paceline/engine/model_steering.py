@@ -58,7 +58,6 @@ class ModelSteering:
             self._level_time = StepTimeModel.initial()
             self._drafting_s, self._num_drafting, self._reading_s = 0.0, 0, 0.0
             self._read_s, self._num_read = 0.0, 0.0  # decayed sums
-            self._trial_s = 0.0  # what drafting has taken: of a trial's samples, else of the last step
 
     def receive(self, growth: DraftGrowth, num_requests: int, reading_s: float) -> None:
         """What the drafts of the coming step cost, and for how many requests they are.
@@ -68,7 +67,6 @@ class ModelSteering:
         """
         self._drafting_s, self._num_drafting = growth.seconds, num_requests
         self._reading_s = self._reading_s + reading_s if self._rest.sample else 0.0
-        self._trial_s += reading_s + growth.seconds
         num_read = self.outlook.backlog * min(num_requests / max(self.outlook.num_open, 1), 1.0)
         self.outlook.backlog -= num_read
         if num_read > num_requests:
@@ -143,10 +141,8 @@ class ModelSteering:
         is_positive = self._worth.is_positive(batch) and (
             before.sample > 0 or self._pays_reading(batch, step_time)
         )
-        self._rest = drafter_worth.next_rest(before, batch, is_positive, step_time, self._trial_s)
+        self._rest = drafter_worth.next_rest(before, batch, is_positive, step_time)
         goes_to_rest = before.left == 0 and self._rest.left > 0
-        if not self._rest.sample:
-            self._trial_s = 0.0
         if goes_to_rest or self._rest.sample != before.sample:
             self._worth = drafter_worth.fade(self._worth, batch)
         return self._rest.left == 0

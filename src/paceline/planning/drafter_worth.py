@@ -4,8 +4,8 @@ Owns the decisions about a drafter that costs time (a suffix tree costs next to 
 requests that verifies n draft tokens yields B + E tokens in T(B + n) seconds, and in D more if the drafter made them.
 
 * It goes on while (B + E1) / (T(B + n1) + D) is above (B + E0) / T(B + n0), index 0 standing for what the budget would
-  have done with the model-free drafts of the same steps. A drafter that loses rests, twice as long each time and longer
-  after a dear trial (`next_rest`), because its own time, the target's and the acceptance change with batch, context and
+  have done with the model-free drafts of the same steps. A drafter that loses rests, twice as long each time
+  (`next_rest`), because its own time, the target's and the acceptance change with batch, context and
   policy. A batch that has shrunk to a size at which it is not known to lose ends the rest: in a rollout's tail it
   pays most. After a rest it has to read all that was written meanwhile, whether the trial ends well or not; so a trial
   drafts for a sample of the requests first, and for twice as many as long as the gain of a time as long as the rest
@@ -44,12 +44,6 @@ FIRST_REST = 8
 
 LONGEST_REST = 128
 """What is known recovers from a disturbance that has ended within twice as many steps."""
-
-UNTRIED_GAIN = 1.0
-"""Of a drafter that has not been tried: its steps take half as long in the end."""
-
-TRIAL_SHARE = 0.02
-"""What trials may take of the time, as long as no rest is longer than `LONGEST_REST` for it."""
 
 RECOVERED = 1.5
 """A rest ends when T has fallen by this factor: the drafter was judged on a busy machine."""
@@ -106,10 +100,10 @@ class Worth:
         return known is None or known.gains
 
     def gain(self, batch: int) -> float:
-        """Time that drafting saves, in parts of the time of the steps with it; `UNTRIED_GAIN` before it was tried."""
+        """Time that drafting saves, in parts of that of the steps with it; infinite while `is_positive` believes it."""
         known = self._nearest(batch, TRIAL_STEPS)
         if known is None:
-            return UNTRIED_GAIN
+            return float("inf")
         if not known.tokens_without or not known.seconds_with:
             return 0.0
         return known.tokens_with * known.seconds_without / (known.tokens_without * known.seconds_with) - 1.0
@@ -170,13 +164,10 @@ def fade(worth: Worth, batch: int) -> Worth:
     return _put(worth, at, worth.rates[at].faded(AFTER_REST))
 
 
-def next_rest(
-    rest: Rest, batch: int, is_positive: bool, step_time: StepTimeModel, trial_s: float = 0.0
-) -> Rest:
+def next_rest(rest: Rest, batch: int, is_positive: bool, step_time: StepTimeModel) -> Rest:
     """Where the drafter stands in the next step: resting, on trial after a rest, or drafting while it pays.
 
-    is_positive: whether it pays at this batch size, as far as is known. step_time: T. trial_s: what the trial has taken
-    so far that goes to rest here; the rest is as long as makes that `TRIAL_SHARE` of it.
+    is_positive: whether it pays at this batch size, as far as is known. step_time: T.
     """
     if rest.left and _size(batch) < _size(rest.batch) and is_positive:
         return Rest()
@@ -194,9 +185,13 @@ def next_rest(
         return replace(rest, trial_left=TRIAL_STEPS, sample=more if more < batch else 0)
     if is_positive:
         return Rest()
-    step_s = float(predict_s(step_time, batch))
-    length = min(max(rest.length, int(trial_s / (TRIAL_SHARE * step_s))), LONGEST_REST)
-    return Rest(left=length, length=min(2 * length, LONGEST_REST), last=length, batch=batch, step_s=step_s)
+    return Rest(
+        left=rest.length,
+        length=min(2 * rest.length, LONGEST_REST),
+        last=rest.length,
+        batch=batch,
+        step_s=float(predict_s(step_time, batch)),
+    )
 
 
 def choose_floor(
