@@ -81,7 +81,9 @@ def test_tokens_are_those_of_plain_decoding(tiny: RolloutEngine) -> None:
 def test_the_bandit_steers_a_head(tiny: RolloutEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """It drafts as deep as the strategies say, beside two paths of the suffix tree."""
     rng = np.random.default_rng(4)
-    wanted = [RolloutRequest((1, *rng.integers(3, VOCAB, 20).tolist()), 60, key=key) for key in range(6)]
+    wanted = [  # of which the last go on alone for a while
+        RolloutRequest((1, *rng.integers(3, VOCAB, 20).tolist()), 40 + 15 * key, key=key) for key in range(6)
+    ]
     tiny.set_drafting(False)
     plain = generate(tiny, wanted)
     tiny.set_drafting(True)
