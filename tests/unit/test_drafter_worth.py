@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from paceline.planning.drafter_worth import (
+    FIRST_REST,
     HIGHEST_FLOOR,
     LONGEST_REST,
     TRIAL_STEPS,
@@ -160,3 +163,12 @@ def test_the_next_drafts_are_as_deep_as_the_last_ones_paid() -> None:
     assert choose_depth(sure, 0.95, costs, 16) == 2
     assert choose_depth(sure[:, :1], 0.05, 4 * costs, 16) == 2, "one level always, and one on trial"
     assert choose_depth(sure[:0], 0.05, costs, 16) == 2
+
+
+def test_a_drafter_that_may_be_dead_is_heard_again_soon_and_its_rests_grow_when_it_is_not() -> None:
+    rest = Rest(length=64)
+    for _ in range(3):
+        rest = next_rest(replace(rest, left=0, trial_left=0), 8, False, STEADY, is_alive=False)
+        assert (rest.left, rest.last, rest.length) == (FIRST_REST, FIRST_REST, 64)
+    rest = next_rest(replace(rest, left=0, trial_left=0), 8, False, STEADY)
+    assert (rest.left, rest.last, rest.length) == (64, 64, 128)

@@ -64,13 +64,8 @@ class TrainingSessions:
         before, self._state = self.members, state
         names = sorted(state.named("TRAINING"), key=lambda name: name != state.leader)
         self.members = tuple(self._places[name] for name in names)
-        going_on = [place for place in self.members if place in before]
-        leads = state.leader if any(place.worker == state.leader for place in going_on) else None
-        ended: list[Training] = [
-            EndTraining(*place, leads or (going_on[0].worker if going_on else None))
-            for place in before
-            if place not in self.members
-        ]
+        leads = next((place.worker for place in self.members if place in before), None)  # of those that go on
+        ended: list[Training] = [EndTraining(*place, leads) for place in before if place not in self.members]
         begun: list[Training] = [
             TrainDrafter(*place, str(state.leader)) for place in self.members if place not in before
         ]

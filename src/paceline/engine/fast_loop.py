@@ -182,6 +182,7 @@ class FastLoop:
         self._numbered = NO_RESPONSES, NO_RESPONSES  # responses, and the drafter's numbers of them
         self._running: set[tuple[int, int]] = set()  # group and drafter's number of each
         self._unbegun: dict[int, int] = {}  # tokens of each response that has not been in a step
+        self._unbegun_tokens = 0  # of all of them
         self._newest_left: int | None = None  # tokens that the last opened one has room for, if known
         self.endings = Endings()
         self.pause = Pause()
@@ -214,6 +215,7 @@ class FastLoop:
         if self.ahead is not None and self.may_draft and limit:
             self.ahead.open(response, key, temperature, limit)
         self._unbegun[response] = len(prompt) + len(generated)
+        self._unbegun_tokens += self._unbegun[response]
         self._newest_left = limit - len(prompt) - len(generated) if limit else None
         if self.drafter is None:
             return
@@ -264,7 +266,9 @@ class FastLoop:
 
     def close(self, group: int, response: int) -> None:
         """A response has ended; its tokens go on serving its group."""
-        if self._unbegun.pop(response, None) is None:
+        if response in self._unbegun:
+            self._unbegun_tokens -= self._unbegun.pop(response)
+        else:
             self._steering.close()
         number = self._numbers.pop(response, response)
         self._numbered = NO_RESPONSES, NO_RESPONSES
@@ -611,7 +615,7 @@ class FastLoop:
         if self._unbegun:  # those that there is room for begin now
             begin = min(len(self._unbegun), max(self._sizes.max_requests - outlook.num_open, 0))
             batch = max(outlook.num_open + begin, 1)
-            outlook.coming = sum(self._unbegun.values()) * begin / len(self._unbegun)
+            outlook.coming = self._unbegun_tokens * begin / len(self._unbegun)
             outlook.steps_left = self._steps_of(self._newest_left)
         longest = min(
             budget.draft_depth(self._now, self._settings.budget, batch), self._settings.max_draft_tokens
@@ -620,12 +624,12 @@ class FastLoop:
         if self._settings.budget.policy == "fixed":
             if not longest:
                 return None
-        elif not longest or not self._steering.advance(batch, step_time):
-            self._log.write_drafter(None, batch, self._steering.outlook)
+        elif not longest or not self._steering.advance(batch, step_time, self.watch.is_alive):
+            self._log.write_drafter(None, batch, outlook, self.watch.is_alive)
             return None
         else:
             limits = self._steering.limits(batch, self._num_drafted, step_time, self._settings.draft_floor)
-            self._log.write_drafter(limits, batch, self._steering.outlook)
+            self._log.write_drafter(limits, batch, outlook, self.watch.is_alive)
         most = self._settings.num_paths if self._has_room else 1
         num_paths = most_paths(self._now, self._settings.budget, batch, most)
         rivals = self.model.rivals * np.float32(self._paths.worth) if num_paths > 1 else None
@@ -685,6 +689,7 @@ class FastLoop:
         if self._unbegun:
             for response in responses.tolist():
                 if (num_tokens := self._unbegun.pop(response, None)) is not None:
+                    self._unbegun_tokens -= num_tokens
                     self._steering.open(num_tokens)
 
     def observe(self, step: StepObservation) -> StepObservation:

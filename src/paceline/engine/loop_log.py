@@ -136,7 +136,11 @@ class EngineLog:
         self._writer.write(line)
 
     def write_drafter(
-        self, limits: tuple[float, Float32Array, int | None] | None, num_requests: int, outlook: Outlook
+        self,
+        limits: tuple[float, Float32Array, int | None] | None,
+        num_requests: int,
+        outlook: Outlook,
+        is_alive: bool,
     ) -> None:
         """What the model drafter shall do after the step: (floor, level costs, most requests), or None, rest."""
         if self._writer is None:
@@ -149,6 +153,7 @@ class EngineLog:
             num_requests=num_requests,
             backlog=outlook.backlog + outlook.coming,
             steps_left=outlook.steps_left,
+            is_alive=is_alive,
         )
         self._writer.write(line)
 

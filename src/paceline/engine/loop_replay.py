@@ -164,7 +164,7 @@ class _Replay:
         outlook.backlog, outlook.coming, outlook.steps_left = line.backlog, 0.0, line.steps_left
         floor, costs, most = None, b"", None
         longest = draft_depth(self._now, self._settings.budget, batch)
-        if longest and self.steering.advance(batch, self._now.decode_time):
+        if longest and self.steering.advance(batch, self._now.decode_time, line.is_alive):
             floor, table, most = self.steering.limits(
                 batch, int(self._lengths.sum()), self._now.decode_time, self._settings.draft_floor
             )

@@ -135,13 +135,13 @@ class ModelSteering:
             self._rest.last, max(self.outlook.steps_left, 1.0)
         )
 
-    def advance(self, batch: int, step_time: StepTimeModel) -> bool:
-        """Go on to the next step; returns whether the drafter works after it."""
+    def advance(self, batch: int, step_time: StepTimeModel, is_alive: bool = True) -> bool:
+        """Go on to the next step; returns whether the drafter works after it. is_alive: see `next_rest`."""
         before = self._rest
         is_positive = self._worth.is_positive(batch) and (
             before.sample > 0 or self._pays_reading(batch, step_time)
         )
-        self._rest = drafter_worth.next_rest(before, batch, is_positive, step_time)
+        self._rest = drafter_worth.next_rest(before, batch, is_positive, step_time, is_alive=is_alive)
         goes_to_rest = before.left == 0 and self._rest.left > 0
         if goes_to_rest or self._rest.sample != before.sample:
             self._worth = drafter_worth.fade(self._worth, batch)

@@ -24,6 +24,11 @@ class ModelWatch:
         self._folder, self._trial = folder, Trial()
         self._was_alive = self._is_pushed = False
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether the test has found that; False while it goes on."""
+        return self._trial.verdict == "alive"
+
     def drop(self) -> None:
         """Its weights are no good: use it no more until `renew`."""
         self.is_used = False

@@ -81,9 +81,9 @@ class Rates:
         )
 
     @property
-    def gains(self) -> bool:
-        """Whether the drafter's steps yield more tokens per second."""
-        return self.tokens_with * self.seconds_without > self.tokens_without * self.seconds_with
+    def gain(self) -> float:
+        """Time that the drafter saves, in parts of that of the steps with it; below 0 where it loses."""
+        return self.tokens_with * self.seconds_without / (self.tokens_without * self.seconds_with) - 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,17 +96,12 @@ class Worth:
         """Whether drafting pays at this batch size. A size not tried often enough follows the nearest smaller one that
         was; while there is none, the drafter is believed to pay.
         """
-        known = self._nearest(batch, TRIAL_STEPS)
-        return known is None or known.gains
+        return self.gain(batch) > 0.0
 
     def gain(self, batch: int) -> float:
-        """Time that drafting saves, in parts of that of the steps with it; infinite while `is_positive` believes it."""
+        """`Rates.gain` as far as it is known; infinite while the drafter is believed to pay."""
         known = self._nearest(batch, TRIAL_STEPS)
-        if known is None:
-            return float("inf")
-        if not known.tokens_without or not known.seconds_with:
-            return 0.0
-        return known.tokens_with * known.seconds_without / (known.tokens_without * known.seconds_with) - 1.0
+        return float("inf") if known is None else known.gain
 
     def token_s(self, batch: int) -> float | None:
         """Seconds per token of the steps with drafts at this batch size; None while it was not tried."""
@@ -164,10 +159,13 @@ def fade(worth: Worth, batch: int) -> Worth:
     return _put(worth, at, worth.rates[at].faded(AFTER_REST))
 
 
-def next_rest(rest: Rest, batch: int, is_positive: bool, step_time: StepTimeModel) -> Rest:
+def next_rest(
+    rest: Rest, batch: int, is_positive: bool, step_time: StepTimeModel, *, is_alive: bool = True
+) -> Rest:
     """Where the drafter stands in the next step: resting, on trial after a rest, or drafting while it pays.
 
-    is_positive: whether it pays at this batch size, as far as is known. step_time: T.
+    is_positive: whether it pays at this batch size, as far as is known. step_time: T. is_alive: False while it may be
+    dead (zero_acceptance.py): then it is heard again soon, so that this is settled.
     """
     if rest.left and _size(batch) < _size(rest.batch) and is_positive:
         return Rest()
@@ -185,10 +183,11 @@ def next_rest(rest: Rest, batch: int, is_positive: bool, step_time: StepTimeMode
         return replace(rest, trial_left=TRIAL_STEPS, sample=more if more < batch else 0)
     if is_positive:
         return Rest()
+    length = rest.length if is_alive else FIRST_REST
     return Rest(
-        left=rest.length,
-        length=min(2 * rest.length, LONGEST_REST),
-        last=rest.length,
+        left=length,
+        length=min(2 * rest.length, LONGEST_REST) if is_alive else rest.length,
+        last=length,
         batch=batch,
         step_s=float(predict_s(step_time, batch)),
     )

@@ -150,6 +150,8 @@ class DrafterLine(_Line, frozen=True, tag="drafter"):
     """Tokens that the drafter has not read."""
     steps_left: float = math.inf
     """As in `BudgetLine`."""
+    is_alive: bool = True
+    """Whether it is known that the drafter is not dead (planning/zero_acceptance.py)."""
 
 
 class GrowthLine(_Line, frozen=True, tag="growth"):
