@@ -1,4 +1,4 @@
-"""vLLM's model runner V2 on a machine without a GPU: its Triton kernels in Triton's interpreter.
+"""vLLM's model runner V2, for tests: on a GPU where vLLM is built for one, else with its Triton kernels interpreted.
 
 Import this before Triton and vLLM, in a process of its own. vLLM wants a `cpu` backend of Triton's, which no wheel has;
 the interpreter needs none, so a stand-in serves.
@@ -8,22 +8,37 @@ from __future__ import annotations
 
 import os
 from types import SimpleNamespace
+from typing import Any
 
-os.environ |= {
-    "TRITON_INTERPRET": "1",
-    "VLLM_USE_V2_MODEL_RUNNER": "1",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-}
+from paceline.engine.installed import is_cpu_build
 
-import triton.backends
-from triton.runtime.interpreter import InterpreterOptions
+ON_GPU = not is_cpu_build()
+DEVICE = "cuda" if ON_GPU else "cpu"
+DTYPE = "bfloat16" if ON_GPU else "float32"
 
-triton.backends.backends["cpu"] = SimpleNamespace(
-    driver=SimpleNamespace(is_active=lambda: False), compiler=None
-)
-InterpreterOptions.sanitize_overflow = False  # the hash's products overflow on purpose
+os.environ |= {"VLLM_USE_V2_MODEL_RUNNER": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 
-from vllm.v1.sample.ops import topk_topp_sampler  # noqa: E402
 
-# Its kernel is too much for the interpreter: vLLM's form in torch stands in.
-topk_topp_sampler.HAS_TRITON = False
+def memory(num_bytes: int) -> dict[str, Any]:
+    """Arguments of an engine whose KV cache shall be so large; on a GPU, so that several can follow one another."""
+    if ON_GPU:
+        return {"kv_cache_memory_bytes": num_bytes, "gpu_memory_utilization": 0.1}
+    return {"kv_cache_bytes": num_bytes}
+
+
+if ON_GPU:
+    os.environ["VLLM_BATCH_INVARIANT"] = "1"  # the tests compare bits
+else:
+    os.environ["TRITON_INTERPRET"] = "1"
+    import triton.backends
+    from triton.runtime.interpreter import InterpreterOptions
+
+    triton.backends.backends["cpu"] = SimpleNamespace(
+        driver=SimpleNamespace(is_active=lambda: False), compiler=None
+    )
+    InterpreterOptions.sanitize_overflow = False  # the hash's products overflow on purpose
+
+    from vllm.v1.sample.ops import topk_topp_sampler
+
+    # Its kernel is too much for the interpreter: vLLM's form in torch stands in.
+    topk_topp_sampler.HAS_TRITON = False

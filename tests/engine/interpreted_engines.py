@@ -1,4 +1,4 @@
-"""Runs engines on model runner V2 in Triton's interpreter, and writes what they generated as JSON.
+"""Runs engines on model runner V2, on a GPU or in Triton's interpreter, and writes what they generated as JSON.
 
 Arguments: target, drafter, file to write. The interpreter decides some 40 rows a second; so all requests, with their
 different options, share one batch.
@@ -6,13 +6,14 @@ different options, share one batch.
 
 from __future__ import annotations
 
-import interpreted  # noqa: F401  first: it prepares Triton
+from interpreted import DEVICE, DTYPE, ON_GPU, memory  # first: it prepares Triton
 
 # isort: split
 import json
 import os
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, replace
 from itertools import chain
@@ -41,7 +42,14 @@ from paceline.errors import UnsupportedError
 from paceline.types import RolloutRequest
 
 MAX_TOKENS = 32
-SIZES: dict[str, Any] = {"dtype": "float32", "max_model_len": 256, "max_num_seqs": 16}
+SIZES: dict[str, Any] = {"dtype": DTYPE, "max_model_len": 256, "max_num_seqs": 16, "enforce_eager": True}
+OURS = {name: value for name, value in SIZES.items() if name != "enforce_eager"}
+"""Where settings say whether code is compiled."""
+FIXED: dict[str, Any] = {
+    "max_draft_tokens": 4,
+    "budget": BudgetSettings(policy="fixed", fixed_tokens=4),
+    "compiled": False if ON_GPU else None,
+}
 
 CASES: dict[str, dict[str, Any]] = {
     "temperature 1": {},
@@ -192,7 +200,8 @@ def accept_at_random() -> list[Any]:
         inputs = [[9, *random.integers(-1, 3, n).tolist()] for n in numbers]
         first_rows = torch.tensor([0, *np.cumsum(numbers + 1)], dtype=torch.int32)
         flat = torch.tensor([*chain(*drawn)]), torch.tensor([*chain(*inputs)], dtype=torch.int32)
-        tokens, counts, missing = accept(flat[0], torch.tensor([*chain(*without)]), flat[1], first_rows, 6)
+        on_device = [x.to(DEVICE) for x in (flat[0], torch.tensor([*chain(*without)]), flat[1], first_rows)]
+        tokens, counts, missing = accept(*on_device, 6)
         got = [row[:count] for row, count in zip(tokens.tolist(), counts.tolist(), strict=True)]
         lengths = [
             next((i for i, t in enumerate(given[1:]) if row[i] != t or none[i]), len(row) - 1)
@@ -218,9 +227,9 @@ def fail() -> dict[str, Any]:
     params = SamplingParams(temperature=1.0, logit_bias={POISON: -100.0})
     stuck = SamplingParams(allowed_token_ids=[2], stop_token_ids=[2], min_tokens=1)
     good = [RolloutRequest((1, 5, 9 + i), 20, key=100 + i) for i in range(3)]
-    settings = EngineSettings(max_draft_tokens=4, budget=BudgetSettings(policy="fixed", fixed_tokens=4))
+    settings = EngineSettings(**FIXED)
     found: dict[str, Any] = {}
-    with RolloutEngine(folder, settings, kv_cache_bytes=1 << 20, **SIZES) as engine:
+    with RolloutEngine(folder, settings, **memory(1 << 20), **OURS) as engine:
         known: dict[int, tuple[int, ...]] = {}
         for name in ("alone", "without drafts", "with drafts"):
             engine.reset_prefix_cache()
@@ -246,38 +255,63 @@ def fail() -> dict[str, Any]:
     return found
 
 
+def replay_graphs(target: str, model: str, known: dict[int, tuple[int, ...]]) -> dict[str, Any]:
+    """Compiled engines, whose steps replay CUDA graphs: plain vLLM, and Paceline with and without drafts."""
+    sizes = {**OURS, **memory(1 << 26)}
+    with RolloutEngine(target, None, **sizes) as engine:
+        made: dict[str, Any] = {"plain": {"responses": decode(engine)}}
+    settings = EngineSettings(**{**FIXED, "compiled": True, "model_drafter": model})
+    with RolloutEngine(target, settings, **sizes) as engine:
+        manager, kinds = runner_of(engine).cudagraph_manager, Counter[str]()
+        dispatch = manager.dispatch
+
+        def count(*args: Any, **kwargs: Any) -> Any:
+            chosen = dispatch(*args, **kwargs)
+            kinds[chosen.cg_mode.name] += 1
+            return chosen
+
+        manager.dispatch = count
+        for name, drafter in (
+            ("none", None),
+            ("scripted", ScriptedDrafter(known, 0.8, VOCAB, 4)),
+            ("mixed", engine.scheduler.loop.drafter),
+        ):
+            kinds.clear()
+            made[name] = {**run(engine, drafter), "graphs": dict(kinds)}
+    return made
+
+
 def examine() -> dict[str, Any]:
     """What `paceline doctor --gpu` asks a GPU, asked of the interpreter."""
     folder = Path(tempfile.mkdtemp())
     write_model(folder)
     requests = [RolloutRequest((1, 5, 9, 13 + sample), 9, key=50 + sample) for sample in range(2)]
-    plain = generate_plain(folder, requests, "float32")
-    made = {"plain": plain, **generate_ours(folder, requests, "float32")}
+    plain = generate_plain(folder, requests, DTYPE)
+    made = {"plain": plain, **generate_ours(folder, requests, DTYPE)}
     return {
         "tokens": {name: [response.tokens for response in responses] for name, responses in made.items()},
         "drafted": {name: sum(r.num_draft_tokens for r in responses) for name, responses in made.items()},
-        "dice": asdict(throw_dice("cpu", num_rows=12, vocab_size=3000)),
+        "dice": asdict(throw_dice(DEVICE, **({} if ON_GPU else {"num_rows": 12, "vocab_size": 3000}))),
     }
 
 
 def main(target: str, drafter: str, file: str) -> None:
     made: dict[str, Any] = {"accept": accept_at_random(), "fail": fail(), "doctor": examine()}
-    with RolloutEngine(target, None, kv_cache_bytes=1 << 26, **SIZES) as engine:
+    with RolloutEngine(target, None, **memory(1 << 26), **SIZES) as engine:
         plain = decode(engine)
     made["plain"] = {"responses": plain}
-    with RolloutEngine(drafter, None, kv_cache_bytes=1 << 26, **SIZES) as engine:
+    with RolloutEngine(drafter, None, **memory(1 << 26), **SIZES) as engine:
         made["other weights"] = {"responses": decode(engine, names=FEW)}
     speculation = {"method": "draft_model", "model": drafter, "num_speculative_tokens": 4}
-    with RolloutEngine(
-        target, None, kv_cache_bytes=1 << 26, speculative_config=speculation, **SIZES
-    ) as engine:
+    with RolloutEngine(target, None, speculative_config=speculation, **memory(1 << 26), **SIZES) as engine:
         waits = watch(runner_of(engine), *STEP)
         decode(engine, names=FEW)
         made["plain vLLM waits"] = sorted(waits)
     known = {KEYS[n] % (1 << 64): (*PROMPTS[n], *plain[n]["tokens"]) for n in CASES}
-    settings = EngineSettings(max_draft_tokens=4, budget=BudgetSettings(policy="fixed", fixed_tokens=4))
-    profile_first()
-    with RolloutEngine(target, settings, kv_cache_bytes=1 << 26, **SIZES) as engine:
+    settings = EngineSettings(**FIXED)
+    if not ON_GPU:
+        profile_first()
+    with RolloutEngine(target, settings, **memory(1 << 26), **OURS) as engine:
         runner = runner_of(engine)
         made["runner"] = [cls.__module__ for cls in type(runner).__mro__]
         made["none"] = run(engine, None)
@@ -290,7 +324,7 @@ def main(target: str, drafter: str, file: str) -> None:
         made["pushed"] = {"responses": decode(engine, names=FEW)}
     pool = KvPoolSettings(directory=f"{file}.pool", memory_bytes=1 << 24)
     settings = settings.model_copy(update={"model_drafter": drafter, "kv_pool": pool})
-    with RolloutEngine(target, settings, kv_cache_bytes=1 << 26, **SIZES) as engine:
+    with RolloutEngine(target, settings, **memory(1 << 26), **OURS) as engine:
         runner = runner_of(engine)
         made["model"] = run(engine, None, names=HALF)
         made["mixed"] = run(engine, engine.scheduler.loop.drafter, names=HALF)
@@ -307,7 +341,7 @@ def main(target: str, drafter: str, file: str) -> None:
         made["steps"] = [(point.tokens_per_request, point.step_s) for point in points]
         made["refused"] = refusals(engine)
     settings = settings.model_copy(update={"kv_pool": None, "draft_worker": True, "draft_window": 4})
-    with RolloutEngine(target, settings, kv_cache_bytes=1 << 26, **SIZES) as engine:
+    with RolloutEngine(target, settings, **memory(1 << 26), **OURS) as engine:
         for _ in range(30):  # it may still be loading its model
             if run(engine, None, names=FEW[:1])["num_model_tokens"]:
                 break
@@ -316,13 +350,18 @@ def main(target: str, drafter: str, file: str) -> None:
     os.environ |= {"PACELINE": "1", "PACELINE_SETTINGS": json.dumps({"max_draft_tokens": 4})}
     plugin.register()
     llm = LLM(
-        target, enforce_eager=True, kv_cache_memory_bytes=1 << 26, distributed_executor_backend="uni", **SIZES
+        target,
+        **{"kv_cache_memory_bytes": 1 << 26, **(memory(1 << 26) if ON_GPU else {})},
+        distributed_executor_backend="uni",
+        **SIZES,
     )
     wanted = [
         SamplingParams(**{"temperature": 1.0, **CASES[n]}, max_tokens=MAX_TOKENS, seed=KEYS[n]) for n in FEW
     ]
     outputs = llm.generate([{"prompt_token_ids": PROMPTS[n]} for n in FEW], wanted, use_tqdm=False)
     made["environment"] = {n: list(o.outputs[0].token_ids) for n, o in zip(FEW, outputs, strict=True)}
+    if ON_GPU:
+        made["compiled"] = replay_graphs(target, drafter, known)
     Path(file).write_text(json.dumps(made))
 
 

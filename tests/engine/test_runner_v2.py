@@ -1,4 +1,4 @@
-"""vLLM's model runner V2, in Triton's interpreter: the tokens are those of plain vLLM on V2 with `seed=key`.
+"""vLLM's model runner V2, on a GPU or in Triton's interpreter: the tokens are those of plain vLLM with `seed=key`.
 
 One process runs all engines (interpreted_engines.py), because Triton has to be prepared before anything imports it.
 """
@@ -15,6 +15,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+
+from paceline.engine.installed import is_cpu_build
 
 HERE = Path(__file__).parent
 INSIDE = ("suffix", "garbage", "scripted", "mixed", "model")
@@ -73,6 +75,15 @@ def test_drafts_were_verified_and_some_accepted(made: dict[str, Any]) -> None:
     assert made["mixed"]["num_model_tokens"] > 0
 
 
+@pytest.mark.skipif(is_cpu_build(), reason="compiled code and CUDA graphs want a GPU")
+@pytest.mark.parametrize("mode", ["none", "scripted", "mixed"])
+def test_replayed_graphs_make_the_same_tokens(made: dict[str, Any], mode: str) -> None:
+    """Steps with drafts replay full graphs too, where the attention backend lets them."""
+    assert tokens(made["compiled"][mode]) == tokens(made["compiled"]["plain"])
+    assert made["compiled"][mode]["graphs"]["FULL"] > 10
+    assert "NONE" not in made["compiled"][mode]["graphs"]
+
+
 @pytest.mark.parametrize("mode", MODES[1:])
 def test_log_probabilities_are_those_without_drafts(made: dict[str, Any], mode: str) -> None:
     """Bitwise, as on V1: the batch-invariance measures of the CPU hold on V2 too."""
@@ -125,7 +136,7 @@ def test_pushed_weights_take_over(made: dict[str, Any]) -> None:
 def test_what_the_doctor_asks_a_gpu_has_answers(made: dict[str, Any]) -> None:
     """The parts of `paceline doctor --gpu` that need no speed: the interpreter must pass what a GPU has to."""
     found = made["doctor"]
-    assert found["dice"]["num_rows"] == 12
+    assert found["dice"]["num_rows"] >= 12
     assert not found["dice"]["num_different"] or found["dice"]["widest_lead"] < 1e-4
     plain = found["tokens"].pop("plain")
     assert found["tokens"] == dict.fromkeys(found["tokens"], plain)
