@@ -33,7 +33,8 @@ def made(model_dir: Path, drafter_dir: Path, tmp_path_factory: pytest.TempPathFa
     file = tmp_path_factory.mktemp("v2") / "made.json"
     command = [sys.executable, HERE / "interpreted_engines.py", model_dir, drafter_dir, file]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PACELINE")}
-    environment |= {"PYTHONPATH": str(HERE.parent / "builders"), "VLLM_LOGGING_LEVEL": "WARNING"}
+    paths = [str(HERE.parent / "builders"), os.environ.get("PYTHONPATH")]
+    environment |= {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "VLLM_LOGGING_LEVEL": "WARNING"}
     done = subprocess.run(
         list(map(str, command)), env=environment, capture_output=True, text=True, timeout=1500
     )

@@ -24,6 +24,7 @@ from paceline.commands.doctor.invariance_check import (
     check_invariance,
     compare,
     make_requests,
+    small_cache,
 )
 from paceline.commands.inputs.launch import Launch, build_settings
 from paceline.commands.inputs.model_folder import load_tokenizer, read_checkpoint
@@ -120,8 +121,8 @@ def generate_ours(model: Path, requests: Sequence[RolloutRequest], dtype: str) -
 _SIZES: Mapping[str, Any] = {
     "max_model_len": MAX_LEN,
     "max_num_seqs": 16,
-    "kv_cache_bytes": 1 << 28,
     "skip_tokenizer_init": True,
+    **small_cache(),
 }
 
 

@@ -10,9 +10,10 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from paceline.commands.doctor.child import in_child
+from paceline.engine.installed import is_cpu_build
 from paceline.types import Response, RolloutRequest
 
 if TYPE_CHECKING:
@@ -26,6 +27,14 @@ MAX_LEN = 1536
 PROMPT_LENGTHS = (5, 64, 130, 1000)
 SAMPLES = 2
 MAX_TOKENS = 32
+CACHE_BYTES = 1 << 28
+
+
+def small_cache() -> dict[str, Any]:
+    """Arguments of an engine that needs little memory; on a GPU others may have the rest."""
+    if is_cpu_build():
+        return {"kv_cache_bytes": CACHE_BYTES}
+    return {"kv_cache_memory_bytes": CACHE_BYTES, "gpu_memory_utilization": 0.1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +103,7 @@ def _compare(model: Path, dtype: str, batch_invariant: bool | None, compiled: bo
         compiled=compiled,
     )
     with RolloutEngine(
-        model, settings, dtype=dtype, max_model_len=MAX_LEN, kv_cache_bytes=1 << 28, skip_tokenizer_init=True
+        model, settings, dtype=dtype, max_model_len=MAX_LEN, skip_tokenizer_init=True, **small_cache()
     ) as engine:
         from vllm import SamplingParams
 
