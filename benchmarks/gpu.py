@@ -95,7 +95,13 @@ def make_system(
     elif system.name != "plain":
         settings = EngineSettings(model_drafter=drafter if system.name == "paceline" else None, compiled=True)
     engine = RolloutEngine(
-        model, settings, dtype="bfloat16", max_model_len=2048, max_num_seqs=options["max_num_seqs"], **extra
+        model,
+        settings,
+        dtype="bfloat16",
+        max_model_len=2048,
+        max_num_seqs=options["max_num_seqs"],
+        max_num_batched_tokens=8192,
+        **extra,
     )
     return partial(roll_out, engine)
 
@@ -219,7 +225,7 @@ def main() -> None:
     warm, rest = drawn[:4], iter(drawn[4:])
     systems = [System("plain", True), System("paceline_suffix", True), System("paceline", True)]
     systems += [System(rival.name, True, rival) for rival in RIVALS if rival.name in options.rivals]
-    settings = {"kv_bytes": 5 << 30, "max_num_seqs": 128}
+    settings = {"kv_bytes": 7 << 29, "max_num_seqs": 128}
     children = {
         s.name: Child(s.name, make_system, s, str(target), str(pair.drafter), settings) for s in systems
     }

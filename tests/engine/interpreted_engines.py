@@ -13,6 +13,7 @@ import json
 import os
 import sys
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, replace
@@ -42,6 +43,7 @@ from paceline.errors import UnsupportedError
 from paceline.types import RolloutRequest
 
 MAX_TOKENS = 32
+LOADING_S = 120.0
 SIZES: dict[str, Any] = {"dtype": DTYPE, "max_model_len": 256, "max_num_seqs": 16, "enforce_eager": True}
 OURS = {name: value for name, value in SIZES.items() if name != "enforce_eager"}
 """Where settings say whether code is compiled."""
@@ -342,9 +344,9 @@ def main(target: str, drafter: str, file: str) -> None:
         made["refused"] = refusals(engine)
     settings = settings.model_copy(update={"kv_pool": None, "draft_worker": True, "draft_window": 4})
     with RolloutEngine(target, settings, **memory(1 << 26), **OURS) as engine:
-        for _ in range(30):  # it may still be loading its model
-            if run(engine, None, names=FEW[:1])["num_model_tokens"]:
-                break
+        until = time.monotonic() + LOADING_S
+        while not run(engine, None, names=FEW[:1])["num_model_tokens"] and time.monotonic() < until:
+            pass  # the worker is still loading its model
         made["worker"] = run(engine, None, names=FEW)
         made["worker and suffix"] = run(engine, engine.scheduler.loop.drafter, names=FEW)
     os.environ |= {"PACELINE": "1", "PACELINE_SETTINGS": json.dumps({"max_draft_tokens": 4})}

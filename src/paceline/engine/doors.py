@@ -564,7 +564,11 @@ DOORS: tuple[Door, ...] = (
     # -- compiled mode on the CPU
     Door("vllm.config:get_current_vllm_config", "the layers that a model has so far (attention.py)"),
     Door("vllm.config:CompilationMode", "whether code is compiled", members="NONE"),
-    Door("vllm.config.compilation:CompilationConfig", "whether code is compiled", members="mode"),
+    Door(
+        "vllm.config.compilation:CompilationConfig",
+        "whether code is compiled, and for steps of how many tokens",
+        members="mode compile_ranges_endpoints",
+    ),
     Door(
         "vllm.compilation.caching:aot_compile_hash_factors",
         "asks for the config's key, which is replaced while the model compiles",

@@ -50,6 +50,7 @@ class KeyedRunnerV2:
         self.nan_blocks = NanBlocks([], 1, [])  # a GPU's memory is profiled before there is a KV cache
         if isinstance(self.speculator, DraftModelSpeculator):
             self.speculator = couple(self.speculator, self.req_states)
+            _compile_for_draft_slots(self)
         else:
             self.speculator = NoSpeculator(self.req_states.draft_tokens)
         self.drafter = self.speculator
@@ -134,6 +135,15 @@ class KeyedRunnerV2:
 
     def take_draft_token_ids(self: Any) -> FreshDrafts | None:
         return self.speculator.take(self)  # type: ignore[no-any-return]
+
+
+def _compile_for_draft_slots(runner: Any) -> None:
+    """Let compiled code take the steps of a draft model, which reads a token more of each request than the target.
+
+    vLLM compiles for steps of up to `max_num_batched_tokens`, and its own draft model fails in one with more.
+    """
+    if ends := runner.vllm_config.compilation_config.compile_ranges_endpoints:
+        ends[-1] = max(ends[-1], runner.max_num_tokens + runner.max_num_reqs)
 
 
 def _extra_args(request: Any) -> dict[str, Any]:
