@@ -127,7 +127,7 @@ def roll_out(engine: Any, work: Work) -> Rollout:
     num_steps = 0
     start = time.perf_counter()
     for index, request in enumerate(requests):
-        seed = request.key if seeded else None
+        seed = (request.key + (1 << 63)) % (1 << 64) - (1 << 63) if seeded else None  # vLLM's have a sign
         engine.submit(
             index, request, SamplingParams(temperature=1.0, ignore_eos=work.lengths is not None, seed=seed)
         )

@@ -6,6 +6,7 @@ Nothing is captured here: the list is made when an engine starts, before any cap
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -18,9 +19,10 @@ from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.worker.gpu import cudagraph_utils
 
 from paceline.config import BudgetSettings
-from paceline.engine.v2.runner import KeyedRunnerV2
+from paceline.engine.v2.runner import KeyedRunnerV2, compile_for_draft_slots
 from paceline.planning.captures import GRAPH_BYTES, GRAPHS_PER_SIZE, captures_for
 
+ASSETS = Path(__file__).parents[2] / "assets"
 MAX_DRAFTS = 32
 RAGGED = {
     "num_reqs": 5,
@@ -106,6 +108,42 @@ def test_ragged_steps_run_in_full_graphs_where_the_attention_replays_them(runner
     assert (graph.cg_mode, graph.num_tokens) == (CUDAGraphMode.FULL, 40)
     with_prefill = manager.dispatch(**{**RAGGED, "max_query_len": None})
     assert (with_prefill.cg_mode, with_prefill.num_tokens) == (CUDAGraphMode.PIECEWISE, 40)
+
+
+def test_a_ragged_graph_is_replayed_with_metadata_for_its_longest_query() -> None:
+    """On an H100 a step without drafts went wrong with metadata for its own longest query, of one token."""
+
+    class TheirRunner:
+        def prepare_inputs(self, scheduled: Any, batch: Any, graph: Any, loras: int) -> Any:
+            return SimpleNamespace(max_query_len=None)  # vLLM takes the step's
+
+    runner: Any = type("OurRunner", (KeyedRunnerV2, TheirRunner), {})()
+    scheduled = SimpleNamespace(scheduled_spec_decode_tokens={})
+    for longest in (33, None):
+        made = runner.prepare_inputs(scheduled, None, SimpleNamespace(max_query_len=longest), 0)
+        assert made.max_query_len == longest
+
+
+def test_compiled_code_takes_a_draft_models_steps() -> None:
+    """Loading the draft model computes the configuration that it shares with the target anew."""
+    from vllm.config import replace
+    from vllm.engine.arg_utils import EngineArgs
+
+    drafter = {
+        "method": "draft_model",
+        "model": str(ASSETS / "countdown-drafter"),
+        "num_speculative_tokens": 4,
+    }
+    config = EngineArgs(
+        str(ASSETS / "countdown-policy"), max_num_seqs=64, max_model_len=512, speculative_config=drafter
+    ).create_engine_config()
+    most = config.scheduler_config.max_num_batched_tokens + 64
+    compile_for_draft_slots(config.compilation_config, most)
+    drafts = replace(config, model_config=config.speculative_config.draft_model_config)
+    assert config.compilation_config.get_compile_ranges()[-1].end < most, "vLLM keeps what was set before"
+    compile_for_draft_slots(config.compilation_config, most)
+    for one in (config, drafts):
+        assert one.compilation_config.get_compile_ranges()[-1].end == most
 
 
 def test_other_attention_keeps_vllms_graphs(runner_of: ListGraphs, caplog: pytest.LogCaptureFixture) -> None:

@@ -89,6 +89,22 @@ def cache_arguments() -> dict[str, Any]:
     return {"block_size": BLOCK_TOKENS} if is_cpu() else {}
 
 
+INVARIANT_BACKEND = "TRITON_ATTN"
+ATTENTION_ARGUMENTS = ("attention_backend", "attention_config")
+"""What says how attention is computed: if users give one of them, they have chosen."""
+
+
+def attention_arguments() -> dict[str, Any]:
+    """Arguments of vLLM's engine for bits that do not depend on the step, where the user asks for them and gives none.
+
+    FlashAttention 3, vLLM's choice on an H100 with VLLM_BATCH_INVARIANT=1 too, gives other bits to a token that is read
+    with a prompt than to one that was generated (docs/gpu.md), so that a response that was cut may part at a near-tie.
+    """
+    from paceline.engine.compat import is_batch_invariant_gpu
+
+    return {"attention_backend": INVARIANT_BACKEND} if is_batch_invariant_gpu() else {}
+
+
 GRAPH_ARGUMENTS = ("cudagraph_capture_sizes", "max_cudagraph_capture_size", "compilation_config")
 """What says which CUDA graphs are captured: if users give one of them, they have chosen."""
 

@@ -148,6 +148,13 @@ def uses_v2() -> bool:
     return bool(HAS_TRITON if wanted is None else wanted)
 
 
+def is_batch_invariant_gpu() -> bool:
+    """Whether vLLM's batch-invariant kernels are asked for, which it has on GPUs."""
+    import vllm.envs
+
+    return bool(vllm.envs.VLLM_BATCH_INVARIANT) and not is_cpu()
+
+
 def allow_exact_options() -> None:
     """Let requests to Paceline's engines use min-p and logit bias, which vLLM refuses under speculation.
 

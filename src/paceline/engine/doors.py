@@ -354,8 +354,8 @@ DOORS: tuple[Door, ...] = (
         "KeyedRunnerV2 (v2/): verification, and drafts where V2 reads them",
         overrides="load_model initialize_kv_cache cudagraph_manager add_requests execute_model prepare_inputs "
         "sample sample_tokens take_draft_token_ids speculator rejection_sampler",
-        members="get_model model req_states sampler speculative_config vllm_config device max_num_reqs attn_groups "
-        "model_state fast_prefill kv_caches",
+        members="get_model model req_states sampler speculative_config vllm_config device max_num_reqs max_num_tokens "
+        "attn_groups model_state fast_prefill kv_caches",
     ),
     Door(
         f"{RUNNER_V2}.initialize_kv_cache",
@@ -536,8 +536,8 @@ DOORS: tuple[Door, ...] = (
     ),
     Door(
         "vllm.envs",
-        "keeps the kernel from splitting contexts over threads; which model runner is wanted",
-        mentions=("VLLM_CPU_ATTN_SPLIT_KV", "VLLM_USE_V2_MODEL_RUNNER"),
+        "keeps the kernel from splitting contexts over threads; which model runner and which kernels are wanted",
+        mentions=("VLLM_CPU_ATTN_SPLIT_KV", "VLLM_USE_V2_MODEL_RUNNER", "VLLM_BATCH_INVARIANT"),
     ),
     Door(
         "vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm",
@@ -643,7 +643,7 @@ DOORS: tuple[Door, ...] = (
         overrides="create_engine_config",
         members="scheduler_cls worker_cls speculative_config additional_config async_scheduling enforce_eager "
         "logprobs_mode kv_cache_memory_bytes kv_transfer_config max_num_seqs block_size cudagraph_capture_sizes "
-        "max_cudagraph_capture_size compilation_config",
+        "max_cudagraph_capture_size compilation_config attention_backend attention_config",
     ),
     Door(
         CONFIG,

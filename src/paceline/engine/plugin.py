@@ -25,6 +25,7 @@ SETTINGS = "PACELINE_SETTINGS"
 _WHY = {
     "async_scheduling": "drafts are made from the tokens of the step before, which overlapping steps do not have yet",
     "enforce_eager": "EngineSettings.compiled decides",
+    "attention_backend": "with VLLM_BATCH_INVARIANT=1 its bits are those of the responses that were not cut",
 }
 """Engine arguments that are changed, and why."""
 _PRESERVED = "sleep_preserve_parameter_names"
@@ -90,7 +91,13 @@ def switch_on(engine_args: Any) -> None:
 
     Raises UnsupportedError when the engine already has a speculative method or classes of another plug-in.
     """
-    from paceline.engine.arguments import SCHEDULER, cache_arguments, engine_arguments, graph_arguments
+    from paceline.engine.arguments import (
+        SCHEDULER,
+        attention_arguments,
+        cache_arguments,
+        engine_arguments,
+        graph_arguments,
+    )
 
     if engine_args.scheduler_cls == SCHEDULER:
         return
@@ -121,6 +128,8 @@ def switch_on(engine_args: Any) -> None:
     }
     if engine_args.block_size is None:
         arguments |= cache_arguments()
+    if engine_args.attention_backend is None and engine_args.attention_config.backend is None:
+        arguments |= attention_arguments()
     if not _chooses_graphs(engine_args):
         arguments |= graph_arguments(settings, engine_args.max_num_seqs)
     if _PRESERVED in arguments:

@@ -50,7 +50,6 @@ class KeyedRunnerV2:
         self.nan_blocks = NanBlocks([], 1, [])  # a GPU's memory is profiled before there is a KV cache
         if isinstance(self.speculator, DraftModelSpeculator):
             self.speculator = couple(self.speculator, self.req_states)
-            _compile_for_draft_slots(self)
         else:
             self.speculator = NoSpeculator(self.req_states.draft_tokens)
         self.drafter = self.speculator
@@ -64,6 +63,10 @@ class KeyedRunnerV2:
         self.sampler.__class__ = type("PacelineSampler", (CheckedSampler, self.sampler.__class__), {})
         self.sampler.missing = []
         self.rejection_sampler = ExactVerifier(self.sampler, self.speculative_config, self.device)
+        if isinstance(self.speculator, DraftModelSpeculator):
+            compile_for_draft_slots(
+                self.vllm_config.compilation_config, self.max_num_tokens + self.max_num_reqs
+            )
         self.seal_model()
 
     def initialize_kv_cache(self: Any, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
@@ -115,9 +118,17 @@ class KeyedRunnerV2:
             return check(output, self.missing, self.drafted)
         return output
 
-    def prepare_inputs(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+    def prepare_inputs(
+        self: Any, scheduler_output: Any, batch: Any, graph: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """vLLM's own. A graph of ragged steps is replayed with attention metadata for its longest query, not for the
+        step's: FlashAttention's plan of a step without drafts, queries of one token, is none for that graph.
+        """
         self.put_drafts(scheduler_output.scheduled_spec_decode_tokens)
-        return super().prepare_inputs(scheduler_output, *args, **kwargs)  # type: ignore[misc]
+        made = super().prepare_inputs(scheduler_output, batch, graph, *args, **kwargs)  # type: ignore[misc]
+        if graph.max_query_len is not None:
+            made.max_query_len = graph.max_query_len
+        return made
 
     def put_drafts(self: Any, drafts: dict[str, list[int]]) -> None:
         """Scatter the step's draft tokens, by request, to where V2 reads them."""
@@ -137,13 +148,16 @@ class KeyedRunnerV2:
         return self.speculator.take(self)  # type: ignore[no-any-return]
 
 
-def _compile_for_draft_slots(runner: Any) -> None:
-    """Let compiled code take the steps of a draft model, which reads a token more of each request than the target.
+def compile_for_draft_slots(config: Any, num_tokens: int) -> None:
+    """Let compiled code take steps of `num_tokens`: a draft model reads a token more of each request than the target.
 
-    vLLM compiles for steps of up to `max_num_batched_tokens`, and its own draft model fails in one with more.
+    vLLM compiles for `max_num_batched_tokens`, and its own draft model fails in a step that exceeds them.
+
+    config: vLLM's CompilationConfig, which target and draft model share; after both have been loaded, as loading the
+    draft model computes it anew, and before either is compiled.
     """
-    if ends := runner.vllm_config.compilation_config.compile_ranges_endpoints:
-        ends[-1] = max(ends[-1], runner.max_num_tokens + runner.max_num_reqs)
+    if ends := config.compile_ranges_endpoints:
+        ends[-1] = max(ends[-1], num_tokens)
 
 
 def _extra_args(request: Any) -> dict[str, Any]:
