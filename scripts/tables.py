@@ -406,6 +406,20 @@ RECORDED = {
     "thinking_deepseek_r1_glm:24": "thinking, 24 groups",
     "aiw_qwen_distill_14b:6:16": "logic puzzles, 6 groups of 16",
 }
+
+
+def list_gpu(rows: Rows) -> str:
+    """The first rollouts on a GPU."""
+    lines = []
+    for row in rows("gpu"):
+        if row["system"] != "plain":
+            tokens = f"{row['tokens_per_step']:.1f}"
+            lines.append((row["case"], row["system"], f"{row['ratio']:.2f}", tokens, row.get("equal", "")))
+    return format_table(
+        ("case", "system", "over plain vLLM", "tokens a step", "tokens equal to plain vLLM's"), lines
+    )
+
+
 TABLES: dict[str, Callable[[Rows], str]] = {
     "speed": list_speed,
     "speed_intel": list_intel_speed,
@@ -429,4 +443,5 @@ TABLES: dict[str, Callable[[Rows], str]] = {
     "driver_load": list_driver_load,
     "decisions": list_decisions,
     "exactness.control": tell_control,
+    "gpu": list_gpu,
 }
