@@ -439,8 +439,8 @@ class FleetSettings(Section):
     variant: Variant | None = None
     """Order of responses, planning/dispatch.py. even: who has the fewest tokens, those expected to become long ahead;
     context: Seer's; no-context: divided, in order of submission; oracle: by true lengths, which must be given; sticky:
-    a response stays on one worker; group: a group stays on one worker, undivided. Unset: sticky on CPUs without a KV
-    pool, where a response that moves is prefilled as slowly as it was generated; else even."""
+    a response stays on one worker; group: a group stays on one worker, undivided. Unset: even with a KV
+    pool; without one, where a response that moves is read again, sticky."""
     chunk_tokens: int = Field(default=8192, ge=1)
     """Longest chunk; after it a response may go on elsewhere."""
     guard_interval: int = Field(default=16, ge=0)

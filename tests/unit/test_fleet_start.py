@@ -85,20 +85,18 @@ def test_lengths_that_do_not_fit_leave_the_fleet_free(variant: str, lengths: tup
 
 
 @pytest.mark.parametrize(
-    ("chosen", "pool", "obstacle", "is_cpu", "variant"),
+    ("chosen", "pool", "obstacle", "variant"),
     [
-        (None, KvPoolSettings(directory="/dev/shm/x"), None, True, "even"),
-        (None, KvPoolSettings(directory="/dev/shm/x"), "sliding windows", True, "sticky"),
-        (None, None, None, True, "sticky"),
-        (None, None, None, False, "even"),
-        ("context", None, None, True, "context"),
+        (None, KvPoolSettings(directory="/dev/shm/x"), None, "even"),
+        (None, KvPoolSettings(directory="/dev/shm/x"), "sliding windows", "sticky"),
+        (None, None, None, "sticky"),
+        ("context", None, None, "context"),
     ],
 )
-def test_responses_move_by_default_where_that_is_cheap(
+def test_responses_move_by_default_where_their_keys_and_values_do(
     chosen: Variant | None,
     pool: KvPoolSettings | None,
     obstacle: str | None,
-    is_cpu: bool,
     variant: Variant,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -106,7 +104,6 @@ def test_responses_move_by_default_where_that_is_cheap(
     made.use_variant(chosen)
     made.engine_settings = EngineSettings(kv_pool=pool)
     made._actors = SimpleNamespace(vocab_size=50, kv_pool_obstacle=obstacle)  # type: ignore[assignment]
-    monkeypatch.setattr(fleet, "is_cpu_build", lambda: is_cpu)
     told: list[Any] = []
     monkeypatch.setattr(made, "_tell", told.append)
     made.submit([RolloutRequest((1, 2), 10)], SimpleNamespace(**PLAIN))  # type: ignore[arg-type]

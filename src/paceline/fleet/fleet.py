@@ -49,7 +49,6 @@ from paceline.control.events import (
 )
 from paceline.dice import derive_key
 from paceline.drafting.drafter import is_draft_head
-from paceline.engine.installed import is_cpu_build
 from paceline.engine.keys import prompt_group
 from paceline.engine.rollout_engine import check_checkpoint, check_params
 from paceline.errors import ConfigError, EngineError, RequestError, UnsupportedError
@@ -544,11 +543,11 @@ class Fleet:
         self._variant = variant
 
     def _default_variant(self) -> Variant:
-        """Without a KV pool a response that moves is prefilled again. On a CPU that takes as long as to generate it, so
-        there it does not move.
+        """Without a KV pool a response that moves is read again: a CPU takes as long for that as to generate it, and on a
+        GPU it may have other bits then. So it does not move.
         """
         has_pool = self.engine_settings.kv_pool is not None and self.kv_pool_obstacle is None
-        return "even" if has_pool or not is_cpu_build() else "sticky"
+        return "even" if has_pool else "sticky"
 
     @property
     def vllm_engine(self) -> Any:

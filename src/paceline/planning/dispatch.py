@@ -22,7 +22,7 @@ those of groups that look longer a quarter of the difference ahead: the last one
 there are enough to fill the workers, however wrong the estimates are. Nobody but the probes, which run to their end,
 keeps others waiting: whoever runs sinks. It wants room in the KV pool for every response, and moves more chunks.
 
-`sticky`, the default on CPUs without a KV pool, is Seer's order for responses that have not begun; those that have go
+`sticky`, the default without a KV pool, is Seer's order for responses that have not begun; those that have go
 on first, where they are (docs/decisions/0015).
 
 Differs: (1) the paper's guard against wrong estimates draws from the groups that ran least "at random"; here every

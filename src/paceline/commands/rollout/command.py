@@ -137,7 +137,7 @@ def rollout(
         typer.Option(
             help="Which responses run first and where: even (the fewest tokens), context (Seer), no-context (in "
             "order), sticky (a response stays on one worker), group (a group stays on one worker).",
-            show_default="even; sticky on CPUs without a KV pool",
+            show_default="even; sticky without a KV pool",
             rich_help_panel="Fleet",
         ),
     ] = None,
