@@ -36,6 +36,7 @@ from paceline.config import BudgetSettings, EngineSettings, KvPoolSettings
 from paceline.engine import plugin
 from paceline.engine.profiling import Shape, measure_steps
 from paceline.engine.rollout_engine import RolloutEngine
+from paceline.engine.v2.ahead import NOTHING, continue_drafts
 from paceline.engine.v2.checks import throw_dice, time_verifying
 from paceline.engine.v2.runner import KeyedRunnerV2
 from paceline.engine.v2.sampler import accept
@@ -215,11 +216,47 @@ def accept_at_random() -> list[Any]:
     return cases
 
 
+def continue_at_random() -> list[Any]:
+    """(what `continue_drafts` writes, what it should) of drafts that go on behind what was decided, or do not."""
+    random = np.random.default_rng(5)
+    cases = []
+    for _ in range(20):
+        count, rows = 4, random.permutation(6)[:4]
+        known, lengths = random.integers(0, 3, (6, 30)), random.integers(8, 30, 6)
+        starts = lengths[rows] - random.integers(0, 5, count)
+        num_tokens = random.integers(0, 8, count)
+        tokens = random.integers(0, 3, (count, 8))
+        for i, (row, start) in enumerate(zip(rows.tolist(), starts.tolist(), strict=True)):
+            if random.random() < 0.6:
+                tokens[i, : lengths[row] - start] = known[row, start : lengths[row]]
+        target = np.full((6, 3), 7)
+        expected = target.copy()
+        for i, (row, start) in enumerate(zip(rows.tolist(), starts.tolist(), strict=True)):
+            decided, draft = known[row, start : lengths[row]].tolist(), tokens[i, : num_tokens[i]].tolist()
+            rest = draft[len(decided) :][:3] if draft[: len(decided)] == decided else []
+            expected[row] = [*rest, *[NOTHING] * (3 - len(rest))]
+        on_device = [
+            torch.tensor(x, dtype=dtype, device=DEVICE)
+            for x, dtype in (
+                (target, torch.int64),
+                (tokens, torch.int32),
+                (rows, torch.int64),
+                (starts, torch.int64),
+                (num_tokens, torch.int64),
+                (known, torch.int32),
+                (lengths, torch.int32),
+            )
+        ]
+        continue_drafts(*on_device)
+        cases.append((on_device[0].tolist(), expected.tolist()))
+    return cases
+
+
 POISON = VOCAB - 1
 """A token whose embedding is NaN in the model of `fail`."""
 
 
-def fail() -> dict[str, Any]:
+def fail(**overlap: bool) -> dict[str, Any]:
     """Responses beside some that have no next token, with drafts that make the model give NaN and without."""
     folder = make_model(Path(tempfile.mkdtemp()), tie=False)
     file = folder / "model.safetensors"
@@ -231,7 +268,7 @@ def fail() -> dict[str, Any]:
     good = [RolloutRequest((1, 5, 9 + i), 20, key=100 + i) for i in range(3)]
     settings = EngineSettings(**FIXED)
     found: dict[str, Any] = {}
-    with RolloutEngine(folder, settings, **memory(1 << 20), **OURS) as engine:
+    with RolloutEngine(folder, settings, **overlap, **memory(1 << 20), **OURS) as engine:
         known: dict[int, tuple[int, ...]] = {}
         for name in ("alone", "without drafts", "with drafts"):
             engine.reset_prefix_cache()
@@ -298,7 +335,12 @@ def examine() -> dict[str, Any]:
 
 
 def main(target: str, drafter: str, file: str) -> None:
-    made: dict[str, Any] = {"accept": accept_at_random(), "fail": fail(), "doctor": examine()}
+    made: dict[str, Any] = {
+        "accept": accept_at_random(),
+        "continue": continue_at_random(),
+        "doctor": examine(),
+    }
+    made |= {"fail": fail(), "overlapped fail": fail(async_scheduling=True)}
     with RolloutEngine(target, None, **memory(1 << 26), **SIZES) as engine:
         plain = decode(engine)
     made["plain"] = {"responses": plain}
@@ -324,6 +366,13 @@ def main(target: str, drafter: str, file: str) -> None:
         made["resumed"] = {"cut": cut, **run(engine, ScriptedDrafter(known, 0.8, VOCAB, 4), cut)}
         engine.push_weights(load_file(Path(drafter) / "model.safetensors").items())
         made["pushed"] = {"responses": decode(engine, names=FEW)}
+    with RolloutEngine(target, settings, async_scheduling=True, **memory(1 << 26), **OURS) as engine:
+        made["overlap"] = [cls.__module__ for cls in type(engine.scheduler).__mro__]
+        made["overlapped"] = run(engine, None)
+        made["overlapped suffix"] = run(engine, engine.scheduler.loop.drafter)
+        made["overlapped garbage"] = run(engine, ScriptedDrafter(known, 0.0, VOCAB, 9))
+        made["overlapped scripted"] = run(engine, ScriptedDrafter(known, 0.9, VOCAB, 9))
+        made["overlapped resumed"] = {"cut": cut, **run(engine, ScriptedDrafter(known, 0.9, VOCAB, 9), cut)}
     pool = KvPoolSettings(directory=f"{file}.pool", memory_bytes=1 << 24)
     settings = settings.model_copy(update={"model_drafter": drafter, "kv_pool": pool})
     with RolloutEngine(target, settings, **memory(1 << 26), **OURS) as engine:

@@ -20,7 +20,8 @@ from paceline.engine.installed import is_cpu_build
 
 HERE = Path(__file__).parent
 INSIDE = ("suffix", "garbage", "scripted", "mixed", "model")
-MODES = ("none", *INSIDE, "sample", "watched", "worker", "worker and suffix")
+OVERLAPPED = ("overlapped", "overlapped suffix", "overlapped garbage", "overlapped scripted")
+MODES = ("none", *INSIDE, "sample", "watched", "worker", "worker and suffix", *OVERLAPPED)
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed"),
@@ -59,7 +60,7 @@ def test_tokens_are_plain_vllms(made: dict[str, Any], mode: str) -> None:
 
 
 def test_enough_was_compared(made: dict[str, Any]) -> None:
-    runs = (*MODES, "resumed", "moved", "pushed")
+    runs = (*MODES, "resumed", "overlapped resumed", "moved", "pushed")
     assert sum(len(given) for run in runs for given in tokens(made[run]).values()) > 2000
     plain = tokens(made["plain"])
     assert len(set(map(tuple, plain.values()))) == len(plain)
@@ -74,6 +75,17 @@ def test_drafts_were_verified_and_some_accepted(made: dict[str, Any]) -> None:
     assert accepted["scripted"] > 0.4 * drafted["scripted"]
     assert accepted["model"] > 0.4 * drafted["model"], "the draft model does not throw the target's dice"
     assert made["mixed"]["num_model_tokens"] > 0
+
+
+def test_steps_overlap_where_it_is_asked_for(made: dict[str, Any]) -> None:
+    """Drafts that were made through a step under way are verified, and accepted where they go on behind it."""
+    assert "paceline.engine.async_scheduler" in made["overlap"]
+    drafted = {mode: made[mode]["num_draft_tokens"] for mode in OVERLAPPED}
+    accepted = {mode: made[mode]["num_accepted_tokens"] for mode in OVERLAPPED}
+    assert drafted["overlapped"] == 0
+    assert all(drafted[mode] > 50 for mode in OVERLAPPED[1:]), drafted
+    assert accepted["overlapped garbage"] < 0.1 * drafted["overlapped garbage"]
+    assert accepted["overlapped scripted"] > 0.3 * drafted["overlapped scripted"]
 
 
 @pytest.mark.skipif(is_cpu_build(), reason="compiled code and CUDA graphs want a GPU")
@@ -102,10 +114,11 @@ def test_log_probabilities_are_plain_vllms(made: dict[str, Any]) -> None:
         )
 
 
-def test_a_resumed_response_goes_on_as_if_it_had_not_stopped(made: dict[str, Any]) -> None:
+@pytest.mark.parametrize("mode", ["resumed", "overlapped resumed"])
+def test_a_resumed_response_goes_on_as_if_it_had_not_stopped(made: dict[str, Any], mode: str) -> None:
     """With penalties, bad words and min tokens counting what was generated before the cut."""
-    cut = made["resumed"]["cut"]
-    whole = {name: cut[name] + rest for name, rest in tokens(made["resumed"]).items()}
+    cut = made[mode]["cut"]
+    whole = {name: cut[name] + rest for name, rest in tokens(made[mode]).items()}
     unfinished = {name: given for name, given in tokens(made["plain"]).items() if len(given) > len(cut[name])}
     assert len(unfinished) > 10
     assert {name: whole[name] for name in unfinished} == unfinished
@@ -168,21 +181,23 @@ def test_a_sample_is_drafted_for_alone(made: dict[str, Any]) -> None:
     assert sample["num_accepted_tokens"] > 0.4 * sample["num_draft_tokens"]
 
 
-def test_prefixes_are_accepted(made: dict[str, Any]) -> None:
-    for got, expected in made["accept"]:
+@pytest.mark.parametrize("kernel", ["accept", "continue"])
+def test_kernels_do_what_a_loop_does(made: dict[str, Any], kernel: str) -> None:
+    for got, expected in made[kernel]:
         assert got == expected
 
 
+@pytest.mark.parametrize("engine", ["fail", "overlapped fail"])
 @pytest.mark.parametrize("mode", ["without drafts", "with drafts"])
-def test_responses_without_a_next_token_end_alone(made: dict[str, Any], mode: str) -> None:
+def test_responses_without_a_next_token_end_alone(made: dict[str, Any], mode: str, engine: str) -> None:
     """Two that have none, of NaN and of options; drafts of which the model gives NaN change and end nothing."""
-    ended, alone = made["fail"][mode], made["fail"]["alone"]
+    ended, alone = made[engine][mode], made[engine]["alone"]
     for index in ("8", "9"):
         assert ended[index]["tokens"] == []
         assert "the model gave NaN for its next token, or its sampling options" in ended[index]["failure"]
     assert {index: ended[index] for index in alone} == alone
-    assert made["fail"]["accepted"] > 10
-    assert made["fail"]["preemptions"] > 5, "no step was withdrawn"
+    assert made[engine]["accepted"] > 10
+    assert made[engine]["preemptions"] > 5, "no step was withdrawn"
 
 
 def test_the_environment_alone_stays_on_v2_and_says_what_it_changes(made: dict[str, Any]) -> None:

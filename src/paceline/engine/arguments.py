@@ -123,6 +123,17 @@ def graph_arguments(settings: EngineSettings, max_num_seqs: int | None) -> dict[
     return {"cudagraph_capture_sizes": list(sizes)}
 
 
+def overlap_obstacle(settings: EngineSettings, is_v2: bool) -> str | None:
+    """Why steps cannot overlap (vLLM's async scheduling); None if they can."""
+    if not is_v2:
+        return "on model runner V1 drafts are made from the tokens of the step before"
+    if settings.model_drafter is not None or settings.draft_help or settings.adopt_leads:
+        return "model drafters, draft workers and racers draft behind tokens that are known"
+    if settings.kv_pool is not None:
+        return "the KV pool saves what has been computed, and a step under way may be taken back"
+    return None
+
+
 def check_vllm_arguments(names: Iterable[str], shown: str) -> None:
     """Raise ConfigError for a name that vLLM's EngineArgs lack, or that Paceline's settings have under another one.
 
@@ -165,8 +176,11 @@ def check_engine(vllm_config: Any) -> None:
     """Raise UnsupportedError for an engine mode in which sampling by key cannot work. Before the model is loaded."""
     from paceline.engine.compat import is_cpu
 
+    obstacle = overlap_obstacle(read_settings(vllm_config), vllm_config.use_v2_model_runner)
     remedies = {
-        "async_scheduling=False": vllm_config.scheduler_config.async_scheduling,
+        f"async_scheduling=False ({obstacle})": bool(
+            vllm_config.scheduler_config.async_scheduling and obstacle
+        ),
         "pipeline_parallel_size=1": vllm_config.parallel_config.pipeline_parallel_size > 1,
         "enable_prompt_embeds=False": vllm_config.model_config.enable_prompt_embeds,
         "distributed_executor_backend='mp' (with external_launcher each rank schedules by its own clock)": (

@@ -24,6 +24,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
 from vllm.sampling_params import SamplingParams  # noqa: E402
 from vllm.utils.torch_utils import PIN_MEMORY  # noqa: E402
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler  # noqa: E402
 from vllm.v1.core.sched.output import SchedulerOutput  # noqa: E402
 from vllm.v1.core.sched.request_queue import PriorityRequestQueue  # noqa: E402
 from vllm.v1.core.sched.scheduler import Scheduler  # noqa: E402
@@ -45,6 +46,7 @@ from vllm.v1.spec_decode.metadata import SpecDecodeMetadata  # noqa: E402
 
 __all__ = [
     "BUILTIN_LOGITS_PROCESSORS",
+    "AsyncScheduler",
     "DraftTokenIds",
     "EngineCoreOutputs",
     "FullAttentionSpec",

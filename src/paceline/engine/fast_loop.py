@@ -92,6 +92,8 @@ class Proposal:
     alternatives: Alternatives | None
     """Further paths of some requests; None when one path each is best."""
     responses: Int64Array  # [num_requests]
+    expected_accepted: float = 0.0
+    """Of the tokens to verify."""
 
 
 @dataclass(slots=True)
@@ -414,6 +416,7 @@ class FastLoop:
         max_alternatives: int = 0,
         weight: Float64Array | None = None,
         left: Int64Array | None = None,
+        ahead: Int32Array | None = None,
     ) -> Proposal:
         """Draft for every request of `query` and let the budget cut.
 
@@ -424,6 +427,8 @@ class FastLoop:
             max_alternatives: draft paths beyond one per request that the step has room for.
             weight: what a token of each request counts (`budget.fair_weights`). [num_requests]
             left: tokens to each request's limit; None: not known. [num_requests]
+            ahead: first tokens of each request's draft that a step under way decides: they are drafted to get behind
+                them, and the budget counts from there. None: no step is under way. [num_requests] int32
         """
         self._flush()
         num_context_tokens = int(query.positions.sum())
@@ -435,10 +440,10 @@ class FastLoop:
         is_resting = self.watch.is_used and not self._is_helped and not self._has_others(query)
         self._free_calibration = self.free.alone if is_resting else self.free.calibration
         drafter_query = replace(query, responses=self._drafter_numbers(query.responses))
-        free = self._draft_free(query, drafter_query, num_other_tokens, weight)
+        free = self._draft_free(query, drafter_query, num_other_tokens, weight, ahead)
         model, model_paths = self._match_model(query)
         batch = self._meet(query, (free, model), may_wait=num_other_tokens == 0)
-        snapshot = self._snapshot(batch.path_probability, num_other_tokens, weight)
+        snapshot = self._snapshot(_behind(batch.path_probability, ahead), num_other_tokens, weight)
         lengths = budget.decide(snapshot, self._now, self._settings.budget)
         self._expected = budget.expected_accepted(snapshot, lengths)
         self._num_drafted = int(lengths.sum())
@@ -473,7 +478,7 @@ class FastLoop:
             )
         if alternatives is not None:
             self._expected += alternatives.expected_accepted * self._paths.worth
-        return Proposal(batch, lengths, (free, model), alternatives, query.responses)
+        return Proposal(batch, lengths, (free, model), alternatives, query.responses, self._expected)
 
     def _steps_of(self, num_tokens: NDArray[np.integer] | int | None) -> float:
         """Steps to the limit or likely end of responses with so much room, in the mean; None: with any room."""
@@ -517,13 +522,14 @@ class FastLoop:
         drafter_query: DraftQuery,
         num_other_tokens: int,
         weight: Float64Array | None,
+        ahead: Int32Array | None,
     ) -> DraftBatch | None:
         """drafter_query: the same by the drafter's own numbers of the responses."""
         if self.drafter is None:
             return None
         if self._sharing is not None:
             self._sharing.take_over(self.drafter)
-        if not self._may_pay(query, num_other_tokens, weight):
+        if not self._may_pay(query, num_other_tokens, weight, ahead):
             return None
         return self.drafter.draft(
             drafter_query,
@@ -533,7 +539,13 @@ class FastLoop:
             floor=self._settings.draft_floor,
         )
 
-    def _may_pay(self, query: DraftQuery, num_other_tokens: int, weight: Float64Array | None) -> bool:
+    def _may_pay(
+        self,
+        query: DraftQuery,
+        num_other_tokens: int,
+        weight: Float64Array | None,
+        ahead: Int32Array | None,
+    ) -> bool:
         """Whether drafting model-free could be worth its time: not if the best cell's tokens, all along, are too dear.
 
         Asked after steps that verified nothing. Drafts that meet others are always made.
@@ -543,7 +555,7 @@ class FastLoop:
         longest = int(query.max_tokens.max(initial=0))
         path = np.cumprod(np.full(longest, self._free_calibration.max(), np.float32))
         ceiling = np.where(np.arange(longest) < query.max_tokens[:, None], path, np.float32(0.0))
-        snapshot = self._snapshot(ceiling, num_other_tokens, weight)
+        snapshot = self._snapshot(_behind(ceiling, ahead), num_other_tokens, weight)
         return budget.may_pay(snapshot, self._now, self._settings.budget)
 
     def _has_others(self, query: DraftQuery) -> bool:
@@ -645,9 +657,12 @@ class FastLoop:
 
         Args:
             proposal: what `propose` returned for the step; its alternatives, as far as they were verified.
-            verified: draft tokens of each request that the target really saw. [num_requests] int32
-            decided: the target's tokens of each request, -1 behind them. [num_requests, most] int32
+            verified: draft tokens of each request that the target really saw, those `ahead` included. [num_requests]
+                int32
+            decided: the target's tokens of each request from where its draft begins, -1 behind them. [num_requests,
+                most] int32
         """
+        self._expected = proposal.expected_accepted
         first, num_decided = decided[:, 0], (decided >= 0).sum(axis=1)
         known = first >= 0
         accepted = leading_matches(proposal.batch.tokens, verified, decided)
@@ -841,6 +856,16 @@ def leading_matches(tokens: Int32Array, lengths: Int32Array, decided: Int32Array
     same = (tokens[:, :width] == decided[:, :width]) & (np.arange(width) < lengths[:, None])
     matches: Int32Array = np.logical_and.accumulate(same, axis=1).sum(axis=1, dtype=np.int32)
     return matches
+
+
+def _behind(path_probability: Float32Array, ahead: Int32Array | None) -> Float32Array:
+    """Path probabilities from behind the first `ahead` tokens of each draft on, 0 beyond them. [num_drafts, any]"""
+    if ahead is None:
+        return path_probability
+    width = path_probability.shape[1]
+    columns = ahead[:, None] + np.arange(max(width - int(ahead.min(initial=width)), 1))
+    there = np.take_along_axis(path_probability, np.minimum(columns, width - 1), axis=1)
+    return np.where(columns < width, there, np.float32(0.0))
 
 
 def _equal(tokens: Int32Array, decided: Int32Array) -> NDArray[np.bool_]:

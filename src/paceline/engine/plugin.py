@@ -23,7 +23,7 @@ from paceline.errors import ConfigError, InstallError, UnsupportedError
 SWITCH = "PACELINE"
 SETTINGS = "PACELINE_SETTINGS"
 _WHY = {
-    "async_scheduling": "drafts are made from the tokens of the step before, which overlapping steps do not have yet",
+    "async_scheduling": "overlapping steps are new here: say async_scheduling=True to have them",
     "enforce_eager": "EngineSettings.compiled decides",
     "attention_backend": "with VLLM_BATCH_INVARIANT=1 its bits are those of the responses that were not cut",
 }
@@ -97,7 +97,9 @@ def switch_on(engine_args: Any) -> None:
         cache_arguments,
         engine_arguments,
         graph_arguments,
+        overlap_obstacle,
     )
+    from paceline.engine.compat import uses_v2
 
     if engine_args.scheduler_cls == SCHEDULER:
         return
@@ -115,8 +117,13 @@ def switch_on(engine_args: Any) -> None:
             f"{SWITCH}=1 is set, but the engine already has worker_cls={engine_args.worker_cls!r}: "
             f"remove it, or unset {SWITCH}"
         )
-    settings = settings_from_environment()
+    settings, why = settings_from_environment(), dict(_WHY)
     arguments = engine_arguments(settings)
+    if engine_args.async_scheduling:
+        if (obstacle := overlap_obstacle(settings, uses_v2())) is None:
+            del arguments["async_scheduling"]
+        else:
+            why["async_scheduling"] = obstacle
     if "kv_transfer_config" in arguments and engine_args.kv_transfer_config is not None:
         raise UnsupportedError(
             f"{SETTINGS} sets kv_pool, but the engine already has kv_transfer_config="
@@ -137,8 +144,8 @@ def switch_on(engine_args: Any) -> None:
         arguments[_PRESERVED] = [*own, *(name for name in arguments[_PRESERVED] if name not in own)]
     for name, value in arguments.items():
         before = getattr(engine_args, name)
-        if name in _WHY and value != before:
-            _LOGGER.warning("%s=1 sets %s=%r instead of %r: %s", SWITCH, name, value, before, _WHY[name])
+        if name in why and value != before:
+            _LOGGER.warning("%s=1 sets %s=%r instead of %r: %s", SWITCH, name, value, before, why[name])
         setattr(engine_args, name, value)
     _LOGGER.info(
         "Paceline %s is on: drafter %s, budget %s, run seed %d (%s=1)",

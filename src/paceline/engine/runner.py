@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from paceline.engine.compat import DraftTokenIds, ModelRunnerOutput, SchedulerOutput
 from paceline.engine.multipath.layout import PathPlan
-from paceline.types import DraftOrder, ModelDrafts
+from paceline.types import DraftOrder, Int32Array, Int64Array, ModelDrafts
 
 
 class Runner(Protocol):
@@ -41,6 +41,19 @@ class Runner(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class AheadDrafts:
+    """Drafts made while the step before was under way: where a request's tokens of that step are the draft's first
+    ones, the rest is verified, else nothing of it. Which, the device finds out.
+    """
+
+    names: list[str]
+    """Requests, by id."""
+    starts: Int64Array  # [num_requests] tokens of each that the draft was made behind
+    tokens: Int32Array  # [num_requests, most]
+    num_tokens: Int32Array  # [num_requests]
+
+
+@dataclass(frozen=True, slots=True)
 class StepOrder:
     """What the scheduler asks of the runner in one step, beside what vLLM's own message says."""
 
@@ -50,6 +63,8 @@ class StepOrder:
     """Draft paths beyond one per request; None: there are none."""
     stained: tuple[Sequence[int], ...] = ()
     """KV blocks of requests whose last step gave NaN, to be cleared before somebody else has them."""
+    ahead: AheadDrafts | None = None
+    """V2, with async scheduling: what `scheduled_spec_decode_tokens` counts."""
 
 
 @dataclass

@@ -50,6 +50,13 @@ class PacelineScheduler(Scheduler):  # type: ignore[misc]
     _ready: list[Request] | None = None
     """Running requests that can draft, in vLLM's order; None: each has to be looked at again."""
 
+    def __new__(cls, vllm_config: Any, *args: Any, **kwargs: Any) -> PacelineScheduler:
+        if cls is PacelineScheduler and vllm_config.scheduler_config.async_scheduling:
+            from paceline.engine.async_scheduler import OverlappingScheduler
+
+            return object.__new__(OverlappingScheduler)
+        return object.__new__(cls)
+
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(vllm_config, *args, **kwargs)
         self.settings = read_settings(vllm_config)
@@ -316,10 +323,14 @@ class PacelineScheduler(Scheduler):  # type: ignore[misc]
         others: running requests that do not draft.
         """
         longest = self._longest_prefill()
-        running = sum(min(request.num_tokens - request.num_computed_tokens, longest) for request in others)
+        running = sum(min(self._unread(request), longest) for request in others)
         room: int = self.max_num_scheduled_tokens - num_ready
         total: int = running + num_admissible_tokens(self, room, longest)
         return min(total, room)
+
+    def _unread(self, request: Request) -> int:
+        """Tokens of a request that the target has not computed."""
+        return int(request.num_tokens - request.num_computed_tokens)
 
     def _longest_prefill(self) -> int:
         """Most tokens of one prompt in a step: vLLM's `long_prefill_token_threshold`, while there are others."""
@@ -349,7 +360,7 @@ class PacelineScheduler(Scheduler):  # type: ignore[misc]
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
-        rows = _rows_of(model_runner_output, self._queried)
+        rows = rows_of(model_runner_output, self._queried)
         observed = self._judge(scheduler_output, rows)
         for name, why in undrawable_of(model_runner_output).items():
             self._give_up(name, why)
@@ -411,7 +422,7 @@ class PacelineScheduler(Scheduler):  # type: ignore[misc]
         names = [name for name in names if name in self.live and name in self.requests]
         requests = [self.requests[name] for name in names]
         responses = LiveBatch.of([self.live[name] for name in names])
-        return requests, responses, _lengths_of(requests), _rows_of(output, names)
+        return requests, responses, _lengths_of(requests), rows_of(output, names)
 
     def _take_growth(
         self, requests: list[Request], batch: LiveBatch, before: Int64Array, rows: list[list[int]]
@@ -499,7 +510,7 @@ def _lengths_of(requests: list[Request]) -> Int64Array:
     return np.array([request.num_tokens for request in requests], np.int64)
 
 
-def _rows_of(output: ModelRunnerOutput, names: list[str]) -> list[list[int]]:
+def rows_of(output: ModelRunnerOutput, names: list[str]) -> list[list[int]]:
     """The tokens that a step has made for each of these requests: vLLM's own lists."""
     sampled, index = output.sampled_token_ids, output.req_id_to_index
     return [sampled[index[name]] if sampled and name in index else [] for name in names]

@@ -543,8 +543,8 @@ class Fleet:
         self._variant = variant
 
     def _default_variant(self) -> Variant:
-        """Without a KV pool a response that moves is read again: a CPU takes as long for that as to generate it, and on a
-        GPU it may have other bits then. So it does not move.
+        """Without a KV pool a response that moves is read again: a CPU takes as long for that as to generate it, and on
+        a GPU it may have other bits then. So it does not move.
         """
         has_pool = self.engine_settings.kv_pool is not None and self.kv_pool_obstacle is None
         return "even" if has_pool else "sticky"

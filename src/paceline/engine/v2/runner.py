@@ -21,6 +21,7 @@ from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 from paceline.engine import compiled, invariance
 from paceline.engine.kv.nan_blocks import NanBlocks
 from paceline.engine.runner import FreshDrafts, Runner, order_of
+from paceline.engine.v2.ahead import put_ahead
 from paceline.engine.v2.graphs import graphs_for_ragged_steps
 from paceline.engine.v2.outputs import Missing, check, has_arrived
 from paceline.engine.v2.sampler import CheckedSampler, ExactVerifier
@@ -124,7 +125,10 @@ class KeyedRunnerV2:
         """vLLM's own. A graph of ragged steps is replayed with attention metadata for its longest query, not for the
         step's: FlashAttention's plan of a step without drafts, queries of one token, is none for that graph.
         """
-        self.put_drafts(scheduler_output.scheduled_spec_decode_tokens)
+        if (ahead := order_of(scheduler_output).ahead) is not None:
+            put_ahead(ahead, self.req_states, self.device)
+        elif not self.scheduler_config.async_scheduling:
+            self.put_drafts(scheduler_output.scheduled_spec_decode_tokens)
         made = super().prepare_inputs(scheduler_output, batch, graph, *args, **kwargs)  # type: ignore[misc]
         if graph.max_query_len is not None:
             made.max_query_len = graph.max_query_len

@@ -1,0 +1,208 @@
+"""The scheduler for steps that overlap: each is made while the one before is under way (vLLM's async scheduling).
+
+PacelineScheduler turns into it where the engine schedules asynchronously. What a step under way decides is not known
+when the next one's drafts are made. So they are drafted through it: from the last known token over the ones that are
+being decided to those that the next step verifies. The device compares the first part with what was decided, and
+verifies the rest where that is the same, else nothing that could be accepted (v2/ahead.py). The host does the same
+comparison one step later, to know what its drafts were worth.
+
+Invariant: as everywhere, drafts change no token. Cost per step is O(batch).
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from paceline.engine.compat import (
+    AsyncScheduler,
+    EngineCoreOutputs,
+    ModelRunnerOutput,
+    Request,
+    SchedulerOutput,
+)
+from paceline.engine.fast_loop import Proposal, leading_matches, table_of
+from paceline.engine.live import LiveBatch, ScheduledResponse
+from paceline.engine.runner import (
+    AheadDrafts,
+    give_order,
+    order_of,
+    report_undrawable,
+    report_withdrawn,
+    undrawable_of,
+    withdrawn_of,
+)
+from paceline.engine.scheduler import PacelineScheduler, rows_of
+from paceline.types import DraftQuery, Int32Array, StepObservation
+
+
+@dataclass(slots=True)
+class _Step:
+    """A step that has been scheduled and whose tokens have not come."""
+
+    proposal: Proposal | None
+    names: list[str]
+    """Requests of the proposal, by id."""
+    responses: list[ScheduledResponse]
+    num_sent: Int32Array  # [len(names)] draft tokens that vLLM has scheduled
+    context: int
+    started_s: float
+    before: list[list[int]] = field(default_factory=list)
+    """What the step before has decided for each of the requests: the first tokens of their drafts, or others."""
+
+
+class OverlappingScheduler(PacelineScheduler, AsyncScheduler):  # type: ignore[misc]
+    """Paceline's scheduler on top of vLLM's asynchronous one."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._steps: deque[_Step] = deque()
+        self._ahead = np.empty(0, np.int32)  # [len(_queried)] tokens of each that are being decided, at most
+        self._ended_s = 0.0
+        self._stale: set[str] = set()  # requests of which the present step's tokens do not count
+
+    # -- a step is made
+
+    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        self._proposal = None
+        output = super().schedule(*args, **kwargs)
+        names = [] if self._proposal is None else self._queried
+        drafts = output.scheduled_spec_decode_tokens
+        num_sent = np.array([len(drafts.get(name, ())) for name in names], np.int32)
+        responses = [self.live[name] for name in names]
+        self._steps.append(_Step(self._proposal, names, responses, num_sent, self._context, self._started_s))
+        if self._proposal is not None and num_sent.any():
+            give_order(output, replace(order_of(output), ahead=self._order(self._proposal, num_sent)))
+        return output
+
+    def _order(self, proposal: Proposal, num_sent: Int32Array) -> AheadDrafts:
+        """The drafts of the requests that have any in the step, from the last known token on."""
+        rows = np.flatnonzero(num_sent)
+        batch = proposal.batch
+        most = int((self._ahead + num_sent)[rows].max())
+        return AheadDrafts(
+            [self._queried[row] for row in rows.tolist()],
+            self._positions[rows],
+            batch.tokens[rows, :most],
+            np.minimum(batch.num_tokens[rows], most).astype(np.int32),
+        )
+
+    def _divide(self) -> tuple[list[Request], list[Request]]:
+        ready: list[Request] = []
+        others: list[Request] = []
+        for request in self.running:
+            request.spec_token_ids = []  # vLLM's placeholders for drafts that nobody may make
+            (ready if self._can_draft(request) else others).append(request)
+        self._queried = [request.request_id for request in ready]
+        self._positions, self._ends = np.array([r.num_tokens for r in ready], np.int64), self._ends_of(ready)
+        self._ahead = np.array([request.num_output_placeholders for request in ready], np.int32)
+        return ready, others
+
+    def _can_draft(self, request: Request) -> bool:
+        live = self.live.get(request.request_id)
+        return (
+            live is not None
+            and live.drafts_allowed
+            and not live.is_withdrawn
+            and not request.is_prefill_chunk
+            and request.num_tokens + request.num_output_placeholders - request.num_computed_tokens == 1
+        )
+
+    def _unread(self, request: Request) -> int:
+        return super()._unread(request) + int(request.num_output_placeholders)
+
+    def _propose(self, ready: list[Request], others: list[Request], max_alternatives: int) -> Proposal:
+        batch = LiveBatch.of([self.live[name] for name in self._queried])
+        room = np.clip(self._ends - self._positions - 1 - self._ahead, 0, self.num_spec_tokens)
+        query = DraftQuery(
+            groups=batch.groups,
+            responses=batch.numbers,
+            keys=batch.keys,
+            positions=self._positions,
+            temperatures=batch.temperatures,
+            max_tokens=np.where(room > 0, room + self._ahead, 0).astype(np.int32),
+        )
+        num_other_tokens = self._num_other_tokens(len(ready), others)
+        weights, left = self._weights(batch), self._ends - self._positions
+        proposal = self.loop.propose(query, num_other_tokens, 0, weights, left, self._ahead)
+        for request, length in zip(ready, proposal.lengths.tolist(), strict=True):
+            request.spec_token_ids = [-1] * length
+        return proposal
+
+    # -- a step's tokens have come
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
+        self._step = step = self._steps.popleft()
+        self._queried, self._context = step.names, step.context
+        self._started_s = max(step.started_s, self._ended_s)
+        for following in self._steps:
+            following.before = rows_of(model_runner_output, following.names)
+        self._drop_stale(scheduler_output, model_runner_output)
+        result: dict[int, EngineCoreOutputs] = super().update_from_output(
+            scheduler_output, model_runner_output
+        )
+        self._ended_s = time.perf_counter()
+        return result
+
+    def _drop_stale(self, scheduled: SchedulerOutput, output: ModelRunnerOutput) -> None:
+        """Leave out what is said of requests that were preempted after this step had begun: it is computed anew."""
+        requests = {name: self.requests.get(name) for name in scheduled.num_scheduled_tokens}
+        self._stale = {
+            name for name, request in requests.items() if request and request.num_stale_output_tokens > 0
+        }
+        if self._stale:
+            undrawable = undrawable_of(output).items()
+            report_undrawable(output, {name: why for name, why in undrawable if name not in self._stale})
+            report_withdrawn(output, [name for name in withdrawn_of(output) if name not in self._stale])
+
+    def _judge(self, scheduled: SchedulerOutput, rows: list[list[int]]) -> StepObservation | None:
+        step = self._step
+        gone = [name in self._stale or name not in self.live for name in step.names]
+        rows = [[] if is_gone else row for is_gone, row in zip(gone, rows, strict=True)]
+        made = np.fromiter(map(len, rows), np.int64, len(rows))
+        if step.proposal is not None and step.names:
+            before = step.before or [[] for _ in step.names]
+            num_before = np.fromiter(map(len, before), np.int32, len(before))
+            drafts = step.proposal.batch.tokens
+            went_on = leading_matches(drafts, num_before, table_of(before)) == num_before
+            verified = num_before + np.where(went_on, step.num_sent, 0).astype(np.int32)
+            decided = table_of([[*early, *late] for early, late in zip(before, rows, strict=True)])
+            self.loop.learn(step.proposal, verified, decided)
+            for live, count in zip(step.responses, step.num_sent.tolist(), strict=True):
+                live.num_draft_tokens += count
+        total = int(scheduled.total_num_scheduled_tokens)
+        if not any(name in self.live for name in scheduled.num_scheduled_tokens):
+            return None  # all had ended when it ran, or nothing did
+        num_requests = int(np.count_nonzero(made))
+        drafted = int(step.num_sent.sum())
+        return StepObservation(
+            num_requests=num_requests,
+            num_draft_tokens=drafted,
+            num_accepted_tokens=int(made.sum()) - num_requests,
+            num_prefill_tokens=max(total - num_requests - drafted, 0),
+            step_s=0.0,
+            num_waiting=len(self.waiting),
+            num_context_tokens=step.context,
+        )
+
+    def _withdraw(self, name: str, num_tokens: int) -> None:
+        """A request's step does not count, nor does the one under way, which read what it wrote."""
+        groups = self._blocks_of(name)
+        self._stained += groups
+        if name in self.live:
+            self.live[name].is_withdrawn = True
+            first = (self.requests[name].num_tokens - 1) // self.block_size
+            for blocks in groups:
+                self.kv_cache_manager.evict_blocks(set(blocks[first:]))
+
+    def _forget_on_device(self, names: list[str]) -> None:
+        for request in [self.requests[name] for name in names if name in self.live]:
+            if request in self.running:
+                self.running.remove(request)
+                self._preempt_request(request, time.monotonic(), drop_stale_output=True)
