@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from itertools import compress
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from paceline.engine.compat import (
     AsyncScheduler,
@@ -51,8 +53,19 @@ class _Step:
     num_sent: Int32Array  # [len(names)] draft tokens that vLLM has scheduled
     context: int
     started_s: float
-    before: list[list[int]] = field(default_factory=list)
+    before: list[list[int]]
     """What the step before has decided for each of the requests: the first tokens of their drafts, or others."""
+
+    def num_before(self) -> Int32Array:
+        """Tokens of `before`. [len(names)]"""
+        return np.fromiter(map(len, self.before), np.int32, len(self.before))
+
+    def went_on(self) -> NDArray[np.bool_]:
+        """Whose drafts begin with `before`, so that the rest of them is verified. [len(names)]"""
+        assert self.proposal is not None
+        tokens, count = self.proposal.batch.tokens, self.num_before()
+        matches: NDArray[np.bool_] = leading_matches(tokens, count, table_of(self.before)) == count
+        return matches
 
 
 class OverlappingScheduler(PacelineScheduler, AsyncScheduler):  # type: ignore[misc]
@@ -62,6 +75,7 @@ class OverlappingScheduler(PacelineScheduler, AsyncScheduler):  # type: ignore[m
         super().__init__(*args, **kwargs)
         self._steps: deque[_Step] = deque()
         self._ahead = np.empty(0, np.int32)  # [len(_queried)] tokens of each that are being decided, at most
+        self._likely_ahead = self._ahead  # the same without drafts under way that are known to be void
         self._ended_s = 0.0
         self._stale: set[str] = set()  # requests of which the present step's tokens do not count
 
@@ -74,7 +88,10 @@ class OverlappingScheduler(PacelineScheduler, AsyncScheduler):  # type: ignore[m
         drafts = output.scheduled_spec_decode_tokens
         num_sent = np.array([len(drafts.get(name, ())) for name in names], np.int32)
         responses = [self.live[name] for name in names]
-        self._steps.append(_Step(self._proposal, names, responses, num_sent, self._context, self._started_s))
+        before: list[list[int]] = [[] for _ in names]
+        self._steps.append(
+            _Step(self._proposal, names, responses, num_sent, self._context, self._started_s, before)
+        )
         if self._proposal is not None and num_sent.any():
             give_order(output, replace(order_of(output), ahead=self._order(self._proposal, num_sent)))
         return output
@@ -100,7 +117,17 @@ class OverlappingScheduler(PacelineScheduler, AsyncScheduler):  # type: ignore[m
         self._queried = [request.request_id for request in ready]
         self._positions, self._ends = np.array([r.num_tokens for r in ready], np.int64), self._ends_of(ready)
         self._ahead = np.array([request.num_output_placeholders for request in ready], np.int32)
+        void = self._void()
+        self._likely_ahead = np.where([name in void for name in self._queried], 1, self._ahead).astype(
+            np.int32
+        )
         return ready, others
+
+    def _void(self) -> set[str]:
+        """Requests of the step under way whose drafts there do not go on with what has been decided since."""
+        if not self._steps or (step := self._steps[-1]).proposal is None:
+            return set()
+        return set(compress(step.names, ~step.went_on() & (step.num_sent > 0)))
 
     def _can_draft(self, request: Request) -> bool:
         live = self.live.get(request.request_id)
@@ -128,7 +155,7 @@ class OverlappingScheduler(PacelineScheduler, AsyncScheduler):  # type: ignore[m
         )
         num_other_tokens = self._num_other_tokens(len(ready), others)
         weights, left = self._weights(batch), self._ends - self._positions
-        proposal = self.loop.propose(query, num_other_tokens, 0, weights, left, self._ahead)
+        proposal = self.loop.propose(query, num_other_tokens, 0, weights, left, self._likely_ahead)
         for request, length in zip(ready, proposal.lengths.tolist(), strict=True):
             request.spec_token_ids = [-1] * length
         return proposal
@@ -167,12 +194,8 @@ class OverlappingScheduler(PacelineScheduler, AsyncScheduler):  # type: ignore[m
         rows = [[] if is_gone else row for is_gone, row in zip(gone, rows, strict=True)]
         made = np.fromiter(map(len, rows), np.int64, len(rows))
         if step.proposal is not None and step.names:
-            before = step.before or [[] for _ in step.names]
-            num_before = np.fromiter(map(len, before), np.int32, len(before))
-            drafts = step.proposal.batch.tokens
-            went_on = leading_matches(drafts, num_before, table_of(before)) == num_before
-            verified = num_before + np.where(went_on, step.num_sent, 0).astype(np.int32)
-            decided = table_of([[*early, *late] for early, late in zip(before, rows, strict=True)])
+            verified = step.num_before() + np.where(step.went_on(), step.num_sent, 0).astype(np.int32)
+            decided = table_of([[*early, *late] for early, late in zip(step.before, rows, strict=True)])
             self.loop.learn(step.proposal, verified, decided)
             for live, count in zip(step.responses, step.num_sent.tolist(), strict=True):
                 live.num_draft_tokens += count
