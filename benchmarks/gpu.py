@@ -6,7 +6,8 @@ step reads as much memory as one of a model of that size; its vocabulary stays s
 
 **Rivals** are what vLLM 0.32 has on V2 without a trained head: its draft model (the same small model as ours) with
 several numbers of tokens, its proposals greedy or drawn, and n-grams on the GPU. Plain vLLM and its speculators
-schedule asynchronously, as they do by default; Paceline does not.
+schedule asynchronously, as they do by default; of Paceline's engines `paceline_overlapped` does, with suffix trees
+alone.
 
 `ratio` is plain vLLM's time over that of the system for as many tokens in each response: after every rollout plain vLLM
 generates responses of the same lengths, and is timed. Rivals have other random numbers and so other responses, Paceline
@@ -94,6 +95,7 @@ def make_system(
         extra["speculative_config"] = speculation(system.rival, drafter)
     elif system.name != "plain":
         settings = EngineSettings(model_drafter=drafter if system.name == "paceline" else None, compiled=True)
+        extra["async_scheduling"] = system.name == "paceline_overlapped"
     engine = RolloutEngine(
         model,
         settings,
@@ -194,7 +196,9 @@ def summarise(parts: dict[tuple[str, str], list[dict[str, Any]]]) -> list[dict[s
     for row in rows:
         if row["system"].startswith("paceline"):
             rivals = [
-                r["ratio"] for r in rows if r["case"] == row["case"] and not r["system"].startswith("pace")
+                r["ratio"]
+                for r in rows
+                if r["case"] == row["case"] and not r["system"].startswith(("pace", "overlapped"))
             ]
             row["over_best_rival"] = row["ratio"] / max(rivals)
     return rows
@@ -223,7 +227,8 @@ def main() -> None:
     needed = {case: CASES[case][0] * CASES[case][2] for case in options.cases}
     drawn = draw(pair.policy, 4 + options.repetitions * sum(needed.values()), SEED)
     warm, rest = drawn[:4], iter(drawn[4:])
-    systems = [System("plain", True), System("paceline_suffix", True), System("paceline", True)]
+    names = ("plain", "paceline_suffix", "paceline_overlapped", "paceline")
+    systems = [System(name, True) for name in names]
     systems += [System(rival.name, True, rival) for rival in RIVALS if rival.name in options.rivals]
     settings = {"kv_bytes": 7 << 29, "max_num_seqs": 128}
     children = {
@@ -252,8 +257,12 @@ def main() -> None:
                 found = measure(children[name], plain, works, own if ours else None)
                 parts.setdefault((case, name), []).append(found)
             off = [replace(work, drafting=False) for work in works]
-            found = measure(children["paceline_suffix"], plain, off, own)
-            parts.setdefault((case, "paceline_off"), []).append(found)
+            for system, name in (
+                ("paceline_suffix", "paceline_off"),
+                ("paceline_overlapped", "overlapped_off"),
+            ):
+                found = measure(children[system], plain, off, own)
+                parts.setdefault((case, name), []).append(found)
             rows = summarise(parts)
             save("gpu", rows, options)
             print(

@@ -31,6 +31,7 @@ if ON_GPU:
 else:
     os.environ["TRITON_INTERPRET"] = "1"
     import triton.backends
+    import vllm.platforms
     from triton.runtime.interpreter import InterpreterOptions
 
     triton.backends.backends["cpu"] = SimpleNamespace(
@@ -42,3 +43,16 @@ else:
 
     # Its kernel is too much for the interpreter: vLLM's form in torch stands in.
     topk_topp_sampler.HAS_TRITON = False
+
+    from vllm.platforms.cpu import CpuPlatform
+
+    class OverlappingPlatform(CpuPlatform):
+        """Lets steps overlap, as they do on a GPU; vLLM's switches it off."""
+
+        @classmethod
+        def check_and_update_config(cls, vllm_config: Any) -> None:
+            wanted = vllm_config.scheduler_config.async_scheduling
+            super().check_and_update_config(vllm_config)
+            vllm_config.scheduler_config.async_scheduling = wanted
+
+    vllm.platforms.current_platform.__class__ = OverlappingPlatform

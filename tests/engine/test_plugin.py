@@ -212,6 +212,21 @@ def test_engines_without_graphs_are_given_no_sizes(
 
 
 @pytest.mark.parametrize(
+    ("is_v2", "drafter", "kept"), [(True, None, True), (True, "small", False), (False, None, False)]
+)
+def test_steps_overlap_where_the_user_says_so_and_they_can(
+    monkeypatch: pytest.MonkeyPatch, is_v2: bool, drafter: str | None, kept: bool
+) -> None:
+    monkeypatch.setenv("PACELINE_SETTINGS", json.dumps({"model_drafter": drafter}))
+    monkeypatch.setattr("paceline.engine.arguments._check_head", lambda *_: None)
+    monkeypatch.setattr("paceline.engine.compat.uses_v2", lambda: is_v2)
+    for wanted in (True, None):
+        args = make_args(async_scheduling=wanted, sleep_preserve_parameter_names=[])
+        plugin.switch_on(args)
+        assert args.async_scheduling is bool(wanted and kept)
+
+
+@pytest.mark.parametrize(
     "changes",
     [{"scheduler_cls": "x.Y"}, {"worker_cls": "x.Y"}, {"speculative_config": {"method": "ngram"}}],
 )

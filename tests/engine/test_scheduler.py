@@ -323,6 +323,20 @@ def test_what_v2_cannot_do_exactly_is_refused(
         check_engine(config)
 
 
+def test_steps_overlap_on_v2_where_drafts_need_no_known_token() -> None:
+    config = make_config(use_v2_model_runner=True, scheduler_config=SimpleNamespace(async_scheduling=True))
+    config.speculative_config.method = "ngram_gpu"
+    check_engine(config)
+    for name, value in (
+        ("model_drafter", "small"),
+        ("adopt_leads", True),
+        ("kv_pool", {"directory": "/dev/shm/x"}),
+    ):
+        config.additional_config = {"paceline": {name: value}}
+        with pytest.raises(UnsupportedError, match="async_scheduling=False"):
+            check_engine(config)
+
+
 def make_config(**changes: object) -> SimpleNamespace:
     """As much of vLLM's configuration as `check_engine` looks at."""
     base = {

@@ -206,6 +206,33 @@ def test_drafts_are_compared_up_to_what_was_decided() -> None:
     assert table_of([]).shape == (0, 1)
 
 
+def test_behind_a_step_under_way_the_budget_counts_what_is_left_of_a_draft() -> None:
+    """It is worth what its path is worth there, and no token of it counts that the step under way decides."""
+    loop = FastLoop(EngineSettings(budget=FIXED, draft_floor=0.0))
+    fill(loop)
+    whole = loop.propose(query(), 0)
+    ahead = np.array([0, 2, 7], np.int32)
+    made = loop.propose(query(), 0, ahead=ahead)
+    assert np.array_equal(made.batch.tokens, whole.batch.tokens)
+    left = np.maximum(whole.batch.num_tokens - ahead, 0)
+    assert made.lengths.tolist() == np.minimum(left, 4).tolist()
+    path = whole.batch.path_probability
+    expected = sum(
+        float(path[row, a : a + n].sum()) for row, (a, n) in enumerate(zip(ahead, made.lengths, strict=True))
+    )
+    assert made.expected_accepted == pytest.approx(expected, rel=1e-5)
+
+
+def test_all_that_a_draft_said_is_learned_from_behind_a_step_under_way() -> None:
+    loop = FastLoop(EngineSettings(budget=FIXED, draft_floor=0.0))
+    fill(loop, 1)
+    made = loop.propose(query(1), 0, ahead=np.array([2], np.int32))
+    before = loop.free.table.verified.sum()
+    right = made.batch.tokens[0, :4].tolist()
+    loop.learn(made, np.array([4], np.int32), table_of([[*right, 60]]))
+    assert loop.free.table.verified.sum() - before == pytest.approx(4, rel=0.01)
+
+
 def test_acceptance_is_learned_from_verified_positions_alone() -> None:
     loop = FastLoop(EngineSettings(budget=FIXED, draft_floor=0.0))
     fill(loop)

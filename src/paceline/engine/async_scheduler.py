@@ -48,7 +48,7 @@ class _Step:
 
     proposal: Proposal | None
     names: list[str]
-    """Requests of the proposal, by id."""
+    """Requests that could draft, by id."""
     responses: list[ScheduledResponse]
     num_sent: Int32Array  # [len(names)] draft tokens that vLLM has scheduled
     context: int
@@ -84,7 +84,7 @@ class OverlappingScheduler(PacelineScheduler, AsyncScheduler):  # type: ignore[m
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         self._proposal = None
         output = super().schedule(*args, **kwargs)
-        names = [] if self._proposal is None else self._queried
+        names = self._queried
         drafts = output.scheduled_spec_decode_tokens
         num_sent = np.array([len(drafts.get(name, ())) for name in names], np.int32)
         responses = [self.live[name] for name in names]
@@ -178,10 +178,10 @@ class OverlappingScheduler(PacelineScheduler, AsyncScheduler):  # type: ignore[m
         return result
 
     def _drop_stale(self, scheduled: SchedulerOutput, output: ModelRunnerOutput) -> None:
-        """Leave out what is said of requests that were preempted after this step had begun: it is computed anew."""
+        """Leave out what is said of requests that have ended, or were preempted, after this step had begun."""
         requests = {name: self.requests.get(name) for name in scheduled.num_scheduled_tokens}
         self._stale = {
-            name for name, request in requests.items() if request and request.num_stale_output_tokens > 0
+            name for name, request in requests.items() if not request or request.num_stale_output_tokens > 0
         }
         if self._stale:
             undrawable = undrawable_of(output).items()
@@ -190,20 +190,21 @@ class OverlappingScheduler(PacelineScheduler, AsyncScheduler):  # type: ignore[m
 
     def _judge(self, scheduled: SchedulerOutput, rows: list[list[int]]) -> StepObservation | None:
         step = self._step
-        gone = [name in self._stale or name not in self.live for name in step.names]
-        rows = [[] if is_gone else row for is_gone, row in zip(gone, rows, strict=True)]
+        counted = [name not in self._stale for name in step.names]
+        rows = [row if counts else [] for counts, row in zip(counted, rows, strict=True)]
         made = np.fromiter(map(len, rows), np.int64, len(rows))
+        num_sent = np.where(counted, step.num_sent, 0).astype(np.int32)
         if step.proposal is not None and step.names:
             verified = step.num_before() + np.where(step.went_on(), step.num_sent, 0).astype(np.int32)
             decided = table_of([[*early, *late] for early, late in zip(step.before, rows, strict=True)])
             self.loop.learn(step.proposal, verified, decided)
-            for live, count in zip(step.responses, step.num_sent.tolist(), strict=True):
+            for live, count in zip(step.responses, num_sent.tolist(), strict=True):
                 live.num_draft_tokens += count
-        total = int(scheduled.total_num_scheduled_tokens)
-        if not any(name in self.live for name in scheduled.num_scheduled_tokens):
-            return None  # all had ended when it ran, or nothing did
-        num_requests = int(np.count_nonzero(made))
-        drafted = int(step.num_sent.sum())
+        tokens = scheduled.num_scheduled_tokens
+        total = sum(count for name, count in tokens.items() if name not in self._stale)
+        if not total:
+            return None
+        num_requests, drafted = int(np.count_nonzero(made)), int(num_sent.sum())
         return StepObservation(
             num_requests=num_requests,
             num_draft_tokens=drafted,

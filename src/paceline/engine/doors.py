@@ -103,6 +103,20 @@ DOORS: tuple[Door, ...] = (
         mentions=("spec_token_ids", "self.dynamic_sd_lookup is None"),
     ),
     Door(
+        "vllm.v1.core.sched.async_scheduler:AsyncScheduler",
+        "beneath OverlappingScheduler: counts what a step under way may bring as placeholders",
+        mentions=(
+            "request.num_output_placeholders += (",
+            "request.spec_token_ids = self._spec_token_placeholders",
+        ),
+    ),
+    Door(
+        f"{SCHEDULER}._preempt_request",
+        "drops what a step under way computes for a request whose step before did not count",
+        parameters="request timestamp drop_stale_output",
+        mentions=("request.num_stale_output_tokens = request.num_in_flight_tokens",),
+    ),
+    Door(
         f"{SCHEDULER}._update_request_with_output",
         "cuts the runner's own list of a request's new tokens where the response ends",
         mentions=("del new_token_ids[num_new:]",),

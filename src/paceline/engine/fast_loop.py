@@ -860,9 +860,9 @@ def leading_matches(tokens: Int32Array, lengths: Int32Array, decided: Int32Array
 
 def _behind(path_probability: Float32Array, ahead: Int32Array | None) -> Float32Array:
     """Path probabilities from behind the first `ahead` tokens of each draft on, 0 beyond them. [num_drafts, any]"""
-    if ahead is None:
-        return path_probability
     width = path_probability.shape[1]
+    if ahead is None or not width:
+        return path_probability
     columns = ahead[:, None] + np.arange(max(width - int(ahead.min(initial=width)), 1))
     there = np.take_along_axis(path_probability, np.minimum(columns, width - 1), axis=1)
     return np.where(columns < width, there, np.float32(0.0))

@@ -97,7 +97,8 @@ def _continue_kernel(  # type: ignore[no-untyped-def]
     draft = tl.load(tokens_ptr + request * tokens_stride + offset, mask=offset < num_tokens, other=-1)
     is_decided = offset < num_decided
     decided = tl.load(known_ptr + row * known_stride + start + offset, mask=is_decided, other=-2)
-    differs = tl.max((is_decided & (draft != decided)).to(tl.int32), axis=0)
-    goes_on = (num_decided + offset < num_tokens) & (differs == 0)
-    rest = tl.load(tokens_ptr + request * tokens_stride + num_decided + offset, mask=goes_on, other=NOTHING)
+    wrong = tl.where(is_decided, (draft != decided).to(tl.int32), 0)
+    end = tl.where(tl.max(wrong, axis=0) > 0, 0, num_tokens)
+    place = num_decided + offset
+    rest = tl.load(tokens_ptr + request * tokens_stride + place, mask=place < end, other=NOTHING)
     tl.store(target_ptr + row * target_stride + offset, rest.to(tl.int64), mask=offset < most_drafts)

@@ -127,7 +127,7 @@ class KeyedRunnerV2:
         """
         if (ahead := order_of(scheduler_output).ahead) is not None:
             put_ahead(ahead, self.req_states, self.device)
-        elif not self.scheduler_config.async_scheduling:
+        else:
             self.put_drafts(scheduler_output.scheduled_spec_decode_tokens)
         made = super().prepare_inputs(scheduler_output, batch, graph, *args, **kwargs)  # type: ignore[misc]
         if graph.max_query_len is not None:
