@@ -69,6 +69,7 @@ def runner_of(monkeypatch: pytest.MonkeyPatch) -> ListGraphs:
 
         class TheirRunner:
             vllm_config, device, attn_groups, fast_prefill = config, None, [[group]], None
+            scheduler_config = SimpleNamespace(async_scheduling=False)
             model_state = SimpleNamespace(get_additional_cg_support=lambda: (AttentionCGSupport.ALWAYS, None))
 
             kv_caches: ClassVar[list[Any]] = []

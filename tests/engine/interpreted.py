@@ -22,7 +22,8 @@ os.environ |= {"VLLM_USE_V2_MODEL_RUNNER": "1", "VLLM_ENABLE_V1_MULTIPROCESSING"
 def memory(num_bytes: int) -> dict[str, Any]:
     """Arguments of an engine whose KV cache shall be so large; on a GPU, so that several can follow one another."""
     if ON_GPU:
-        return {"kv_cache_memory_bytes": num_bytes, "gpu_memory_utilization": 0.1}
+        attention = {"attention_backend": "TRITON_ATTN"}  # the tests compare what is read again
+        return {"kv_cache_memory_bytes": num_bytes, "gpu_memory_utilization": 0.1, **attention}
     return {"kv_cache_bytes": num_bytes}
 
 

@@ -36,7 +36,7 @@ from paceline.config import BudgetSettings, EngineSettings, KvPoolSettings
 from paceline.engine import plugin
 from paceline.engine.profiling import Shape, measure_steps
 from paceline.engine.rollout_engine import RolloutEngine
-from paceline.engine.v2.ahead import NOTHING, continue_drafts
+from paceline.engine.v2.ahead import NOTHING, continue_drafts, table_of
 from paceline.engine.v2.checks import throw_dice, time_verifying
 from paceline.engine.v2.runner import KeyedRunnerV2
 from paceline.engine.v2.sampler import accept
@@ -44,6 +44,8 @@ from paceline.errors import UnsupportedError
 from paceline.types import RolloutRequest
 
 MAX_TOKENS = 32
+BLOCK_BYTES = 32 * 2 * 2 * 64 * (2 if ON_GPU else 4)
+"""Of the target's KV cache on a CPU: tokens x layers x (K, V) x head x bytes; on a GPU a block is half of that."""
 LOADING_S = 120.0
 SIZES: dict[str, Any] = {"dtype": DTYPE, "max_model_len": 256, "max_num_seqs": 16, "enforce_eager": True}
 OURS = {name: value for name, value in SIZES.items() if name != "enforce_eager"}
@@ -136,6 +138,30 @@ def refusals(engine: RolloutEngine) -> list[str]:
     return said
 
 
+def abort_some(engine: RolloutEngine) -> dict[str, Any]:
+    """Two responses of which others are aborted while a step is under way, and one more that comes then."""
+    params = SamplingParams(temperature=1.0)
+    names = ("temperature 1", "another sample")
+    wanted = [RolloutRequest(tuple(PROMPTS[n]), MAX_TOKENS, key=KEYS[n] % (1 << 64)) for n in names]
+    engine.reset_prefix_cache()
+    found: dict[str, Any] = {}
+    for index in range(6):
+        engine.submit(index, replace(wanted[0], key=index), params)
+    engine.submit(10, wanted[0], params)
+    for step in range(200):
+        if step == 5:
+            engine.abort(range(4))
+            engine.submit(11, wanted[1], params)
+        if step == 7:
+            engine.abort((4, 5))
+        for event in engine.step():
+            if event.response is not None:
+                found[names[event.index - 10]] = {"tokens": list(event.response.tokens)}
+        if not engine.num_running():
+            break
+    return {"responses": found}
+
+
 STEP = "execute_model", "sample_tokens"
 """A runner's whole step; what it drafted is taken after it, and waited for then."""
 
@@ -225,7 +251,7 @@ def continue_at_random() -> list[Any]:
         known, lengths = random.integers(0, 3, (6, 30)), random.integers(8, 30, 6)
         starts = lengths[rows] - random.integers(0, 5, count)
         num_tokens = random.integers(0, 8, count)
-        tokens = random.integers(0, 3, (count, 8))
+        tokens = random.integers(0, 3, (count, 7))
         for i, (row, start) in enumerate(zip(rows.tolist(), starts.tolist(), strict=True)):
             if random.random() < 0.6:
                 tokens[i, : lengths[row] - start] = known[row, start : lengths[row]]
@@ -235,20 +261,11 @@ def continue_at_random() -> list[Any]:
             decided, draft = known[row, start : lengths[row]].tolist(), tokens[i, : num_tokens[i]].tolist()
             rest = draft[len(decided) :][:3] if draft[: len(decided)] == decided else []
             expected[row] = [*rest, *[NOTHING] * (3 - len(rest))]
-        on_device = [
-            torch.tensor(x, dtype=dtype, device=DEVICE)
-            for x, dtype in (
-                (target, torch.int64),
-                (tokens, torch.int32),
-                (rows, torch.int64),
-                (starts, torch.int64),
-                (num_tokens, torch.int64),
-                (known, torch.int32),
-                (lengths, torch.int32),
-            )
-        ]
-        continue_drafts(*on_device)
-        cases.append((on_device[0].tolist(), expected.tolist()))
+        table = table_of(rows, starts, num_tokens, tokens, 3)
+        written = torch.tensor(target, device=DEVICE)
+        inputs = [torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in (table, known, lengths)]
+        continue_drafts(written, *inputs)
+        cases.append((written.tolist(), expected.tolist()))
     return cases
 
 
@@ -373,6 +390,11 @@ def main(target: str, drafter: str, file: str) -> None:
         made["overlapped garbage"] = run(engine, ScriptedDrafter(known, 0.0, VOCAB, 9))
         made["overlapped scripted"] = run(engine, ScriptedDrafter(known, 0.9, VOCAB, 9))
         made["overlapped resumed"] = {"cut": cut, **run(engine, ScriptedDrafter(known, 0.9, VOCAB, 9), cut)}
+        made["overlapped aborted"] = abort_some(engine)
+    eager = settings.model_copy(update={"budget": BudgetSettings(min_gain=0.0)})
+    with RolloutEngine(target, eager, async_scheduling=True, **memory(12 * BLOCK_BYTES), **OURS) as engine:
+        made["overlapped scarce"] = run(engine, ScriptedDrafter(known, 0.9, VOCAB, 12))
+        made["overlapped scarce"]["preemptions"] = engine.scheduler.num_preemptions
     pool = KvPoolSettings(directory=f"{file}.pool", memory_bytes=1 << 24)
     settings = settings.model_copy(update={"model_drafter": drafter, "kv_pool": pool})
     with RolloutEngine(target, settings, **memory(1 << 26), **OURS) as engine:

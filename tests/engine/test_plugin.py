@@ -10,7 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from vllm.config import AttentionConfig, CompilationConfig
+from vllm.config import CompilationConfig
 
 from paceline.config import EngineSettings
 from paceline.engine import plugin
@@ -111,8 +111,6 @@ def make_args(**changes: object) -> SimpleNamespace:
         "cudagraph_capture_sizes": None,
         "max_cudagraph_capture_size": None,
         "compilation_config": CompilationConfig(),
-        "attention_backend": None,
-        "attention_config": AttentionConfig(),
         "block_size": None,
     }
     return SimpleNamespace(**{**base, **changes})
@@ -172,24 +170,6 @@ def test_blocks_are_short_on_the_cpu_unless_the_user_says(
     args = make_args(block_size=chosen)
     plugin.switch_on(args)
     assert args.block_size == (BLOCK_TOKENS if is_cpu and chosen is None else chosen)
-
-
-@pytest.mark.parametrize("is_wanted", [True, False])
-def test_attention_on_a_gpu_is_batch_invariant_where_it_is_wanted_unless_the_user_says(
-    monkeypatch: pytest.MonkeyPatch, is_wanted: bool
-) -> None:
-    monkeypatch.setattr("paceline.engine.compat.is_cpu", lambda: False)
-    monkeypatch.setattr("vllm.envs.VLLM_BATCH_INVARIANT", is_wanted)
-    args = make_args()
-    plugin.switch_on(args)
-    assert args.attention_backend == ("TRITON_ATTN" if is_wanted else None)
-    for chosen in (
-        {"attention_backend": "FLASH_ATTN"},
-        {"attention_config": AttentionConfig(backend="FLASH_ATTN")},
-    ):
-        user = make_args(**chosen)
-        plugin.switch_on(user)
-        assert user.attention_backend == chosen.get("attention_backend")
 
 
 def test_a_draft_models_weights_survive_a_deep_sleep(monkeypatch: pytest.MonkeyPatch) -> None:

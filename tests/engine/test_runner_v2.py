@@ -114,6 +114,17 @@ def test_log_probabilities_are_plain_vllms(made: dict[str, Any]) -> None:
         )
 
 
+def test_requests_come_and_go_while_a_step_is_under_way(made: dict[str, Any]) -> None:
+    """Aborted, and preempted because there are few KV blocks; a draft may be longer than a step may verify."""
+    plain = tokens(made["plain"])
+    aborted, scarce = tokens(made["overlapped aborted"]), tokens(made["overlapped scarce"])
+    assert len(aborted) == 2
+    assert aborted == {name: plain[name] for name in aborted}
+    assert scarce == plain
+    assert made["overlapped scarce"]["preemptions"] > 0
+    assert made["overlapped scarce"]["num_accepted_tokens"] > 50
+
+
 @pytest.mark.parametrize("mode", ["resumed", "overlapped resumed"])
 def test_a_resumed_response_goes_on_as_if_it_had_not_stopped(made: dict[str, Any], mode: str) -> None:
     """With penalties, bad words and min tokens counting what was generated before the cut."""

@@ -330,11 +330,21 @@ def test_steps_overlap_on_v2_where_drafts_need_no_known_token() -> None:
     for name, value in (
         ("model_drafter", "small"),
         ("adopt_leads", True),
+        ("budget", {"policy": "bandit"}),
         ("kv_pool", {"directory": "/dev/shm/x"}),
     ):
         config.additional_config = {"paceline": {name: value}}
         with pytest.raises(UnsupportedError, match="async_scheduling=False"):
             check_engine(config)
+
+
+def test_a_scheduler_of_somebody_elses_says_that_it_does_not_overlap_steps() -> None:
+    class Theirs(PacelineScheduler):
+        pass
+
+    config = SimpleNamespace(scheduler_config=SimpleNamespace(async_scheduling=True))
+    with pytest.raises(UnsupportedError, match="Theirs does not let steps overlap"):
+        Theirs(vllm_config=config)
 
 
 def make_config(**changes: object) -> SimpleNamespace:

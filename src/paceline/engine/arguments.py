@@ -89,22 +89,6 @@ def cache_arguments() -> dict[str, Any]:
     return {"block_size": BLOCK_TOKENS} if is_cpu() else {}
 
 
-INVARIANT_BACKEND = "TRITON_ATTN"
-ATTENTION_ARGUMENTS = ("attention_backend", "attention_config")
-"""What says how attention is computed: if users give one of them, they have chosen."""
-
-
-def attention_arguments() -> dict[str, Any]:
-    """Arguments of vLLM's engine for bits that do not depend on the step, where the user asks for them and gives none.
-
-    FlashAttention 3, vLLM's choice on an H100 with VLLM_BATCH_INVARIANT=1 too, gives other bits to a token that is read
-    with a prompt than to one that was generated (docs/gpu.md), so that a response that was cut may part at a near-tie.
-    """
-    from paceline.engine.compat import is_batch_invariant_gpu
-
-    return {"attention_backend": INVARIANT_BACKEND} if is_batch_invariant_gpu() else {}
-
-
 GRAPH_ARGUMENTS = ("cudagraph_capture_sizes", "max_cudagraph_capture_size", "compilation_config")
 """What says which CUDA graphs are captured: if users give one of them, they have chosen."""
 
@@ -129,6 +113,8 @@ def overlap_obstacle(settings: EngineSettings, is_v2: bool) -> str | None:
         return "on model runner V1 drafts are made from the tokens of the step before"
     if settings.model_drafter is not None or settings.draft_help or settings.adopt_leads:
         return "model drafters, draft workers and racers draft behind tokens that are known"
+    if settings.budget.policy == "bandit":
+        return "the bandit is paid for the step before the one that it chose for"
     if settings.kv_pool is not None:
         return "the KV pool saves what has been computed, and a step under way may be taken back"
     return None

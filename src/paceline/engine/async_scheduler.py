@@ -41,11 +41,15 @@ from paceline.engine.runner import (
 from paceline.engine.scheduler import PacelineScheduler, rows_of
 from paceline.types import DraftQuery, Int32Array, StepObservation
 
+AWAY_SHARE = 0.25
+"""Of the time between two steps' ends, spent outside the engine, up to which it is taken for the later step's."""
+
 
 @dataclass(slots=True)
 class _Step:
     """A step that has been scheduled and whose tokens have not come."""
 
+    scheduled: SchedulerOutput
     proposal: Proposal | None
     names: list[str]
     """Requests that could draft, by id."""
@@ -77,11 +81,21 @@ class OverlappingScheduler(PacelineScheduler, AsyncScheduler):  # type: ignore[m
         self._ahead = np.empty(0, np.int32)  # [len(_queried)] tokens of each that are being decided, at most
         self._likely_ahead = self._ahead  # the same without drafts under way that are known to be void
         self._ended_s = 0.0
-        self._stale: set[str] = set()  # requests of which the present step's tokens do not count
+        self._away_s = (
+            0.0  # between the last step's end and the scheduling of the next, when steps do not wait for us
+        )
+        self._stale: set[str] = (
+            set()
+        )  # requests that ended, or were preempted, while the present step was under way
+        self._uncounted: set[str] = set()  # those of them of which the step's tokens do not count
+        self._left: dict[
+            str, tuple[list[int], ...]
+        ] = {}  # KV blocks of requests that a step under way computes
 
     # -- a step is made
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        self._away_s = time.perf_counter() - self._ended_s
         self._proposal = None
         output = super().schedule(*args, **kwargs)
         names = self._queried
@@ -90,7 +104,7 @@ class OverlappingScheduler(PacelineScheduler, AsyncScheduler):  # type: ignore[m
         responses = [self.live[name] for name in names]
         before: list[list[int]] = [[] for _ in names]
         self._steps.append(
-            _Step(self._proposal, names, responses, num_sent, self._context, self._started_s, before)
+            _Step(output, self._proposal, names, responses, num_sent, self._context, self._started_s, before)
         )
         if self._proposal is not None and num_sent.any():
             give_order(output, replace(order_of(output), ahead=self._order(self._proposal, num_sent)))
@@ -151,7 +165,7 @@ class OverlappingScheduler(PacelineScheduler, AsyncScheduler):  # type: ignore[m
             keys=batch.keys,
             positions=self._positions,
             temperatures=batch.temperatures,
-            max_tokens=np.where(room > 0, room + self._ahead, 0).astype(np.int32),
+            max_tokens=np.where(room > 0, room + self._likely_ahead, 0).astype(np.int32),
         )
         num_other_tokens = self._num_other_tokens(len(ready), others)
         weights, left = self._weights(batch), self._ends - self._positions
@@ -160,11 +174,27 @@ class OverlappingScheduler(PacelineScheduler, AsyncScheduler):  # type: ignore[m
             request.spec_token_ids = [-1] * length
         return proposal
 
+    # -- requests leave while a step computes them
+
+    def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
+        self._remember(request)
+        return super()._free_request(request, *args, **kwargs)
+
+    def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
+        self._remember(request)
+        super()._preempt_request(request, *args, **kwargs)
+
+    def _remember(self, request: Request) -> None:
+        if self._steps:
+            self._left[request.request_id] = self._blocks_of(request.request_id)
+
     # -- a step's tokens have come
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
+        while self._steps[0].scheduled is not scheduler_output:
+            self._steps.popleft()  # vLLM has given it up
         self._step = step = self._steps.popleft()
         self._queried, self._context = step.names, step.context
         self._started_s = max(step.started_s, self._ended_s)
@@ -178,19 +208,32 @@ class OverlappingScheduler(PacelineScheduler, AsyncScheduler):  # type: ignore[m
         return result
 
     def _drop_stale(self, scheduled: SchedulerOutput, output: ModelRunnerOutput) -> None:
-        """Leave out what is said of requests that have ended, or were preempted, after this step had begun."""
-        requests = {name: self.requests.get(name) for name in scheduled.num_scheduled_tokens}
-        self._stale = {
-            name for name, request in requests.items() if not request or request.num_stale_output_tokens > 0
-        }
+        """Leave out what is said of requests that have ended, or were preempted, after this step had begun. The NaN that
+        it may have left in their blocks is to be cleared.
+        """
+        self._stale, self._uncounted = set(), set()
+        for name in scheduled.num_scheduled_tokens:
+            request = self.requests.get(name)
+            if request is None or request.is_finished():
+                self._uncounted.add(name)
+            elif request.num_stale_output_tokens > 0:
+                self._stale.add(name)
+                if request.drop_stale_output:
+                    self._uncounted.add(name)
+        self._stale |= self._uncounted
         if self._stale:
-            undrawable = undrawable_of(output).items()
-            report_undrawable(output, {name: why for name, why in undrawable if name not in self._stale})
-            report_withdrawn(output, [name for name in withdrawn_of(output) if name not in self._stale])
+            undrawable, withdrawn = undrawable_of(output), withdrawn_of(output)
+            for name in self._stale.intersection((*undrawable, *withdrawn)):
+                self._stained += self._left.get(name, ())
+            report_undrawable(output, {n: why for n, why in undrawable.items() if n not in self._stale})
+            report_withdrawn(output, [name for name in withdrawn if name not in self._stale])
+        under_way = [step.scheduled.num_scheduled_tokens for step in self._steps]
+        for name in [name for name in self._left if not any(name in tokens for tokens in under_way)]:
+            del self._left[name]
 
     def _judge(self, scheduled: SchedulerOutput, rows: list[list[int]]) -> StepObservation | None:
         step = self._step
-        counted = [name not in self._stale for name in step.names]
+        counted = [name not in self._uncounted for name in step.names]
         rows = [row if counts else [] for counts, row in zip(counted, rows, strict=True)]
         made = np.fromiter(map(len, rows), np.int64, len(rows))
         num_sent = np.where(counted, step.num_sent, 0).astype(np.int32)
@@ -201,19 +244,25 @@ class OverlappingScheduler(PacelineScheduler, AsyncScheduler):  # type: ignore[m
             for live, count in zip(step.responses, num_sent.tolist(), strict=True):
                 live.num_draft_tokens += count
         tokens = scheduled.num_scheduled_tokens
-        total = sum(count for name, count in tokens.items() if name not in self._stale)
-        if not total:
-            return None
-        num_requests, drafted = int(np.count_nonzero(made)), int(num_sent.sum())
+        if len(self._uncounted) == len(tokens):
+            return None  # nothing ran, or nothing that counts
+        # What was computed for nobody took its time too.
+        num_requests, drafted = sum(name in tokens for name in step.names), int(step.num_sent.sum())
         return StepObservation(
             num_requests=num_requests,
             num_draft_tokens=drafted,
-            num_accepted_tokens=int(made.sum()) - num_requests,
-            num_prefill_tokens=max(total - num_requests - drafted, 0),
+            num_accepted_tokens=int(made.sum() - np.count_nonzero(made)),
+            num_prefill_tokens=int(scheduled.total_num_scheduled_tokens) - num_requests - drafted,
             step_s=0.0,
             num_waiting=len(self.waiting),
             num_context_tokens=step.context,
         )
+
+    def _time(self, step: StepObservation | None) -> None:
+        """A step in which whoever takes the tokens was long away tells nothing of the engine's time."""
+        away_s, self._away_s = self._away_s, 0.0
+        is_told = away_s <= AWAY_SHARE * (time.perf_counter() - self._started_s)
+        super()._time(step if is_told else None)
 
     def _withdraw(self, name: str, num_tokens: int) -> None:
         """A request's step does not count, nor does the one under way, which read what it wrote."""

@@ -369,7 +369,7 @@ DOORS: tuple[Door, ...] = (
         overrides="load_model initialize_kv_cache cudagraph_manager add_requests execute_model prepare_inputs "
         "sample sample_tokens take_draft_token_ids speculator rejection_sampler",
         members="get_model model req_states sampler speculative_config vllm_config device max_num_reqs max_num_tokens "
-        "attn_groups model_state fast_prefill kv_caches",
+        "attn_groups model_state fast_prefill kv_caches scheduler_config",
     ),
     Door(
         f"{RUNNER_V2}.initialize_kv_cache",
@@ -581,7 +581,7 @@ DOORS: tuple[Door, ...] = (
     Door(
         "vllm.config.compilation:CompilationConfig",
         "whether code is compiled, and for steps of how many tokens",
-        members="mode compile_ranges_endpoints",
+        members="mode compile_ranges_endpoints compile_mm_encoder",
     ),
     Door(
         "vllm.compilation.caching:aot_compile_hash_factors",
@@ -657,7 +657,7 @@ DOORS: tuple[Door, ...] = (
         overrides="create_engine_config",
         members="scheduler_cls worker_cls speculative_config additional_config async_scheduling enforce_eager "
         "logprobs_mode kv_cache_memory_bytes kv_transfer_config max_num_seqs block_size cudagraph_capture_sizes "
-        "max_cudagraph_capture_size compilation_config attention_backend attention_config",
+        "max_cudagraph_capture_size compilation_config",
     ),
     Door(
         CONFIG,

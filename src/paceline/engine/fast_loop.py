@@ -5,6 +5,8 @@ are pure functions in planning/. Knows nothing of vLLM: the scheduler hands it a
 
     propose -> (the target runs) -> learn, append, observe
 
+and where steps overlap (async_scheduler.py) the next one is proposed before the present one is learned from.
+
 Model-free drafts are made in `propose`; a model drafter's arrive by `receive`, made in the worker after the step
 before, or whenever a draft worker has some (draft_ahead.py). Where there are two drafters their drafts meet in the
 draft trees, which offer the chain with the most expected accepted tokens to the budget; one alone needs no trees.

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import copy
 import os
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -68,6 +69,22 @@ def describe_gap(model: torch.nn.Module) -> str | None:
     return (
         f"batch invariance is not ensured for {', '.join(sorted(bare))}: a response may part ways with itself in "
         "another batch where two tokens are nearly as good"
+    )
+
+
+def describe_attention(layers: Iterable[Any]) -> str | None:
+    """What vLLM's batch-invariant mode leaves open on a GPU, of the layers that it attends with; None: nothing known.
+
+    On an H100 FlashAttention 3 gave a token other bits when it was read again than when it was generated, beyond some
+    128 tokens of context; Triton's attention did not (docs/gpu.md).
+    """
+    backends = {layer.get_attn_backend().get_name() for layer in layers if hasattr(layer, "get_attn_backend")}
+    if "FLASH_ATTN" not in backends:
+        return None
+    return (
+        "FlashAttention gives a token that is read again other bits than when it was generated: a response that was "
+        "cut may part ways with itself where two tokens are nearly as good; for the same bits start the engine with "
+        "attention_backend='TRITON_ATTN'"
     )
 
 

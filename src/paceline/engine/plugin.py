@@ -25,7 +25,6 @@ SETTINGS = "PACELINE_SETTINGS"
 _WHY = {
     "async_scheduling": "overlapping steps are new here: say async_scheduling=True to have them",
     "enforce_eager": "EngineSettings.compiled decides",
-    "attention_backend": "with VLLM_BATCH_INVARIANT=1 its bits are those of the responses that were not cut",
 }
 """Engine arguments that are changed, and why."""
 _PRESERVED = "sleep_preserve_parameter_names"
@@ -93,7 +92,6 @@ def switch_on(engine_args: Any) -> None:
     """
     from paceline.engine.arguments import (
         SCHEDULER,
-        attention_arguments,
         cache_arguments,
         engine_arguments,
         graph_arguments,
@@ -119,11 +117,10 @@ def switch_on(engine_args: Any) -> None:
         )
     settings, why = settings_from_environment(), dict(_WHY)
     arguments = engine_arguments(settings)
-    if engine_args.async_scheduling:
-        if (obstacle := overlap_obstacle(settings, uses_v2())) is None:
-            del arguments["async_scheduling"]
-        else:
-            why["async_scheduling"] = obstacle
+    if (obstacle := overlap_obstacle(settings, uses_v2())) is not None:
+        why["async_scheduling"] = obstacle
+    elif engine_args.async_scheduling:
+        del arguments["async_scheduling"]
     if "kv_transfer_config" in arguments and engine_args.kv_transfer_config is not None:
         raise UnsupportedError(
             f"{SETTINGS} sets kv_pool, but the engine already has kv_transfer_config="
@@ -135,8 +132,6 @@ def switch_on(engine_args: Any) -> None:
     }
     if engine_args.block_size is None:
         arguments |= cache_arguments()
-    if engine_args.attention_backend is None and engine_args.attention_config.backend is None:
-        arguments |= attention_arguments()
     if not _chooses_graphs(engine_args):
         arguments |= graph_arguments(settings, engine_args.max_num_seqs)
     if _PRESERVED in arguments:

@@ -125,9 +125,8 @@ class RolloutEngine:
         kv_cache_bytes: memory of the KV cache (CPU backend).
         logprobs: "processed" (after temperature and filters, what an RL trainer needs) or "raw".
         vllm_arguments: any other argument of vLLM's EngineArgs. Plain vLLM is eager on the CPU unless
-            `enforce_eager=False` is among them; with settings `EngineSettings.compiled` decides. Unless they say
-            otherwise, KV blocks have 32 tokens on the CPU, and attention is Triton's on a GPU with
-            VLLM_BATCH_INVARIANT=1, plain vLLM's too.
+            `enforce_eager=False` is among them; with settings `EngineSettings.compiled` decides. On the CPU KV blocks
+            have 32 tokens unless `block_size` is among them, plain vLLM's too.
 
     Raises CheckpointError, ConfigError or InstallError before the engine starts.
     """
@@ -150,9 +149,7 @@ class RolloutEngine:
         from vllm.v1.engine.llm_engine import LLMEngine
 
         from paceline.engine.arguments import (
-            ATTENTION_ARGUMENTS,
             GRAPH_ARGUMENTS,
-            attention_arguments,
             cache_arguments,
             check_vllm_arguments,
             engine_arguments,
@@ -173,8 +170,6 @@ class RolloutEngine:
             "seed": 0,
             **cache_arguments(),
         }
-        if not vllm_arguments.keys() & set(ATTENTION_ARGUMENTS):
-            arguments |= attention_arguments()
         if is_cpu():
             arguments |= {
                 "kv_cache_memory_bytes": kv_cache_bytes,

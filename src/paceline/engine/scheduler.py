@@ -19,6 +19,7 @@ import numpy as np
 
 from paceline.engine.arguments import read_settings
 from paceline.engine.compat import (
+    AsyncScheduler,
     EngineCoreOutputs,
     ModelRunnerOutput,
     Request,
@@ -34,7 +35,7 @@ from paceline.engine.multipath.layout import PathPlan, plan_paths
 from paceline.engine.multipath.spare_blocks import SpareBlocks
 from paceline.engine.runner import FreshDrafts, StepOrder, give_order, undrawable_of, withdrawn_of
 from paceline.engine.waiting import num_admissible_tokens
-from paceline.errors import RequestError
+from paceline.errors import RequestError, UnsupportedError
 from paceline.planning.budget import fair_weights
 from paceline.types import DraftQuery, Float64Array, Int32Array, Int64Array, StepObservation
 
@@ -51,10 +52,15 @@ class PacelineScheduler(Scheduler):  # type: ignore[misc]
     """Running requests that can draft, in vLLM's order; None: each has to be looked at again."""
 
     def __new__(cls, vllm_config: Any, *args: Any, **kwargs: Any) -> PacelineScheduler:
-        if cls is PacelineScheduler and vllm_config.scheduler_config.async_scheduling:
+        if vllm_config.scheduler_config.async_scheduling and not issubclass(cls, AsyncScheduler):
             from paceline.engine.async_scheduler import OverlappingScheduler
 
-            return object.__new__(OverlappingScheduler)
+            if cls is not PacelineScheduler:
+                raise UnsupportedError(
+                    f"{cls.__name__} does not let steps overlap: start the engine with async_scheduling=False, or derive "
+                    "it from OverlappingScheduler"
+                )
+            cls = OverlappingScheduler
         return object.__new__(cls)
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:

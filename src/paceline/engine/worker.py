@@ -16,7 +16,7 @@ import torch
 
 from paceline.engine import compiled, invariance
 from paceline.engine.arguments import check_engine, fused_layers, read_settings
-from paceline.engine.compat import is_cpu, platform_worker, repack_tied_head
+from paceline.engine.compat import is_batch_invariant_gpu, is_cpu, platform_worker, repack_tied_head
 from paceline.engine.kv.connector import PoolConnector, worker_end
 from paceline.engine.runner import Runner
 from paceline.errors import UnsupportedError
@@ -126,6 +126,9 @@ class PacelineWorker(platform_worker()):  # type: ignore[misc]
 
     def describe_invariance_gap(self) -> str | None:
         """Which layers batch invariance was wanted for and is not ensured; None: none. Called by `collective_rpc`."""
+        if is_batch_invariant_gpu():
+            layers = self.vllm_config.compilation_config.static_forward_context.values()
+            return invariance.describe_attention(layers)
         if not compiled.is_invariant(self.vllm_config):
             return None
         return invariance.describe_gap(self.model_runner.get_model())

@@ -21,7 +21,7 @@ from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 from paceline.engine import compiled, invariance
 from paceline.engine.kv.nan_blocks import NanBlocks
 from paceline.engine.runner import FreshDrafts, Runner, order_of
-from paceline.engine.v2.ahead import put_ahead
+from paceline.engine.v2.ahead import prepare_ahead, put_ahead
 from paceline.engine.v2.graphs import graphs_for_ragged_steps
 from paceline.engine.v2.outputs import Missing, check, has_arrived
 from paceline.engine.v2.sampler import CheckedSampler, ExactVerifier
@@ -76,6 +76,8 @@ class KeyedRunnerV2:
             sizes = [group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups]
             self.nan_blocks = NanBlocks(self.kv_caches, kv_cache_config.num_blocks, sizes)
         self.cudagraph_manager = graphs_for_ragged_steps(self)
+        if self.scheduler_config.async_scheduling:
+            prepare_ahead(self.req_states, self.device)
 
     def seal_model(self: Any) -> None:
         """Put batch invariance onto the loaded model; run again after a reload."""
@@ -160,7 +162,8 @@ def compile_for_draft_slots(config: Any, num_tokens: int) -> None:
     config: vLLM's CompilationConfig, which target and draft model share; after both have been loaded, as loading the
     draft model computes it anew, and before either is compiled.
     """
-    if ends := config.compile_ranges_endpoints:
+    ends = config.compile_ranges_endpoints
+    if ends and not config.compile_mm_encoder:  # with it vLLM insists on the range that it made
         ends[-1] = max(ends[-1], num_tokens)
 
 
