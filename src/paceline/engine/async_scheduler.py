@@ -208,8 +208,8 @@ class OverlappingScheduler(PacelineScheduler, AsyncScheduler):  # type: ignore[m
         return result
 
     def _drop_stale(self, scheduled: SchedulerOutput, output: ModelRunnerOutput) -> None:
-        """Leave out what is said of requests that have ended, or were preempted, after this step had begun. The NaN that
-        it may have left in their blocks is to be cleared.
+        """Leave out what is said of requests that have ended, or were preempted, after this step had begun. NaN that it
+        may have left in their blocks is to be cleared.
         """
         self._stale, self._uncounted = set(), set()
         for name in scheduled.num_scheduled_tokens:

@@ -57,8 +57,8 @@ class PacelineScheduler(Scheduler):  # type: ignore[misc]
 
             if cls is not PacelineScheduler:
                 raise UnsupportedError(
-                    f"{cls.__name__} does not let steps overlap: start the engine with async_scheduling=False, or derive "
-                    "it from OverlappingScheduler"
+                    f"{cls.__name__} does not let steps overlap: start the engine with async_scheduling=False, or "
+                    "derive it from OverlappingScheduler"
                 )
             cls = OverlappingScheduler
         return object.__new__(cls)
