@@ -165,7 +165,7 @@ DOORS: tuple[Door, ...] = (
         "a request's tokens and state; the scheduler fills its drafts and sampling parameters",
         members="request_id sampling_params prompt_token_ids spec_token_ids all_token_ids num_tokens "
         "num_prompt_tokens num_computed_tokens block_hashes num_output_tokens num_output_placeholders "
-        "num_in_flight_tokens "
+        "num_in_flight_tokens num_stale_output_tokens drop_stale_output is_finished "
         "is_prefill_chunk max_tokens use_structured_output status resumable lora_request mm_features cache_salt",
     ),
     Door(
@@ -581,7 +581,7 @@ DOORS: tuple[Door, ...] = (
     Door(
         "vllm.config.compilation:CompilationConfig",
         "whether code is compiled, and for steps of how many tokens",
-        members="mode compile_ranges_endpoints compile_mm_encoder",
+        members="mode compile_ranges_endpoints compile_mm_encoder static_forward_context",
     ),
     Door(
         "vllm.compilation.caching:aot_compile_hash_factors",
