@@ -83,6 +83,16 @@ def count_journal(path: Path, without: set[int]) -> int:
     return sum(len(entry.packed) for entry in entries if entry.name[0] not in without)
 
 
+def lines_of(out: Path) -> list[dict[str, Any]]:
+    """The responses that are written in whole."""
+    return [json.loads(line) for line in out.read_bytes().split(b"\n")[:-1]]
+
+
+def keys_of(out: Path) -> set[int]:
+    """Keys of the responses that are written."""
+    return {line["key"] for line in lines_of(out)}
+
+
 def test_killed_and_resumed(plain: Generate, tmp_path: Path) -> None:
     prompts, out = tmp_path / "prompts.jsonl", tmp_path / "o.jsonl"
     journal = tmp_path / "o.jsonl.progress"
@@ -95,7 +105,7 @@ def test_killed_and_resumed(plain: Generate, tmp_path: Path) -> None:
         env=environment,
     )
     deadline_s = time.monotonic() + 400
-    while count(out) < 3 or count_journal(journal, set()) < 60:
+    while count(out) < 3 or count_journal(journal, keys_of(out)) < 60:
         if first.poll() is not None or time.monotonic() > deadline_s:
             first.kill()
             pytest.fail(f"it did not get that far: {first.communicate()[1]}")
@@ -104,8 +114,8 @@ def test_killed_and_resumed(plain: Generate, tmp_path: Path) -> None:
     first.communicate()
     kept = count(out)
     assert 3 <= kept < 8 * SAMPLES
-    written = [json.loads(line) for line in out.read_bytes().split(b"\n")[:-1]]
-    from_journal = count_journal(journal, {line["key"] for line in written})
+    written = lines_of(out)
+    from_journal = count_journal(journal, keys_of(out))
     assert from_journal > 0, "the control: nothing to go on from"
     num_kept = from_journal + sum(len(line["tokens"]) for line in written)
 
