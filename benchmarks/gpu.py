@@ -32,7 +32,7 @@ from typing import Any
 from harness import Child, parser, publish, save
 from pairs import PAIRS, TARGETS, draw_lines
 from rivals import Rival, draft_model
-from rollouts import TAIL_SHARE, System, Work, make_requests
+from rollouts import Ended, System, Work, make_requests
 
 from paceline.config import EngineSettings
 
@@ -63,24 +63,12 @@ COLUMNS = (
 
 
 @dataclass(frozen=True)
-class Rollout:
+class Rollout(Ended):
     """A finished one."""
 
-    ends_s: list[float]
-    """When each response ended, ascending."""
     ids: list[tuple[int, ...]]
     num_steps: int
     """Steps in which responses grew, summed over them."""
-
-    @property
-    def wall_s(self) -> float:
-        """Until the last response ended."""
-        return self.ends_s[-1]
-
-    @property
-    def tail_s(self) -> float:
-        """From TAIL_SHARE of the responses finished to the last."""
-        return self.ends_s[-1] - self.ends_s[int(TAIL_SHARE * (len(self.ends_s) - 1))]
 
 
 def make_system(

@@ -46,20 +46,11 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Timed:
-    """A finished rollout."""
+class Ended:
+    """When the responses of a rollout ended."""
 
     ends_s: list[float]
-    """When each response ended, from the start of the rollout; ascending."""
-    steps: list[Step]
-    prompts: list[Prompt]
-    """Of each response."""
-    keys: list[int]
-    ids: list[tuple[int, ...]]
-    num_steps: list[int]
-    """Steps in which each response grew."""
-    nats: float
-    """Minus the sum of the generated tokens' log-probabilities."""
+    """Of each, from the start of the rollout; ascending."""
 
     @property
     def wall_s(self) -> float:
@@ -70,6 +61,21 @@ class Timed:
     def tail_s(self) -> float:
         """From TAIL_SHARE of the responses finished to the last."""
         return self.ends_s[-1] - self.ends_s[int(TAIL_SHARE * (len(self.ends_s) - 1))]
+
+
+@dataclass(frozen=True)
+class Timed(Ended):
+    """A finished rollout."""
+
+    steps: list[Step]
+    prompts: list[Prompt]
+    """Of each response."""
+    keys: list[int]
+    ids: list[tuple[int, ...]]
+    num_steps: list[int]
+    """Steps in which each response grew."""
+    nats: float
+    """Minus the sum of the generated tokens' log-probabilities."""
 
     @property
     def lengths(self) -> list[int]:

@@ -13,7 +13,7 @@ from command_line import Run
 from paceline.commands.doctor import gpu_parts, gpu_report
 from paceline.commands.doctor.findings import Finding
 from paceline.commands.doctor.gpu_report import Answer, Part, examine, write_report
-from paceline.commands.doctor.invariance_check import Way
+from paceline.commands.doctor.invariance_check import INVARIANT, Way
 from paceline.engine.installed import is_cpu_build
 from paceline.errors import EngineError, RecordError
 
@@ -67,7 +67,7 @@ def test_batches_that_matter_are_no_failure() -> None:
     state, found, remedy = gpu_report.judge_batches(False, [way(), way("one at a time", 3, 7)])
     assert state == "note"
     assert found == "one at a time: 3 of 100 tokens and 7 log-probabilities differ"
-    assert gpu_parts.INVARIANT in str(remedy)
+    assert INVARIANT in str(remedy)
 
 
 def break_down() -> None:
@@ -115,7 +115,7 @@ def test_the_report_holds_findings_and_measurements(tmp_path: Path) -> None:
 
 
 def test_the_switch_for_batch_invariance_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(gpu_parts.INVARIANT, raising=False)
+    monkeypatch.delenv(INVARIANT, raising=False)
     with gpu_parts.batch_invariance(True):
-        assert os.environ[gpu_parts.INVARIANT] == "1"
-    assert gpu_parts.INVARIANT not in os.environ
+        assert os.environ[INVARIANT] == "1"
+    assert INVARIANT not in os.environ

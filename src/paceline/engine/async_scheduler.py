@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import compress
 from typing import Any
 
@@ -39,7 +39,7 @@ from paceline.engine.runner import (
     withdrawn_of,
 )
 from paceline.engine.scheduler import PacelineScheduler, rows_of
-from paceline.types import DraftQuery, Int32Array, StepObservation
+from paceline.types import Int32Array, StepObservation
 
 AWAY_SHARE = 0.25
 """Of the time between two steps' ends, spent outside the engine, up to which it is taken for the later step's."""
@@ -57,19 +57,22 @@ class _Step:
     num_sent: Int32Array  # [len(names)] draft tokens that vLLM has scheduled
     context: int
     started_s: float
-    before: list[list[int]]
+    before: list[list[int]] = field(init=False)
     """What the step before has decided for each of the requests: the first tokens of their drafts, or others."""
+    num_before: Int32Array = field(init=False)  # [len(names)] tokens of `before`
+    goes_on: NDArray[np.bool_] = field(init=False)
+    """Whose drafts begin with `before`, so that the rest of them is verified. [len(names)]"""
 
-    def num_before(self) -> Int32Array:
-        """Tokens of `before`. [len(names)]"""
-        return np.fromiter(map(len, self.before), np.int32, len(self.before))
+    def __post_init__(self) -> None:
+        self.tell([[] for _ in self.names])
 
-    def went_on(self) -> NDArray[np.bool_]:
-        """Whose drafts begin with `before`, so that the rest of them is verified. [len(names)]"""
-        assert self.proposal is not None
-        tokens, count = self.proposal.batch.tokens, self.num_before()
-        matches: NDArray[np.bool_] = leading_matches(tokens, count, table_of(self.before)) == count
-        return matches
+    def tell(self, before: list[list[int]]) -> None:
+        """Take what the step before has decided."""
+        self.before = before
+        self.num_before = np.fromiter(map(len, before), np.int32, len(before))
+        if self.proposal is not None:
+            drafts = self.proposal.batch.tokens
+            self.goes_on = leading_matches(drafts, self.num_before, table_of(before)) == self.num_before
 
 
 class OverlappingScheduler(PacelineScheduler, AsyncScheduler):  # type: ignore[misc]
@@ -81,31 +84,21 @@ class OverlappingScheduler(PacelineScheduler, AsyncScheduler):  # type: ignore[m
         self._ahead = np.empty(0, np.int32)  # [len(_queried)] tokens of each that are being decided, at most
         self._likely_ahead = self._ahead  # the same without drafts under way that are known to be void
         self._ended_s = 0.0
-        self._away_s = (
-            0.0  # between the last step's end and the scheduling of the next, when steps do not wait for us
-        )
-        self._stale: set[str] = (
-            set()
-        )  # requests that ended, or were preempted, while the present step was under way
-        self._uncounted: set[str] = set()  # those of them of which the step's tokens do not count
-        self._left: dict[
-            str, tuple[list[int], ...]
-        ] = {}  # KV blocks of requests that a step under way computes
+        self._away_s = 0.0  # between the last step's end and the making of the next
+        self._uncounted: set[str] = set()  # requests of which the present step's tokens do not count
+        self._left: dict[str, tuple[list[int], ...]] = {}  # KV blocks of who left while a step computes them
 
     # -- a step is made
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         self._away_s = time.perf_counter() - self._ended_s
-        self._proposal = None
         output = super().schedule(*args, **kwargs)
         names = self._queried
         drafts = output.scheduled_spec_decode_tokens
         num_sent = np.array([len(drafts.get(name, ())) for name in names], np.int32)
         responses = [self.live[name] for name in names]
-        before: list[list[int]] = [[] for _ in names]
-        self._steps.append(
-            _Step(output, self._proposal, names, responses, num_sent, self._context, self._started_s, before)
-        )
+        step = _Step(output, self._proposal, names, responses, num_sent, self._context, self._started_s)
+        self._steps.append(step)
         if self._proposal is not None and num_sent.any():
             give_order(output, replace(order_of(output), ahead=self._order(self._proposal, num_sent)))
         return output
@@ -132,26 +125,15 @@ class OverlappingScheduler(PacelineScheduler, AsyncScheduler):  # type: ignore[m
         self._positions, self._ends = np.array([r.num_tokens for r in ready], np.int64), self._ends_of(ready)
         self._ahead = np.array([request.num_output_placeholders for request in ready], np.int32)
         void = self._void()
-        self._likely_ahead = np.where([name in void for name in self._queried], 1, self._ahead).astype(
-            np.int32
-        )
+        is_void = [name in void for name in self._queried]
+        self._likely_ahead = np.where(is_void, 1, self._ahead).astype(np.int32)
         return ready, others
 
     def _void(self) -> set[str]:
         """Requests of the step under way whose drafts there do not go on with what has been decided since."""
         if not self._steps or (step := self._steps[-1]).proposal is None:
             return set()
-        return set(compress(step.names, ~step.went_on() & (step.num_sent > 0)))
-
-    def _can_draft(self, request: Request) -> bool:
-        live = self.live.get(request.request_id)
-        return (
-            live is not None
-            and live.drafts_allowed
-            and not live.is_withdrawn
-            and not request.is_prefill_chunk
-            and request.num_tokens + request.num_output_placeholders - request.num_computed_tokens == 1
-        )
+        return set(compress(step.names, ~step.goes_on & (step.num_sent > 0)))
 
     def _unread(self, request: Request) -> int:
         return super()._unread(request) + int(request.num_output_placeholders)
@@ -159,17 +141,12 @@ class OverlappingScheduler(PacelineScheduler, AsyncScheduler):  # type: ignore[m
     def _propose(self, ready: list[Request], others: list[Request], max_alternatives: int) -> Proposal:
         batch = LiveBatch.of([self.live[name] for name in self._queried])
         room = np.clip(self._ends - self._positions - 1 - self._ahead, 0, self.num_spec_tokens)
-        query = DraftQuery(
-            groups=batch.groups,
-            responses=batch.numbers,
-            keys=batch.keys,
-            positions=self._positions,
-            temperatures=batch.temperatures,
-            max_tokens=np.where(room > 0, room + self._likely_ahead, 0).astype(np.int32),
-        )
+        longest = np.where(room > 0, room + self._likely_ahead, 0).astype(np.int32)
         num_other_tokens = self._num_other_tokens(len(ready), others)
         weights, left = self._weights(batch), self._ends - self._positions
-        proposal = self.loop.propose(query, num_other_tokens, 0, weights, left, self._likely_ahead)
+        proposal = self.loop.propose(
+            self._query(batch, longest), num_other_tokens, 0, weights, left, self._likely_ahead
+        )
         for request, length in zip(ready, proposal.lengths.tolist(), strict=True):
             request.spec_token_ids = [-1] * length
         return proposal
@@ -199,7 +176,7 @@ class OverlappingScheduler(PacelineScheduler, AsyncScheduler):  # type: ignore[m
         self._queried, self._context = step.names, step.context
         self._started_s = max(step.started_s, self._ended_s)
         for following in self._steps:
-            following.before = rows_of(model_runner_output, following.names)
+            following.tell(rows_of(model_runner_output, following.names))
         self._drop_stale(scheduler_output, model_runner_output)
         result: dict[int, EngineCoreOutputs] = super().update_from_output(
             scheduler_output, model_runner_output
@@ -211,22 +188,22 @@ class OverlappingScheduler(PacelineScheduler, AsyncScheduler):  # type: ignore[m
         """Leave out what is said of requests that have ended, or were preempted, after this step had begun. NaN that it
         may have left in their blocks is to be cleared.
         """
-        self._stale, self._uncounted = set(), set()
+        stale, self._uncounted = set(), set()
         for name in scheduled.num_scheduled_tokens:
             request = self.requests.get(name)
             if request is None or request.is_finished():
                 self._uncounted.add(name)
             elif request.num_stale_output_tokens > 0:
-                self._stale.add(name)
+                stale.add(name)
                 if request.drop_stale_output:
                     self._uncounted.add(name)
-        self._stale |= self._uncounted
-        if self._stale:
+        stale |= self._uncounted
+        if stale:
             undrawable, withdrawn = undrawable_of(output), withdrawn_of(output)
-            for name in self._stale.intersection((*undrawable, *withdrawn)):
+            for name in stale.intersection((*undrawable, *withdrawn)):
                 self._stained += self._left.get(name, ())
-            report_undrawable(output, {n: why for n, why in undrawable.items() if n not in self._stale})
-            report_withdrawn(output, [name for name in withdrawn if name not in self._stale])
+            report_undrawable(output, {name: why for name, why in undrawable.items() if name not in stale})
+            report_withdrawn(output, [name for name in withdrawn if name not in stale])
         under_way = [step.scheduled.num_scheduled_tokens for step in self._steps]
         for name in [name for name in self._left if not any(name in tokens for tokens in under_way)]:
             del self._left[name]
@@ -238,7 +215,7 @@ class OverlappingScheduler(PacelineScheduler, AsyncScheduler):  # type: ignore[m
         made = np.fromiter(map(len, rows), np.int64, len(rows))
         num_sent = np.where(counted, step.num_sent, 0).astype(np.int32)
         if step.proposal is not None and step.names:
-            verified = step.num_before() + np.where(step.went_on(), step.num_sent, 0).astype(np.int32)
+            verified = step.num_before + np.where(step.goes_on, step.num_sent, 0).astype(np.int32)
             decided = table_of([[*early, *late] for early, late in zip(step.before, rows, strict=True)])
             self.loop.learn(step.proposal, verified, decided)
             for live, count in zip(step.responses, num_sent.tolist(), strict=True):
@@ -263,19 +240,3 @@ class OverlappingScheduler(PacelineScheduler, AsyncScheduler):  # type: ignore[m
         away_s, self._away_s = self._away_s, 0.0
         is_told = away_s <= AWAY_SHARE * (time.perf_counter() - self._started_s)
         super()._time(step if is_told else None)
-
-    def _withdraw(self, name: str, num_tokens: int) -> None:
-        """A request's step does not count, nor does the one under way, which read what it wrote."""
-        groups = self._blocks_of(name)
-        self._stained += groups
-        if name in self.live:
-            self.live[name].is_withdrawn = True
-            first = (self.requests[name].num_tokens - 1) // self.block_size
-            for blocks in groups:
-                self.kv_cache_manager.evict_blocks(set(blocks[first:]))
-
-    def _forget_on_device(self, names: list[str]) -> None:
-        for request in [self.requests[name] for name in names if name in self.live]:
-            if request in self.running:
-                self.running.remove(request)
-                self._preempt_request(request, time.monotonic(), drop_stale_output=True)

@@ -287,20 +287,12 @@ class PacelineScheduler(Scheduler):  # type: ignore[misc]
             and live.drafts_allowed
             and not live.is_withdrawn
             and not request.is_prefill_chunk
-            and request.num_tokens - request.num_computed_tokens == 1
-            and not request.num_output_placeholders
+            and self._unread(request) == 1
         )
 
     def _propose(self, ready: list[Request], others: list[Request], max_alternatives: int) -> Proposal:
         batch = self._batch
-        query = DraftQuery(
-            groups=batch.groups,
-            responses=batch.numbers,
-            keys=batch.keys,
-            positions=self._positions,
-            temperatures=batch.temperatures,
-            max_tokens=self._room(ready),
-        )
+        query = self._query(batch, self._room(ready))
         num_other_tokens = self._num_other_tokens(len(ready), others)
         weights, left = self._weights(batch), self._ends - self._positions
         proposal = self.loop.propose(query, num_other_tokens, max_alternatives, weights, left)
@@ -308,6 +300,17 @@ class PacelineScheduler(Scheduler):  # type: ignore[misc]
         for request, drafts, length in zip(ready, tokens, proposal.lengths.tolist(), strict=True):
             request.spec_token_ids = drafts[:length]
         return proposal
+
+    def _query(self, batch: LiveBatch, longest: Int32Array) -> DraftQuery:
+        """What to draft for the requests that can draft. longest: draft tokens of each. [num_requests]"""
+        return DraftQuery(
+            groups=batch.groups,
+            responses=batch.numbers,
+            keys=batch.keys,
+            positions=self._positions,
+            temperatures=batch.temperatures,
+            max_tokens=longest,
+        )
 
     def _live_batch(self) -> LiveBatch:
         """The requests that draft; most often they are those of the step before."""
@@ -397,7 +400,7 @@ class PacelineScheduler(Scheduler):  # type: ignore[misc]
         """Preempt requests: V2 counts on the device what each has computed, and would count a withdrawn step."""
         for request in [self.requests[name] for name in names if name in self.live]:
             self.running.remove(request)
-            self._preempt_request(request, time.monotonic())
+            self._preempt_request(request, time.monotonic(), drop_stale_output=True)
 
     def _withdraw(self, name: str, num_tokens: int) -> None:
         """A request's step of so many tokens does not count; what it computed may be in the prefix cache already."""
@@ -408,10 +411,9 @@ class PacelineScheduler(Scheduler):  # type: ignore[misc]
             self._ready = None
             request = self.requests[name]
             request.num_computed_tokens -= num_tokens
+            first = (request.num_tokens - 1) // self.block_size  # of what no step before has computed
             for blocks in groups:
-                self.kv_cache_manager.evict_blocks(
-                    set(blocks[request.num_computed_tokens // self.block_size :])
-                )
+                self.kv_cache_manager.evict_blocks(set(blocks[first:]))
 
     def _grown(
         self, scheduled: SchedulerOutput, output: ModelRunnerOutput, rows: list[list[int]]

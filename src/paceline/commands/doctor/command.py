@@ -24,8 +24,9 @@ from paceline.commands.doctor.findings import (
     look_at_installation,
     look_at_machine,
 )
-from paceline.commands.doctor.gpu_parts import INVARIANT, describe_device
+from paceline.commands.doctor.gpu_parts import describe_device
 from paceline.commands.doctor.gpu_report import Answer, check_gpu, examine_gpu, write_report
+from paceline.commands.doctor.invariance_check import INVARIANT
 from paceline.commands.inputs.launch import Launch, hush
 from paceline.commands.inputs.model_folder import read_checkpoint
 from paceline.commands.inputs.options import check_writable

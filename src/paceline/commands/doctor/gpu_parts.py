@@ -19,12 +19,13 @@ from paceline.commands.bench.command import compare as compare_speed
 from paceline.commands.bench.contender import Contender, Measurement
 from paceline.commands.doctor.child import in_child
 from paceline.commands.doctor.invariance_check import (
+    INVARIANT,
     MAX_LEN,
     Way,
     check_invariance,
     compare,
     make_requests,
-    small_cache,
+    small_engine,
 )
 from paceline.commands.inputs.launch import Launch, build_settings
 from paceline.commands.inputs.model_folder import load_tokenizer, read_checkpoint
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
     from paceline.engine.rollout_engine import RolloutEngine
     from paceline.engine.v2.checks import ThrownDice, VerifyingCost
 
-INVARIANT = "VLLM_BATCH_INVARIANT"
 DTYPE = "bfloat16"
 QWEN_VOCAB_SIZE = 151_936
 WORKLOADS = ((1, 8), (64, 2), (64, 8))
@@ -90,7 +90,7 @@ def generate_plain(model: Path, requests: Sequence[RolloutRequest], dtype: str) 
     """Responses of vLLM without Paceline, each request's key for its seed."""
     from paceline.engine.rollout_engine import RolloutEngine
 
-    with RolloutEngine(model, None, dtype=dtype, **_SIZES) as engine:
+    with RolloutEngine(model, None, dtype=dtype, **_SIZES, **small_engine()) as engine:
         return _generate(engine, requests, seeded=True)
 
 
@@ -103,7 +103,7 @@ def generate_ours(model: Path, requests: Sequence[RolloutRequest], dtype: str) -
     budget = BudgetSettings(policy="fixed", fixed_tokens=4)
     settings = EngineSettings(budget=budget, max_draft_tokens=4, draft_floor=0.0, model_drafter=str(model))
     made: dict[str, list[Response]] = {}
-    with RolloutEngine(model, settings, dtype=dtype, **_SIZES) as engine:
+    with RolloutEngine(model, settings, dtype=dtype, **_SIZES, **small_engine()) as engine:
         engine.set_drafting(False)
         made["without drafts"] = _generate(engine, requests)
         engine.set_drafting(True)
@@ -122,7 +122,6 @@ _SIZES: Mapping[str, Any] = {
     "max_model_len": MAX_LEN,
     "max_num_seqs": 16,
     "skip_tokenizer_init": True,
-    **small_cache(),
 }
 
 
@@ -160,7 +159,7 @@ def _time_verifying(model: Path) -> list[VerifyingCost]:
     from paceline.engine.v2.checks import time_verifying
 
     batch = max(num_requests for num_requests, _ in WORKLOADS)
-    sizes = {**_SIZES, "max_num_seqs": batch}
+    sizes = {**_SIZES, **small_engine(), "max_num_seqs": batch}
     with RolloutEngine(model, EngineSettings(max_draft_tokens=8), dtype=DTYPE, **sizes) as engine:
         runner = engine.vllm_engine.model_executor.driver_worker.worker.model_runner
         return [time_verifying(runner, *workload, QWEN_VOCAB_SIZE, 20) for workload in WORKLOADS]

@@ -18,7 +18,7 @@ import msgspec
 from paceline.commands.doctor import gpu_parts
 from paceline.commands.doctor.child import in_child
 from paceline.commands.doctor.findings import Finding, State
-from paceline.commands.doctor.invariance_check import Way, write_model
+from paceline.commands.doctor.invariance_check import INVARIANT, Way, write_model
 from paceline.engine.installed import is_cpu_build
 from paceline.errors import InstallError, PacelineError, RecordError
 from paceline.record import describe_machine, describe_versions
@@ -141,7 +141,7 @@ def judge_batches(wanted: bool, ways: Sequence[Way]) -> tuple[State, str, str | 
         return "ok", f"{sum(way.compared for way in ways)} tokens and log-probabilities, the same bits", None
     if wanted:
         return "warn", _differences(ways), "expect single responses to part ways at near-ties on this GPU"
-    return "note", _differences(ways), f"export {gpu_parts.INVARIANT}=1 where single tokens matter"
+    return "note", _differences(ways), f"export {INVARIANT}=1 where single tokens matter"
 
 
 def _differences(ways: Sequence[Way]) -> str:
