@@ -44,8 +44,8 @@ from pairs import PAIRS, TARGETS
 
 SIZES = {
     0.02: {"hidden": 256, "intermediate": 704, "layers": 5, "heads": 4, "kv_heads": 2},
-    0.1: {"hidden": 512, "intermediate": 1408, "layers": 24, "heads": 8, "kv_heads": 4},
-    0.2: {"hidden": 512, "intermediate": 1408, "layers": 48, "heads": 8, "kv_heads": 4},
+    0.1: {"hidden": 512, "intermediate": 1408, "layers": 10, "heads": 8, "kv_heads": 4},
+    0.2: {"hidden": 512, "intermediate": 1408, "layers": 21, "heads": 8, "kv_heads": 4},
 }
 """What the drafter is inflated to, by the share of a verification that a draft token shall take, about."""
 

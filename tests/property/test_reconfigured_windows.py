@@ -29,9 +29,13 @@ class Link:
 
     def __init__(self) -> None:
         self.allowed: dict[int, int] = {}
+        self.first: int | None = None
 
     def allow(self, responses: list[int], most: list[int]) -> None:
         self.allowed |= dict(zip(responses, most, strict=True))
+
+    def begin_with(self, most: int) -> None:
+        self.first = most
 
 
 def step_time(base_s: float, token_s: float) -> StepTimeModel:
@@ -139,11 +143,32 @@ def test_a_response_that_drafts_badly_is_told_from_one_that_drafts_well() -> Non
     for _ in range(32):
         windows.advance(names, model, 0.005)
     assert link.allowed[3] > link.allowed[4] == 0
+    assert link.first == link.allowed[3], "of the mean, 0.89, as much as of 0.98"
     assert windows.num_changes == 1
     windows.clear()
     for _ in range(32):
         windows.advance(names, model, 0.0)
     assert windows._drafts == {}, "before drafts are measured nothing is planned"
+
+
+@pytest.mark.parametrize("draft_s", [0.0005, 0.012])
+def test_a_response_that_begins_later_has_the_window_of_the_mean(draft_s: float) -> None:
+    link = Link()
+    windows = DraftWindows(link, Source.MODEL, 1000, 24, open_log(EngineSettings()))  # type: ignore[arg-type]
+    names, model = np.array([3, 4], np.int64), step_time(0.01, 0.0003)
+    for _ in range(40):
+        windows.learn(names, np.array([8, 8], np.int32), np.array([7, 5], np.int32))
+    for _ in range(LEAST_STEPS):
+        assert link.first is None, "nothing was planned"
+        windows.advance(names, model, draft_s)
+    verify_s = 0.01 + 0.0003 * 2 * (np.arange(25) + 1)
+    plan = reconfigure([0.75], StepTimes(1, draft_s, verify_s), everyone=True)
+    assert link.first == pytest.approx(int(most_ahead(plan.windows, plan.is_coupled)[0]), abs=1)
+    assert min(link.allowed.values()) <= link.first <= max(link.allowed.values())
+    changes = windows.num_changes
+    windows.learn(np.array([5], np.int64), np.array([8], np.int32), np.array([6], np.int32))
+    assert windows._drafts[5].is_coupled == plan.is_coupled[0]
+    assert windows.num_changes == changes, "it begins so, which is no change"
 
 
 def test_a_drafter_that_does_not_pay_is_tried_again_after_rests_that_grow() -> None:

@@ -349,6 +349,18 @@ def test_a_link_that_cannot_be_leaves_nothing_behind(monkeypatch: pytest.MonkeyP
     assert not any(folder.exists() for folder in made)
 
 
+def test_responses_that_begin_later_have_the_window_of_then(link: WorkerLink, trees: DraftTrees) -> None:
+    worker = Worker(link)
+    worker.greet(link)
+    for response in (7, 8):
+        open_response(link, trees, response, [1, 2])
+    grow(link, trees, {7: [3]})
+    link.begin_with(9)
+    assert link.most_ahead([7, 8]).tolist() == [6, 9]
+    grow(link, trees, {7: [4], 8: [3]})
+    assert [[one.most_ahead for one in step.opened] for step in worker.hear(2)] == [[6], [9]]
+
+
 def test_a_worker_that_rests_drafts_for_nobody_until_all_is_forgotten(
     link: WorkerLink, trees: DraftTrees
 ) -> None:

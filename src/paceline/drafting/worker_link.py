@@ -69,8 +69,8 @@ class _Response:
     key: int
     temperature: float
     limit: int
-    most_ahead: int
-    """Undecided tokens that may be drafted."""
+    most_ahead: int = 0
+    """Undecided tokens that may be drafted, once it has begun."""
 
 
 class WorkerLink:
@@ -81,7 +81,7 @@ class WorkerLink:
     ) -> None:
         """settings: the worker's; its address and parent are filled in here.
 
-        most_ahead: undecided tokens of a response that may be drafted, until `allow` says otherwise.
+        most_ahead: undecided tokens of a response that may be drafted, until `allow` or `begin_with` says otherwise.
         trees: have the text of every running response.
         has_child: start a worker and keep it alive; False: whoever comes drafts.
 
@@ -147,8 +147,7 @@ class WorkerLink:
 
         The worker is told when it grows for the first time.
         """
-        most_ahead = 0 if self._is_resting else self._most_ahead
-        self._waiting[response] = _Response(key, temperature, limit, most_ahead)
+        self._waiting[response] = _Response(key, temperature, limit)
         if len(self._waiting) + len(self._running) == 1:
             self._silent_since_s = time.monotonic()
 
@@ -158,7 +157,9 @@ class WorkerLink:
         step_s: what the next step is expected to take.
         """
         begun = self._waiting.keys() & responses.tolist() if self._waiting else ()
-        self._running |= {response: self._waiting.pop(response) for response in begun}
+        for response in begun:
+            one = self._running[response] = self._waiting.pop(response)
+            one.most_ahead = self._first
         if self._worker is not None:
             self._tell_step(responses, offsets, tokens, step_s, begun)
 
@@ -197,17 +198,24 @@ class WorkerLink:
             if (one := self._running.get(response)) is not None:
                 one.most_ahead = self._allowed[response] = most
 
+    def begin_with(self, most_ahead: int) -> None:
+        """So many undecided tokens may be drafted of responses that begin from now on."""
+        self._most_ahead = most_ahead
+
+    @property
+    def _first(self) -> int:
+        """Of a response that begins now."""
+        return 0 if self._is_resting else self._most_ahead
+
     def rest(self) -> None:
         """Have nothing drafted until `forget`, neither for responses that run nor for those to come."""
         self._is_resting = True
-        for one in self._waiting.values():
-            one.most_ahead = 0
         self.allow(list(self._running), [0] * len(self._running))
 
     def most_ahead(self, responses: Sequence[int]) -> Int32Array:
         """Undecided tokens of each response that this worker may draft. [num_responses]"""
-        most = self._most_ahead
-        found = (one.most_ahead if (one := self._running.get(name)) else most for name in responses)
+        first = self._first
+        found = (one.most_ahead if (one := self._running.get(name)) else first for name in responses)
         return np.fromiter(found, np.int32, len(responses))
 
     def close(self, response: int) -> None:

@@ -138,6 +138,7 @@ class DraftAhead:
         """A response is to run, as `WorkerLink.open`."""
         for link in self.links:
             link.open(response, key, temperature, limit)
+        self._allow([response])
 
     def grow(self, responses: Int64Array, offsets: Int32Array, tokens: Int32Array) -> None:
         """Responses have grown, as `DraftTrees.advance`, which has heard of it."""
@@ -208,8 +209,12 @@ class DraftAhead:
             if worker.windows is not None and worker.watch.is_used
         ]
         if any(planned):
-            names = responses.tolist()
-            self._trees.allow(responses, np.max([link.most_ahead(names) for link in self.links], axis=0))
+            self._allow(responses.tolist())
+
+    def _allow(self, responses: list[int]) -> None:
+        """Let the trees know how far any worker drafts ahead of these responses."""
+        most = np.max([link.most_ahead(responses) for link in self.links], axis=0)
+        self._trees.allow(np.asarray(responses, np.int64), most)
 
     def learn(self, responses: Int64Array, decided: Int32Array) -> None:
         """What a step has decided, as `DraftTrees.judge`: each worker is judged by what it has proposed itself."""

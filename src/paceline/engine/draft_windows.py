@@ -4,7 +4,8 @@ Owns the acceptance of each running response's model drafts. The decision is Spe
 (planning/reconfigure.py), taken every `reconfigure_steps` steps and when the batch has changed; the draft worker is
 told how many undecided tokens it may draft. Called by the fast loop.
 
-Differs: everyone is planned for, as no placement stands behind `draft_window`, with which a response begins. Coupled, a
+Differs: everyone is planned for, as no placement stands behind `draft_window`, with which the first responses begin.
+Later ones begin with what the last plan would give to a response of mean acceptance. Coupled, a
 response has at most w undecided draft tokens, so nothing is drafted while these are verified; whether a step waits for
 them is decided as for all others (planning/wait.py). As a step may wait for a refill, and takes what there is of one,
 a refill costs a response of a batch no more than one alone (docs/decisions/0035-live-windows.md).
@@ -53,13 +54,14 @@ class DraftWindows:
         self._num_steps = 0
         self._planned_batch = 0
         self._num_idle = 0  # plans in a row that found nothing worth drafting
+        self._begins_coupled = False  # responses, before they are planned for
         self.num_changes = 0
         """Changes between coupled and decoupled."""
 
     def learn(self, responses: Int64Array, told: Int32Array, right: Int32Array) -> None:
         """What a step has decided about the worker's own drafts (`DraftTrees.judge`). [num_responses] each"""
         for row in np.flatnonzero(told).tolist():
-            one = self._drafts.setdefault(int(responses[row]), _Drafts())
+            one = self._of(int(responses[row]))
             one.accepted += int(right[row])
             one.drafted += int(told[row])
 
@@ -79,15 +81,21 @@ class DraftWindows:
         plan = replan(acceptance, times, self._num_idle)
         self._log.write_windows(acceptance, times, self._num_idle, plan, self._source)
         self._num_idle = 0 if plan.windows.any() and not plan.is_trial else self._num_idle + 1
-        self._link.allow(names, most_ahead(plan.windows, plan.is_coupled).tolist())
-        for response, is_coupled in zip(names, plan.is_coupled.tolist(), strict=True):
-            one = self._drafts.setdefault(response, _Drafts())
+        *most, first = most_ahead(plan.windows, plan.is_coupled).tolist()
+        self._link.allow(names, most)
+        self._link.begin_with(first)
+        *coupled, self._begins_coupled = plan.is_coupled.tolist()
+        for response, is_coupled in zip(names, coupled, strict=True):
+            one = self._of(response)
             self.num_changes += one.is_coupled != is_coupled
             one.is_coupled = is_coupled
         return True
 
+    def _of(self, response: int) -> _Drafts:
+        return self._drafts.setdefault(response, _Drafts(is_coupled=self._begins_coupled))
+
     def _estimate(self, names: list[int]) -> Float64Array:
-        """Acceptance rate of each response, drawn to the mean of all. [num_requests]"""
+        """Acceptance rate of each response, drawn to the mean of all, and that mean. [num_requests + 1]"""
         found = [self._drafts.get(name) or _Drafts() for name in names]
         accepted = np.array([one.accepted for one in found])
         drafted = np.array([one.drafted for one in found])
@@ -95,7 +103,7 @@ class DraftWindows:
         for one in self._drafts.values():
             one.accepted *= _KEPT
             one.drafted *= _KEPT
-        return np.asarray((accepted + PRIOR_TOKENS * mean) / (drafted + PRIOR_TOKENS))
+        return np.append((accepted + PRIOR_TOKENS * mean) / (drafted + PRIOR_TOKENS), mean)
 
     def close(self, response: int) -> None:
         """A response has ended."""
