@@ -32,6 +32,9 @@ _KEPT = 0.5
 """What is known of a response's drafts counts so much less from plan to plan: a drafter that was given up is tried
 again, and one that has lost its touch is noticed."""
 
+_KEPT_OF_ALL = 0.8
+"""The same for the mean of all responses, those that have ended among them: in a tail one alone is no mean."""
+
 
 @dataclass(slots=True)
 class _Drafts:
@@ -40,6 +43,14 @@ class _Drafts:
     accepted: float = 0.0
     drafted: float = 0.0
     is_coupled: bool = False
+
+    def add(self, accepted: int, drafted: int) -> None:
+        self.accepted += accepted
+        self.drafted += drafted
+
+    def fade(self, kept: float) -> None:
+        self.accepted *= kept
+        self.drafted *= kept
 
 
 class DraftWindows:
@@ -51,6 +62,7 @@ class DraftWindows:
         self._link, self._source, self._every, self._log = link, source, every, log
         self._windows = np.arange(max_window + 1)
         self._drafts: dict[int, _Drafts] = {}
+        self._all = _Drafts()
         self._num_steps = 0
         self._planned_batch = 0
         self._num_idle = 0  # plans in a row that found nothing worth drafting
@@ -61,9 +73,8 @@ class DraftWindows:
     def learn(self, responses: Int64Array, told: Int32Array, right: Int32Array) -> None:
         """What a step has decided about the worker's own drafts (`DraftTrees.judge`). [num_responses] each"""
         for row in np.flatnonzero(told).tolist():
-            one = self._of(int(responses[row]))
-            one.accepted += int(right[row])
-            one.drafted += int(told[row])
+            for one in (self._of(int(responses[row])), self._all):
+                one.add(int(right[row]), int(told[row]))
 
     def advance(self, responses: Int64Array, step_time: StepTimeModel, draft_s: float) -> bool:
         """A step begins: plan anew where it is time; returns whether it was.
@@ -99,10 +110,10 @@ class DraftWindows:
         found = [self._drafts.get(name) or _Drafts() for name in names]
         accepted = np.array([one.accepted for one in found])
         drafted = np.array([one.drafted for one in found])
-        mean = (accepted.sum() + 1.0) / (drafted.sum() + 2.0)
+        mean = (self._all.accepted + 1.0) / (self._all.drafted + 2.0)
         for one in self._drafts.values():
-            one.accepted *= _KEPT
-            one.drafted *= _KEPT
+            one.fade(_KEPT)
+        self._all.fade(_KEPT_OF_ALL)
         return np.append((accepted + PRIOR_TOKENS * mean) / (drafted + PRIOR_TOKENS), mean)
 
     def close(self, response: int) -> None:
@@ -110,5 +121,5 @@ class DraftWindows:
         self._drafts.pop(response, None)
 
     def clear(self) -> None:
-        """All responses have ended."""
+        """All responses have ended, as the policy has changed: their mean is still a guess for the next ones."""
         self._drafts.clear()
