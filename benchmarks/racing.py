@@ -1,7 +1,8 @@
 """Help for stragglers: how much sooner does a rollout end if the worker that has fallen free helps the other one?
 
 One fleet of two workers for each drafter cost. A few long responses run on one worker, and as many short ones as take
-the same room on the other, which falls free soon. The variants take turns on the very same requests. But for plain
+the same room on the other, which falls free soon. The long ones are the longest of a rollout of held-out prompts, made
+before: what a tail consists of. The variants take turns on the very same requests. But for plain
 decoding and the second thread they differ in `FleetSettings.help` alone, so "no help" has the same engines, dispatcher,
 pool and drafters:
 
@@ -29,6 +30,7 @@ from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +42,9 @@ SECOND_THREAD = "second thread"
 HELPS = ("draft", "copy", "take", "auto")
 VARIANTS = ("plain", "none", SECOND_THREAD, *HELPS)
 SHORT_TOKENS = 24
+SEED = 7
+CANDIDATES = 48, 4
+"""Prompts and responses to each among which the stragglers are the longest."""
 COLUMNS = (
     "case", "stragglers", "cost", "draft_ms", "verify_ms", "d_over_v", "wall_s", "tail_s", "tail_ratio", "ratio_range",
     "helps", "races_won", "leads", "adopted_tokens", "model_share", "wasted_tokens", "equal",
@@ -95,18 +100,41 @@ def second_thread(fleet: Any, worker: str) -> Iterator[None]:
     pin(fleet, worker, own)
 
 
-def make_requests(options: Namespace, stragglers: int, block_tokens: int, seed: int) -> list[Any]:
-    """Behind each long response short ones that need as many KV blocks, so that dispatch parts them."""
+def find_long(fleet: Any, options: Namespace) -> list[Any]:
+    """The requests of a rollout of `CANDIDATES`, those of the longest responses first."""
+    from vllm import SamplingParams
+
+    from paceline.dice import derive_key
+    from paceline.types import RolloutRequest
+
+    pair, (count, samples) = PAIRS["countdown"], CANDIDATES
+    requests = [
+        RolloutRequest(prompt, options.max_tokens, key=derive_key(SEED, prompt, i), group=group, sample=i)
+        for group, prompt in enumerate(pair.draw_prompts(pair.policy, count, SEED))
+        for i in range(samples)
+    ]
+    lengths = [len(response.tokens) for response in fleet.generate(requests, SamplingParams(temperature=1.0))]
+    order = sorted(range(len(requests)), key=lambda index: -lengths[index])
+    print("longest:", [lengths[index] for index in order[:24]], file=sys.stderr, flush=True)
+    return [requests[index] for index in order]
+
+
+def make_requests(long: list[Any], options: Namespace, block_tokens: int, seed: int) -> list[Any]:
+    """Behind each of the long responses short ones that need as many KV blocks, so that dispatch parts them."""
+    from dataclasses import replace
+
     from paceline.dice import derive_key
     from paceline.types import RolloutRequest
 
     pair, fillers = PAIRS["countdown"], -(-(options.max_tokens + 64) // block_tokens)
-    prompts = iter(pair.draw_prompts(pair.policy, stragglers * (1 + fillers), seed))
-    lengths = [options.max_tokens, *[SHORT_TOKENS] * fillers] * stragglers
-    return [
-        RolloutRequest(prompt, length, key=derive_key(seed, prompt, 0), group=number)
-        for number, (prompt, length) in enumerate(zip(prompts, lengths, strict=True))
-    ]
+    prompts = iter(pair.draw_prompts(pair.policy, len(long) * fillers, seed))
+    made: list[Any] = []
+    for straggler in long:
+        made.append(replace(straggler, group=len(made), sample=0))
+        for prompt in islice(prompts, fillers):
+            key = derive_key(seed, prompt, 0)
+            made.append(RolloutRequest(prompt, SHORT_TOKENS, key=key, group=len(made)))
+    return made
 
 
 def roll_out(fleet: Any, requests: list[Any], variant: str) -> dict[str, Any]:
@@ -123,7 +151,7 @@ def roll_out(fleet: Any, requests: list[Any], variant: str) -> dict[str, Any]:
     tokens: dict[int, tuple[int, ...]] = {}
     short = {index for index, one in enumerate(requests) if one.max_tokens == SHORT_TOKENS}
     begin_s = time.monotonic()
-    fleet.submit(requests, SamplingParams(temperature=1.0, ignore_eos=True))
+    fleet.submit(requests, SamplingParams(temperature=1.0))
     worker = find_straggler(fleet)
 
     def await_ends(wanted: set[int]) -> None:
@@ -225,11 +253,13 @@ def main() -> None:
     options = made.parse_args()
     target = PAIRS["countdown"].make_target(TARGETS / "countdown")
     rows: list[dict[str, Any]] = []
+    long: list[Any] = []
     for cost in options.costs:
         with start(options, target, inflate_drafter(cost, TARGETS / f"countdown-drafter-{cost:g}")) as fleet:
+            long = long or find_long(fleet, options)
             for stragglers in options.stragglers:
                 done = len(rows)
-                for found in measure(fleet, stragglers, options):
+                for found in measure(fleet, long, stragglers, options):
                     rows[done:] = [summarise(variant, stragglers, cost, found) for variant in found]
                     save("racing", rows, options, bars=check_rows(rows))
     bars = check_rows(rows)
@@ -237,12 +267,17 @@ def main() -> None:
     print_bars(bars)
 
 
-def measure(fleet: Any, stragglers: int, options: Namespace) -> Any:
-    """After every repetition, by variant, what was found so far; a repetition before the first warms up."""
+def measure(fleet: Any, long: list[Any], stragglers: int, options: Namespace) -> Any:
+    """After every repetition, by variant, what was found so far; a repetition before the first warms up.
+
+    long: requests whose responses are long, the longest first; each repetition has some of its own.
+    """
     facts = next(iter(fleet._controller._workers.values())).facts
     found: dict[str, list[dict[str, Any]]] = {variant: [] for variant in options.variants}
+    turns = options.repetitions + 1
     for repetition in range(-1, options.repetitions):
-        requests = make_requests(options, stragglers, facts.block_tokens, 100 * stragglers + repetition + 1)
+        own, seed = long[repetition % turns : turns * stragglers : turns], 100 * stragglers + repetition + 1
+        requests = make_requests(own, options, facts.block_tokens, seed)
         for variant in options.variants[:: 1 if repetition % 2 else -1]:
             result = roll_out(fleet, requests, variant)
             if repetition >= 0:

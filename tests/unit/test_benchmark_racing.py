@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from paceline.planning.dispatch import Dispatcher, DispatchSettings
+from paceline.types import RolloutRequest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
@@ -18,7 +19,11 @@ import racing
 
 @pytest.mark.parametrize("stragglers", [1, 2, 4])
 def test_dispatch_puts_all_stragglers_on_one_worker(stragglers: int) -> None:
-    requests = racing.make_requests(Namespace(max_tokens=512), stragglers, 128, 0)
+    found = [
+        RolloutRequest((1, 2, 3), 512, key=key, group=key // 4, sample=key % 4) for key in range(stragglers)
+    ]
+    requests = racing.make_requests(found, Namespace(max_tokens=512), 128, 0)
+    assert len({request.group for request in requests}) == len(requests)
     dispatcher = Dispatcher(DispatchSettings("even", 8192, 128))
     for name in ("w0", "w1"):
         dispatcher.worker_up(name, 400, 128)

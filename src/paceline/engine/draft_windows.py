@@ -28,6 +28,9 @@ from paceline.types import Float64Array, Int32Array, Int64Array
 PRIOR_TOKENS = 16.0
 """What the mean of all responses counts in the estimate of one."""
 
+LEAST_TOLD = 32
+"""Draft tokens that have been judged before the first plan: the next one may be a thousand steps away."""
+
 _KEPT = 0.5
 """What is known of a response's drafts counts so much less from plan to plan: a drafter that was given up is tried
 again, and one that has lost its touch is noticed."""
@@ -80,10 +83,12 @@ class DraftWindows:
         """A step begins: plan anew where it is time; returns whether it was.
 
         responses: that draft in it. draft_s: D, seconds per draft token of all of them; 0 while it is not known.
+            The first plan waits until enough drafts have been judged.
         """
         self._num_steps += 1
         count = len(responses)
-        if not draft_s or not is_due(self._num_steps, count, self._planned_batch, self._every):
+        is_known = self._planned_batch or self._all.drafted >= LEAST_TOLD
+        if not (draft_s and is_known and is_due(self._num_steps, count, self._planned_batch, self._every)):
             return False
         self._num_steps, self._planned_batch = 0, count
         names = responses.tolist()
