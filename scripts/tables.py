@@ -420,6 +420,51 @@ def list_gpu(rows: Rows) -> str:
     )
 
 
+def list_decoupled(rows: Rows) -> str:
+    """Decoupled speculation part by part: tokens per second over those of the pair coupled on one core."""
+    return _list_variants(rows("decoupled"), "system", "running", "ratio", "responses")
+
+
+def list_decoupled_bars(rows: Rows) -> str:
+    """What was to be reached and what was."""
+    return _list_named_bars(rows("decoupled.bars"))
+
+
+def list_racing(rows: Rows) -> str:
+    """Help for stragglers: how many times as fast as without help a rollout comes from the last short response to the
+    end.
+    """
+    return _list_variants(rows("racing"), "case", "stragglers", "tail_ratio", "stragglers")
+
+
+def list_racing_bars(rows: Rows) -> str:
+    """What was to be reached and what was."""
+    return _list_named_bars(rows("racing.bars"))
+
+
+def _list_variants(
+    rows: Sequence[dict[str, Any]], variant: str, size: str, value: str, size_name: str
+) -> str:
+    """A line for each variant, a column for each size and drafter cost."""
+    found = {(row[variant], row["cost"], row[size]): row for row in rows}
+    cases = sorted({(cost, count) for _, cost, count in found})
+    lines = []
+    for name in dict.fromkeys(name for name, *_ in found):
+        cells = [found.get((name, *case)) for case in cases]
+        told = ("" if one is None else f"{one[value]:.2f}{_show_range(one['ratio_range'])}" for one in cells)
+        lines.append((str(name), *told))
+    heads = (f"{size_name}: {count}, D/V {cost:g}" for cost, count in cases)
+    return format_table(("", *heads), lines)
+
+
+def _list_named_bars(bars: Sequence[dict[str, Any]]) -> str:
+    lines = [
+        (bar["case"], f"{bar['needed']:.2f}", f"{bar['reached']:.2f}", "met" if bar["met"] else "missed")
+        for bar in bars
+    ]
+    return format_table(("what", "aimed at", "reached", ""), lines)
+
+
 TABLES: dict[str, Callable[[Rows], str]] = {
     "speed": list_speed,
     "speed_intel": list_intel_speed,
@@ -443,5 +488,9 @@ TABLES: dict[str, Callable[[Rows], str]] = {
     "driver_load": list_driver_load,
     "decisions": list_decisions,
     "exactness.control": tell_control,
+    "decoupled": list_decoupled,
+    "decoupled.bars": list_decoupled_bars,
+    "racing": list_racing,
+    "racing.bars": list_racing_bars,
     "gpu": list_gpu,
 }

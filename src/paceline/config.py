@@ -100,7 +100,8 @@ class EngineSettings(Section):
     a fleet switches it on (`FleetSettings.help`)."""
 
     draft_window: int = Field(default=8, ge=1, le=63)
-    """Draft worker: w. After w tokens of a response that the target has not decided it drafts up to w more."""
+    """Draft worker: w. After w tokens of a response that the target has not decided it drafts up to w more. With
+    `reconfigure_steps` only until the first plan."""
 
     draft_branches: int = Field(default=16, ge=0, le=256)
     """Draft worker: likely corrections, of all responses together, behind which it drafts while the target verifies, so
