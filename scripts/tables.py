@@ -432,7 +432,7 @@ def list_decoupled_bars(rows: Rows) -> str:
 
 def list_racing(rows: Rows) -> str:
     """Help for stragglers: how many times as fast as without help a rollout comes from the last short response to the
-    end.
+    end; and how often anybody helped, in all repetitions.
     """
     return _list_variants(rows("racing"), "case", "stragglers", "tail_ratio", "stragglers")
 
@@ -451,10 +451,14 @@ def _list_variants(
     lines = []
     for name in dict.fromkeys(name for name, *_ in found):
         cells = [found.get((name, *case)) for case in cases]
-        told = ("" if one is None else f"{one[value]:.2f}{_show_range(one['ratio_range'])}" for one in cells)
-        lines.append((str(name), *told))
+        lines.append((str(name), *("" if one is None else _show_variant(one, value) for one in cells)))
     heads = (f"{size_name}: {count}, D/V {cost:g}" for cost, count in cases)
     return format_table(("", *heads), lines)
+
+
+def _show_variant(row: dict[str, Any], value: str) -> str:
+    shown = f"{row[value]:.2f}{_show_range(row['ratio_range'])}"
+    return f"{shown}, {row['helps']}" if row.get("helps") else shown
 
 
 def _list_named_bars(bars: Sequence[dict[str, Any]]) -> str:
