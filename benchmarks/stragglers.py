@@ -11,6 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
+from pairs import PAIRS
 from racing import make_requests
 
 if TYPE_CHECKING:
@@ -49,8 +50,16 @@ def await_workers(fleet: Any) -> None:
 
 def straggling_requests(fleet: Any, count: int, max_tokens: int, seed: int) -> list[Any]:
     """`count` long responses for one worker and many short ones for the other, which falls free soon."""
+    from paceline.dice import derive_key
+    from paceline.types import RolloutRequest
+
     facts = next(worker.facts for worker in fleet._controller._workers.values() if worker.facts is not None)
-    return make_requests(Namespace(max_tokens=max_tokens), count, facts.block_tokens, seed)
+    pair = PAIRS["countdown"]
+    long = [
+        RolloutRequest(prompt, max_tokens, key=derive_key(seed, prompt, 1), group=index)
+        for index, prompt in enumerate(pair.draw_prompts(pair.policy, count, seed))
+    ]
+    return make_requests(long, Namespace(max_tokens=max_tokens), facts.block_tokens, seed)
 
 
 @contextmanager

@@ -55,7 +55,9 @@ def pause_after_a_save(folder: Path, pause: Any, killed: list[int] | None = None
         for _ in range(2400):
             if not lesson.is_file() or (saved.is_file() and saved.stat().st_mtime_ns > before):
                 break
-            if trainer is None or trainer.core_s() is None:  # was killed a moment ago, and begins in another session
+            if (
+                trainer is None or trainer.core_s() is None
+            ):  # nobody trains: killed, and back in another session
                 break
             time.sleep(0.05)
         if saved.is_file() and killed == []:

@@ -31,6 +31,13 @@ class Link:
         self.allowed: dict[int, int] = {}
         self.first: int | None = None
 
+    @property
+    def first_ahead(self) -> int:
+        return 16 if self.first is None else self.first
+
+    def begin_anew(self) -> None:
+        self.first = None
+
     def allow(self, responses: list[int], most: list[int]) -> None:
         self.allowed |= dict(zip(responses, most, strict=True))
 
@@ -169,6 +176,39 @@ def test_a_response_that_begins_later_has_the_window_of_the_mean(draft_s: float)
     windows.learn(np.array([5], np.int64), np.array([8], np.int32), np.array([6], np.int32))
     assert windows._drafts[5].is_coupled == plan.is_coupled[0]
     assert windows.num_changes == changes, "it begins so, which is no change"
+
+
+def plan_with(windows: DraftWindows, num_right: int) -> None:
+    """The first plan of a worker whose drafts of 8 tokens are right so far."""
+    names, model = np.array([3], np.int64), step_time(0.01, 0.0003)
+    for _ in range(LEAST_STEPS):
+        windows.learn(names, np.array([8], np.int32), np.array([num_right], np.int32))
+        windows.advance(names, model, 0.002)
+
+
+def test_a_worker_that_comes_is_measured_before_it_is_planned_for() -> None:
+    link = Link()
+    windows = DraftWindows(link, Source.MODEL, 1000, 24, open_log(EngineSettings()))  # type: ignore[arg-type]
+    plan_with(windows, 0)
+    assert link.first == 0
+    assert link.allowed == {3: 0}
+    windows.leave()
+    assert link.first is None, "the next one may be faster"
+    for _ in range(3 * LEAST_STEPS):
+        assert not windows.advance(np.array([3], np.int64), step_time(0.01, 0.0003), 0.002)
+    plan_with(windows, 0)
+    assert link.first == 0
+
+
+@pytest.mark.parametrize("num_right", [0, 8])
+def test_another_policy_gives_a_drafter_that_did_not_pay_a_trial(num_right: int) -> None:
+    link = Link()
+    windows = DraftWindows(link, Source.MODEL, 1000, 24, open_log(EngineSettings()))  # type: ignore[arg-type]
+    plan_with(windows, num_right)
+    before = link.first
+    assert (before == 0) == (num_right == 0)
+    windows.clear()
+    assert link.first == (before or None)
 
 
 def test_a_drafter_that_does_not_pay_is_tried_again_after_rests_that_grow() -> None:

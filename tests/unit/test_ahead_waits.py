@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 
 from paceline.drafting.tree import DraftTrees, Source
-from paceline.drafting.worker_wire import DraftCounts, Drafts, pack_draft
+from paceline.drafting.worker_link import WorkerLink
+from paceline.drafting.worker_wire import DraftCounts, Drafts, WorkerSettings, pack_draft
 from paceline.engine.draft_ahead import DraftAhead
 from paceline.planning.latency import StepTimeModel, update_measured_time
 from paceline.planning.wait import WaitSnapshot
-from paceline.types import DraftQuery
+from paceline.types import DraftChains, DraftQuery
 
 WINDOW = 4
 
@@ -91,6 +92,34 @@ class Ahead:
         self.ahead.listen()
         made = self.ahead.best(query(room), self.step_time, 0, may_wait)
         return made.tokens[0, : made.num_tokens[0]].tolist()
+
+
+def test_link_and_trees_agree_on_how_far_is_drafted_ahead() -> None:
+    """Of a response that was opened before a plan and begins after it."""
+    trees = DraftTrees(most_ahead=6)
+    link = WorkerLink(
+        WorkerSettings("", 0, "model", "auto", 100, 4, 50, 0.05, None), 6, trees, has_child=False
+    )
+    log: Any = SimpleNamespace()
+    ahead = DraftAhead([link], trees, log)
+    one, nothing = np.zeros(1, np.int64), np.zeros(2, np.int32)
+    try:
+        trees.open(0, np.arange(10, dtype=np.int32))
+        ahead.open(0, 1, 1.0, 100)
+        link.begin_with(2)
+        ahead.grow(one, nothing, nothing[:0])
+        assert link.most_ahead([0]).tolist() == [2]
+        chain = DraftChains(
+            np.arange(2, dtype=np.int32)[None], np.full(1, 2, np.int32), np.full((1, 2), 0.9, np.float32)
+        )
+        trees.add(Source.MODEL, one, one + 10, chain)
+        limits = np.full(1, 16, np.int32)
+        assert trees.best(one, one + 10, limits).num_open == 0, "the window is full"
+        link.begin_anew()
+        ahead._allow([0])
+        assert trees.best(one, one + 10, limits).num_open == 1
+    finally:
+        link.shut_down()
 
 
 def test_what_has_arrived_is_offered_and_more_is_waited_for_while_it_pays() -> None:

@@ -81,7 +81,8 @@ class WorkerLink:
     ) -> None:
         """settings: the worker's; its address and parent are filled in here.
 
-        most_ahead: undecided tokens of a response that may be drafted, until `allow` or `begin_with` says otherwise.
+        most_ahead: undecided tokens of a response that may be drafted, until `allow` or `begin_with` says
+        otherwise, and again after `begin_anew`.
         trees: have the text of every running response.
         has_child: start a worker and keep it alive; False: whoever comes drafts.
 
@@ -93,7 +94,8 @@ class WorkerLink:
         folder = make_socket_folder("worker")
         if folder is None:
             raise ConfigError("a draft worker needs a folder for its socket: set TMPDIR to a short path")
-        self._folder, self._most_ahead, self._trees = folder, most_ahead, trees
+        self._folder, self._trees = folder, trees
+        self._most_ahead = self._most_at_first = most_ahead
         self._context = zmq.Context()
         self._lost = self._context.socket(zmq.ROUTER)
         self._lost.setsockopt(zmq.LINGER, 0)
@@ -151,17 +153,20 @@ class WorkerLink:
         if len(self._waiting) + len(self._running) == 1:
             self._silent_since_s = time.monotonic()
 
-    def grow(self, responses: Int64Array, offsets: Int32Array, tokens: Int32Array, step_s: float) -> None:
+    def grow(
+        self, responses: Int64Array, offsets: Int32Array, tokens: Int32Array, step_s: float
+    ) -> list[int]:
         """Responses have grown, response i by tokens[offsets[i]:offsets[i + 1]], which their texts have already.
 
-        step_s: what the next step is expected to take.
+        step_s: what the next step is expected to take. Returns those that have begun.
         """
-        begun = self._waiting.keys() & responses.tolist() if self._waiting else ()
+        begun = list(self._waiting.keys() & responses.tolist()) if self._waiting else []
         for response in begun:
             one = self._running[response] = self._waiting.pop(response)
-            one.most_ahead = self._first
+            one.most_ahead = self.first_ahead
         if self._worker is not None:
             self._tell_step(responses, offsets, tokens, step_s, begun)
+        return begun
 
     def _tell_step(
         self,
@@ -202,9 +207,14 @@ class WorkerLink:
         """So many undecided tokens may be drafted of responses that begin from now on."""
         self._most_ahead = most_ahead
 
+    def begin_anew(self) -> None:
+        """Responses may have as many undecided tokens as at first, those that run too."""
+        self._most_ahead = self._most_at_first
+        self.allow(list(self._running), [self.first_ahead] * len(self._running))
+
     @property
-    def _first(self) -> int:
-        """Of a response that begins now."""
+    def first_ahead(self) -> int:
+        """Undecided tokens of a response that begins now."""
         return 0 if self._is_resting else self._most_ahead
 
     def rest(self) -> None:
@@ -214,7 +224,7 @@ class WorkerLink:
 
     def most_ahead(self, responses: Sequence[int]) -> Int32Array:
         """Undecided tokens of each response that this worker may draft. [num_responses]"""
-        first = self._first
+        first = self.first_ahead
         found = (one.most_ahead if (one := self._running.get(name)) else first for name in responses)
         return np.fromiter(found, np.int32, len(responses))
 

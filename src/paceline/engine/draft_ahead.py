@@ -138,13 +138,14 @@ class DraftAhead:
         """A response is to run, as `WorkerLink.open`."""
         for link in self.links:
             link.open(response, key, temperature, limit)
-        self._allow([response])
 
     def grow(self, responses: Int64Array, offsets: Int32Array, tokens: Int32Array) -> None:
         """Responses have grown, as `DraftTrees.advance`, which has heard of it."""
         for worker in self._workers:
-            worker.link.grow(responses, offsets, tokens, self._step_s)
+            begun = worker.link.grow(responses, offsets, tokens, self._step_s)
             worker.since_s = time.perf_counter()
+        if begun:  # for one worker as for all
+            self._allow(begun)
 
     def close(self, response: int) -> None:
         """A response has ended."""
@@ -201,14 +202,18 @@ class DraftAhead:
     def plan(self, responses: Int64Array, step_time: StepTimeModel) -> None:
         """A step begins: plan how far each worker drafts ahead, where it is time.
 
-        responses: that draft in it. step_time: of the target's steps without prefill.
+        responses: that draft in it; those that wait begin with what is planned for the mean. step_time: of the target's
+        steps without prefill.
         """
-        planned = [
-            worker.windows.advance(responses, step_time, worker.level_s)
-            for worker in self._workers
-            if worker.windows is not None and worker.watch.is_used
-        ]
-        if any(planned):
+        has_planned = False
+        for worker in self._workers:
+            if worker.windows is None:
+                continue
+            if worker.is_there:
+                has_planned |= worker.windows.advance(responses, step_time, worker.level_s)
+            else:
+                worker.windows.leave()
+        if has_planned:
             self._allow(responses.tolist())
 
     def _allow(self, responses: list[int]) -> None:

@@ -1,6 +1,6 @@
 """Reconfiguration in a running engine: how far is drafted ahead of each response, from measured D, V and acceptance?
 
-Owns the acceptance of each running response's model drafts. The decision is SpecActor's algorithm 2
+Owns the acceptance of the model drafts, of each running response and of all. The decision is SpecActor's algorithm 2
 (planning/reconfigure.py), taken every `reconfigure_steps` steps and when the batch has changed; the draft worker is
 told how many undecided tokens it may draft. Called by the fast loop.
 
@@ -21,7 +21,7 @@ from paceline.drafting.worker_link import WorkerLink
 from paceline.engine.loop_log import EngineLog
 from paceline.planning.draft_ahead import most_ahead
 from paceline.planning.latency import StepTimeModel, predict_s
-from paceline.planning.reconfigure import is_due, replan
+from paceline.planning.reconfigure import is_due, reconfigure, replan
 from paceline.planning.window import StepTimes
 from paceline.types import Float64Array, Int32Array, Int64Array
 
@@ -29,7 +29,7 @@ PRIOR_TOKENS = 16.0
 """What the mean of all responses counts in the estimate of one."""
 
 LEAST_TOLD = 32
-"""Draft tokens that have been judged before the first plan: the next one may be a thousand steps away."""
+"""Draft tokens that have been judged before a worker's first plan: the next one may be a thousand steps away."""
 
 _KEPT = 0.5
 """What is known of a response's drafts counts so much less from plan to plan: a drafter that was given up is tried
@@ -66,6 +66,7 @@ class DraftWindows:
         self._windows = np.arange(max_window + 1)
         self._drafts: dict[int, _Drafts] = {}
         self._all = _Drafts()
+        self._num_told = 0  # draft tokens that were judged since the worker came
         self._num_steps = 0
         self._planned_batch = 0
         self._num_idle = 0  # plans in a row that found nothing worth drafting
@@ -75,6 +76,7 @@ class DraftWindows:
 
     def learn(self, responses: Int64Array, told: Int32Array, right: Int32Array) -> None:
         """What a step has decided about the worker's own drafts (`DraftTrees.judge`). [num_responses] each"""
+        self._num_told += int(told.sum())
         for row in np.flatnonzero(told).tolist():
             for one in (self._of(int(responses[row])), self._all):
                 one.add(int(right[row]), int(told[row]))
@@ -82,26 +84,27 @@ class DraftWindows:
     def advance(self, responses: Int64Array, step_time: StepTimeModel, draft_s: float) -> bool:
         """A step begins: plan anew where it is time; returns whether it was.
 
+        The first plan waits until enough drafts have been judged.
+
         responses: that draft in it. draft_s: D, seconds per draft token of all of them; 0 while it is not known.
-            The first plan waits until enough drafts have been judged.
         """
         self._num_steps += 1
         count = len(responses)
-        is_known = self._planned_batch or self._all.drafted >= LEAST_TOLD
+        is_known = self._planned_batch or self._num_told >= LEAST_TOLD
         if not (draft_s and is_known and is_due(self._num_steps, count, self._planned_batch, self._every)):
             return False
         self._num_steps, self._planned_batch = 0, count
         names = responses.tolist()
-        acceptance = self._estimate(names)
+        acceptance, mean = self._estimate(names)
         times = StepTimes(1, draft_s, predict_s(step_time, count * (self._windows + 1)))
         plan = replan(acceptance, times, self._num_idle)
         self._log.write_windows(acceptance, times, self._num_idle, plan, self._source)
         self._num_idle = 0 if plan.windows.any() and not plan.is_trial else self._num_idle + 1
-        *most, first = most_ahead(plan.windows, plan.is_coupled).tolist()
-        self._link.allow(names, most)
-        self._link.begin_with(first)
-        *coupled, self._begins_coupled = plan.is_coupled.tolist()
-        for response, is_coupled in zip(names, coupled, strict=True):
+        self._link.allow(names, most_ahead(plan.windows, plan.is_coupled).tolist())
+        first = reconfigure([mean], times, everyone=True)
+        self._link.begin_with(int(most_ahead(first.windows, first.is_coupled)[0]))
+        self._begins_coupled = bool(first.is_coupled[0])
+        for response, is_coupled in zip(names, plan.is_coupled.tolist(), strict=True):
             one = self._of(response)
             self.num_changes += one.is_coupled != is_coupled
             one.is_coupled = is_coupled
@@ -110,8 +113,8 @@ class DraftWindows:
     def _of(self, response: int) -> _Drafts:
         return self._drafts.setdefault(response, _Drafts(is_coupled=self._begins_coupled))
 
-    def _estimate(self, names: list[int]) -> Float64Array:
-        """Acceptance rate of each response, drawn to the mean of all, and that mean. [num_requests + 1]"""
+    def _estimate(self, names: list[int]) -> tuple[Float64Array, float]:
+        """Acceptance rate of each response, drawn to the mean of all [num_requests], and that mean."""
         found = [self._drafts.get(name) or _Drafts() for name in names]
         accepted = np.array([one.accepted for one in found])
         drafted = np.array([one.drafted for one in found])
@@ -119,7 +122,7 @@ class DraftWindows:
         for one in self._drafts.values():
             one.fade(_KEPT)
         self._all.fade(_KEPT_OF_ALL)
-        return np.append((accepted + PRIOR_TOKENS * mean) / (drafted + PRIOR_TOKENS), mean)
+        return np.asarray((accepted + PRIOR_TOKENS * mean) / (drafted + PRIOR_TOKENS)), mean
 
     def close(self, response: int) -> None:
         """A response has ended."""
@@ -128,3 +131,16 @@ class DraftWindows:
     def clear(self) -> None:
         """All responses have ended, as the policy has changed: their mean is still a guess for the next ones."""
         self._drafts.clear()
+        self._num_idle = 0
+        if not self._link.first_ahead:
+            self._begin_anew()
+
+    def leave(self) -> None:
+        """The worker is not there: whoever comes next is slower, or faster. Costs nothing where that is known."""
+        self._num_told = self._num_steps = self._num_idle = 0
+        if self._planned_batch:
+            self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        self._planned_batch, self._begins_coupled = 0, False
+        self._link.begin_anew()

@@ -196,7 +196,7 @@ class WaitLine(_Line, frozen=True, tag="wait"):
 class WindowsLine(_Line, frozen=True, tag="windows"):
     """Reconfiguration: the window and mode of every response that drafts (planning/reconfigure.py)."""
 
-    acceptance: bytes  # [num_requests + 1] float64, the last: of those that begin before the next plan
+    acceptance: bytes  # [num_requests] float64
     draft_s: float
     """D, of a token of all that draft."""
     verify_s: bytes  # [max_window + 1] float64, V of the windows 0 .. max_window
