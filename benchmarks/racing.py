@@ -17,8 +17,8 @@ and is not made (docs/fleet.md). Paceline itself has no variant "second thread":
 
 The target is the inflated Countdown policy, the drafter that of decoupled.py. `tail_s`: from the last short response to
 the end; `tail_ratio`: that of "none" over it, in the same repetition. `draft_ms` (D), `verify_ms` (V of one token) and
-`d_over_v`: as the stragglers' engine told them last; `cost` is D/V of one response, about. `equal`: the tokens are
-those of "none". The result file is written after every repetition.
+`d_over_v`: as the stragglers' engine told them last, perhaps in the variant before; `cost` is D/V of one response,
+about. `equal`: the tokens are those of "none". The result file is written after every repetition.
 """
 
 from __future__ import annotations
