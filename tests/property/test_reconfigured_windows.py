@@ -200,6 +200,15 @@ def test_a_worker_that_comes_is_measured_before_it_is_planned_for() -> None:
     assert link.first == 0
 
 
+def test_responses_that_begin_in_a_trial_take_part_in_it() -> None:
+    link, begun = Link(), []
+    windows = DraftWindows(link, Source.MODEL, LEAST_STEPS, 24, open_log(EngineSettings()))  # type: ignore[arg-type]
+    for _ in range(5):
+        plan_with(windows, 0)
+        begun.append((link.first, link.allowed[3]))
+    assert begun == [(0, 0), (2, 2), (2, 2), (0, 0), (2, 2)], "trials after 1, 2 and 4 plans"
+
+
 @pytest.mark.parametrize("num_right", [0, 8])
 def test_another_policy_gives_a_drafter_that_did_not_pay_a_trial(num_right: int) -> None:
     link = Link()

@@ -101,7 +101,7 @@ class DraftWindows:
         self._log.write_windows(acceptance, times, self._num_idle, plan, self._source)
         self._num_idle = 0 if plan.windows.any() and not plan.is_trial else self._num_idle + 1
         self._link.allow(names, most_ahead(plan.windows, plan.is_coupled).tolist())
-        first = reconfigure([mean], times, everyone=True)
+        first = plan if plan.is_trial else reconfigure([mean], times, everyone=True)
         self._link.begin_with(int(most_ahead(first.windows, first.is_coupled)[0]))
         self._begins_coupled = bool(first.is_coupled[0])
         for response, is_coupled in zip(names, plan.is_coupled.tolist(), strict=True):
