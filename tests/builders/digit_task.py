@@ -55,10 +55,8 @@ def pause_after_a_save(folder: Path, pause: Any, killed: list[int] | None = None
         for _ in range(2400):
             if not lesson.is_file() or (saved.is_file() and saved.stat().st_mtime_ns > before):
                 break
-            if (
-                trainer is None or trainer.core_s() is None
-            ):  # nobody trains: killed, and back in another session
-                break
+            if trainer is None or trainer.core_s() is None:
+                break  # nobody trains: who was killed is back in another session
             time.sleep(0.05)
         if saved.is_file() and killed == []:
             killed.extend(link.pids)

@@ -37,8 +37,7 @@ def engine(
         drafter="none",
         model_drafter=str(drafter_dir),
         draft_worker=True,
-        draft_window=4,  # and it stays so short, which leaves the worker time for corrections
-        reconfigure_steps=0,
+        draft_window=4,
         budget=BudgetSettings(policy="fixed", fixed_tokens=6),
         decision_log=str(tmp_path_factory.mktemp("decisions")),
     )

@@ -192,7 +192,8 @@ def test_a_worker_that_comes_is_measured_before_it_is_planned_for() -> None:
     plan_with(windows, 0)
     assert link.first == 0
     assert link.allowed == {3: 0}
-    windows.leave()
+    assert windows.leave()
+    assert not windows.leave(), "that is known"
     assert link.first is None, "the next one may be faster"
     for _ in range(3 * LEAST_STEPS):
         assert not windows.advance(np.array([3], np.int64), step_time(0.01, 0.0003), 0.002)

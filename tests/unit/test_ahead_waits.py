@@ -95,13 +95,13 @@ class Ahead:
 
 
 def test_link_and_trees_agree_on_how_far_is_drafted_ahead() -> None:
-    """Of a response that was opened before a plan and begins after it."""
+    """Of a response that was opened before a plan and begins after it, and when the worker has left."""
     trees = DraftTrees(most_ahead=6)
     link = WorkerLink(
         WorkerSettings("", 0, "model", "auto", 100, 4, 50, 0.05, None), 6, trees, has_child=False
     )
     log: Any = SimpleNamespace()
-    ahead = DraftAhead([link], trees, log)
+    ahead = DraftAhead([link], trees, log, every=16, max_window=8)
     one, nothing = np.zeros(1, np.int64), np.zeros(2, np.int32)
     try:
         trees.open(0, np.arange(10, dtype=np.int32))
@@ -115,8 +115,9 @@ def test_link_and_trees_agree_on_how_far_is_drafted_ahead() -> None:
         trees.add(Source.MODEL, one, one + 10, chain)
         limits = np.full(1, 16, np.int32)
         assert trees.best(one, one + 10, limits).num_open == 0, "the window is full"
-        link.begin_anew()
-        ahead._allow([0])
+        ahead._workers[0].windows._planned_batch = 1
+        ahead.plan(one, StepTimeModel.initial())
+        assert link.most_ahead([0]).tolist() == [6]
         assert trees.best(one, one + 10, limits).num_open == 1
     finally:
         link.shut_down()

@@ -205,15 +205,15 @@ class DraftAhead:
         responses: that draft in it; those that wait begin with what is planned for the mean. step_time: of the target's
         steps without prefill.
         """
-        has_planned = False
+        has_changed = False
         for worker in self._workers:
             if worker.windows is None:
                 continue
             if worker.is_there:
-                has_planned |= worker.windows.advance(responses, step_time, worker.level_s)
+                has_changed |= worker.windows.advance(responses, step_time, worker.level_s)
             else:
-                worker.windows.leave()
-        if has_planned:
+                has_changed |= worker.windows.leave()
+        if has_changed:
             self._allow(responses.tolist())
 
     def _allow(self, responses: list[int]) -> None:

@@ -76,10 +76,11 @@ class DraftWindows:
 
     def learn(self, responses: Int64Array, told: Int32Array, right: Int32Array) -> None:
         """What a step has decided about the worker's own drafts (`DraftTrees.judge`). [num_responses] each"""
-        self._num_told += int(told.sum())
+        num_told = int(told.sum())
+        self._num_told += num_told
+        self._all.add(int(right.sum()), num_told)
         for row in np.flatnonzero(told).tolist():
-            for one in (self._of(int(responses[row])), self._all):
-                one.add(int(right[row]), int(told[row]))
+            self._of(int(responses[row])).add(int(right[row]), int(told[row]))
 
     def advance(self, responses: Int64Array, step_time: StepTimeModel, draft_s: float) -> bool:
         """A step begins: plan anew where it is time; returns whether it was.
@@ -135,11 +136,13 @@ class DraftWindows:
         if not self._link.first_ahead:
             self._begin_anew()
 
-    def leave(self) -> None:
-        """The worker is not there: whoever comes next is slower, or faster. Costs nothing where that is known."""
+    def leave(self) -> bool:
+        """The worker is not there: whoever comes next is slower, or faster. Returns whether that undoes a plan."""
+        was_planned = bool(self._planned_batch)
         self._num_told = self._num_steps = self._num_idle = 0
-        if self._planned_batch:
+        if was_planned:
             self._begin_anew()
+        return was_planned
 
     def _begin_anew(self) -> None:
         self._planned_batch, self._begins_coupled = 0, False
