@@ -59,6 +59,10 @@ def describe_limit(item: Mapping[str, Any]) -> str:
     return text
 
 
+MTP = "mtp"
+"""As a model drafter: the prediction layers that the target's own checkpoint brings (multi-token prediction)."""
+
+
 def name_drafters(folders: Sequence[str]) -> tuple[str, ...]:
     """What these drafters are called: their folders' names, or the folders where these are not unique."""
     names = tuple(Path(folder).name for folder in folders)
@@ -76,7 +80,8 @@ class EngineSettings(Section):
 
     model_drafter: str | None = None
     """Folder of a small Hugging Face causal LM with the target's tokenizer, or of a draft head of the target (its
-    weights tell); it drafts with the same dice."""
+    weights tell); or `mtp` (on GPUs): the prediction layers in the target's own checkpoint. It drafts with the same
+    dice."""
 
     model_drafter_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Number format of the model drafter's weights."""
@@ -185,8 +190,13 @@ class EngineSettings(Section):
 
     @property
     def model_drafters(self) -> tuple[str, ...]:
-        """Folders of all model drafters, the first one first; none without `model_drafter`."""
+        """All model drafters, the first one first; none without `model_drafter`."""
         return () if self.model_drafter is None else (self.model_drafter, *self.further_drafters)
+
+    @property
+    def drafter_folders(self) -> tuple[str, ...]:
+        """Those of them that are in folders of their own."""
+        return tuple(name for name in self.model_drafters if name != MTP)
 
     @property
     def drafter_names(self) -> tuple[str, ...]:
@@ -231,6 +241,11 @@ class EngineSettings(Section):
         if self.further_drafters and self.model_drafter is None:
             raise ValueError(
                 f"further_drafters {list(self.further_drafters)} need a model_drafter, which is the first"
+            )
+        if self.model_drafter == MTP and (self.draft_worker or self.draft_help or self.further_drafters):
+            raise ValueError(
+                f"model_drafter {MTP!r} is a part of the target, which drafts in the engine, as the only model: switch "
+                "draft_worker and draft_help off, without further_drafters, or give the folder of a small model"
             )
         if self.draft_by_turns and (not self.draft_worker or self.further_drafters):
             raise ValueError(

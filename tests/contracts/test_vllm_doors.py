@@ -81,6 +81,8 @@ BASES = {
     "ExactVerifier": (doors.VERIFIER_V2,),
     "NoSpeculator": (doors.BASE_SPECULATOR_V2,),
     "CoupledSpeculator": (doors.SPECULATOR_V2,),
+    "CoupledModel": (doors.MODEL_SPECULATOR_V2,),
+    "CoupledHead": (doors.HEAD_SPECULATOR_V2,),
     "SharedPassAttention": (doors.CPU_ATTENTION,),
     "PoolConnector": (doors.CONNECTOR, f"{doors.CONNECTOR_BASE}:SupportsHMA"),
 }

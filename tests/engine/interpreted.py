@@ -6,6 +6,7 @@ the interpreter needs none, so a stand-in serves.
 
 from __future__ import annotations
 
+import gc
 import os
 from types import SimpleNamespace
 from typing import Any
@@ -33,12 +34,35 @@ else:
     os.environ["TRITON_INTERPRET"] = "1"
     import triton.backends
     import vllm.platforms
+    from triton.runtime import interpreter
     from triton.runtime.interpreter import InterpreterOptions
 
     triton.backends.backends["cpu"] = SimpleNamespace(
         driver=SimpleNamespace(is_active=lambda: False), compiler=None
     )
     InterpreterOptions.sanitize_overflow = False  # the hash's products overflow on purpose
+
+    def patch_once() -> None:
+        """Let the language stay as the interpreter wants it, which else puts it there anew for every call of a kernel,
+        and of each function in it: a third of the time.
+        """
+        patch, patched = interpreter._patch_lang, set[int]()
+        left = SimpleNamespace(restore=lambda: None)
+
+        def patch_lang(function: Any) -> SimpleNamespace:
+            if (names := id(function.__globals__)) not in patched:
+                patch(function)
+                patched.add(names)
+            return left
+
+        interpreter._patch_lang = patch_lang
+
+    patch_once()
+
+    # vLLM collects garbage a dozen times for each engine, 0.3 s each in a process with so many objects.
+    collect = gc.collect
+    gc.collect = lambda generation=0: collect(0)
+    gc.set_threshold(100_000, 50, 100)
 
     from vllm.v1.sample.ops import topk_topp_sampler
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -20,12 +21,13 @@ from paceline.config import BudgetSettings, EngineSettings, KvPoolSettings
 from paceline.distillation.export import export
 from paceline.distillation.measuring import Dice, measure
 from paceline.distillation.target import choose_layers, load_model, read_samples, share
+from paceline.drafting.drafter import read_fused_layers
 from paceline.drafting.head import HeadDrafter
 from paceline.engine.arguments import engine_arguments
 from paceline.engine.model_steering import ModelSteering
 from paceline.engine.model_watch import ModelWatch
 from paceline.engine.rollout_engine import RolloutEngine
-from paceline.errors import CheckpointError, ConfigError, UnsupportedError
+from paceline.errors import CheckpointError, ConfigError
 from paceline.types import Response, RolloutRequest
 
 
@@ -123,9 +125,25 @@ def test_a_head_drafts_in_the_engine_alone(tiny: RolloutEngine, monkeypatch: pyt
     for where in ({"draft_worker": True}, {"draft_help": True}):
         with pytest.raises(ConfigError, match="draft head"):
             engine_arguments(model_drafter=folder, **where)
+
+
+def test_on_v2_heads_are_vllms(tiny: RolloutEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ours by their weights and layers; published ones, whose weights may be in another file, by their class."""
     monkeypatch.setattr("paceline.engine.compat.uses_v2", lambda: True)
-    with pytest.raises(UnsupportedError, match="draft head"):
-        engine_arguments(model_drafter=folder)
+    assert tiny.settings is not None
+
+    def method(folder: Path | str | None) -> str:
+        return str(engine_arguments(model_drafter=str(folder))["speculative_config"]["method"])
+
+    fused = read_fused_layers(Path(str(tiny.settings.model_drafter)))
+    assert method(tiny.settings.model_drafter) == ("eagle3" if fused else "eagle")
+    for architecture, expected in (
+        ("LlamaForCausalLMEagle3", "eagle3"),
+        ("EagleLlamaForCausalLM", "eagle"),
+        ("Qwen2ForCausalLM", "draft_model"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture]}))
+        assert method(tmp_path) == expected
 
 
 def test_a_head_of_another_target_is_refused_at_the_start(tiny: RolloutEngine, tmp_path: Path) -> None:

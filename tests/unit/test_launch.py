@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from paceline.commands.inputs import launch
-from paceline.commands.inputs.launch import Launch, build_settings
+from paceline.commands.inputs.launch import Launch, build_settings, check_model_drafter
+from paceline.commands.inputs.model_folder import Checkpoint
+from paceline.config import MTP
 
 PROGRAM = """
 import sys
@@ -35,6 +37,12 @@ def test_an_error_comes_through_whatever_becomes_of_the_log(log: str, tmp_path: 
     if log == "log.txt":
         assert done.stdout.startswith("told")
         assert path.read_text() == "from a library\n"
+
+
+def test_the_targets_own_prediction_layers_have_no_folder(tmp_path: Path) -> None:
+    assert build_settings(0, "suffix", Path(MTP), compiled=False).model_drafter == MTP
+    assert build_settings(0, "suffix", tmp_path, compiled=False).model_drafter == str(tmp_path.resolve())
+    check_model_drafter(Path(MTP), Checkpoint(tmp_path, {}))
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paceline.config import MTP
 from paceline.errors import ConfigError
 from paceline.training.recipe import Recipe, check_resumable, load_recipe
 
@@ -41,6 +42,7 @@ def test_minimal_recipe_has_defaults_and_paths_relative_to_the_file(tmp_path: Pa
     assert recipe.batch.responses == 64
     assert recipe.batch.accumulation == 8
     assert recipe.context_tokens == 768
+    assert load_recipe(write(tmp_path, MINIMAL), ["engine.model_drafter=mtp"]).engine.model_drafter == MTP
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)

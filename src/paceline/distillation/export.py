@@ -56,7 +56,8 @@ def drafter_weights(tensors: Mapping[str, Tensor], method: MethodName) -> dict[s
 def _head_config(made: Description) -> dict[str, Any]:
     config = {**made.config, "architectures": [ARCHITECTURES[made.method]], "dtype": "float32"}
     if made.method == "eagle3":
-        config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": list(made.fused_layers)}
+        fused = {"eagle_aux_hidden_state_layer_ids": list(made.fused_layers)}
+        config |= {**fused, "eagle_config": fused}  # vLLM's V2 and V1 look in different places
     return config
 
 

@@ -36,7 +36,7 @@ class _EagleConfig(msgspec.Struct):
     eagle_aux_hidden_state_layer_ids: tuple[int, ...] = ()
 
 
-class _HeadConfig(msgspec.Struct):
+class _HeadConfig(_EagleConfig):
     eagle_config: _EagleConfig = msgspec.field(default_factory=_EagleConfig)
 
 
@@ -52,12 +52,24 @@ def read_fused_layers(head: Path) -> tuple[int, ...]:
         raise CheckpointError(
             f"{head}: the configuration of the draft head cannot be read ({error}): export it again"
         ) from error
-    layers = config.eagle_config.eagle_aux_hidden_state_layer_ids
+    layers = config.eagle_aux_hidden_state_layer_ids or config.eagle_config.eagle_aux_hidden_state_layer_ids
     if list(layers) != sorted({*layers}) or min(layers, default=1) < 1:
         raise CheckpointError(
             f"{head}: the draft head fuses the inputs of layers {list(layers)}: these must ascend, from 1 on"
         )
     return layers
+
+
+class _Architectures(msgspec.Struct):
+    architectures: tuple[str, ...] = ()
+
+
+def read_architectures(folder: Path) -> tuple[str, ...]:
+    """The model classes that a checkpoint's configuration names; () where there is none to read."""
+    try:
+        return msgspec.json.decode((folder / "config.json").read_bytes(), type=_Architectures).architectures
+    except (OSError, msgspec.DecodeError):
+        return ()
 
 
 class Drafter(Protocol):

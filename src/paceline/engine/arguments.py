@@ -14,7 +14,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from paceline.config import EngineSettings, describe
+from paceline.config import MTP, EngineSettings, describe
 from paceline.engine.compiled import check_compiler
 from paceline.errors import ConfigError, UnsupportedError
 from paceline.planning.captures import LARGEST, captures_for
@@ -64,7 +64,12 @@ def engine_arguments(settings: EngineSettings | None = None, **fields: Any) -> d
         arguments["enforce_eager"] = not settings.compiled
     if settings.compiled:
         check_compiler()
-    _check_head(settings, uses_v2())
+    _check_head(settings)
+    if settings.model_drafter == MTP and not uses_v2():
+        raise UnsupportedError(
+            f"model_drafter={MTP!r} is for GPUs, with vLLM's model runner V2: on the CPU give the folder of a small "
+            "model or of a draft head"
+        )
     if uses_v2() and settings.model_drafter is not None:
         arguments["sleep_preserve_parameter_names"] = [
             "draft.*"
@@ -215,8 +220,8 @@ def _v2_remedies(vllm_config: Any, settings: EngineSettings) -> dict[str, bool]:
     }
 
 
-def _check_head(settings: EngineSettings, is_v2: bool) -> None:
-    """Raise ConfigError or UnsupportedError where a draft head is to draft away from the target's states."""
+def _check_head(settings: EngineSettings) -> None:
+    """Raise ConfigError where a draft head is to draft away from the target's states."""
     if settings.model_drafter is None:
         return
     from paceline.drafting.drafter import is_draft_head
@@ -229,11 +234,6 @@ def _check_head(settings: EngineSettings, is_v2: bool) -> None:
             f"the drafter {heads[0]!r} is a draft head, which needs the target's hidden states and drafts in the "
             "engine, as the only model: switch draft_worker and draft_help off, without further_drafters, or give a "
             "small language model"
-        )
-    if is_v2:
-        raise UnsupportedError(
-            f"model_drafter={settings.model_drafter!r} is a draft head, which drafts on the CPU alone, with vLLM's "
-            "model runner V1: give a small language model"
         )
 
 
@@ -248,14 +248,27 @@ def fused_layers(settings: EngineSettings) -> tuple[int, ...]:
     return read_fused_layers(Path(folder)) if folder is not None and is_draft_head(Path(folder)) else ()
 
 
+def _method_of(folder: Path) -> str:
+    """What vLLM calls speculation with the drafter in a folder.
+
+    Published heads name their kind in `architectures` where their weights are in a file that is not read here.
+    """
+    from paceline.drafting.drafter import is_draft_head, read_architectures, read_fused_layers
+
+    is_head, kind = is_draft_head(folder), " ".join(read_architectures(folder)).lower()
+    if "eagle3" in kind or (is_head and read_fused_layers(folder)):
+        return "eagle3"
+    return "eagle" if is_head or "eagle" in kind else "draft_model"
+
+
 def _speculation(settings: EngineSettings, is_v2: bool) -> dict[str, Any]:
-    """vLLM's speculative method: on V1 our proposer; on V2 vLLM's own draft model, or else one that V2 can run, whose
-    speculator v2/runner.py takes away."""
+    """vLLM's speculative method: on V1 our proposer; on V2 vLLM's own for such a drafter, or else one that V2 can run,
+    whose speculator v2/runner.py takes away."""
     model = None if settings.draft_worker else settings.model_drafter
     if not is_v2:
         method = {"method": "custom_class", "model": PROPOSER}
     elif model is None:
         method = {"method": "ngram_gpu"}
     else:
-        method = {"method": "draft_model", "model": model}
+        method = {"method": MTP} if model == MTP else {"method": _method_of(Path(model)), "model": model}
     return {**method, "num_speculative_tokens": settings.max_draft_tokens}

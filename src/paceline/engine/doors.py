@@ -44,6 +44,10 @@ GRAPHS_V2 = "vllm.v1.worker.gpu.cudagraph_utils:ModelCudaGraphManager"
 VERIFIER_V2 = "vllm.v1.worker.gpu.spec_decode.rejection_sampler:RejectionSampler"
 SPECULATOR_V2 = "vllm.v1.worker.gpu.spec_decode.speculator:DraftModelSpeculator"
 OUTPUT_V2 = "vllm.v1.worker.gpu.async_utils:AsyncOutput"
+MODEL_SPECULATOR_V2 = "vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator:StandaloneARSpeculator"
+HEAD_SPECULATOR_V2 = (
+    "vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator:TargetDependentARSpeculator"
+)
 BASE_SPECULATOR_V2 = "vllm.v1.worker.gpu.spec_decode.speculator:BaseSpeculator"
 RUNNER_OUTPUT = "vllm.v1.outputs:ModelRunnerOutput"
 SAMPLING_METADATA = "vllm.v1.sample.metadata:SamplingMetadata"
@@ -470,11 +474,28 @@ DOORS: tuple[Door, ...] = (
         parameters="hidden_states sample_src_positions idx_mapping temperature seeds draft_step draft_logits "
         "spec_step_idx",
     ),
+    Door(MODEL_SPECULATOR_V2, "CoupledModel", overrides="_multi_step_decode"),
     Door(
-        "vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator:StandaloneARSpeculator._multi_step_decode",
+        f"{MODEL_SPECULATOR_V2}._multi_step_decode",
         "drafts as deep as it is told, and for as many of the first requests",
         parameters="input_batch num_rejected num_reqs",
         mentions=("range(1, self.num_speculative_steps)", "input_batch.idx_mapping\n", "[:num_reqs]"),
+    ),
+    Door(
+        HEAD_SPECULATOR_V2,
+        "CoupledHead: levels one by one, so that there may be fewer of them",
+        overrides="_configure_decode_metadata_update supports_decode_metadata_update",
+    ),
+    Door(
+        f"{HEAD_SPECULATOR_V2}.propose",
+        "drafts as deep as it is told",
+        parameters="num_speculative_tokens",
+        mentions=("if self.supports_decode_metadata_update\n            else self._multi_step_decode",),
+    ),
+    Door(
+        f"{HEAD_SPECULATOR_V2}._prefill",
+        "draws with the noise of the position at which the target will draw",
+        mentions=("sample_src_positions = positions + 1", "self.sample_draft("),
     ),
     Door("vllm.v1.worker.gpu.async_utils:async_copy_to_np", "starts a copy to the host"),
     Door("vllm.utils.torch_utils:async_tensor_h2d", "starts a copy to the device", parameters="device"),

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from paceline.config import EngineSettings, FleetSettings, RewardSettings, Variant
+from paceline.config import MTP, EngineSettings, FleetSettings, RewardSettings, Variant
 from paceline.control.controller import Controller
 from paceline.control.events import (
     Abandoned,
@@ -159,7 +159,7 @@ class Fleet:
         self.policy_version = self.drafter_version = 0
         self._renews_drafter = renews_drafter
         folder = check_checkpoint(model).resolve()
-        for drafter in self.engine_settings.model_drafters:
+        for drafter in self.engine_settings.drafter_folders:
             check_checkpoint(drafter)
         self._controller = Controller(self.settings)
         self.chunks = ChunkLog()
@@ -236,6 +236,7 @@ class Fleet:
         settings, engine = self.settings, self.engine_settings
         is_reached = is_one_machine or engine.draft_interface is not None
         is_possible = is_reached and engine.model_drafter is not None and not engine.draft_worker
+        is_possible = is_possible and engine.model_drafter != MTP
         is_possible = is_possible and not is_draft_head(Path(str(engine.model_drafter)))
         is_possible = is_possible and not self._renews_drafter
         if (settings.num_drafters or settings.help == "draft") and not is_possible:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from paceline.config import EngineSettings, FleetSettings, RecordConfig, Section
+from paceline.config import MTP, EngineSettings, FleetSettings, RecordConfig, Section
 from paceline.config_file import apply_override, read_yaml, validate
 from paceline.engine.installed import is_cpu_build
 from paceline.errors import ConfigError
@@ -344,6 +344,8 @@ def _resolve_paths(fields: dict[str, Any], folder: Path) -> None:
 
 
 def _resolve(path: str, folder: Path) -> str:
+    if path == MTP:  # a drafter that has no folder
+        return path
     return str((folder / Path(path).expanduser()).resolve())
 
 

@@ -90,7 +90,7 @@ class TrainingRun:
             _check_swaps()
         self._task = load_task(recipe.task.name, **recipe.task.options)
         model = check_checkpoint(recipe.model)
-        for drafter in recipe.engine.model_drafters:
+        for drafter in recipe.engine.drafter_folders:
             check_checkpoint(drafter)
         if self._resume and recipe.engine.chooses_drafter and (folder / LADDER).exists():
             read_ladder(folder / LADDER, recipe.engine.drafter_names)

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from paceline.commands.inputs.model_folder import Checkpoint, check_drafter, read_checkpoint
 from paceline.commands.inputs.prompts import Prompt
-from paceline.config import EngineSettings, describe
+from paceline.config import MTP, EngineSettings, describe
 from paceline.drafting.wire import Seal, read_secret
 from paceline.engine.compiled import check_compiler
 from paceline.engine.installed import is_cpu_build
@@ -159,8 +159,12 @@ def available_bytes() -> int | None:
 
 def check_model_drafter(folder: Path | None, target: Checkpoint) -> None:
     """Raise CheckpointError when a model drafter is given and does not fit the target."""
-    if folder is not None:
+    if folder is not None and str(folder) != MTP:
         check_drafter(read_checkpoint(folder), target)
+
+
+def _name_drafter(folder: Path) -> str:
+    return MTP if str(folder) == MTP else str(folder.resolve())
 
 
 def build_settings(
@@ -188,7 +192,7 @@ def build_settings(
     fields: dict[str, Any] = {
         "run_seed": seed,
         "drafter": drafter,
-        "model_drafter": None if model_drafter is None else str(model_drafter.resolve()),
+        "model_drafter": None if model_drafter is None else _name_drafter(model_drafter),
         "draft_worker": draft_worker,
         "further_drafters": tuple(str(folder.resolve()) for folder in further_drafters),
         "draft_servers": tuple(draft_servers),

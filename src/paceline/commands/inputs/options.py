@@ -48,7 +48,8 @@ ModelDrafter = Annotated[
     Path | None,
     typer.Option(
         metavar="DIR",
-        help="Folder of a small model with the same tokenizer, or of an EAGLE head, that drafts too.",
+        help="Folder of a small model with the same tokenizer, or of an EAGLE head, that drafts too; on GPUs also "
+        "'mtp': the target's own prediction layers.",
         rich_help_panel="Engine",
     ),
 ]

@@ -64,7 +64,7 @@ class KeyedRunnerV2:
         self.sampler.__class__ = type("PacelineSampler", (CheckedSampler, self.sampler.__class__), {})
         self.sampler.missing = []
         self.rejection_sampler = ExactVerifier(self.sampler, self.speculative_config, self.device)
-        if isinstance(self.speculator, DraftModelSpeculator):
+        if self.speculator.num_extra_query_per_req:
             compile_for_draft_slots(
                 self.vllm_config.compilation_config, self.max_num_tokens + self.max_num_reqs
             )

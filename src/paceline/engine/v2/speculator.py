@@ -1,8 +1,10 @@
-"""What stands where model runner V2 wants a speculator: none, or vLLM's own draft model coupled to the target.
+"""What stands where model runner V2 wants a speculator: none, or one of vLLM's own coupled to the target.
 
-vLLM salts a draft model's noise, because its verification tests probability ratios. Exact matching wants the opposite:
-the noise of the target, so that the two agree wherever their distributions nearly do. Invariant: nothing here waits for
-the device before `take`, which the scheduler calls when the step is over.
+vLLM salts a drafter's noise, because its verification tests probability ratios. Exact matching wants the opposite:
+the noise of the target, so that the two agree wherever their distributions nearly do. Two families of vLLM's are
+coupled: small models, and what reads the target's hidden states level by level (EAGLE, EAGLE-3, the target's own
+prediction layers). Invariant: nothing here waits for the device before `take`, which the scheduler calls when the step
+is over.
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ import torch
 from vllm.v1.worker.gpu.async_utils import async_copy_to_np
 from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator, DraftModelSpeculator
+from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
+from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator import TargetDependentARSpeculator
 
 from paceline import dice
 from paceline.drafting.proposal import calibration_cells
@@ -94,6 +98,7 @@ class CoupledSpeculator(DraftModelSpeculator):  # type: ignore[misc]
         shape, device = (self._longest, self.max_num_reqs), self.device
         self._rivals = torch.zeros(shape, dtype=torch.int64, device=device)
         self._evidence = torch.zeros(2, *shape, dtype=torch.float32, device=device)
+        self._sharpness = torch.ones((), dtype=torch.float32, device=device)
         self._made: _Made | None = None
 
     def propose(self, input_batch: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -104,22 +109,16 @@ class CoupledSpeculator(DraftModelSpeculator):  # type: ignore[misc]
         began_s = time.perf_counter()
         order: DraftOrder | None = self.order
         depth = 1 if order is None else min(self._depth, order.depth)
+        self._sharpness.fill_(1.0 if order is None else order.sharpness)
         self.num_speculative_steps = depth
-        drafts: torch.Tensor = super().propose(input_batch, *args, **kwargs)
+        drafts: torch.Tensor = super().propose(
+            input_batch, *args, **{**kwargs, "num_speculative_tokens": depth}
+        )
         self.num_speculative_steps = self._longest
         if order is not None and not kwargs.get("dummy_run"):
             made = drafts[: order.most_requests, :depth]
             self._send(order, input_batch, made, time.perf_counter() - began_s)
         return drafts
-
-    def _multi_step_decode(
-        self, input_batch: Any, num_rejected: torch.Tensor, num_reqs: int, *args: Any, **kwargs: Any
-    ) -> None:
-        """vLLM's own levels behind the first, for the requests that the order is for."""
-        if self.order is not None and self.order.most_requests is not None:
-            num_reqs = min(num_reqs, self.order.most_requests)
-            input_batch = replace(input_batch, idx_mapping=input_batch.idx_mapping[:num_reqs])
-        super()._multi_step_decode(input_batch, num_rejected, num_reqs, *args, **kwargs)
 
     def sample_draft(
         self,
@@ -146,17 +145,17 @@ class CoupledSpeculator(DraftModelSpeculator):  # type: ignore[misc]
             apply_temperature=True,
             is_drafting=False,
         )
-        sharpness = 1.0 if self.order is None else self.order.sharpness
-        tokens: torch.Tensor = draw(logits, temperature=temperature / sharpness)
-        if self.order is not None:
-            rivals = draw(logits.scatter(1, tokens[:, None], -torch.inf), temperature=temperature)
-            heat = temperature[idx_mapping]
-            logits = logits / torch.where(heat > 0, heat, 1.0)[:, None]
-            own, rival = logits.gather(1, torch.stack([tokens, rivals], 1)).unbind(1)
-            evidence = torch.stack([own - logits.logsumexp(1), own - rival])
-            count, step = len(tokens), draft_step.view(1)
-            self._rivals[:, :count].index_copy_(0, step, rivals[None])
-            self._evidence[:, :, :count].index_copy_(1, step, evidence[:, None])
+        tokens: torch.Tensor = draw(logits, temperature=temperature / self._sharpness)
+        if self.order is None and not is_captured():
+            return tokens
+        rivals = draw(logits.scatter(1, tokens[:, None], -torch.inf), temperature=temperature)
+        heat = temperature[idx_mapping]
+        logits = logits / torch.where(heat > 0, heat, 1.0)[:, None]
+        own, rival = logits.gather(1, torch.stack([tokens, rivals], 1)).unbind(1)
+        evidence = torch.stack([own - logits.logsumexp(1), own - rival])
+        count, step = len(tokens), draft_step.view(1)
+        self._rivals[:, :count].index_copy_(0, step, rivals[None])
+        self._evidence[:, :, :count].index_copy_(1, step, evidence[:, None])
         return tokens
 
     def _send(self, order: DraftOrder, input_batch: Any, drafts: torch.Tensor, launch_s: float) -> None:
@@ -213,9 +212,53 @@ class CoupledSpeculator(DraftModelSpeculator):  # type: ignore[misc]
         )
 
 
+class CoupledModel(CoupledSpeculator):
+    """A small language model of its own."""
+
+    order: DraftOrder | None
+
+    def _multi_step_decode(
+        self, input_batch: Any, num_rejected: torch.Tensor, num_reqs: int, *args: Any, **kwargs: Any
+    ) -> None:
+        """vLLM's own levels behind the first, for the requests that the order is for."""
+        if self.order is not None and self.order.most_requests is not None:
+            num_reqs = min(num_reqs, self.order.most_requests)
+            input_batch = replace(input_batch, idx_mapping=input_batch.idx_mapping[:num_reqs])
+        super()._multi_step_decode(input_batch, num_rejected, num_reqs, *args, **kwargs)
+
+
+class CoupledHead(CoupledSpeculator):
+    """A head on the target's hidden states: EAGLE, EAGLE-3, a prediction layer of the target."""
+
+    def _configure_decode_metadata_update(self) -> None:
+        """vLLM would capture all levels in one graph; how many there are changes from step to step here."""
+        self.supports_decode_metadata_update = False
+
+
+COUPLED: tuple[tuple[type[DraftModelSpeculator], type[CoupledSpeculator]], ...] = (
+    (StandaloneARSpeculator, CoupledModel),
+    (TargetDependentARSpeculator, CoupledHead),
+)
+"""vLLM's speculators, and what makes them drafters of ours."""
+
+
+def is_captured() -> bool:
+    """Whether a CUDA graph is being captured: what it does is done in every replay, whatever the order is then."""
+    return bool(torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
+
+
 def couple(speculator: Any, req_states: Any) -> Any:
-    """Make vLLM's speculator, which has no model yet, a subclass of its own class that is coupled to the target."""
-    speculator.__class__ = type("PacelineSpeculator", (CoupledSpeculator, speculator.__class__), {})
+    """Make vLLM's speculator, which has no model yet, a subclass of its own class that is coupled to the target.
+
+    Raises UnsupportedError for one that draws its drafts in another way.
+    """
+    cls = speculator.__class__
+    coupled = next((ours for theirs, ours in COUPLED if issubclass(cls, theirs)), None)
+    if coupled is None:
+        raise UnsupportedError(
+            f"vLLM's {cls.__name__} was not coupled to the target: start the engine with another drafter"
+        )
+    speculator.__class__ = type("PacelineSpeculator", (coupled, cls), {})
     speculator.couple(req_states)
     return speculator
 

@@ -1,0 +1,103 @@
+"""Runs vLLM's heads on the target's hidden states on model runner V2, coupled to it, and writes what they made as JSON.
+
+Argument: file to write. All weights are random, and the targets' distributions so flat that any drafter which draws
+with the target's dice is often right, and one with other dice once in `VOCAB` times: no head has to be trained.
+"""
+
+from __future__ import annotations
+
+from interpreted import DTYPE, memory  # first: it prepares Triton
+
+# isort: split
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from draft_head import make_head
+from drafters import ScriptedDrafter
+from safetensors.torch import load_file, save_file
+from tiny_model import VOCAB, make_model, make_predicting_model
+from transformers import AutoModelForCausalLM
+from vllm import SamplingParams
+
+from paceline.config import MTP, BudgetSettings, EngineSettings
+from paceline.distillation.methods import MethodName
+from paceline.engine.rollout_engine import RolloutEngine
+from paceline.types import RolloutRequest
+
+MAX_TOKENS = 16
+MAX_DRAFTS = 4
+SIZES: dict[str, Any] = {"dtype": DTYPE, "max_model_len": 128, "max_num_seqs": 8}
+PARAMS = SamplingParams(temperature=1.0, logprobs=0)
+REQUESTS = [RolloutRequest((1, 5, 9 + index), MAX_TOKENS, key=index * 7919) for index in range(4)]
+
+
+def flatten(folder: Path) -> Path:
+    """Make all tokens about as likely."""
+    file = folder / "model.safetensors"
+    weights = load_file(file)
+    weights["lm_head.weight"] *= 0.05
+    save_file(weights, file, metadata={"format": "pt"})
+    return folder
+
+
+def decode_plainly(target: Path) -> list[tuple[int, ...]]:
+    """Plain vLLM's tokens, with each request's key for a seed."""
+    with RolloutEngine(target, None, enforce_eager=True, **memory(1 << 24), **SIZES) as engine:
+        for index, request in enumerate(REQUESTS):
+            prompt = {"prompt_token_ids": list(request.prompt)}
+            params = SamplingParams(temperature=1.0, max_tokens=MAX_TOKENS, seed=request.key)
+            engine.vllm_engine.add_request(str(index), prompt, params)
+        made = {}
+        while engine.vllm_engine.has_unfinished_requests():
+            made |= {int(o.request_id): tuple(o.outputs[0].token_ids) for o in engine.vllm_engine.step()}
+    return [made[index] for index in range(len(REQUESTS))]
+
+
+def compare(target: Path, drafter: str, plain: list[tuple[int, ...]]) -> dict[str, Any]:
+    """Tokens with the drafts of a drafter: alone, and beside others that are mostly wrong. plain: without drafts."""
+    settings = EngineSettings(
+        model_drafter=drafter,
+        drafter="none",
+        max_draft_tokens=MAX_DRAFTS,
+        budget=BudgetSettings(policy="fixed", fixed_tokens=MAX_DRAFTS),
+        draft_floor=0.0,
+    )
+    made: dict[str, Any] = {"plain": plain}
+    with RolloutEngine(target, settings, **memory(1 << 24), **SIZES) as engine:
+        runner = engine.vllm_engine.model_executor.driver_worker.worker.model_runner
+        made["speculator"] = [cls.__name__ for cls in type(runner.speculator).__mro__]
+        known = {r.key: (*r.prompt, *t) for r, t in zip(REQUESTS, plain, strict=True)}
+        for name, other in (("alone", None), ("mixed", ScriptedDrafter(known, 0.3, VOCAB, MAX_DRAFTS))):
+            engine.reset_prefix_cache()
+            engine.scheduler.loop.drafter = other
+            responses = engine.generate(REQUESTS, PARAMS)
+            steps = engine.take_observations()
+            made[name] = {
+                "tokens": [response.tokens for response in responses],
+                "model": sum(step.num_model_tokens for step in steps),
+                "drafted": sum(step.num_draft_tokens for step in steps),
+                "accepted": sum(step.num_accepted_tokens for step in steps),
+            }
+    return made
+
+
+def main(file: str) -> None:
+    torch.manual_seed(0)
+    with tempfile.TemporaryDirectory() as folder:
+        target = flatten(make_predicting_model(Path(folder, "predicting")))
+        made = {"mtp": compare(target, MTP, decode_plainly(target))}
+        target = flatten(make_model(Path(folder, "target"), layers=4, tie=False))
+        model, plain = AutoModelForCausalLM.from_pretrained(target), decode_plainly(target)
+        methods: tuple[MethodName, ...] = ("eagle", "eagle3")
+        for method in methods:
+            make_head(Path(folder, method), model, method)
+            made[method] = compare(target, str(Path(folder, method)), plain)
+    Path(file).write_text(json.dumps(made))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

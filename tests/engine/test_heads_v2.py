@@ -1,0 +1,75 @@
+"""EAGLE, EAGLE-3 and the target's own prediction layers on vLLM's model runner V2: exact, and with the target's dice.
+
+One process runs all engines (interpreted_heads.py), because Triton has to be prepared before anything imports it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.config import MTP, EngineSettings
+from paceline.engine.arguments import engine_arguments
+from paceline.errors import ConfigError, UnsupportedError
+
+HERE = Path(__file__).parent
+HEADS = ("eagle", "eagle3", "mtp")
+RIGHT = {"eagle": 0.1, "eagle3": 0.6, "mtp": 0.6}
+"""Of each head's draft tokens: with other dice than the target's one in 64 would be."""
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed"),
+]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What the engines made, by head."""
+    file = tmp_path_factory.mktemp("heads") / "made.json"
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PACELINE")}
+    paths = [str(HERE.parent / "builders"), os.environ.get("PYTHONPATH")]
+    environment |= {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "VLLM_LOGGING_LEVEL": "WARNING"}
+    command = [sys.executable, str(HERE / "interpreted_heads.py"), str(file)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr[-5000:]
+    return dict(json.loads(file.read_text()))
+
+
+@pytest.mark.timeout(1000)
+@pytest.mark.parametrize("head", HEADS)
+def test_tokens_are_plain_vllms(made: dict[str, Any], head: str) -> None:
+    """Of a target with the same seeds, with the head's drafts alone and with others between them."""
+    assert "CoupledHead" in made[head]["speculator"]
+    assert len(set(map(tuple, made[head]["plain"]))) > 1
+    for way in ("alone", "mixed"):
+        assert made[head][way]["tokens"] == made[head]["plain"], way
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_heads_throw_the_targets_dice(made: dict[str, Any], head: str) -> None:
+    alone, mixed = made[head]["alone"], made[head]["mixed"]
+    assert alone["drafted"] > 20
+    assert alone["model"] == alone["accepted"] > RIGHT[head] * alone["drafted"]
+    assert mixed["accepted"] < mixed["drafted"] > 20
+
+
+def test_prediction_layers_are_for_v2(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    with pytest.raises(UnsupportedError, match="model_drafter='mtp' is for GPUs"):
+        engine_arguments(model_drafter=MTP)
+
+
+@pytest.mark.parametrize(
+    "fields", [{"draft_worker": True}, {"draft_help": True}, {"further_drafters": ("x",)}]
+)
+def test_prediction_layers_draft_in_the_engine_alone(fields: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="'mtp' is a part of the target"):
+        engine_arguments(model_drafter=MTP, **fields)
+    assert EngineSettings(model_drafter=MTP).model_drafters == (MTP,)
