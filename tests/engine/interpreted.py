@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import gc
 import os
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
+
+import numpy as np
 
 from paceline.engine.installed import is_cpu_build
 
@@ -40,11 +43,12 @@ else:
     triton.backends.backends["cpu"] = SimpleNamespace(
         driver=SimpleNamespace(is_active=lambda: False), compiler=None
     )
-    InterpreterOptions.sanitize_overflow = False  # the hash's products overflow on purpose
+    # The hash's products overflow on purpose, and looking for that takes a third of the time.
+    interpreter.interpreter_builder.options = InterpreterOptions(sanitize_overflow=False)
 
     def patch_once() -> None:
         """Let the language stay as the interpreter wants it, which else puts it there anew for every call of a kernel,
-        and of each function in it: a third of the time.
+        and of each function in it: another third.
         """
         patch, patched = interpreter._patch_lang, set[int]()
         left = SimpleNamespace(restore=lambda: None)
@@ -57,12 +61,25 @@ else:
 
         interpreter._patch_lang = patch_lang
 
-    patch_once()
+    def remember_number_formats() -> None:
+        """The interpreter makes a table of all of them to look one up."""
+        look_up, address = cache(interpreter._get_np_dtype), np.dtype(np.uint64)
 
-    # vLLM collects garbage a dozen times for each engine, 0.3 s each in a process with so many objects.
-    collect = gc.collect
-    gc.collect = lambda generation=0: collect(0)
-    gc.set_threshold(100_000, 50, 100)
+        def number_format(kind: Any) -> Any:
+            scalar = kind.element_ty if kind.is_block() else kind
+            return address if scalar.is_ptr() else look_up(scalar)
+
+        interpreter._get_np_dtype = number_format
+
+    def collect_little() -> None:
+        """vLLM collects garbage a dozen times for each engine, 0.3 s each in a process with so many objects."""
+        collect = gc.collect
+        gc.collect = lambda generation=0: collect(0)
+        gc.set_threshold(100_000, 50, 100)
+
+    patch_once()
+    remember_number_formats()
+    collect_little()
 
     from vllm.v1.sample.ops import topk_topp_sampler
 
