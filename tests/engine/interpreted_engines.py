@@ -124,18 +124,13 @@ def move(engine: RolloutEngine) -> dict[str, Any]:
     return {"responses": found, "hits": engine.kv_pool_counters().hits}
 
 
-def refusals(engine: RolloutEngine) -> list[str]:
+def refusal(engine: RolloutEngine) -> str:
     """What an engine on V2 says to what V1 alone can do."""
-    said = []
-    for ask in (
-        lambda: engine.push_drafter([]),
-        lambda: engine.vllm_engine.collective_rpc("collect_states", args=(1.0, 1 << 20)),
-    ):
-        try:
-            ask()
-        except UnsupportedError as error:
-            said.append(str(error))
-    return said
+    try:
+        engine.use_drafter(0)
+    except UnsupportedError as error:
+        return str(error)
+    return ""
 
 
 def abort_some(engine: RolloutEngine) -> dict[str, Any]:
@@ -412,7 +407,9 @@ def main(target: str, drafter: str, file: str) -> None:
         made["verifying"] = asdict(time_verifying(runner, 2, 3, 1500, 1))
         points = measure_steps(engine, [Shape(2, 1, 8), Shape(2, 3, 8)], 1)
         made["steps"] = [(point.tokens_per_request, point.step_s) for point in points]
-        made["refused"] = refusals(engine)
+        made["refused"] = refusal(engine)
+        engine.push_drafter(load_file(Path(target) / "model.safetensors"))
+        made["swapped"] = run(engine, None, names=FEW[:2])
     settings = settings.model_copy(update={"kv_pool": None, "draft_worker": True, "draft_window": 4})
     with RolloutEngine(target, settings, **memory(1 << 26), **OURS) as engine:
         until = time.monotonic() + LOADING_S

@@ -25,11 +25,16 @@ from vllm import SamplingParams
 
 from paceline.config import MTP, BudgetSettings, EngineSettings
 from paceline.distillation.methods import MethodName
+from paceline.distillation.packing import Sample
+from paceline.distillation.target import choose_layers
 from paceline.engine.rollout_engine import RolloutEngine
+from paceline.errors import CheckpointError
 from paceline.types import RolloutRequest
 
 MAX_TOKENS = 16
 MAX_DRAFTS = 4
+LAYERS = 4
+FUSED = choose_layers(LAYERS)
 SIZES: dict[str, Any] = {"dtype": DTYPE, "max_model_len": 128, "max_num_seqs": 8}
 PARAMS = SamplingParams(temperature=1.0, logprobs=0)
 REQUESTS = [RolloutRequest((1, 5, 9 + index), MAX_TOKENS, key=index * 7919) for index in range(4)]
@@ -57,6 +62,47 @@ def decode_plainly(target: Path) -> list[tuple[int, ...]]:
     return [made[index] for index in range(len(REQUESTS))]
 
 
+def compare_states(samples: list[Sample], model: Any, texts: list[tuple[int, ...]]) -> dict[str, Any]:
+    """Collected hidden states beside those of a forward pass of transformers. texts: prompts and responses."""
+    worst, begins = 0.0, []
+    for sample in samples:
+        ids = tuple(sample.ids.tolist())
+        [text] = [text for text in texts if text[:-1][-len(ids) :] == ids]
+        begins.append(len(text) - 1 - len(ids))
+        with torch.no_grad():
+            output = model.model(torch.tensor([text]), output_hidden_states=True)
+        layers = [*(output.hidden_states[layer] for layer in FUSED), output.last_hidden_state]
+        states = torch.cat(layers, -1)[0, begins[-1] : -1]
+        worst = max(worst, float((states - sample.states.float()).abs().max()))
+    prompts = [sample.num_prompt_tokens for sample in samples]
+    return {"worst": worst, "begins": begins, "prompts": prompts, "samples": len(samples)}
+
+
+def swap(engine: RolloutEngine, speculator: Any, weights: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """Push other weights of the head between two steps of a rollout, and some that it cannot take."""
+    refused = []
+    for wrong in ({"fc.weight": weights["fc.weight"]}, weights | {"fc.weight": weights["fc.weight"] / 0}):
+        try:
+            engine.push_drafter(wrong)
+        except CheckpointError as error:
+            refused.append(str(error))
+    states = torch.randn(3, weights["fc.weight"].shape[1], dtype=speculator.dtype, device=speculator.device)
+    engine.reset_prefix_cache()
+    for index, request in enumerate(REQUESTS):
+        engine.submit(index, request, PARAMS)
+    found: dict[int, Any] = {}
+    for step in range(200):
+        if step == 3:
+            engine.push_drafter({name: weight * 0.5 for name, weight in weights.items()})
+        found |= {e.index: e.response.tokens for e in engine.step() if e.response is not None}
+        if not engine.num_running():
+            break
+    fused = speculator.model.combine_hidden_states(states).float().cpu()
+    expected = states.float().cpu() @ (0.5 * weights["fc.weight"].float()).T
+    difference = float((fused - expected).abs().max() / expected.abs().max())
+    return {"tokens": [found[i] for i in range(len(REQUESTS))], "refused": refused, "difference": difference}
+
+
 def compare(target: Path, drafter: str, plain: list[tuple[int, ...]]) -> dict[str, Any]:
     """Tokens with the drafts of a drafter: alone, and beside others that are mostly wrong. plain: without drafts."""
     settings = EngineSettings(
@@ -74,6 +120,7 @@ def compare(target: Path, drafter: str, plain: list[tuple[int, ...]]) -> dict[st
         for name, other in (("alone", None), ("mixed", ScriptedDrafter(known, 0.3, VOCAB, MAX_DRAFTS))):
             engine.reset_prefix_cache()
             engine.scheduler.loop.drafter = other
+            engine.collect_states(1.0 if name == "mixed" else 0.0, 1 << 20)
             responses = engine.generate(REQUESTS, PARAMS)
             steps = engine.take_observations()
             made[name] = {
@@ -82,6 +129,11 @@ def compare(target: Path, drafter: str, plain: list[tuple[int, ...]]) -> dict[st
                 "drafted": sum(step.num_draft_tokens for step in steps),
                 "accepted": sum(step.num_accepted_tokens for step in steps),
             }
+        if runner.speculator.method == "eagle3":
+            model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+            texts = [(*r.request.prompt, *r.tokens) for r in responses]
+            made["states"] = compare_states(engine.take_samples(), model, texts)
+            made["swap"] = swap(engine, runner.speculator, load_file(Path(drafter, "model.safetensors")))
     return made
 
 
@@ -90,7 +142,7 @@ def main(file: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         target = flatten(make_predicting_model(Path(folder, "predicting")))
         made = {"mtp": compare(target, MTP, decode_plainly(target))}
-        target = flatten(make_model(Path(folder, "target"), layers=4, tie=False))
+        target = flatten(make_model(Path(folder, "target"), layers=LAYERS, tie=False))
         model, plain = AutoModelForCausalLM.from_pretrained(target), decode_plainly(target)
         methods: tuple[MethodName, ...] = ("eagle", "eagle3")
         for method in methods:

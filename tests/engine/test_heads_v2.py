@@ -17,6 +17,7 @@ import pytest
 
 from paceline.config import MTP, EngineSettings
 from paceline.engine.arguments import engine_arguments
+from paceline.engine.installed import is_cpu_build
 from paceline.errors import ConfigError, UnsupportedError
 
 HERE = Path(__file__).parent
@@ -58,6 +59,24 @@ def test_heads_throw_the_targets_dice(made: dict[str, Any], head: str) -> None:
     assert alone["drafted"] > 20
     assert alone["model"] == alone["accepted"] > RIGHT[head] * alone["drafted"]
     assert mixed["accepted"] < mixed["drafted"] > 20
+
+
+def test_hidden_states_are_those_of_a_forward_pass(made: dict[str, Any]) -> None:
+    """With drafts of which most are rejected: of all tokens, fused layers and the last one, in their places."""
+    states = made["eagle3"]["states"]
+    assert states["samples"] == len(made["eagle3"]["plain"])
+    assert states["begins"] == [0] * states["samples"]
+    assert states["prompts"] == [3] * states["samples"]
+    assert states["worst"] < (1e-4 if is_cpu_build() else 0.2)
+
+
+def test_swapped_weights_are_drafted_with_and_change_no_token(made: dict[str, Any]) -> None:
+    swap = made["eagle3"]["swap"]
+    assert swap["tokens"] == made["eagle3"]["plain"]
+    assert swap["difference"] < (1e-5 if is_cpu_build() else 0.02)
+    few, infinite = swap["refused"]
+    assert "were not sent" in few
+    assert "not finite" in infinite
 
 
 def test_prediction_layers_are_for_v2(monkeypatch: pytest.MonkeyPatch) -> None:

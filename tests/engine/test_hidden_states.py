@@ -22,7 +22,8 @@ from paceline.distillation.target import load_model
 from paceline.drafting.drafter import is_draft_head
 from paceline.drafting.token_states import TokenStates
 from paceline.engine.rollout_engine import RolloutEngine
-from paceline.engine.v1.hidden_states import StateCollector, show_layers
+from paceline.engine.state_collector import StateCollector
+from paceline.engine.v1.hidden_states import show_layers
 from paceline.errors import CheckpointError, ConfigError, UnsupportedError
 from paceline.noise import uniform
 from paceline.types import Response, RolloutRequest

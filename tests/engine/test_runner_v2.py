@@ -149,9 +149,16 @@ def test_a_draft_worker_drafts_for_v2(made: dict[str, Any]) -> None:
 
 
 def test_what_v1_alone_can_do_is_refused_by_name(made: dict[str, Any]) -> None:
-    drafter, states = made["refused"]
-    assert "new weights for the model drafter" in drafter
-    assert "hidden states" in states
+    assert "use_drafter is for V1" in made["refused"]
+
+
+def test_a_draft_model_drafts_with_the_weights_that_it_was_given(made: dict[str, Any]) -> None:
+    """The target's: with the same dice it is always right."""
+    swapped, plain = made["swapped"], tokens(made["plain"])
+    assert tokens(swapped) == {name: plain[name] for name in swapped["responses"]}
+    assert swapped["num_accepted_tokens"] > 20
+    assert swapped["num_accepted_tokens"] > 0.9 * swapped["num_draft_tokens"]
+    assert made["sample"]["num_accepted_tokens"] < 0.9 * made["sample"]["num_draft_tokens"]
 
 
 def test_pushed_weights_take_over(made: dict[str, Any]) -> None:

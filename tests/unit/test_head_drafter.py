@@ -287,21 +287,31 @@ def test_what_counts_as_a_head(tmp_path: Path, target: Any) -> None:
         load(tmp_path / "eagle", target, max_requests=0)
 
 
-def test_the_configuration_says_which_layers_a_head_fuses(tmp_path: Path, target: Any) -> None:
+@pytest.mark.parametrize("inside", [True, False])
+def test_the_configuration_says_which_layers_a_head_fuses(tmp_path: Path, target: Any, inside: bool) -> None:
+    """Where vLLM's model runner V1 looks for them, or where V2 does."""
     make_head(tmp_path / "eagle", target)
     make_head(tmp_path, target, "eagle3")
     assert read_fused_layers(tmp_path / "eagle") == ()
     assert read_fused_layers(tmp_path) == (1, 2, 3)
     file = tmp_path / "config.json"
     config = json.loads(file.read_text())
+    fused = config.pop("eagle_config")
+    assert [config.pop(name) for name in fused] == [[1, 2, 3]]
+
+    def name(layers: list[int]) -> None:
+        named = {"eagle_aux_hidden_state_layer_ids": layers}
+        file.write_text(json.dumps({**config, **({"eagle_config": named} if inside else named)}))
+
+    name([1, 2, 3])
+    assert read_fused_layers(tmp_path) == (1, 2, 3)
     for layers in ([2, 1, 3], [1, 1, 2], [0, 1, 2]):
-        file.write_text(json.dumps({**config, "eagle_config": {"eagle_aux_hidden_state_layer_ids": layers}}))
+        name(layers)
         with pytest.raises(CheckpointError, match="must ascend, from 1 on"):
             read_fused_layers(tmp_path)
-    file.write_text(json.dumps({**config, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2]}}))
+    name([1, 2])
     with pytest.raises(CheckpointError, match="shape"):
         load(tmp_path, target)
-    del config["eagle_config"]
     file.write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match="an EAGLE head has none"):
         load(tmp_path, target)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
 from paceline.drafting.drafter import fits_vocabulary
@@ -21,6 +22,24 @@ def check_settings(max_model_len: int, max_requests: int, dtype: str) -> None:
     known = ("auto", "float32", "bfloat16", "float16")
     if dtype not in known:
         raise ConfigError(f"drafter dtype is {dtype!r}: choose one of {', '.join(known)}")
+
+
+def read_shapes(folder: Path) -> dict[str, torch.Tensor]:
+    """The weights of a checkpoint without their values, on torch's `meta` device. Raises CheckpointError."""
+    found = {}
+    try:
+        for file in sorted(folder.glob("*.safetensors")):
+            with safe_open(file, framework="pt") as tensors:
+                for name in tensors.keys():  # noqa: SIM118, it is no mapping
+                    shape = tensors.get_slice(name).get_shape()
+                    found[name] = torch.empty(shape, device="meta")
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            f"{folder}: the weights cannot be read ({error}): save the drafter again"
+        ) from error
+    if not found:
+        raise CheckpointError(f"{folder} has no weights in safetensors form: save the drafter in it")
+    return found
 
 
 def check_weights(own: dict[str, torch.Tensor], fresh: dict[str, torch.Tensor]) -> None:

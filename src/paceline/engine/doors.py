@@ -371,8 +371,9 @@ DOORS: tuple[Door, ...] = (
         RUNNER_V2,
         "KeyedRunnerV2 (v2/): verification, and drafts where V2 reads them",
         overrides="load_model initialize_kv_cache cudagraph_manager add_requests execute_model prepare_inputs "
-        "sample sample_tokens take_draft_token_ids speculator rejection_sampler",
-        members="get_model model req_states sampler speculative_config vllm_config device max_num_reqs max_num_tokens "
+        "sample sample_tokens postprocess_sampled take_draft_token_ids speculator rejection_sampler",
+        members="execute_model_state get_model model req_states sampler speculative_config vllm_config device "
+        "max_num_reqs max_num_tokens "
         "attn_groups model_state fast_prefill kv_caches scheduler_config",
     ),
     Door(
@@ -418,6 +419,16 @@ DOORS: tuple[Door, ...] = (
         "has the speculator draft; its message is on the way to the host",
         mentions=("self.speculator.propose(", "async_output = AsyncOutput("),
     ),
+    Door(
+        f"{RUNNER_V2}.postprocess_sampled",
+        "hears how many drafts were rejected",
+        parameters="idx_mapping sampled_tokens num_sampled num_rejected",
+    ),
+    Door(
+        "vllm.v1.worker.gpu.model_runner:ExecuteModelState",
+        "what a step leaves for sampling (v2/hidden_states.py)",
+        members="input_batch hidden_states aux_hidden_states",
+    ),
     Door(OUTPUT_V2, "requests without a next token (v2/outputs.py)", overrides="get_output"),
     Door(
         f"{OUTPUT_V2}.__init__",
@@ -429,8 +440,17 @@ DOORS: tuple[Door, ...] = (
         "gives the scheduler lists",
         mentions=("self.model_runner_output.sampled_token_ids = sampled_token_ids",),
     ),
-    Door(STATES_V2, "what V2 keeps of each request", members="draft_tokens req_id_to_index total_len"),
-    Door(BATCH_V2, "the requests of a step", members="req_ids num_reqs idx_mapping idx_mapping_np"),
+    Door(
+        STATES_V2,
+        "what V2 keeps of each request",
+        members="draft_tokens req_id_to_index total_len prompt_len",
+    ),
+    Door(
+        BATCH_V2,
+        "the requests of a step",
+        members="req_ids num_reqs idx_mapping idx_mapping_np num_scheduled_tokens query_start_loc_np positions "
+        "input_ids",
+    ),
     Door(
         SAMPLER_V2,
         "all sampling options; what it drew from (CheckedSampler)",
@@ -466,7 +486,7 @@ DOORS: tuple[Door, ...] = (
         SPECULATOR_V2,
         "CoupledSpeculator (v2/speculator.py)",
         overrides="propose sample_draft num_speculative_steps",
-        members="compute_draft_logits max_num_reqs device",
+        members="compute_draft_logits max_num_reqs device draft_model_config model speculative_config",
     ),
     Door(
         f"{SPECULATOR_V2}.sample_draft",
@@ -496,6 +516,15 @@ DOORS: tuple[Door, ...] = (
         f"{HEAD_SPECULATOR_V2}._prefill",
         "draws with the noise of the position at which the target will draw",
         mentions=("sample_src_positions = positions + 1", "self.sample_draft("),
+    ),
+    Door(
+        "vllm.model_executor.model_loader.reload:initialize_layerwise_reload",
+        "new weights for a drafter: its layers wait for their own",
+    ),
+    Door(
+        "vllm.model_executor.model_loader.reload:finalize_layerwise_reload",
+        "those without, which are the target's, get back what they had",
+        parameters="args",
     ),
     Door("vllm.v1.worker.gpu.async_utils:async_copy_to_np", "starts a copy to the host"),
     Door("vllm.utils.torch_utils:async_tensor_h2d", "starts a copy to the device", parameters="device"),

@@ -477,8 +477,8 @@ class RolloutEngine:
         """Load new weights of the model drafter between two steps, also while responses run; the tokens are the same.
 
         weights: by the checkpoint's names, all of them, tied copies optional. Returns the new drafter version. Raises
-        UnsupportedError where no model drafts inside this engine, CheckpointError for weights that do not fit or are
-        not finite; the old ones then go on.
+        UnsupportedError where no model drafts inside this engine, or one without a checkpoint of its own (`mtp`),
+        CheckpointError for weights that do not fit or are not finite; the old ones then go on.
         """
         self._check_model_drafter()
         self._engine.collective_rpc("reload_drafter", args=(weights,))
@@ -524,12 +524,10 @@ class RolloutEngine:
 
         share: chosen by the responses' keys; 0: keep none, which costs a step nothing. max_bytes: of all that is kept;
         beyond it whole responses go, finished ones first. Raises ConfigError for values out of range, UnsupportedError
-        on an engine without Paceline's settings or with model runner V2.
+        on an engine without Paceline's settings.
         """
-        if self.settings is None or self._engine.vllm_config.use_v2_model_runner:
-            raise UnsupportedError(
-                "hidden states are read from engines with Paceline's settings and vLLM's model runner V1"
-            )
+        if self.settings is None:
+            raise UnsupportedError("hidden states are read from engines with Paceline's settings")
         self._engine.collective_rpc("collect_states", args=(share, max_bytes))
 
     def take_samples(self) -> list[Sample]:

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from paceline.engine.compat import DraftTokenIds, ModelRunnerOutput, SchedulerOutput
 from paceline.engine.multipath.layout import PathPlan
+from paceline.engine.state_collector import StateCollector
 from paceline.types import DraftOrder, Int32Array, Int64Array, ModelDrafts
 
 
@@ -31,7 +32,10 @@ class Runner(Protocol):
     drafter: Any
     """The Proposer."""
     collector: Any
-    """V1: the StateCollector that keeps hidden states, None while there is none."""
+    """The StateCollector that keeps hidden states, None while there is none."""
+
+    def make_collector(self, share: float, max_bytes: int) -> StateCollector:
+        """One for this runner. Raises ConfigError for values out of range."""
 
     def get_model(self) -> Any:
         """The target; vLLM's own method."""

@@ -19,7 +19,6 @@ from paceline.engine.arguments import check_engine, fused_layers, read_settings
 from paceline.engine.compat import is_batch_invariant_gpu, is_cpu, platform_worker, repack_tied_head
 from paceline.engine.kv.connector import PoolConnector, worker_end
 from paceline.engine.runner import Runner
-from paceline.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from paceline.distillation.packing import Sample
@@ -135,24 +134,16 @@ class PacelineWorker(platform_worker()):  # type: ignore[misc]
 
     def reload_drafter(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Give the model drafter other weights. Called by `collective_rpc`."""
-        self.model_runner.drafter.reload(weights)
+        with self._kernels():
+            self.model_runner.drafter.reload(weights)
 
     def use_drafter(self, place: int, played: Play | None) -> None:
         """Draft with another of the model drafters. Called by `collective_rpc`, on model runner V1."""
         self.model_runner.drafter.use(place, played)
 
     def collect_states(self, share: float, max_bytes: int) -> None:
-        """Keep hidden states from the next step on; a share of 0: no more. Called by `collective_rpc`.
-
-        Raises UnsupportedError on model runner V2.
-        """
-        if self.vllm_config.use_v2_model_runner:
-            raise UnsupportedError(
-                "hidden states are collected on model runner V1, the CPU's, alone: this engine has V2"
-            )
-        from paceline.engine.v1.hidden_states import StateCollector
-
-        self.model_runner.collector = StateCollector(share, max_bytes) if share else None
+        """Keep hidden states from the next step on; a share of 0: no more. Called by `collective_rpc`."""
+        self.model_runner.collector = self.model_runner.make_collector(share, max_bytes) if share else None
 
     def take_samples(self) -> list[Sample]:
         """What has been kept since the last call. Called by `collective_rpc`."""

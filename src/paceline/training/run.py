@@ -350,12 +350,12 @@ class TrainingRun:
 
 
 def _check_swaps() -> None:
-    """Raise UnsupportedError where engines keep the drafter that they were started with."""
+    """Raise UnsupportedError where no drafter has grown yet."""
     from paceline.engine.compat import uses_v2
 
     if uses_v2():
         raise UnsupportedError(
-            "adaptive_drafter swaps the drafter of running engines, which vLLM's model runner V2, the one for GPUs, "
-            "cannot do yet: remove the section, and give a drafter that `paceline drafter train` has made as "
+            "adaptive_drafter trains on the processor's free cores and was never run beside vLLM's model runner V2, "
+            "the one for GPUs: remove the section, and give a drafter that `paceline drafter train` has made as "
             "engine.model_drafter; on the CPU unset VLLM_USE_V2_MODEL_RUNNER"
         )

@@ -21,7 +21,8 @@ from paceline.engine.compat import SamplerOutput, SpecDecodeMetadata, all_logits
 from paceline.engine.keys import key_of
 from paceline.engine.kv.nan_blocks import NanBlocks
 from paceline.engine.runner import Runner, order_of, report_undrawable, report_withdrawn
-from paceline.engine.v1.hidden_states import StateCollector, select_standing, show_layers
+from paceline.engine.state_collector import StateCollector
+from paceline.engine.v1.hidden_states import select_standing, show_layers
 from paceline.engine.v1.proposer import Proposer
 from paceline.engine.v1.sampler import PLACEHOLDER, KeyedSampler, Rows, Verdict
 from paceline.types import Int64Array, UInt64Array
@@ -161,6 +162,9 @@ class KeyedRunner:
             report_withdrawn(output, self.withdrawn)
             self.withdrawn = []
         return output
+
+    def make_collector(self, share: float, max_bytes: int) -> StateCollector:
+        return StateCollector(share, max_bytes)
 
     def collect(self: Any, collector: StateCollector) -> None:
         """Keep the step's hidden states of the responses that the collector has chosen."""

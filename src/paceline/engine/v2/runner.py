@@ -23,6 +23,7 @@ from paceline.engine.kv.nan_blocks import NanBlocks
 from paceline.engine.runner import FreshDrafts, Runner, order_of
 from paceline.engine.v2.ahead import prepare_ahead, put_ahead
 from paceline.engine.v2.graphs import graphs_for_ragged_steps
+from paceline.engine.v2.hidden_states import DeviceCollector
 from paceline.engine.v2.outputs import Missing, check, has_arrived
 from paceline.engine.v2.sampler import CheckedSampler, ExactVerifier
 from paceline.engine.v2.speculator import NoSpeculator, couple
@@ -44,10 +45,12 @@ class KeyedRunnerV2:
     drafted: dict[str, list[int]]  # draft tokens of the present step, by request
     nan_blocks: NanBlocks
     missing: Missing  # of the present step
+    collector: DeviceCollector | None
+    rejected: torch.Tensor  # [num_requests] draft tokens of the present step, on the device
 
     def adopt(self: Any) -> None:
         """Finish the change of class: say where drafts come from."""
-        self.responses = np.zeros(self.max_num_reqs, np.int64)
+        self.responses, self.collector = np.zeros(self.max_num_reqs, np.int64), None
         self.nan_blocks = NanBlocks([], 1, [])  # a GPU's memory is profiled before there is a KV cache
         if isinstance(self.speculator, DraftModelSpeculator):
             self.speculator = couple(self.speculator, self.req_states)
@@ -113,8 +116,20 @@ class KeyedRunnerV2:
         self.missing = Missing(torch.cat(self.sampler.missing))
         return sampled
 
+    def make_collector(self, share: float, max_bytes: int) -> DeviceCollector:
+        return DeviceCollector(share, max_bytes)
+
+    def postprocess_sampled(
+        self: Any, idx_mapping: Any, sampled: Any, num_sampled: Any, num_rejected: torch.Tensor, *args: Any
+    ) -> None:
+        super().postprocess_sampled(idx_mapping, sampled, num_sampled, num_rejected, *args)  # type: ignore[misc]
+        self.rejected = num_rejected
+
     def sample_tokens(self: Any, *args: Any, **kwargs: Any) -> Any:
+        step = self.execute_model_state
         output = super().sample_tokens(*args, **kwargs)  # type: ignore[misc]
+        if self.collector is not None and step is not None:
+            self.collector.see(self, step, self.rejected)
         if isinstance(output, AsyncOutput):
             if not has_arrived(output):
                 self.speculator.forgive_launch()

@@ -10,12 +10,15 @@ is over.
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.v1.worker.gpu.async_utils import async_copy_to_np
 from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator, DraftModelSpeculator
@@ -23,6 +26,8 @@ from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneAR
 from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator import TargetDependentARSpeculator
 
 from paceline import dice
+from paceline.config import MTP
+from paceline.drafting.checkpoint import check_weights, read_shapes
 from paceline.drafting.proposal import calibration_cells
 from paceline.engine.runner import FreshDrafts
 from paceline.errors import UnsupportedError
@@ -205,11 +210,27 @@ class CoupledSpeculator(DraftModelSpeculator):  # type: ignore[misc]
         )
         return FreshDrafts(made.names, [[] for _ in made.names], drafts)
 
-    def reload(self, weights: Any) -> None:
-        """Raises UnsupportedError: on V2 the model drafter keeps the weights that it was loaded with."""
-        raise UnsupportedError(
-            "new weights for the model drafter were not tried on model runner V2: start the engine with them"
-        )
+    def reload(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Take over new weights, by the checkpoint's names, all of them, tied copies optional. Keys and values of the
+        old ones stay with running responses, whose drafts are worse for it until they end.
+
+        Raises UnsupportedError for the target's own prediction layers, CheckpointError for a missing or unknown name,
+        another shape or NaN, before any weight is changed.
+        """
+        config = self.speculative_config
+        if config.method == MTP:
+            raise UnsupportedError(
+                "the target's own prediction layers have no checkpoint of their own, and keep the weights that they "
+                "were loaded with: start the engine anew with a newer one"
+            )
+        own = read_shapes(Path(config.model))
+        is_tied = getattr(self.draft_model_config.hf_config, "tie_word_embeddings", False)
+        fresh = {n: w for n, w in weights.items() if n in own or not (is_tied and n == "lm_head.weight")}
+        check_weights(own, fresh)
+        initialize_layerwise_reload(self.model)
+        self.model.load_weights(iter(fresh.items()))
+        finalize_layerwise_reload(self.model, self.draft_model_config)
+        self._made, self._depth = None, 1
 
 
 class CoupledModel(CoupledSpeculator):
