@@ -5,8 +5,9 @@ Array shapes are given with names; `num_requests` counts the requests that decod
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from operator import add, sub
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +17,11 @@ Int64Array = NDArray[np.int64]
 UInt64Array = NDArray[np.uint64]
 Float32Array = NDArray[np.float32]
 Float64Array = NDArray[np.float64]
+
+
+def _values(counters: Any) -> list[Any]:
+    """The fields of a dataclass with slots, in order; `dataclasses.astuple` copies each of them deeply, in 0.1 ms."""
+    return [getattr(counters, name) for name in counters.__slots__]
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +154,7 @@ class DraftGrowth:
 
     def __add__(self, other: DraftGrowth) -> DraftGrowth:
         """What both took."""
-        return DraftGrowth(*map(add, astuple(self), astuple(other)))
+        return DraftGrowth(*map(add, _values(self), _values(other)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,11 +294,11 @@ class DrafterScore:
 
     def __add__(self, other: DrafterScore) -> DrafterScore:
         """What both have."""
-        return DrafterScore(*map(add, astuple(self), astuple(other)))
+        return DrafterScore(*map(add, _values(self), _values(other)))
 
     def __sub__(self, before: DrafterScore) -> DrafterScore:
         """What came since."""
-        return DrafterScore(*map(sub, astuple(self), astuple(before)))
+        return DrafterScore(*map(sub, _values(self), _values(before)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,11 +319,11 @@ class DraftSharingCounters:
 
     def __add__(self, other: DraftSharingCounters) -> DraftSharingCounters:
         """What both have."""
-        return DraftSharingCounters(*map(add, astuple(self), astuple(other)))
+        return DraftSharingCounters(*map(add, _values(self), _values(other)))
 
     def __sub__(self, before: DraftSharingCounters) -> DraftSharingCounters:
         """What came since."""
-        return DraftSharingCounters(*map(sub, astuple(self), astuple(before)))
+        return DraftSharingCounters(*map(sub, _values(self), _values(before)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -348,4 +354,4 @@ class KvPoolCounters:
 
     def __add__(self, other: KvPoolCounters) -> KvPoolCounters:
         """What both have done."""
-        return KvPoolCounters(*map(add, astuple(self), astuple(other)))
+        return KvPoolCounters(*map(add, _values(self), _values(other)))

@@ -408,7 +408,8 @@ def main(target: str, drafter: str, file: str) -> None:
         points = measure_steps(engine, [Shape(2, 1, 8), Shape(2, 3, 8)], 1)
         made["steps"] = [(point.tokens_per_request, point.step_s) for point in points]
         made["refused"] = refusal(engine)
-        engine.push_drafter(load_file(Path(target) / "model.safetensors"))
+        weights = load_file(Path(drafter) / "model.safetensors")
+        engine.push_drafter({name: weight.flip(0) for name, weight in weights.items()})
         made["swapped"] = run(engine, None, names=FEW[:2])
     settings = settings.model_copy(update={"kv_pool": None, "draft_worker": True, "draft_window": 4})
     with RolloutEngine(target, settings, **memory(1 << 26), **OURS) as engine:

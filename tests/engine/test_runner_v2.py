@@ -153,12 +153,12 @@ def test_what_v1_alone_can_do_is_refused_by_name(made: dict[str, Any]) -> None:
 
 
 def test_a_draft_model_drafts_with_the_weights_that_it_was_given(made: dict[str, Any]) -> None:
-    """The target's: with the same dice it is always right."""
+    """Turned upside down they know nothing of the target, which decides as before."""
     swapped, plain = made["swapped"], tokens(made["plain"])
     assert tokens(swapped) == {name: plain[name] for name in swapped["responses"]}
-    assert swapped["num_accepted_tokens"] > 20
-    assert swapped["num_accepted_tokens"] > 0.9 * swapped["num_draft_tokens"]
-    assert made["sample"]["num_accepted_tokens"] < 0.9 * made["sample"]["num_draft_tokens"]
+    assert swapped["num_draft_tokens"] > 50
+    assert swapped["num_accepted_tokens"] < 0.5 * swapped["num_draft_tokens"]
+    assert made["sample"]["num_accepted_tokens"] > 0.8 * made["sample"]["num_draft_tokens"]
 
 
 def test_pushed_weights_take_over(made: dict[str, Any]) -> None:
