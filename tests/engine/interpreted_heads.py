@@ -12,9 +12,12 @@ from interpreted import DTYPE, memory  # first: it prepares Triton
 import json
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from draft_head import make_head
 from drafters import ScriptedDrafter
@@ -23,9 +26,12 @@ from tiny_model import VOCAB, make_model, make_predicting_model
 from transformers import AutoModelForCausalLM
 from vllm import SamplingParams
 
+import paceline.engine.v2.speculator as speculator_module
+from paceline import dice
 from paceline.config import MTP, BudgetSettings, EngineSettings
 from paceline.distillation.methods import MethodName
-from paceline.distillation.packing import Sample
+from paceline.distillation.networks import DraftHead
+from paceline.distillation.packing import Sample, pack_samples
 from paceline.distillation.target import choose_layers
 from paceline.engine.rollout_engine import RolloutEngine
 from paceline.errors import CheckpointError
@@ -44,7 +50,7 @@ def flatten(folder: Path) -> Path:
     """Make all tokens about as likely."""
     file = folder / "model.safetensors"
     weights = load_file(file)
-    weights["lm_head.weight"] *= 0.05
+    weights["lm_head.weight"] *= 0.1
     save_file(weights, file, metadata={"format": "pt"})
     return folder
 
@@ -103,8 +109,49 @@ def swap(engine: RolloutEngine, speculator: Any, weights: dict[str, torch.Tensor
     return {"tokens": [found[i] for i in range(len(REQUESTS))], "refused": refused, "difference": difference}
 
 
-def compare(target: Path, drafter: str, plain: list[tuple[int, ...]]) -> dict[str, Any]:
-    """Tokens with the drafts of a drafter: alone, and beside others that are mostly wrong. plain: without drafts."""
+@contextmanager
+def recording() -> Iterator[dict[tuple[int, int], int]]:
+    """The first draft token that was made behind so many tokens, by key and that number."""
+    judge, found = speculator_module._judge, dict[tuple[int, int], int]()
+
+    def record(made: Any, keys: Any, temperatures: Any) -> Any:
+        firsts = zip(keys.tolist(), made.positions.tolist(), made.tokens[:, 0].tolist(), strict=True)
+        found.update({(key, position): token for key, position, token in firsts})
+        return judge(made, keys, temperatures)
+
+    speculator_module._judge = record
+    try:
+        yield found
+    finally:
+        speculator_module._judge = judge
+
+
+def share_as_trained(
+    network: DraftHead, samples: list[Sample], texts: list[tuple[int, ...]], made: dict[tuple[int, int], int]
+) -> tuple[int, int]:
+    """(drafts that are what the network in training proposes from these states with the same dice, all of them)."""
+    compared = right = 0
+    for sample in samples:
+        ids = tuple(sample.ids.tolist())
+        [key] = [r.key for r, text in zip(REQUESTS, texts, strict=True) if text[: len(ids)] == ids]
+        with torch.no_grad():
+            [hidden] = network.unroll(pack_samples([sample]), 1)
+            logits = network.logits(hidden).float().numpy()
+        for position in range(sample.num_prompt_tokens + 1, len(ids) + 1):
+            if (token := made.get((key, position))) is not None:
+                noise = dice.gumbel(np.uint64(key), position, np.arange(VOCAB))
+                compared += 1
+                right += int(np.argmax(logits[position - 2] + noise)) == token
+    return right, compared
+
+
+def compare(
+    target: Path, drafter: str, plain: list[tuple[int, ...]], network: DraftHead | None = None
+) -> dict[str, Any]:
+    """Tokens with the drafts of a drafter: alone, and beside others that are mostly wrong.
+
+    plain: without drafts. network: the head in training.
+    """
     settings = EngineSettings(
         model_drafter=drafter,
         drafter="none",
@@ -121,7 +168,8 @@ def compare(target: Path, drafter: str, plain: list[tuple[int, ...]]) -> dict[st
             engine.reset_prefix_cache()
             engine.scheduler.loop.drafter = other
             engine.collect_states(1.0 if name == "mixed" else 0.0, 1 << 20)
-            responses = engine.generate(REQUESTS, PARAMS)
+            with recording() as firsts:
+                responses = engine.generate(REQUESTS, PARAMS)
             steps = engine.take_observations()
             made[name] = {
                 "tokens": [response.tokens for response in responses],
@@ -129,10 +177,13 @@ def compare(target: Path, drafter: str, plain: list[tuple[int, ...]]) -> dict[st
                 "drafted": sum(step.num_draft_tokens for step in steps),
                 "accepted": sum(step.num_accepted_tokens for step in steps),
             }
+        if network is not None:
+            texts = [(*r.request.prompt, *r.tokens) for r in responses]
+            samples = engine.take_samples()
+            made["as trained"] = share_as_trained(network, samples, texts, firsts)
         if runner.speculator.method == "eagle3":
             model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
-            texts = [(*r.request.prompt, *r.tokens) for r in responses]
-            made["states"] = compare_states(engine.take_samples(), model, texts)
+            made["states"] = compare_states(samples, model, texts)
             made["swap"] = swap(engine, runner.speculator, load_file(Path(drafter, "model.safetensors")))
     return made
 
@@ -146,8 +197,8 @@ def main(file: str) -> None:
         model, plain = AutoModelForCausalLM.from_pretrained(target), decode_plainly(target)
         methods: tuple[MethodName, ...] = ("eagle", "eagle3")
         for method in methods:
-            make_head(Path(folder, method), model, method)
-            made[method] = compare(target, str(Path(folder, method)), plain)
+            network = make_head(Path(folder, method), model, method)
+            made[method] = compare(target, str(Path(folder, method)), plain, network)
     Path(file).write_text(json.dumps(made))
 
 

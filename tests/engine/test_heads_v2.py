@@ -22,8 +22,6 @@ from paceline.errors import ConfigError, UnsupportedError
 
 HERE = Path(__file__).parent
 HEADS = ("eagle", "eagle3", "mtp")
-RIGHT = {"eagle": 0.1, "eagle3": 0.6, "mtp": 0.6}
-"""Of each head's draft tokens: with other dice than the target's one in 64 would be."""
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed"),
@@ -53,12 +51,19 @@ def test_tokens_are_plain_vllms(made: dict[str, Any], head: str) -> None:
         assert made[head][way]["tokens"] == made[head]["plain"], way
 
 
-@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("head", ["eagle3", "mtp"])
 def test_heads_throw_the_targets_dice(made: dict[str, Any], head: str) -> None:
-    alone, mixed = made[head]["alone"], made[head]["mixed"]
-    assert alone["drafted"] > 20
-    assert alone["model"] == alone["accepted"] > RIGHT[head] * alone["drafted"]
-    assert mixed["accepted"] < mixed["drafted"] > 20
+    """Both know as little as the target is sure of: with other dice one token in 64 would be right."""
+    assert made[head]["alone"]["accepted"] > 0.6 * made[head]["alone"]["drafted"] > 12
+    assert made[head]["mixed"]["accepted"] < made[head]["mixed"]["drafted"]
+
+
+@pytest.mark.parametrize("head", ["eagle", "eagle3"])
+def test_heads_draft_as_they_were_trained(made: dict[str, Any], head: str) -> None:
+    """From the states of the very tokens and layers that the network is trained on; near-ties aside."""
+    right, compared = made[head]["as trained"]
+    assert compared > 20
+    assert right >= (0.97 if is_cpu_build() else 0.8) * compared
 
 
 def test_hidden_states_are_those_of_a_forward_pass(made: dict[str, Any]) -> None:

@@ -108,7 +108,10 @@ def graph_arguments(settings: EngineSettings, max_num_seqs: int | None) -> dict[
     if is_cpu() or settings.compiled is False:
         return {}
     most = LARGEST if max_num_seqs is None else max_num_seqs
-    sizes = captures_for(settings.budget, settings.max_draft_tokens, most, settings.graph_memory_bytes)
+    memory_bytes = settings.graph_memory_bytes
+    if settings.model_drafter is not None and _method(settings) != "draft_model":
+        memory_bytes //= 2  # a head is captured too, for its first level and for the others
+    sizes = captures_for(settings.budget, settings.max_draft_tokens, most, memory_bytes)
     return {"cudagraph_capture_sizes": list(sizes)}
 
 
@@ -215,7 +218,11 @@ def _v2_remedies(vllm_config: Any, settings: EngineSettings) -> dict[str, bool]:
         "EngineSettings.compiled unset (on the CPU it is for model runner V1)": is_cpu()
         and bool(settings.compiled),
         "EngineSettings.model_drafter_dtype='auto' (on model runner V2 it is the target's)": (
-            settings.model_drafter_dtype != "auto" and vllm_config.speculative_config.method == "draft_model"
+            settings.model_drafter_dtype != "auto" and _method(settings) is not None
+        ),
+        "data_parallel_size=1 (each engine drafts as deep as it pays, and models of experts want the same number of "
+        "passes everywhere), or without model_drafter": (
+            vllm_config.parallel_config.data_parallel_size > 1 and _method(settings) is not None
         ),
     }
 
@@ -224,9 +231,7 @@ def _check_head(settings: EngineSettings) -> None:
     """Raise ConfigError where a draft head is to draft away from the target's states."""
     if settings.model_drafter is None:
         return
-    from paceline.drafting.drafter import is_draft_head
-
-    heads = [name for name in settings.model_drafters if is_draft_head(Path(name))]
+    heads = [name for name in settings.drafter_folders if _method_of(Path(name)) != "draft_model"]
     if not heads:
         return
     if settings.draft_worker or settings.draft_help or settings.further_drafters:
@@ -261,14 +266,19 @@ def _method_of(folder: Path) -> str:
     return "eagle" if is_head or "eagle" in kind else "draft_model"
 
 
+def _method(settings: EngineSettings) -> str | None:
+    """The same for the model that drafts inside the engine; None where there is none."""
+    if settings.model_drafter is None or settings.draft_worker:
+        return None
+    return MTP if settings.model_drafter == MTP else _method_of(Path(settings.model_drafter))
+
+
 def _speculation(settings: EngineSettings, is_v2: bool) -> dict[str, Any]:
     """vLLM's speculative method: on V1 our proposer; on V2 vLLM's own for such a drafter, or else one that V2 can run,
     whose speculator v2/runner.py takes away."""
-    model = None if settings.draft_worker else settings.model_drafter
+    method = {"method": _method(settings) or "ngram_gpu"}
     if not is_v2:
         method = {"method": "custom_class", "model": PROPOSER}
-    elif model is None:
-        method = {"method": "ngram_gpu"}
-    else:
-        method = {"method": MTP} if model == MTP else {"method": _method_of(Path(model)), "model": model}
+    elif settings.model_drafter is not None and method["method"] not in ("ngram_gpu", MTP):
+        method["model"] = settings.model_drafter
     return {**method, "num_speculative_tokens": settings.max_draft_tokens}

@@ -485,8 +485,8 @@ DOORS: tuple[Door, ...] = (
     Door(
         SPECULATOR_V2,
         "CoupledSpeculator (v2/speculator.py)",
-        overrides="propose sample_draft num_speculative_steps",
-        members="compute_draft_logits max_num_reqs device draft_model_config model speculative_config",
+        overrides="load_model propose sample_draft num_speculative_steps",
+        members="compute_draft_logits max_num_reqs device draft_model_config model speculative_config vllm_config",
     ),
     Door(
         f"{SPECULATOR_V2}.sample_draft",
@@ -504,7 +504,9 @@ DOORS: tuple[Door, ...] = (
     Door(
         HEAD_SPECULATOR_V2,
         "CoupledHead: levels one by one, so that there may be fewer of them",
-        overrides="_configure_decode_metadata_update supports_decode_metadata_update",
+        overrides="_configure_decode_metadata_update supports_decode_metadata_update init_cudagraph_manager "
+        "prefill_cudagraph_manager",
+        members="vllm_config device num_speculative_steps",
     ),
     Door(
         f"{HEAD_SPECULATOR_V2}.propose",
@@ -512,6 +514,14 @@ DOORS: tuple[Door, ...] = (
         parameters="num_speculative_tokens",
         mentions=("if self.supports_decode_metadata_update\n            else self._multi_step_decode",),
     ),
+    Door(
+        "vllm.v1.worker.gpu.spec_decode.target_dependent_ar.cudagraph_utils:SpeculatorCudaGraphManager",
+        "CoupledHead: piecewise graphs for the first level",
+        parameters="vllm_config device cudagraph_mode decode_query_len",
+    ),
+    Door("vllm.config:CUDAGraphMode", "likewise", members="PIECEWISE NONE mixed_mode"),
+    Door("vllm.config:set_current_vllm_config", "new weights for a drafter", parameters="vllm_config"),
+    Door("vllm.v1.worker.gpu.async_utils:stream", "copies beside the step"),
     Door(
         f"{HEAD_SPECULATOR_V2}._prefill",
         "draws with the noise of the position at which the target will draw",
@@ -589,7 +599,7 @@ DOORS: tuple[Door, ...] = (
         "PacelineWorker: weight updates, the compile cache, the runner's exchange",
         overrides="init_device load_model determine_available_memory execute_model reload_weights update_weights "
         "model_runner",
-        members="vllm_config",
+        members="vllm_config is_driver_worker",
     ),
     Door(
         GPU_WORKER,
@@ -719,7 +729,7 @@ DOORS: tuple[Door, ...] = (
     Door(
         "vllm.config.parallel:ParallelConfig",
         "engines of several workers; the seed of a data-parallel engine",
-        members="data_parallel_index pipeline_parallel_size world_size distributed_executor_backend "
+        members="data_parallel_index data_parallel_size pipeline_parallel_size world_size distributed_executor_backend "
         "decode_context_parallel_size "
         "enable_batch_sharded_sampling",
     ),

@@ -143,7 +143,11 @@ class PacelineWorker(platform_worker()):  # type: ignore[misc]
 
     def collect_states(self, share: float, max_bytes: int) -> None:
         """Keep hidden states from the next step on; a share of 0: no more. Called by `collective_rpc`."""
-        self.model_runner.collector = self.model_runner.make_collector(share, max_bytes) if share else None
+        runner = self.model_runner
+        collects = (
+            share and self.is_driver_worker
+        )  # of tensor-parallel workers, which all have the same states
+        runner.collector = runner.make_collector(share, max_bytes) if collects else None
 
     def take_samples(self) -> list[Sample]:
         """What has been kept since the last call. Called by `collective_rpc`."""

@@ -19,6 +19,7 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
 from paceline.engine import compiled, invariance
+from paceline.engine.arguments import fused_layers, read_settings
 from paceline.engine.kv.nan_blocks import NanBlocks
 from paceline.engine.runner import FreshDrafts, Runner, order_of
 from paceline.engine.v2.ahead import prepare_ahead, put_ahead
@@ -46,11 +47,12 @@ class KeyedRunnerV2:
     nan_blocks: NanBlocks
     missing: Missing  # of the present step
     collector: DeviceCollector | None
-    rejected: torch.Tensor  # [num_requests] draft tokens of the present step, on the device
+    step: Any  # vLLM's ExecuteModelState of the present step
 
     def adopt(self: Any) -> None:
         """Finish the change of class: say where drafts come from."""
-        self.responses, self.collector = np.zeros(self.max_num_reqs, np.int64), None
+        self.responses = np.zeros(self.max_num_reqs, np.int64)
+        self.collector = self.step = None
         self.nan_blocks = NanBlocks([], 1, [])  # a GPU's memory is profiled before there is a KV cache
         if isinstance(self.speculator, DraftModelSpeculator):
             self.speculator = couple(self.speculator, self.req_states)
@@ -59,6 +61,12 @@ class KeyedRunnerV2:
         self.drafter = self.speculator
 
     def load_model(self: Any, *args: Any, **kwargs: Any) -> None:
+        if layers := fused_layers(
+            read_settings(self.vllm_config)
+        ):  # heads may name them where V1 alone looks
+            self.speculative_config.draft_model_config.hf_config.eagle_aux_hidden_state_layer_ids = list(
+                layers
+            )
         super().load_model(*args, **kwargs)  # type: ignore[misc]
         if type(self.rejection_sampler) is not RejectionSampler:
             raise UnsupportedError(
@@ -123,13 +131,13 @@ class KeyedRunnerV2:
         self: Any, idx_mapping: Any, sampled: Any, num_sampled: Any, num_rejected: torch.Tensor, *args: Any
     ) -> None:
         super().postprocess_sampled(idx_mapping, sampled, num_sampled, num_rejected, *args)  # type: ignore[misc]
-        self.rejected = num_rejected
+        if self.collector is not None and self.step is not None:  # the drafter comes next
+            self.collector.see(self, self.step, num_rejected)
 
     def sample_tokens(self: Any, *args: Any, **kwargs: Any) -> Any:
-        step = self.execute_model_state
+        self.step = self.execute_model_state
         output = super().sample_tokens(*args, **kwargs)  # type: ignore[misc]
-        if self.collector is not None and step is not None:
-            self.collector.see(self, step, self.rejected)
+        self.step = None
         if isinstance(output, AsyncOutput):
             if not has_arrived(output):
                 self.speculator.forgive_launch()

@@ -10,7 +10,7 @@ is over.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -18,11 +18,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from vllm.config import CUDAGraphMode, set_current_vllm_config
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.v1.worker.gpu.async_utils import async_copy_to_np
 from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator, DraftModelSpeculator
 from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
+from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.cudagraph_utils import SpeculatorCudaGraphManager
 from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator import TargetDependentARSpeculator
 
 from paceline import dice
@@ -95,6 +97,8 @@ class CoupledSpeculator(DraftModelSpeculator):  # type: ignore[misc]
     num_speculative_steps: int
     order: DraftOrder | None
     """What the scheduler wants drafted after the present step; None: nothing."""
+    drafts_for_some: bool = False
+    """Whether levels behind the first can be drafted for a part of the requests."""
 
     def couple(self, req_states: Any) -> None:
         """Finish the change of class. req_states: V2's."""
@@ -105,23 +109,36 @@ class CoupledSpeculator(DraftModelSpeculator):  # type: ignore[misc]
         self._evidence = torch.zeros(2, *shape, dtype=torch.float32, device=device)
         self._sharpness = torch.ones((), dtype=torch.float32, device=device)
         self._made: _Made | None = None
+        self._rehearses = False
+        self._lent: frozenset[str] = frozenset()
+
+    def load_model(self, target_model: Any) -> None:
+        """vLLM's own; a head may get the target's embedding and output head, which are not its own to renew."""
+        super().load_model(target_model)
+        own = set(map(id, target_model.parameters()))
+        named = self.model.named_parameters(remove_duplicate=False)
+        self._lent = frozenset(name for name, weight in named if id(weight) in own)
 
     def propose(self, input_batch: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         """vLLM's own, as deep as the last drafts paid; one level while it rests, which keeps its KV cache complete.
 
-        Where the order is for a sample of the requests, the first level is all the same made for every one.
+        Where the order is for a sample of the requests, the first level is all the same made for every one. A step
+        without requests of anybody's, to measure memory or to warm up, does all that a step may have to.
         """
         began_s = time.perf_counter()
         order: DraftOrder | None = self.order
+        self._rehearses = bool(kwargs.get("dummy_run"))
         depth = 1 if order is None else min(self._depth, order.depth)
+        if self._rehearses:
+            depth = self._longest
         self._sharpness.fill_(1.0 if order is None else order.sharpness)
         self.num_speculative_steps = depth
         drafts: torch.Tensor = super().propose(
             input_batch, *args, **{**kwargs, "num_speculative_tokens": depth}
         )
         self.num_speculative_steps = self._longest
-        if order is not None and not kwargs.get("dummy_run"):
-            made = drafts[: order.most_requests, :depth]
+        if order is not None and not self._rehearses:
+            made = drafts[: order.most_requests if self.drafts_for_some else None, :depth]
             self._send(order, input_batch, made, time.perf_counter() - began_s)
         return drafts
 
@@ -151,7 +168,7 @@ class CoupledSpeculator(DraftModelSpeculator):  # type: ignore[misc]
             is_drafting=False,
         )
         tokens: torch.Tensor = draw(logits, temperature=temperature / self._sharpness)
-        if self.order is None and not is_captured():
+        if self.order is None and not self._rehearses and not is_captured():
             return tokens
         rivals = draw(logits.scatter(1, tokens[:, None], -torch.inf), temperature=temperature)
         heat = temperature[idx_mapping]
@@ -212,7 +229,8 @@ class CoupledSpeculator(DraftModelSpeculator):  # type: ignore[misc]
 
     def reload(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Take over new weights, by the checkpoint's names, all of them, tied copies optional. Keys and values of the
-        old ones stay with running responses, whose drafts are worse for it until they end.
+        old ones stay with running responses, whose drafts are worse for it until they end. What a head shares with the
+        target stays the target's.
 
         Raises UnsupportedError for the target's own prediction layers, CheckpointError for a missing or unknown name,
         another shape or NaN, before any weight is changed.
@@ -227,9 +245,11 @@ class CoupledSpeculator(DraftModelSpeculator):  # type: ignore[misc]
         is_tied = getattr(self.draft_model_config.hf_config, "tie_word_embeddings", False)
         fresh = {n: w for n, w in weights.items() if n in own or not (is_tied and n == "lm_head.weight")}
         check_weights(own, fresh)
-        initialize_layerwise_reload(self.model)
-        self.model.load_weights(iter(fresh.items()))
-        finalize_layerwise_reload(self.model, self.draft_model_config)
+        fresh = {name: weight for name, weight in fresh.items() if not is_lent(name, self._lent)}
+        with set_current_vllm_config(self.vllm_config):
+            initialize_layerwise_reload(self.model)
+            self.model.load_weights(iter(fresh.items()))
+            finalize_layerwise_reload(self.model, self.draft_model_config)
         self._made, self._depth = None, 1
 
 
@@ -237,6 +257,7 @@ class CoupledModel(CoupledSpeculator):
     """A small language model of its own."""
 
     order: DraftOrder | None
+    drafts_for_some = True
 
     def _multi_step_decode(
         self, input_batch: Any, num_rejected: torch.Tensor, num_reqs: int, *args: Any, **kwargs: Any
@@ -251,9 +272,30 @@ class CoupledModel(CoupledSpeculator):
 class CoupledHead(CoupledSpeculator):
     """A head on the target's hidden states: EAGLE, EAGLE-3, a prediction layer of the target."""
 
+    def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
+        """vLLM replays full graphs of the first level with the attention metadata that the target's graph was given.
+        The target's graphs are of other batches here, those of ragged steps (v2/graphs.py), so the first level has
+        piecewise graphs, or none.
+        """
+        super().init_cudagraph_manager(cudagraph_mode)
+        mixed = cudagraph_mode.mixed_mode()
+        self.prefill_cudagraph_manager = SpeculatorCudaGraphManager(
+            self.vllm_config,
+            self.device,
+            mixed if mixed == CUDAGraphMode.PIECEWISE else CUDAGraphMode.NONE,
+            self.num_speculative_steps + 1,
+        )
+
     def _configure_decode_metadata_update(self) -> None:
         """vLLM would capture all levels in one graph; how many there are changes from step to step here."""
         self.supports_decode_metadata_update = False
+
+
+def is_lent(name: str, lent: Collection[str]) -> bool:
+    """Whether a checkpoint's weight belongs to a module that is the target's. lent: names of its weights in the model,
+    which may have something before the checkpoint's, or less.
+    """
+    return any(name == one or one.endswith(f".{name}") or name.endswith(f".{one}") for one in lent)
 
 
 COUPLED: tuple[tuple[type[DraftModelSpeculator], type[CoupledSpeculator]], ...] = (
