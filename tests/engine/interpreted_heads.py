@@ -84,8 +84,19 @@ def compare_states(samples: list[Sample], model: Any, texts: list[tuple[int, ...
     return {"worst": worst, "begins": begins, "prompts": prompts, "samples": len(samples)}
 
 
+def give_embedding(head: Path, model: Any) -> None:
+    """Put a copy of the target's embedding into a head's checkpoint, as some published ones have it."""
+    file = head / "model.safetensors"
+    weights = load_file(file)
+    weights["embed_tokens.weight"] = model.get_input_embeddings().weight.detach().clone()
+    save_file(weights, file, metadata={"format": "pt"})
+
+
 def swap(engine: RolloutEngine, speculator: Any, weights: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """Push other weights of the head between two steps of a rollout, and some that it cannot take."""
+    """Push other weights of the head between two steps of a rollout, and some that it cannot take.
+
+    The head's embedding is the target's own, and has to stay what it was.
+    """
     refused = []
     for wrong in ({"fc.weight": weights["fc.weight"]}, weights | {"fc.weight": weights["fc.weight"] / 0}):
         try:
@@ -106,7 +117,8 @@ def swap(engine: RolloutEngine, speculator: Any, weights: dict[str, torch.Tensor
     fused = speculator.model.combine_hidden_states(states).float().cpu()
     expected = states.float().cpu() @ (0.5 * weights["fc.weight"].float()).T
     difference = float((fused - expected).abs().max() / expected.abs().max())
-    return {"tokens": [found[i] for i in range(len(REQUESTS))], "refused": refused, "difference": difference}
+    tokens = [found[i] for i in range(len(REQUESTS))]
+    return {"tokens": tokens, "refused": refused, "difference": difference, "lent": sorted(speculator._lent)}
 
 
 @contextmanager
@@ -198,6 +210,8 @@ def main(file: str) -> None:
         methods: tuple[MethodName, ...] = ("eagle", "eagle3")
         for method in methods:
             network = make_head(Path(folder, method), model, method)
+            if method == "eagle3":
+                give_embedding(Path(folder, method), model)
             made[method] = compare(target, str(Path(folder, method)), plain, network)
     Path(file).write_text(json.dumps(made))
 

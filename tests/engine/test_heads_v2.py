@@ -79,6 +79,7 @@ def test_swapped_weights_are_drafted_with_and_change_no_token(made: dict[str, An
     swap = made["eagle3"]["swap"]
     assert swap["tokens"] == made["eagle3"]["plain"]
     assert swap["difference"] < (1e-5 if is_cpu_build() else 0.02)
+    assert "embed_tokens.weight" in " ".join(swap["lent"])
     few, infinite = swap["refused"]
     assert "were not sent" in few
     assert "not finite" in infinite
