@@ -75,6 +75,11 @@ def racer(fleet: Fleet) -> tuple[str, str] | None:
     )
 
 
+def count_losses(fleet: Fleet) -> int:
+    """Workers that the fleet has lost."""
+    return sum(worker.num_losses for worker in fleet.board.workers.values())
+
+
 def test_a_copy_changes_no_token(
     fleet: Fleet,
     requests: list[RolloutRequest],
@@ -116,11 +121,13 @@ def test_a_killed_racer_is_missed_by_no_token(
             os.kill(process, signal.SIGKILL)
             killed.append(pair[place])
 
+    losses = count_losses(fleet)
     for _ in range(4):  # a race may be over before anybody can be killed
         assert generate(fleet, requests, kill) == wanted
         if killed:
             break
     assert killed
+    fleet._wait_while(lambda: count_losses(fleet) == losses)  # a kill at the end is noticed later
     fleet._wait_while(lambda: "starting" in fleet._states())
 
 
