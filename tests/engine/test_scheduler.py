@@ -304,6 +304,7 @@ def test_v1_is_for_the_cpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
         ("model_config", "use_fp64_gumbel", True, "use_fp64_gumbel=False"),
         ("model_config", "enable_trace_replay", True, "enable_trace_replay=False"),
         ("parallel_config", "enable_batch_sharded_sampling", True, "enable_batch_sharded_sampling=False"),
+        ("parallel_config", "data_parallel_size", 2, "data_parallel_size=1"),
         (None, "watermark_config", object(), "no watermark_config"),
         (None, "additional_config", {"num_paths": 2}, "num_paths=1"),
         (None, "additional_config", {"compiled": True}, "compiled unset"),
@@ -313,11 +314,11 @@ def test_v1_is_for_the_cpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_v2_cannot_do_exactly_is_refused(
     section: str | None, name: str, value: object, remedy: str
 ) -> None:
-    config = make_config(use_v2_model_runner=True)
-    config.speculative_config.method = "draft_model"
+    drafter = {"model_drafter": "folder"}
+    config = make_config(use_v2_model_runner=True, additional_config={"paceline": drafter})
     check_engine(config)
-    if name == "additional_config":
-        value = {"paceline": value}
+    if isinstance(value, dict):
+        value = {"paceline": drafter | value}
     setattr(config if section is None else getattr(config, section), name, value)
     with pytest.raises(UnsupportedError, match=remedy):
         check_engine(config)
@@ -356,6 +357,7 @@ def make_config(**changes: object) -> SimpleNamespace:
             enable_batch_sharded_sampling=False,
             distributed_executor_backend="mp",
             world_size=1,
+            data_parallel_size=1,
         ),
         "model_config": SimpleNamespace(
             enable_prompt_embeds=False, use_fp64_gumbel=False, enable_trace_replay=False
