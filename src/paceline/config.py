@@ -242,9 +242,9 @@ class EngineSettings(Section):
             raise ValueError(
                 f"further_drafters {list(self.further_drafters)} need a model_drafter, which is the first"
             )
-        if self.model_drafter == MTP and (self.draft_worker or self.draft_help or self.further_drafters):
+        if MTP in self.model_drafters and (self.draft_worker or self.draft_help or self.further_drafters):
             raise ValueError(
-                f"model_drafter {MTP!r} is a part of the target, which drafts in the engine, as the only model: switch "
+                f"the drafter {MTP!r} is a part of the target, which drafts in the engine, as the only model: switch "
                 "draft_worker and draft_help off, without further_drafters, or give the folder of a small model"
             )
         if self.draft_by_turns and (not self.draft_worker or self.further_drafters):

@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,7 +24,7 @@ from paceline.distillation.measuring import Dice, measure
 from paceline.distillation.target import choose_layers, load_model, read_samples, share
 from paceline.drafting.drafter import read_fused_layers
 from paceline.drafting.head import HeadDrafter
-from paceline.engine.arguments import engine_arguments
+from paceline.engine.arguments import engine_arguments, graph_arguments
 from paceline.engine.model_steering import ModelSteering
 from paceline.engine.model_watch import ModelWatch
 from paceline.engine.rollout_engine import RolloutEngine
@@ -144,6 +145,25 @@ def test_on_v2_heads_are_vllms(tiny: RolloutEngine, tmp_path: Path, monkeypatch:
     ):
         (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture]}))
         assert method(tmp_path) == expected
+
+
+def test_graphs_of_a_head_take_their_part_of_the_memory(
+    tiny: RolloutEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of a drafter without graphs do not: a draft worker's, or a small model's."""
+    monkeypatch.setattr("paceline.engine.compat.is_cpu", lambda: False)
+    assert tiny.settings is not None
+    drafters: dict[str, Any] = {
+        "none": {},
+        "head": {"model_drafter": tiny.settings.model_drafter},
+        "model": {"model_drafter": str(tmp_path)},
+        "worker": {"model_drafter": str(tmp_path), "draft_worker": True},
+    }
+    counts = {
+        name: len(graph_arguments(EngineSettings(**drafter), 64)["cudagraph_capture_sizes"])
+        for name, drafter in drafters.items()
+    }
+    assert counts["none"] == counts["model"] == counts["worker"] > counts["head"] > 0
 
 
 def test_a_head_of_another_target_is_refused_at_the_start(tiny: RolloutEngine, tmp_path: Path) -> None:

@@ -42,7 +42,11 @@ def test_minimal_recipe_has_defaults_and_paths_relative_to_the_file(tmp_path: Pa
     assert recipe.batch.responses == 64
     assert recipe.batch.accumulation == 8
     assert recipe.context_tokens == 768
-    assert load_recipe(write(tmp_path, MINIMAL), ["engine.model_drafter=mtp"]).engine.model_drafter == MTP
+    mtp = load_recipe(write(tmp_path, MINIMAL), ["engine.model_drafter=mtp", "model=/x"])
+    assert mtp.engine.model_drafter == MTP
+    (tmp_path / "named").mkdir()
+    named = load_recipe(write(tmp_path / "named", MINIMAL.replace("policy", MTP)))
+    assert named.model == str(tmp_path / "named" / MTP), "any other folder may have that name"
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)

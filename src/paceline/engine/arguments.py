@@ -109,7 +109,7 @@ def graph_arguments(settings: EngineSettings, max_num_seqs: int | None) -> dict[
         return {}
     most = LARGEST if max_num_seqs is None else max_num_seqs
     memory_bytes = settings.graph_memory_bytes
-    if settings.model_drafter is not None and _method(settings) != "draft_model":
+    if _method(settings) not in (None, "draft_model"):
         memory_bytes //= 2  # a head is captured too, for its first level and for the others
     sizes = captures_for(settings.budget, settings.max_draft_tokens, most, memory_bytes)
     return {"cudagraph_capture_sizes": list(sizes)}
@@ -229,12 +229,8 @@ def _v2_remedies(vllm_config: Any, settings: EngineSettings) -> dict[str, bool]:
 
 def _check_head(settings: EngineSettings) -> None:
     """Raise ConfigError where a draft head is to draft away from the target's states."""
-    if settings.model_drafter is None:
-        return
     heads = [name for name in settings.drafter_folders if _method_of(Path(name)) != "draft_model"]
-    if not heads:
-        return
-    if settings.draft_worker or settings.draft_help or settings.further_drafters:
+    if heads and (settings.draft_worker or settings.draft_help or settings.further_drafters):
         raise ConfigError(
             f"the drafter {heads[0]!r} is a draft head, which needs the target's hidden states and drafts in the "
             "engine, as the only model: switch draft_worker and draft_help off, without further_drafters, or give a "

@@ -142,11 +142,11 @@ class PacelineWorker(platform_worker()):  # type: ignore[misc]
         self.model_runner.drafter.use(place, played)
 
     def collect_states(self, share: float, max_bytes: int) -> None:
-        """Keep hidden states from the next step on; a share of 0: no more. Called by `collective_rpc`."""
-        runner = self.model_runner
-        collects = (
-            share and self.is_driver_worker
-        )  # of tensor-parallel workers, which all have the same states
+        """Keep hidden states from the next step on; a share of 0: no more. Called by `collective_rpc`.
+
+        Of tensor-parallel workers, which all have the same states, the first one keeps them.
+        """
+        runner, collects = self.model_runner, share and self.is_driver_worker
         runner.collector = runner.make_collector(share, max_bytes) if collects else None
 
     def take_samples(self) -> list[Sample]:

@@ -338,14 +338,13 @@ def _resolve_paths(fields: dict[str, Any], folder: Path) -> None:
             holder = holder.get(key) if isinstance(holder, dict) else None
         value = holder.get(keys[-1]) if isinstance(holder, dict) else None
         if isinstance(value, str):
-            holder[keys[-1]] = _resolve(value, folder)
+            has_folder = keys[-1] != "model_drafter" or value != MTP
+            holder[keys[-1]] = _resolve(value, folder) if has_folder else value
         elif isinstance(value, list):
             holder[keys[-1]] = [_resolve(one, folder) if isinstance(one, str) else one for one in value]
 
 
 def _resolve(path: str, folder: Path) -> str:
-    if path == MTP:  # a drafter that has no folder
-        return path
     return str((folder / Path(path).expanduser()).resolve())
 
 

@@ -194,7 +194,7 @@ def build_settings(
         "drafter": drafter,
         "model_drafter": None if model_drafter is None else _name_drafter(model_drafter),
         "draft_worker": draft_worker,
-        "further_drafters": tuple(str(folder.resolve()) for folder in further_drafters),
+        "further_drafters": tuple(map(_name_drafter, further_drafters)),
         "draft_servers": tuple(draft_servers),
         "draft_secret_file": None if draft_secret_file is None else str(draft_secret_file.resolve()),
         "decision_log": None if decisions is None else str(decisions.resolve()),

@@ -61,12 +61,11 @@ class KeyedRunnerV2:
         self.drafter = self.speculator
 
     def load_model(self: Any, *args: Any, **kwargs: Any) -> None:
-        if layers := fused_layers(
-            read_settings(self.vllm_config)
-        ):  # heads may name them where V1 alone looks
-            self.speculative_config.draft_model_config.hf_config.eagle_aux_hidden_state_layer_ids = list(
+        if layers := fused_layers(read_settings(self.vllm_config)):
+            config = self.speculative_config.draft_model_config.hf_config
+            config.eagle_aux_hidden_state_layer_ids = list(
                 layers
-            )
+            )  # a head may name them where V1 alone looks
         super().load_model(*args, **kwargs)  # type: ignore[misc]
         if type(self.rejection_sampler) is not RejectionSampler:
             raise UnsupportedError(
