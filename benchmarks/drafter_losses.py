@@ -1,6 +1,8 @@
 """Ways to train a drafter at equal processor time: what is accepted of its drafts with the shared dice.
 
-    python benchmarks/drafter_losses.py --core-seconds 300 --json benchmarks/results/drafter_losses.json
+    python benchmarks/drafter_losses.py --json benchmarks/results/drafter_losses.json
+    python benchmarks/drafter_losses.py --pair prose --prompts 200 --held-out 68 --samples 8 \\
+        --json benchmarks/results/drafter_losses_prose.json
 
 Every row trains a fresh drafter on the same responses of the pair's policy, for the same processor time on one thread,
 and measures it on responses to other prompts, that no drafter has seen, in chains of --depth tokens. The target's
@@ -17,6 +19,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -59,21 +62,20 @@ COLUMNS = ("system", "loss", "steps", "acceptance_length", "first", "agreement",
 
 
 def make_prompts(pair_name: str, pair: Pair, options: argparse.Namespace) -> tuple[Path, Path]:
-    """Files of prompts to train on, and of held-out ones. The pair's own script draws the former."""
-    train, held_out = FOLDER / f"{pair_name}-prompts.jsonl", FOLDER / f"{pair_name}-held-out-prompts.jsonl"
+    """Files of prompts to train on, and of held-out ones. The shipped drafter has seen none of them."""
+    counts = {"train": options.prompts, "held-out": options.held_out}
+    rows = iter(pair.draw_prompts(pair.policy, sum(counts.values()), 11))
     FOLDER.mkdir(parents=True, exist_ok=True)
-    if not train.is_file():
-        script = ROOT / f"scripts/pretrain_{pair_name}.py"
-        words = ["prompts", "--problems", str(options.prompts), "--seed", "11", "--out", str(train)]
-        subprocess.run([sys.executable, script, *words], check=True)
-    if not held_out.is_file():
-        rows = pair.draw_prompts(pair.policy, options.held_out, 5)
-        held_out.write_text("".join(json.dumps({"prompt_ids": row}) + "\n" for row in rows))
-    return train, held_out
+    made = []
+    for part, count in counts.items():
+        made.append(FOLDER / f"{pair_name}-{part}-{count}x{options.samples}-prompts.jsonl")
+        lines = (json.dumps({"prompt_ids": row}) + "\n" for row in islice(rows, count))
+        made[-1].write_text("".join(lines))
+    return made[0], made[1]
 
 
-def roll_out(policy: Path, prompts: Path) -> list[Response]:
-    """Two responses to each prompt, from the file of an earlier run if there is one."""
+def roll_out(policy: Path, prompts: Path, samples: int) -> list[Response]:
+    """So many responses to each prompt, from the file of an earlier run if there is one."""
     out = prompts.with_name(prompts.name.replace("-prompts", ""))
     if not out.is_file():
         command: list[str | Path] = [
@@ -86,7 +88,7 @@ def roll_out(policy: Path, prompts: Path) -> list[Response]:
             "--out",
             out,
         ]
-        subprocess.run([*command, "--samples", "2", "--dtype", "float32"], check=True)
+        subprocess.run([*command, "--samples", str(samples), "--dtype", "float32"], check=True)
     return read_responses(out)
 
 
@@ -111,8 +113,8 @@ def main() -> None:
     train_prompts, held_prompts = make_prompts(options.pair, pair, options)
     target = load_model(pair.policy)
     shared = share(target)
-    samples = read(target, roll_out(pair.policy, train_prompts))
-    held_rows = roll_out(pair.policy, held_prompts)
+    samples = read(target, roll_out(pair.policy, train_prompts, options.samples))
+    held_rows = roll_out(pair.policy, held_prompts, options.samples)
     held = list(zip(read(target, held_rows), [Dice(row.key or 0, 1.0) for row in held_rows], strict=True))
     rows = []
 
@@ -162,12 +164,13 @@ def main() -> None:
 def parse_arguments() -> argparse.Namespace:
     made = parser(__doc__)
     made.add_argument("--pair", choices=sorted(PAIRS), default="countdown")
-    made.add_argument("--core-seconds", type=float, default=300.0)
+    made.add_argument("--core-seconds", type=float, default=180.0, help="of each row")
     made.add_argument("--rate", type=float, default=4e-3)
     made.add_argument("--depth", type=int, default=5)
     made.add_argument("--methods", default="", help="only these, with commas between")
-    made.add_argument("--prompts", type=int, default=1536, help="to train on, two responses each")
-    made.add_argument("--held-out", type=int, default=192)
+    made.add_argument("--prompts", type=int, default=1536, help="to train on")
+    made.add_argument("--held-out", type=int, default=192, help="to measure on")
+    made.add_argument("--samples", type=int, default=2, help="responses to each prompt")
     return made.parse_args()
 
 
