@@ -16,29 +16,25 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
-import sys
-from collections.abc import Sequence
-from itertools import islice
-from pathlib import Path
-from typing import Any
 
 import torch
+from drafter_data import read, read_measured, roll_out
 from harness import ROOT, parser, publish
 from pairs import PAIRS, Pair
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from paceline.distillation.measuring import Dice, measure
+from paceline.distillation.measuring import measure
 from paceline.distillation.methods import METHODS, Method, MethodName, build_network
 from paceline.distillation.networks import Network, Shared, SmallModel
 from paceline.distillation.offline import Progress, Schedule, train_offline
-from paceline.distillation.packing import ATTENTION_NAME, Sample
-from paceline.distillation.responses import Response, read_responses
-from paceline.distillation.target import choose_layers, load_model, read_samples, share
+from paceline.distillation.packing import ATTENTION_NAME
+from paceline.distillation.responses import Response
+from paceline.distillation.target import load_model, share
 from paceline.distillation.trainer import Trainer
 
 FOLDER = ROOT / "runs/drafters"
-READ_TOKENS = 4096
+HELD_OUT_SAMPLES = 2
+"""Responses to each prompt that is measured on."""
 VARIANTS: tuple[tuple[MethodName, str | None, int | None], ...] = (
     ("eagle", None, None),
     ("eagle", "forward_kl", None),
@@ -61,41 +57,17 @@ VARIANTS: tuple[tuple[MethodName, str | None, int | None], ...] = (
 COLUMNS = ("system", "loss", "steps", "acceptance_length", "first", "agreement", "tokens", "core_s")
 
 
-def make_prompts(pair_name: str, pair: Pair, options: argparse.Namespace) -> tuple[Path, Path]:
-    """Files of prompts to train on, and of held-out ones. The shipped drafter has seen none of them."""
-    counts = {"train": options.prompts, "held-out": options.held_out}
-    rows = iter(pair.draw_prompts(pair.policy, sum(counts.values()), 11))
-    FOLDER.mkdir(parents=True, exist_ok=True)
-    made = []
-    for part, count in counts.items():
-        made.append(FOLDER / f"{pair_name}-{part}-{count}x{options.samples}-prompts.jsonl")
-        lines = (json.dumps({"prompt_ids": row}) + "\n" for row in islice(rows, count))
-        made[-1].write_text("".join(lines))
-    return made[0], made[1]
-
-
-def roll_out(policy: Path, prompts: Path, samples: int) -> list[Response]:
-    """So many responses to each prompt, from the file of an earlier run if there is one."""
-    out = prompts.with_name(prompts.name.replace("-prompts", ""))
-    if not out.is_file():
-        command: list[str | Path] = [
-            sys.executable,
-            "-m",
-            "paceline.cli",
-            "rollout",
-            policy,
-            prompts,
-            "--out",
-            out,
-        ]
-        subprocess.run([*command, "--samples", str(samples), "--dtype", "float32"], check=True)
-    return read_responses(out)
-
-
-def read(model: Any, rows: Sequence[Response]) -> list[Sample]:
-    """The responses with all the states that any network reads."""
-    layers = choose_layers(model.config.num_hidden_layers)
-    return list(read_samples(model, ((row.ids, row.num_prompt_tokens) for row in rows), layers, READ_TOKENS))
+def make_responses(pair_name: str, pair: Pair, options: argparse.Namespace) -> tuple[list[Response], ...]:
+    """Of the pair's policy, to train on and to measure on. The shipped drafter has seen none of their prompts."""
+    prompts = pair.draw_prompts(pair.policy, options.prompts + options.held_out, 11)
+    parts = {
+        "train": (prompts[: options.prompts], options.samples),
+        "held-out": (prompts[options.prompts :], HELD_OUT_SAMPLES),
+    }
+    return tuple(
+        roll_out(pair.policy, part, samples, FOLDER / f"{pair_name}-{name}-{len(part)}x{samples}.jsonl")
+        for name, (part, samples) in parts.items()
+    )
 
 
 def fresh_network(method: Method, pair: Pair, shared: Shared) -> Network:
@@ -110,12 +82,10 @@ def main() -> None:
     options = parse_arguments()
     torch.set_num_threads(1)
     pair = PAIRS[options.pair]
-    train_prompts, held_prompts = make_prompts(options.pair, pair, options)
+    train_rows, held_rows = make_responses(options.pair, pair, options)
     target = load_model(pair.policy)
     shared = share(target)
-    samples = read(target, roll_out(pair.policy, train_prompts, options.samples))
-    held_rows = roll_out(pair.policy, held_prompts, options.samples)
-    held = list(zip(read(target, held_rows), [Dice(row.key or 0, 1.0) for row in held_rows], strict=True))
+    samples, held = read(target, train_rows), read_measured(target, held_rows)
     rows = []
 
     def add(system: str, loss: str, steps: int, network: Network, used: Progress) -> None:
@@ -170,7 +140,7 @@ def parse_arguments() -> argparse.Namespace:
     made.add_argument("--methods", default="", help="only these, with commas between")
     made.add_argument("--prompts", type=int, default=1536, help="to train on")
     made.add_argument("--held-out", type=int, default=192, help="to measure on")
-    made.add_argument("--samples", type=int, default=2, help="responses to each prompt")
+    made.add_argument("--samples", type=int, default=2, help="responses to each prompt to train on")
     return made.parse_args()
 
 

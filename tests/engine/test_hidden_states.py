@@ -247,7 +247,7 @@ def step_of(responses: list[int], starts: list[int], counts: list[int]) -> Token
 
 
 def add(collector: StateCollector, step: TokenStates) -> None:
-    collector.add(step, np.arange(len(step.responses)), np.ones(len(step.responses), np.int64))
+    collector.add(step, np.ones(len(step.responses), np.int64))
 
 
 def test_a_bound_drops_whole_responses_that_grew_least_lately() -> None:

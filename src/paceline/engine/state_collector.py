@@ -74,13 +74,12 @@ class StateCollector:
         """Which of these responses are kept. keys, result: [num_requests]"""
         return uniform(0, 0, keys) < self._share
 
-    def add(self, step: TokenStates, requests: Int64Array, num_prompt_tokens: Int64Array) -> None:
-        """Take over what a step has shown of `requests`, and of no others; a newer row of a position replaces an older.
+    def add(self, step: TokenStates, num_prompt_tokens: Int64Array) -> None:
+        """Take over what a step has shown of the chosen responses; a newer row of a position replaces an older.
 
-        num_prompt_tokens: of each of `requests`.
+        num_prompt_tokens: of each of them.
         """
-        responses, starts, counts = step.responses[requests], step.starts[requests], step.counts[requests]
-        part = _Part(responses, starts, counts, num_prompt_tokens, step.ids, step.states)
+        part = _Part(step.responses, step.starts, step.counts, num_prompt_tokens, step.ids, step.states)
         self._parts.append(part)
         self.num_bytes += part.num_bytes
         if self.num_bytes > self._max_bytes:

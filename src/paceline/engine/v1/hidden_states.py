@@ -38,22 +38,29 @@ def show_layers(target: Any, layers: tuple[int, ...], num_layers: int) -> None:
 
 
 def select_standing(
-    scheduled: Int64Array, rows: Rows, verdict: Verdict, wanted: NDArray[np.bool_]
+    scheduled: Int64Array, rows: Rows, verdict: Verdict, requests: Int64Array, stands: NDArray[np.bool_]
 ) -> tuple[Int64Array, Int64Array]:
-    """(tokens of each request that stand, their places among the step's tokens, request by request).
+    """(tokens of each of `requests` that stand, their places among the step's tokens, request by request).
 
     The step's tokens are those of the requests, one request behind another, and then those of the alternative paths.
 
     Args:
-        scheduled: tokens of each request, drafts included. [num_requests]
-        wanted: requests of which there is to be any. [num_requests]
+        scheduled: tokens of each request of the batch, drafts included. [num_requests]
+        requests: which to tell of, by their place in the batch. [num_told]
+        stands: whether the step counts for them. [num_told]
     """
-    prefill = scheduled - 1 - rows.num_drafts[: len(scheduled)]  # tokens of which no row was sampled
-    before, after = prefill * wanted, (1 + verdict.accepted) * wanted
-    behind = np.cumsum(prefill)[
-        np.minimum(verdict.winners, len(scheduled) - 1)
-    ]  # such tokens before each winner
-    begins = np.cumsum(scheduled) - scheduled
-    places = np.stack([begins, rows.first[verdict.winners] + behind], axis=1).ravel()
-    lengths = np.stack([before, after], axis=1).ravel()
-    return before + after, ranges(places, lengths)
+    count = len(scheduled)
+    prefill = scheduled - 1 - rows.num_drafts[:count]  # tokens of which no row was sampled
+    begins, before, after = (
+        np.cumsum(scheduled) - scheduled,
+        prefill[requests],
+        1 + verdict.accepted[requests],
+    )
+    counts = (before + after) * stands
+    if len(rows.num_drafts) == count:
+        return counts, ranges(begins[requests], counts)
+    winners = verdict.winners[requests]
+    behind = np.cumsum(prefill)[np.minimum(winners, count - 1)]  # such tokens before each winner
+    places = np.stack([begins[requests], rows.first[winners] + behind], axis=1).ravel()
+    lengths = (np.stack([before, after], axis=1) * stands[:, None]).ravel()
+    return counts, ranges(places, lengths)

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from paceline.drafting.model_cache import ranges
 from paceline.drafting.token_states import TokenStates
@@ -59,6 +58,7 @@ class KeyedRunner:
     step: Any  # vLLM's ExecuteModelState of the present step; None outside of its sampling
     decided: tuple[Rows, Verdict]  # of the present step
     collector: StateCollector | None
+    collected: tuple[list[str], Int64Array]  # requests of a batch, and which of them the collector has chosen
     nan_blocks: NanBlocks
 
     def adopt(self: Any) -> None:
@@ -163,40 +163,46 @@ class KeyedRunner:
             self.withdrawn = []
         return output
 
-    def make_collector(self, share: float, max_bytes: int) -> StateCollector:
+    def make_collector(self: Any, share: float, max_bytes: int) -> StateCollector:
+        self.collected = [], np.empty(0, np.int64)
         return StateCollector(share, max_bytes)
 
     def collect(self: Any, collector: StateCollector) -> None:
         """Keep the step's hidden states of the responses that the collector has chosen."""
         started_s = time.perf_counter()
-        wanted = collector.chosen(self.batch_keys())
-        chosen = np.flatnonzero(wanted)
+        names = self.input_batch.req_ids
+        if names != self.collected[0]:  # else they are the same ones, in the same order
+            self.collected = list(names), np.flatnonzero(collector.chosen(self.batch_keys()))
+        chosen = self.collected[1]
         if len(chosen):
-            states = [self.requests[self.input_batch.req_ids[request]] for request in chosen.tolist()]
+            states = [self.requests[names[request]] for request in chosen.tolist()]
             lengths = np.array([len(state.prompt_token_ids) - _num_carried(state) for state in states])
-            collector.add(self.token_states(wanted), chosen, lengths)
+            collector.add(self.token_states(chosen), lengths)
         collector.seconds += time.perf_counter() - started_s
 
-    def token_states(self: Any, wanted: NDArray[np.bool_] | None = None) -> TokenStates:
-        """What the present step has shown of each request, in the batch's order; once its tokens are decided.
+    def token_states(self: Any, requests: Int64Array | None = None) -> TokenStates:
+        """What the present step has shown, once its tokens are decided.
 
-        wanted: requests of which it is to be told, None: all. [num_requests]
+        requests: which to tell of, by their place in the batch, None: all. [num_told]
         """
         batch, (rows, verdict) = self.input_batch, self.decided
-        names, count = batch.req_ids, batch.num_reqs
+        names = batch.req_ids
+        requests = np.arange(len(names)) if requests is None else requests
+        told = [names[request] for request in requests.tolist()]
         planned = self.step.scheduler_output.num_scheduled_tokens
-        scheduled = np.fromiter(map(planned.__getitem__, names), np.int64, count)
-        wanted = np.ones(count, np.bool_) if wanted is None else wanted
+        scheduled = np.fromiter(map(planned.__getitem__, names), np.int64, len(names))
+        stands = np.ones(len(told), np.bool_)
         if without := {*self.withdrawn, *self.undrawable}:
-            wanted = wanted & np.array([name not in without for name in names])
-        counts, tokens = select_standing(scheduled, rows, verdict, wanted)
-        layers = [*(self.step.aux_hidden_states or []), self.step.hidden_states]
-        states = torch.cat([layer[torch.from_numpy(tokens)] for layer in layers], 1)
-        starts = batch.num_computed_tokens_cpu[:count].astype(np.int64)
-        owners, positions = np.repeat(np.arange(count), counts), ranges(starts, counts)
+            stands = np.array([name not in without for name in told], np.bool_)
+        counts, tokens = select_standing(scheduled, rows, verdict, requests, stands)
+        places = torch.from_numpy(tokens)
+        shown = [layer[places] for layer in (*(self.step.aux_hidden_states or []), self.step.hidden_states)]
+        states = shown[0] if len(shown) == 1 else torch.cat(shown, 1)
+        starts = batch.num_computed_tokens_cpu[requests].astype(np.int64)
+        owners, positions = np.repeat(requests, counts), ranges(starts, counts)
         ids, next_ids = (batch.token_ids_cpu[owners, positions + shift] for shift in (0, 1))
-        extras = [self.requests[name].sampling_params.extra_args for name in names]
-        responses = np.fromiter((extra["paceline_response"] for extra in extras), np.int64, count)
+        extras = [self.requests[name].sampling_params.extra_args for name in told]
+        responses = np.array([extra["paceline_response"] for extra in extras], np.int64)
         return TokenStates(responses, starts, counts, ids, next_ids, states)
 
     def lay_out_rows(self: Any, metadata: SpecDecodeMetadata | None) -> tuple[Rows, Int64Array]:

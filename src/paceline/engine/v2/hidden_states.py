@@ -97,4 +97,4 @@ class DeviceCollector(StateCollector):
         places = ranges(begins, counts)
         ids, states = seen.ids[places], seen.states[torch.from_numpy(places)]
         step = TokenStates(seen.responses, seen.starts.astype(np.int64), counts, ids, ids[:0], states)
-        self.add(step, np.arange(len(counts)), seen.num_prompt_tokens)
+        self.add(step, seen.num_prompt_tokens)
