@@ -1,7 +1,7 @@
 """Ways to train a drafter at equal processor time: what is accepted of its drafts with the shared dice.
 
     python benchmarks/drafter_losses.py --json benchmarks/results/drafter_losses.json
-    python benchmarks/drafter_losses.py --pair prose --prompts 200 --held-out 68 --samples 8 \\
+    python benchmarks/drafter_losses.py --pair prose --prompts 200 --held-out 40 --samples 8 \\
         --json benchmarks/results/drafter_losses_prose.json
 
 Every row trains a fresh drafter on the same responses of the pair's policy, for the same processor time on one thread,
