@@ -19,7 +19,7 @@ import json
 
 import torch
 from drafter_data import read, read_measured, roll_out
-from harness import ROOT, parser, publish
+from harness import ROOT, parser, publish, save
 from pairs import PAIRS, Pair
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -86,7 +86,8 @@ def main() -> None:
     target = load_model(pair.policy)
     shared = share(target)
     samples, held = read(target, train_rows), read_measured(target, held_rows)
-    rows = []
+    title = f"drafter losses, {options.pair}, {options.core_seconds:g} core-seconds"
+    rows: list[dict[str, Any]] = []
 
     def add(system: str, loss: str, steps: int, network: Network, used: Progress) -> None:
         worth = measure(network, shared, held, options.depth)
@@ -106,6 +107,7 @@ def main() -> None:
             }
         )
         print(json.dumps(rows[-1]), flush=True)
+        save(title, rows, options, depth=options.depth)
 
     add("shipped", "", 0, SmallModel(load_model(pair.drafter)), Progress(0.0, 0, 0.0))
     for name, loss, steps in VARIANTS:
@@ -122,13 +124,7 @@ def main() -> None:
         train_offline(trainer, samples, schedule, used[0], 0, lambda p: used.__setitem__(0, p))  # noqa: B023
         label = method.objective.loss if loss else f"{method.objective.loss} (its own)"
         add(name, label, method.objective.steps, network, used[0])
-    publish(
-        f"drafter losses, {options.pair}, {options.core_seconds:g} core-seconds",
-        rows,
-        COLUMNS,
-        options,
-        depth=options.depth,
-    )
+    publish(title, rows, COLUMNS, options, depth=options.depth)
 
 
 def parse_arguments() -> argparse.Namespace:

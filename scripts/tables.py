@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
@@ -469,6 +470,24 @@ def _list_named_bars(bars: Sequence[dict[str, Any]]) -> str:
     return format_table(("what", "aimed at", "reached", ""), lines)
 
 
+def list_drafter_losses(rows: Rows) -> str:
+    """Networks and losses after equal training time: acceptance length and agreement on both pairs."""
+    pairs = {"Countdown": "drafter_losses", "prose": "drafter_losses_prose"}
+    found = {
+        (pair, row["system"], row["loss"], row["steps"]): row
+        for pair, file in pairs.items()
+        for row in rows(file)
+    }
+    lines = []
+    for key in dict.fromkeys(key[1:] for key in found):
+        system, loss, steps = key
+        cells = [found.get((pair, *key)) for pair in pairs]
+        shown = ((f"{c['acceptance_length']:.2f}", f"{c['agreement']:.3f}") if c else ("", "") for c in cells)
+        lines.append((system, loss.replace("_", " "), str(steps or ""), *itertools.chain(*shown)))
+    heads = (f"{pair}: {what}" for pair in pairs for what in ("acceptance length", "agreement"))
+    return format_table(("network", "loss", "fed steps", *heads), lines)
+
+
 TABLES: dict[str, Callable[[Rows], str]] = {
     "speed": list_speed,
     "speed_intel": list_intel_speed,
@@ -497,4 +516,5 @@ TABLES: dict[str, Callable[[Rows], str]] = {
     "racing": list_racing,
     "racing.bars": list_racing_bars,
     "gpu": list_gpu,
+    "drafter_losses": list_drafter_losses,
 }
