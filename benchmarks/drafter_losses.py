@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from typing import Any
 
 import torch
 from drafter_data import read, read_measured, roll_out
