@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 import pytest
@@ -11,20 +12,20 @@ transformers = pytest.importorskip("transformers")
 
 from paceline.errors import CheckpointError, ConfigError  # noqa: E402
 from paceline.tasks.alphabet import build_tokenizer  # noqa: E402
-from paceline.tasks.inflation import inflate_checkpoint, main, measure_difference  # noqa: E402
+from paceline.tasks.inflation import inflate_checkpoint, inflate_head, main, measure_difference  # noqa: E402
 
 SIZES = {"hidden": 256, "intermediate": 200, "layers": 5, "heads": 8, "kv_heads": 4}
 TOKENS = [1, 5, 6, 7, 20, 9, 11, 4, 18]
 
 
-def save_model(folder, model_type, tied=True, dtype="float32"):
+def save_model(folder, model_type, tied=True, dtype="float32", layers=2):
     """A random two-layer model; every parameter, norms and biases too, is away from its initial value."""
     config = transformers.AutoConfig.for_model(
         model_type,
         vocab_size=28,
         hidden_size=128,
         intermediate_size=96,
-        num_hidden_layers=2,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=64,
@@ -112,3 +113,50 @@ def test_command_prints_size_and_difference(tmp_path, capsys):
     words = [f"--{name.replace('_', '-')}={size}" for name, size in SIZES.items()]
     assert main([str(source), str(tmp_path / "large"), *words]) == 0
     assert re.search(r"M parameters, largest difference in logits \d\.\de-0[5-9]", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("method", ["eagle", "eagle3"])
+def test_an_inflated_head_drafts_the_same(tmp_path, method):
+    from draft_head import make_head
+    from safetensors.torch import load_file
+
+    from paceline.distillation.methods import METHODS, build_network
+    from paceline.distillation.packing import Sample, pack_samples
+    from paceline.distillation.target import choose_layers, load_model, read_samples, share
+
+    small = save_model(tmp_path / "small", "llama", layers=4)
+    inflate_checkpoint(small, tmp_path / "large", **SIZES)
+    make_head(tmp_path / "head", load_model(small), method)
+    inflate_head(tmp_path / "head", tmp_path / "large", tmp_path / "large-head")
+    logits = []
+    for policy, head in (("small", "head"), ("large", "large-head")):
+        target = load_model(tmp_path / policy)
+        network = build_network(METHODS[method], share(target), None)
+        network.load_state_dict(load_file(tmp_path / head / "model.safetensors"), strict=True)
+        config = json.loads((tmp_path / head / "config.json").read_text())
+        for name in ("hidden_size", "intermediate_size", "num_attention_heads", "rms_norm_eps"):
+            assert config[name] == getattr(network.config, name)
+        layers = choose_layers(4)  # those that inflation added come behind
+        samples = list(read_samples(target, [(torch.tensor(TOKENS), 3)], layers, 64))
+        pack = pack_samples([Sample(one.ids, one.num_prompt_tokens, one.states) for one in samples])
+        with torch.no_grad():
+            logits.append([network.logits(hidden) for hidden in network.unroll(pack, 2)])
+    for one, other in zip(*logits, strict=True):
+        assert (one - other).abs().max() < 1e-4 * one.std()
+
+
+def test_a_head_of_another_policy_is_refused(tmp_path):
+    from draft_head import make_head
+
+    from paceline.distillation.target import load_model
+
+    small = save_model(tmp_path / "small", "llama")
+    make_head(tmp_path / "head", load_model(small))
+    with pytest.raises(CheckpointError, match="no draft head"):
+        inflate_head(tmp_path / "nothing", small, tmp_path / "out")
+    with pytest.raises(CheckpointError, match="no draft head"):
+        inflate_head(small, small, tmp_path / "out")
+    config = json.loads((tmp_path / "head/config.json").read_text())
+    (tmp_path / "head/config.json").write_text(json.dumps(config | {"vocab_size": 29}))
+    with pytest.raises(CheckpointError, match="29 ids"):
+        inflate_head(tmp_path / "head", small, tmp_path / "out")

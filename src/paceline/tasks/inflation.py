@@ -12,6 +12,7 @@ Used by benchmarks:
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import sys
 from pathlib import Path
@@ -64,6 +65,73 @@ def inflate_checkpoint(
     large.save_pretrained(target)
     AutoTokenizer.from_pretrained(source).save_pretrained(target)
     return sum(parameter.numel() for parameter in large.parameters())
+
+
+def inflate_head(head: Path | str, policy: Path | str, target: Path | str) -> None:
+    """Write the draft head of a small policy so that it fits `policy`, the small one's inflated form, and drafts the
+    same: what of the larger states is not zero is the smaller ones'.
+
+    head: as `paceline drafter export` writes it. CheckpointError: it is missing, or not of this policy.
+    """
+    import torch
+    from safetensors.torch import load_file, save_file
+    from transformers import AutoConfig
+
+    head, target = Path(head), Path(target)
+    try:
+        config = json.loads((head / "config.json").read_text())
+        tensors = load_file(head / "model.safetensors")
+    except OSError as error:
+        raise CheckpointError(
+            f"{head} is no draft head ({error}): give a folder of 'paceline drafter export'"
+        ) from error
+    if "fc.weight" not in tensors:
+        raise CheckpointError(
+            f"{head} is no draft head, it has no fc.weight: inflate_checkpoint takes other models"
+        )
+    large = AutoConfig.from_pretrained(policy)
+    small_size, size, width = config["hidden_size"], large.hidden_size, _head_width(large)
+    if size < small_size or large.vocab_size != config["vocab_size"]:
+        raise CheckpointError(
+            f"{head} reads states of {small_size} and draws from {config['vocab_size']} ids, {policy} has {size} and "
+            f"{large.vocab_size}: give the head of the policy that was inflated"
+        )
+    queries, keys, inner = (
+        large.num_attention_heads * width,
+        large.num_key_value_heads * width,
+        large.intermediate_size,
+    )
+    shapes = {
+        "fc": (size, size), "q_proj": (queries, size), "k_proj": (keys, size), "v_proj": (keys, size),
+        "o_proj": (size, queries), "gate_proj": (inner, size), "up_proj": (inner, size), "down_proj": (size, inner),
+    }  # fmt: skip
+    state = {}
+    for name, tensor in tensors.items():
+        kind = name.split(".")[-2]
+        if kind not in shapes:  # a norm
+            state[name] = tensor.new_zeros(size)
+            state[name][:small_size] = tensor * math.sqrt(small_size / size)
+            continue
+        rows, columns = shapes[kind]
+        of_states = columns == size and kind not in ("o_proj", "down_proj")
+        parts = (
+            tensor.split(small_size, 1) if of_states else (tensor,)
+        )  # one behind another: embedding, states
+        wide = [tensor.new_zeros(rows, columns) for _ in parts]
+        for part, made in zip(parts, wide, strict=True):
+            made[: part.shape[0], : part.shape[1]] = part
+        state[name] = torch.cat(wide, 1)
+    config |= {
+        "hidden_size": size,
+        "intermediate_size": inner,
+        "num_attention_heads": large.num_attention_heads,
+        "num_key_value_heads": large.num_key_value_heads,
+        "head_dim": width,
+        "rms_norm_eps": config["rms_norm_eps"] * small_size / size,
+    }
+    target.mkdir(parents=True, exist_ok=True)
+    save_file(state, target / "model.safetensors", metadata={"format": "pt"})
+    (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
 def measure_difference(source: Path | str, target: Path | str, tokens: list[int]) -> float:
