@@ -90,6 +90,12 @@ class Timed(Ended):
 
 def make_system(system: System, model: str, drafter: str, options: dict[str, Any]) -> Callable[[Work], Timed]:
     """Start the engine (in the child process) and return the function that does a rollout on it."""
+    engine = start_engine(system, model, drafter, options)
+    return lambda work: roll_out(engine, work)
+
+
+def start_engine(system: System, model: str, drafter: str, options: dict[str, Any]) -> Any:
+    """A RolloutEngine in this process. drafter: for systems that have one."""
     os.environ["OMP_NUM_THREADS"] = str(options["threads"])
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
     from paceline.config import EngineSettings
@@ -116,7 +122,7 @@ def make_system(system: System, model: str, drafter: str, options: dict[str, Any
             kernels = replacing_kernels(best_linear_kernel())
             extra["additional_config"] = {"linear_kernel": best_linear_kernel()}  # in the compile cache's key
     with kernels:
-        engine = RolloutEngine(
+        return RolloutEngine(
             model,
             settings,
             dtype=options["dtype"],
@@ -125,7 +131,6 @@ def make_system(system: System, model: str, drafter: str, options: dict[str, Any
             kv_cache_bytes=1 << 30,
             **extra,
         )
-    return lambda work: roll_out(engine, work)
 
 
 def roll_out(engine: Any, work: Work) -> Timed:

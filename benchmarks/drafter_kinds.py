@@ -1,0 +1,213 @@
+"""Kinds of drafters beside one target: what a draft token costs, how many are right, and the speed over the batch size.
+
+    python benchmarks/drafter_kinds.py --pair countdown --json benchmarks/results/drafter_kinds.json
+
+The target is the pair's policy, inflated to a size that is bound by memory. Drafters:
+
+    suffix          suffix trees alone; all others have them too
+    shipped         the pair's small language model, distilled offline
+    eagle, eagle3   draft heads, trained on the policy's responses for --core-seconds, then inflated as the target is
+    small           a small language model of the shipped one's shape, trained as long from nothing
+
+`plain` is Paceline without drafts. Every engine does the same rollouts, with the same keys, in turn; tokens are the
+same (`equal`), so `over_suffix` and `over_plain` compare times for identical tokens. ms_per_token: the model drafter's time
+for a draft token at that batch size; share: of the rollout's time. Training prompts and measured ones differ.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from drafter_data import roll_out as write_responses
+from harness import ROOT, Child, median, parser, publish, save
+from pairs import PAIRS, TARGETS, Pair
+from rollouts import System, Timed, Work, roll_out, start_engine
+
+from paceline.types import DraftGrowth
+
+FOLDER = ROOT / "runs/drafters"
+SHAPES = {1: (1, 1), 8: (2, 4), 64: (8, 8)}
+"""By batch size, prompts and responses to each."""
+ROLLOUTS = {1: 4, 8: 2, 64: 1}
+"""In a repetition."""
+WARM_UP_SEED, SEED = 3, 11
+COLUMNS = (
+    "batch", "system", "tokens_per_s", "over_suffix", "over_suffix_range", "over_plain", "acceptance_length",
+    "ms_per_token", "share", "equal",
+)  # fmt: skip
+Serve = Callable[[Work], tuple[Timed, DraftGrowth]]
+
+
+def make_engine(model: str, drafter: str, options: dict[str, Any]) -> Serve:
+    """Start an engine (in the child process). drafter: a folder; empty: suffix trees alone."""
+    engine = start_engine(System("paceline" if drafter else "paceline_suffix", True), model, drafter, options)
+    loop = engine.scheduler.loop
+    receive = loop.receive
+
+    def serve(work: Work) -> tuple[Timed, DraftGrowth]:
+        grown = DraftGrowth()
+
+        def count(drafts: Any) -> None:
+            nonlocal grown
+            grown += drafts.growth
+            receive(drafts)
+
+        with patch.object(loop, "receive", count):
+            return roll_out(engine, work), grown
+
+    return serve
+
+
+def train(pair: Pair, method: str, responses: Path, fresh: Path, options: argparse.Namespace) -> Path:
+    """The folder of a drafter that has learned from responses, from an earlier run if there is one."""
+    folder = FOLDER / f"{options.pair}-{method}-{options.loss}-{options.core_seconds:g}"
+    if not (folder / "model/config.json").is_file():
+        paceline: list[str | Path] = [sys.executable, "-m", "paceline.cli", "drafter"]
+        small: list[str | Path] = ["--small-model", fresh] if method == "small" else []
+        minutes, name = str(options.core_seconds / 60), "osd" if method == "small" else method
+        words = ["--method", name, "--loss", options.loss, "--core-minutes", minutes, "--threads", "1"]
+        subprocess.run(
+            [*paceline, "train", pair.policy, responses, "--out", folder, *words, *small, "--overwrite"],
+            check=True,
+        )
+        subprocess.run([*paceline, "export", folder, "--out", folder / "model"], check=True)
+    return folder / "model"
+
+
+def make_drafters(pair: Pair, target: Path, options: argparse.Namespace) -> dict[str, str]:
+    """Folders of all drafters, of a size that suits the target."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from paceline.distillation.fresh_drafter import lend_tokenizer
+    from paceline.tasks.inflation import inflate_checkpoint, inflate_head
+
+    responses = FOLDER / f"{options.pair}-train-{options.prompts}x{options.samples}.jsonl"
+    write_responses(pair.policy, prompts_of(pair, options)[: options.prompts], options.samples, responses)
+    fresh = FOLDER / f"{options.pair}-fresh"
+    if not fresh.is_dir():
+        AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(pair.drafter)).save_pretrained(fresh)
+        lend_tokenizer(pair.policy, fresh)
+    made = {"suffix": "", "shipped": pair.make_drafter(TARGETS / f"{options.pair}-drafter")}
+    for method in options.methods:
+        small = train(pair, method, responses, fresh, options)
+        large = TARGETS / f"{options.pair}-{method}"
+        if method != "small":
+            inflate_head(small, target, large)
+        else:
+            lend_tokenizer(pair.policy, small)
+            if pair.drafter_sizes is None:
+                large = small
+            else:
+                inflate_checkpoint(small, large, **pair.drafter_sizes)
+        made[method] = str(large)
+    return made
+
+
+def prompts_of(pair: Pair, options: argparse.Namespace) -> list[Any]:
+    """Those to train on, and behind them those to measure with."""
+    per_repetition = sum(SHAPES[batch][0] * ROLLOUTS[batch] for batch in options.batches)
+    return pair.draw_prompts(pair.policy, options.prompts + options.repetitions * per_repetition + 2, SEED)
+
+
+def main() -> None:
+    options = parse_arguments()
+    pair = PAIRS[options.pair]
+    target = TARGETS / options.pair
+    model = pair.make_target(target)
+    drafters = make_drafters(pair, target, options)
+    engine_options = {"threads": options.threads, "dtype": options.dtype, "rival_kernels": "vllm"}
+    children = {
+        name: Child(name, make_engine, model, folder, engine_options) for name, folder in drafters.items()
+    }
+    fresh = iter(prompts_of(pair, options)[options.prompts :])
+    warm_up = Work([next(fresh), next(fresh)], 4, options.max_tokens, WARM_UP_SEED)
+    for child in children.values():
+        child.ready()
+        child.call(warm_up)
+        print(f"{child.name}: ready", file=sys.stderr, flush=True)
+    title, rows = f"drafters, {options.pair}", list[dict[str, Any]]()
+    for batch in options.batches:
+        prompts, samples = SHAPES[batch]
+        runs: dict[str, list[list[tuple[Timed, DraftGrowth]]]] = {name: [] for name in ("plain", *drafters)}
+        for repetition in range(options.repetitions):
+            works = [
+                Work([next(fresh) for _ in range(prompts)], samples, options.max_tokens, SEED + repetition)
+                for _ in range(ROLLOUTS[batch])
+            ]
+            for name in list(runs)[:: -1 if repetition % 2 else 1]:
+                child = children["suffix" if name == "plain" else name]
+                runs[name].append([child.call(replace(work, drafting=name != "plain")) for work in works])
+        rows += [row_of(batch, name, runs) for name in runs]
+        save(title, rows, options, parameters=count_parameters(drafters))
+        for row in rows[-len(runs) :]:
+            print(json.dumps(row), file=sys.stderr, flush=True)
+    for child in children.values():
+        child.close()
+    publish(title, rows, COLUMNS, options, parameters=count_parameters(drafters))
+
+
+def row_of(batch: int, name: str, runs: dict[str, list[list[tuple[Timed, DraftGrowth]]]]) -> dict[str, Any]:
+    """runs: by system, repetition and rollout, what each took and its model drafter's part of it."""
+    walls = {system: [sum(t.wall_s for t, _ in one) for one in made] for system, made in runs.items()}
+    ids = {system: [[t.ids for t, _ in one] for one in made] for system, made in runs.items()}
+    own = [timed for one in runs[name] for timed, _ in one]
+    grown = sum((g for one in runs[name] for _, g in one), DraftGrowth())
+    tokens = [sum(t.num_tokens for t, _ in one) for one in runs[name]]
+    over = {
+        other: [theirs / mine for theirs, mine in zip(walls[other], walls[name], strict=True)]
+        for other in ("suffix", "plain")
+    }
+    return {
+        "batch": batch,
+        "system": name,
+        "tokens_per_s": median([n / wall for n, wall in zip(tokens, walls[name], strict=True)]),
+        "over_suffix": median(over["suffix"]),
+        "over_suffix_range": [min(over["suffix"]), max(over["suffix"])],
+        "over_plain": median(over["plain"]),
+        "acceptance_length": sum(tokens) / sum(sum(timed.num_steps) for timed in own),
+        "ms_per_token": 1e3 * grown.seconds / grown.num_rows if grown.num_rows else None,
+        "share": grown.seconds / sum(walls[name]),
+        "equal": ids[name] == ids["plain"],
+    }
+
+
+def count_parameters(drafters: dict[str, str]) -> dict[str, int]:
+    """Of each model drafter as it was measured; what a head shares with the target is not its own."""
+    from safetensors import safe_open
+
+    counts = {}
+    for name, folder in drafters.items():
+        if folder:
+            with safe_open(Path(folder) / "model.safetensors", "np") as file:
+                shapes = [file.get_slice(key).get_shape() for key in file.keys()]  # noqa: SIM118
+            counts[name] = sum(map(prod, shapes))
+    return counts
+
+
+def parse_arguments() -> argparse.Namespace:
+    made = parser(__doc__)
+    made.add_argument("--pair", choices=sorted(PAIRS), default="countdown")
+    made.add_argument("--methods", nargs="+", default=["eagle", "eagle3", "small"], help="drafters to train")
+    made.add_argument("--loss", default="log_disagreement", help="that they are trained with")
+    made.add_argument("--core-seconds", type=float, default=300.0, help="of training each of them")
+    made.add_argument("--prompts", type=int, default=1536, help="to train on")
+    made.add_argument("--samples", type=int, default=2, help="responses to each prompt to train on")
+    made.add_argument("--batches", type=int, nargs="+", default=[1, 8, 64], choices=list(SHAPES))
+    made.add_argument("--repetitions", type=int, default=2)
+    made.add_argument("--max-tokens", type=int, default=640)
+    made.add_argument("--threads", type=int, default=2)
+    made.add_argument("--dtype", default="bfloat16")
+    return made.parse_args()
+
+
+if __name__ == "__main__":
+    main()
