@@ -10,8 +10,8 @@ The target is the pair's policy, inflated to a size that is bound by memory. Dra
     small           a small language model of the shipped one's shape, trained as long from nothing
 
 `plain` is Paceline without drafts. Every engine does the same rollouts, with the same keys, in turn; tokens are the
-same (`equal`), so `over_suffix` and `over_plain` compare times for identical tokens. ms_per_token: the model drafter's time
-for a draft token at that batch size; share: of the rollout's time. Training prompts and measured ones differ.
+same (`equal`), so `over_suffix` and `over_plain` compare times for identical tokens. ms_per_token: what a draft token
+takes the model drafter at that batch size; share: of the rollout's time. Training prompts and measured ones differ.
 """
 
 from __future__ import annotations
