@@ -19,6 +19,7 @@ engines met it (acceptance; none until they use it). Without `--overwrite` a run
 from __future__ import annotations
 
 import argparse
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -116,6 +117,8 @@ def main() -> None:
             f"{options.recipe} has no section adaptive_drafter: give recipes/countdown-adaptive.yaml"
         )
     train(options, settings)
+    responses = options.out / "responses"
+    shutil.rmtree(responses, ignore_errors=True)  # of an earlier state of the policy
     curve = read_curve(options.out)
     used_s = curve[-1]["idle_core_s"]
     found = read_folder(options.out / "drafter", find_newest(options.out / "drafter"))
@@ -127,7 +130,6 @@ def main() -> None:
     shared = share(target)
     prompts = pair.draw_prompts(policy, options.prompts + options.held_out, 11)
     Random(0).shuffle(prompts)
-    responses = options.out / "responses"
     held = read_measured(
         target, roll_out(policy, prompts[: options.held_out], 2, responses / "held-out.jsonl")
     )
