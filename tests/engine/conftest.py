@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import os
-import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,26 +12,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-
-
-COLLECT_EVERY_S = 10.0
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _collected_rarely() -> Iterator[None]:
-    """vLLM has all garbage collected six times for each engine, 0.3 s each in a process with so many modules."""
-    collect, last_s = gc.collect, time.monotonic()
-
-    def collect_rarely(generation: int = 2) -> int:
-        nonlocal last_s
-        if generation < 2 or time.monotonic() - last_s < COLLECT_EVERY_S:
-            return collect(min(generation, 1))
-        last_s = time.monotonic()
-        return collect()
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gc, "collect", collect_rarely)
-        yield
 
 
 @pytest.fixture(scope="session")
