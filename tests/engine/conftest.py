@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,17 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _kernels_replaced_once() -> Iterator[None]:
+    """vLLM looks through all modules for kernels to replace, for every engine of a process anew: a second each."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    replace = CpuPlatform.register_triton_kernel_overrides
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CpuPlatform, replace.__name__, staticmethod(cache(replace)))
+        yield
 
 
 @pytest.fixture(scope="session")
