@@ -42,9 +42,13 @@ def write_samples(target: Any) -> list[Sample]:
     torch.manual_seed(0)
     target.set_attn_implementation("sdpa")
     written = []
-    for prompt in draw_prompts(24):
-        ids = target.generate(torch.tensor([prompt]), max_new_tokens=100, do_sample=True)
-        written.append((ids[0], len(prompt)))
+    for prompt in draw_prompts(8):
+        rows = target.generate(
+            torch.tensor([prompt]), max_new_tokens=100, do_sample=True, num_return_sequences=3
+        )
+        for ids in rows:
+            ends = (ids == target.config.eos_token_id).nonzero()
+            written.append((ids[: int(ends[0]) + 1] if len(ends) else ids, len(prompt)))
     target.set_attn_implementation(ATTENTION_NAME)
     return list(read_samples(target, written, layers, 4096))
 
@@ -58,7 +62,7 @@ def learn(target: Any, method: MethodName) -> tuple[Trainer, Description]:
     network = build_network(chosen, shared, None)
     trainer = Trainer(network, shared, chosen.objective)
     steps = itertools.count()
-    schedule, begun = Schedule(60, rate=4e-3), Progress(0.0, 0, 0.0)
+    schedule, begun = Schedule(60, rate=4e-3, pack_tokens=1024), Progress(0.0, 0, 0.0)
     train_offline(trainer, samples, schedule, begun, 0, lambda _: None, lambda: float(next(steps)))
     fused = choose_layers(target.config.num_hidden_layers) if network.num_fused else ()
     return trainer, describe(network, method, chosen.objective.loss, 1.0, fused)
