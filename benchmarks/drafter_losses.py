@@ -131,7 +131,7 @@ def main() -> None:
 def parse_arguments() -> argparse.Namespace:
     made = parser(__doc__)
     made.add_argument("--pair", choices=sorted(PAIRS), default="countdown")
-    made.add_argument("--core-seconds", type=float, default=180.0, help="of each row")
+    made.add_argument("--core-seconds", type=float, default=60.0, help="of each row")
     made.add_argument("--rate", type=float, default=4e-3)
     made.add_argument("--depth", type=int, default=5)
     made.add_argument("--methods", default="", help="only these, with commas between")

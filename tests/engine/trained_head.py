@@ -62,7 +62,7 @@ def learn(target: Any, method: MethodName) -> tuple[Trainer, Description]:
     network = build_network(chosen, shared, None)
     trainer = Trainer(network, shared, chosen.objective)
     steps = itertools.count()
-    schedule, begun = Schedule(60, rate=4e-3, pack_tokens=1024), Progress(0.0, 0, 0.0)
+    schedule, begun = Schedule(60, rate=4e-3), Progress(0.0, 0, 0.0)
     train_offline(trainer, samples, schedule, begun, 0, lambda _: None, lambda: float(next(steps)))
     fused = choose_layers(target.config.num_hidden_layers) if network.num_fused else ()
     return trainer, describe(network, method, chosen.objective.loss, 1.0, fused)

@@ -58,7 +58,7 @@ POLICY = "policy."
 """Before the names of the policy's weights in a lesson."""
 STEP = "step"
 
-PACK_TOKENS = 2048
+PACK_TOKENS = 1024
 """Of an optimizer step."""
 WARM_UP_TOKENS = 40_000
 """Tokens over which the learning rate of a new drafter rises."""

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from paceline.distillation.methods import Objective, compute_loss
 from paceline.distillation.networks import Network, Shared
+from paceline.distillation.optimizers import make_optimizers
 from paceline.distillation.packing import Pack
 from paceline.errors import CheckpointError
 
@@ -18,7 +19,7 @@ NETWORK = "network."
 
 
 class Trainer:
-    """A network, its objective and its optimizers: Muon for matrices, AdamW for embeddings and norms.
+    """A network, its objective and its optimizers (optimizers.py).
 
     After `step` returns nothing is under way: whoever wants to stop simply calls it no more.
     """
@@ -26,13 +27,7 @@ class Trainer:
     def __init__(self, network: Network, shared: Shared, objective: Objective) -> None:
         self.network = network
         self._shared, self._objective = shared, objective
-        named = list(network.named_parameters())
-        matrices = [p for name, p in named if p.ndim == 2 and "embed" not in name]
-        others = [p for name, p in named if p.ndim != 2 or "embed" in name]
-        self._optimizers: list[torch.optim.Optimizer] = [
-            torch.optim.Muon(matrices, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
-            torch.optim.AdamW(others, betas=(0.9, 0.95), weight_decay=0.0),
-        ]
+        self._optimizers = make_optimizers(network)
 
     def step(self, pack: Pack, rate: float) -> float:
         """Learn from one pack at this learning rate. Returns the loss before it, per response token."""
@@ -76,7 +71,9 @@ class Trainer:
         for optimizer in self._optimizers:
             for name, parameter in own.items():
                 if any(parameter is one for group in optimizer.param_groups for one in group["params"]):
-                    optimizer.state[parameter] = _state_of(name, tensors)
+                    found = _state_of(name, tensors)
+                    is_other = isinstance(optimizer, torch.optim.Muon) != ("momentum_buffer" in found)
+                    optimizer.state[parameter] = {} if is_other else found  # an older Paceline's begins anew
 
 
 def load_network(network: Network, tensors: Mapping[str, Tensor]) -> None:
