@@ -64,6 +64,19 @@ def test_a_loaded_trainer_goes_on_bit_for_bit(name: str, pack: Pack) -> None:
         assert torch.equal(tensor, second.tensors()[key]), key
 
 
+@pytest.mark.parametrize("name", ["eagle", "osd"])
+def test_what_another_optimizer_kept_is_begun_anew(name: str, pack: Pack) -> None:
+    """Heads of an older Paceline learned with Muon; no checkpoint is lost to that."""
+    saved = make_trainer(METHODS[name]).tensors()
+    weights = {key: tensor.clone() for key, tensor in saved.items() if key.startswith("network.")}
+    kept = ("exp_avg",) if name == "osd" else ("momentum_buffer",)
+    other = {f"optimizer.{k}.{key.removeprefix('network.')}": t for key, t in weights.items() for k in kept}
+    trainer, fresh = make_trainer(METHODS[name], seed=3), make_trainer(METHODS[name], seed=4)
+    trainer.load(weights | {key: tensor.clone() for key, tensor in other.items() if tensor.ndim == 2})
+    fresh.load(weights)
+    assert [trainer.step(pack, 1e-3) for _ in range(3)] == [fresh.step(pack, 1e-3) for _ in range(3)]
+
+
 def test_frozen_parts_of_the_target_are_not_saved(pack: Pack) -> None:
     trainer = make_trainer(METHODS["eagle"])
     trainer.step(pack, 1e-3)

@@ -20,6 +20,8 @@ BETAS = (0.9, 0.95)
 NEWTON_SCHULZ = (3.4445, -4.775, 2.0315)
 NEWTON_SCHULZ_STEPS = 5
 TINY = 1e-7
+KEPT = {True: {"momentum_buffer"}, False: {"step", "exp_avg", "exp_avg_sq"}}
+"""What Muon, and AdamW, keep of a parameter."""
 
 
 def make_optimizers(network: Network) -> list[torch.optim.Optimizer]:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from paceline.distillation.methods import Objective, compute_loss
 from paceline.distillation.networks import Network, Shared
-from paceline.distillation.optimizers import make_optimizers
+from paceline.distillation.optimizers import KEPT, Float32Muon, make_optimizers
 from paceline.distillation.packing import Pack
 from paceline.errors import CheckpointError
 
@@ -72,8 +72,8 @@ class Trainer:
             for name, parameter in own.items():
                 if any(parameter is one for group in optimizer.param_groups for one in group["params"]):
                     found = _state_of(name, tensors)
-                    is_other = isinstance(optimizer, torch.optim.Muon) != ("momentum_buffer" in found)
-                    optimizer.state[parameter] = {} if is_other else found  # an older Paceline's begins anew
+                    is_own = found.keys() == KEPT[isinstance(optimizer, Float32Muon)]
+                    optimizer.state[parameter] = found if is_own else {}  # an older Paceline's begins anew
 
 
 def load_network(network: Network, tensors: Mapping[str, Tensor]) -> None:
