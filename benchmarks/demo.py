@@ -8,13 +8,11 @@ the seeds and, for `gain`, its standard error. `speedup` is the median of the co
 from __future__ import annotations
 
 import statistics
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from harness import ROOT, median, parser, publish
+from harness import ROOT, median, parser, publish, run_paceline
 
 from paceline.record.reader import RecordReader
 from paceline.record.schema import Comparison, Evaluation
@@ -25,10 +23,7 @@ MEANS = ("before", "after", "gain", "speedup")
 
 def train(recipe: Path, seed: int, folder: Path) -> None:
     """One run of the recipe; SystemExit if it fails."""
-    words = ["train", str(recipe), "--out", str(folder), "--overwrite", "--set", f"seed={seed}"]
-    code = subprocess.run([sys.executable, "-m", "paceline.cli", *words], check=False).returncode
-    if code:
-        raise SystemExit(f"the run with seed {seed} ended with exit code {code}: see {folder}/log.txt")
+    run_paceline("train", recipe, "--out", folder, "--overwrite", "--set", f"seed={seed}")
 
 
 def read_run(seed: int, folder: Path) -> dict[str, Any]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from harness import ROOT, run_paceline
 from pairs import Prompt
 
 from paceline.distillation.measuring import Dice
@@ -17,31 +17,42 @@ from paceline.distillation.packing import Sample
 from paceline.distillation.responses import Response, read_responses
 from paceline.distillation.target import choose_layers, read_samples
 
+FOLDER = ROOT / "runs/drafters"
 READ_TOKENS = 4096
 Measured = list[tuple[Sample, Dice]]
 
 
-def roll_out(policy: Path, prompts: Sequence[Prompt], samples: int, out: Path) -> list[Response]:
-    """So many responses to each prompt, from `out` if an earlier run has left them there."""
+def roll_out(policy: Path, prompts: Sequence[Prompt], samples: int, folder: Path = FOLDER) -> Path:
+    """A file with so many responses to each prompt, from an earlier run if that asked for the same.
+
+    folder: of one state of the policy.
+    """
+    asked = "".join(json.dumps({"prompt_ids": prompt}) + "\n" for prompt in prompts)
+    out = folder / f"{policy.name}-{zlib.crc32(asked.encode()):08x}-x{samples}.jsonl"
     if not out.is_file():
-        out.parent.mkdir(parents=True, exist_ok=True)
-        asked = out.with_name(f"{out.stem}-prompts.jsonl")
-        asked.write_text("".join(json.dumps({"prompt_ids": prompt}) + "\n" for prompt in prompts))
-        command: list[str | Path] = [sys.executable, "-m", "paceline.cli", "rollout", policy, asked]
-        subprocess.run([*command, "--out", out, "--samples", str(samples), "--dtype", "float32"], check=True)
-    return read_responses(out)
+        folder.mkdir(parents=True, exist_ok=True)
+        prompts_file = out.with_suffix(".prompts")
+        prompts_file.write_text(asked)
+        run_paceline(
+            "rollout", policy, prompts_file, "--out", out, "--samples", samples, "--dtype", "float32"
+        )
+    return out
 
 
-def read(target: Any, rows: Sequence[Response]) -> list[Sample]:
-    """The responses with all the states that any network reads."""
+def read(target: Any, responses: Path) -> list[Sample]:
+    """A file's responses with all the states that any network reads."""
+    return _read(target, read_responses(responses))
+
+
+def read_measured(target: Any, responses: Path) -> Measured:
+    """The same with the dice that threw them."""
+    rows = read_responses(responses)
+    return list(zip(_read(target, rows), [Dice(row.key or 0, 1.0) for row in rows], strict=True))
+
+
+def _read(target: Any, rows: Sequence[Response]) -> list[Sample]:
     layers = choose_layers(target.config.num_hidden_layers)
     with torch.no_grad():
         return list(
             read_samples(target, ((row.ids, row.num_prompt_tokens) for row in rows), layers, READ_TOKENS)
         )
-
-
-def read_measured(target: Any, rows: Sequence[Response]) -> Measured:
-    """The same with the dice that threw them."""
-    dice = [Dice(row.key or 0, 1.0) for row in rows]
-    return list(zip(read(target, rows), dice, strict=True))

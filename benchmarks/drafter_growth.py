@@ -20,15 +20,12 @@ from __future__ import annotations
 
 import argparse
 import shutil
-import subprocess
-import sys
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import torch
 from drafter_data import read, read_measured, roll_out
-from harness import ROOT, parser, print_bars, publish
+from harness import ROOT, parser, print_bars, publish, run_paceline
 from pairs import PAIRS
 
 from paceline.distillation.fresh_drafter import make_small_model
@@ -36,13 +33,16 @@ from paceline.distillation.measuring import measure
 from paceline.distillation.methods import METHODS, build_network
 from paceline.distillation.networks import Network, Shared, SmallModel
 from paceline.distillation.offline import Progress, Schedule, train_offline
+from paceline.distillation.spot import growing_method
 from paceline.distillation.target import load_model, share
 from paceline.distillation.trainer import Trainer
 from paceline.distillation.training_folder import find_newest, read_folder, rebuild_network
-from paceline.record import DrafterSession, DrafterStep, RecordReader, TrainStep
+from paceline.record import DrafterSession, DrafterStep, RecordReader
 from paceline.training.recipe import AdaptiveDrafterSection, load_recipe
 
 SETTINGS = ("fleet.variant=even", "fleet.help=auto", "optimizer.precision=auto", "evaluation.problems=0")
+SAMPLES = 2
+"""Responses to each prompt, offline."""
 COLUMNS = ("system", "acceptance_length", "first", "agreement", "core_s", "tokens", "of_grown")
 OF_OFFLINE, OF_SHIPPED = 0.95, 0.8
 """Bars: acceptance length of the grown drafter, as a share of the other's."""
@@ -52,45 +52,28 @@ SHIPPED_S = 600.0
 
 def train(options: argparse.Namespace, settings: list[str]) -> None:
     """The run; its own view of it goes on."""
-    command: list[str | Path] = [
-        sys.executable,
-        "-m",
-        "paceline.cli",
-        "train",
-        options.recipe,
-        "--out",
-        options.out,
-    ]
-    command += ["--workers", "2", "--steps", str(options.steps)]
-    for setting in settings:
-        command += ["--set", setting]
-    if options.overwrite or not options.out.exists():
-        command += ["--overwrite"]
-    else:
-        command += ["--resume"]
-    subprocess.run(command, check=True)
+    mode = "--resume" if options.out.exists() and not options.overwrite else "--overwrite"
+    chosen = [word for setting in settings for word in ("--set", setting)]
+    words = ["--out", options.out, "--workers", 2, "--steps", options.steps, mode, *chosen]
+    run_paceline("train", options.recipe, *words)
 
 
 def read_curve(run: Path) -> list[dict[str, Any]]:
     """What the record tells of the drafter, step by step."""
     curve: list[dict[str, Any]] = []
-    idle_s, rollout_s = 0.0, 0.0
+    idle_s = 0.0
     with RecordReader(run) as record:
         for event in record:
             if isinstance(event, DrafterSession):
                 idle_s += event.core_s or 0.0
-            elif isinstance(event, TrainStep):
-                rollout_s += event.phases.rollout_s
             elif isinstance(event, DrafterStep):
                 curve.append(
                     {
                         "step": event.step,
                         "idle_core_s": idle_s,
                         "trained_s": event.trained_s,
-                        "rollouts_s": rollout_s,
                         "agreement": event.agreement,
                         "acceptance": event.acceptance,
-                        "version": event.version,
                     }
                 )
     return curve
@@ -129,16 +112,14 @@ def main() -> None:
     target = load_model(policy)
     shared = share(target)
     prompts = pair.draw_prompts(policy, options.prompts + options.held_out, 11)
-    Random(0).shuffle(prompts)
-    held = read_measured(
-        target, roll_out(policy, prompts[: options.held_out], 2, responses / "held-out.jsonl")
+    held_file, train_file = (
+        roll_out(policy, part, SAMPLES, responses)
+        for part in (prompts[: options.held_out], prompts[options.held_out :])
     )
-    samples = read(target, roll_out(policy, prompts[options.held_out :], 2, responses / "train.jsonl"))
+    held, samples = read_measured(target, held_file), read(target, train_file)
 
     torch.manual_seed(0)
-    method = METHODS[section.method].at_temperature(recipe.sampling.temperature)
-    if section.method == "osd":
-        method = method.with_loss("forward_kl")
+    method = growing_method(section.method, recipe.sampling.temperature)
     offline = fresh_network(policy, shared, section, responses / "fresh")
     last = [Progress(0.0, 0, 0.0)]
     train_offline(

@@ -18,28 +18,31 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import islice
 from math import prod
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from drafter_data import roll_out as write_responses
-from harness import ROOT, Child, median, parser, publish, save
-from pairs import PAIRS, TARGETS, Pair
-from rollouts import System, Timed, Work, roll_out, start_engine
+import rollouts
+from drafter_data import FOLDER, roll_out
+from harness import Child, median, parser, publish, run_paceline, save
+from pairs import PAIRS, TARGETS, Pair, Prompt
+from rollouts import System, Timed, Work
 
+from paceline.distillation.fresh_drafter import lend_tokenizer
+from paceline.tasks.inflation import inflate_checkpoint, inflate_head
 from paceline.types import DraftGrowth
 
-FOLDER = ROOT / "runs/drafters"
 SHAPES = {1: (1, 1), 8: (2, 4), 64: (8, 8)}
 """By batch size, prompts and responses to each."""
 ROLLOUTS = {1: 4, 8: 2, 64: 1}
 """In a repetition."""
 WARM_UP_SEED, SEED = 3, 11
+NUM_WARM_UP_PROMPTS = 2
 COLUMNS = (
     "batch", "system", "tokens_per_s", "over_suffix", "over_suffix_range", "over_plain", "acceptance_length",
     "ms_per_token", "share", "equal",
@@ -49,7 +52,9 @@ Serve = Callable[[Work], tuple[Timed, DraftGrowth]]
 
 def make_engine(model: str, drafter: str, options: dict[str, Any]) -> Serve:
     """Start an engine (in the child process). drafter: a folder; empty: suffix trees alone."""
-    engine = start_engine(System("paceline" if drafter else "paceline_suffix", True), model, drafter, options)
+    engine = rollouts.start_engine(
+        System("paceline" if drafter else "paceline_suffix", True), model, drafter, options
+    )
     loop = engine.scheduler.loop
     receive = loop.receive
 
@@ -62,60 +67,55 @@ def make_engine(model: str, drafter: str, options: dict[str, Any]) -> Serve:
             receive(drafts)
 
         with patch.object(loop, "receive", count):
-            return roll_out(engine, work), grown
+            return rollouts.roll_out(engine, work), grown
 
     return serve
 
 
-def train(pair: Pair, method: str, responses: Path, fresh: Path, options: argparse.Namespace) -> Path:
+def train(pair: Pair, method: str, responses: Path, options: argparse.Namespace) -> Path:
     """The folder of a drafter that has learned from responses, from an earlier run if there is one."""
-    folder = FOLDER / f"{options.pair}-{method}-{options.loss}-{options.core_seconds:g}"
-    if not (folder / "model/config.json").is_file():
-        paceline: list[str | Path] = [sys.executable, "-m", "paceline.cli", "drafter"]
-        small: list[str | Path] = ["--small-model", fresh] if method == "small" else []
-        minutes, name = str(options.core_seconds / 60), "osd" if method == "small" else method
-        words = ["--method", name, "--loss", options.loss, "--core-minutes", minutes, "--threads", "1"]
-        subprocess.run(
-            [*paceline, "train", pair.policy, responses, "--out", folder, *words, *small, "--overwrite"],
-            check=True,
+    folder = FOLDER / f"{responses.stem}-{method}-{options.loss}-{options.core_seconds:g}"
+    model = folder / "model"
+    if not (model / "config.json").is_file():
+        network = ["--method", method]
+        if method == "small":
+            fresh = make_fresh(pair, FOLDER / f"{options.pair}-fresh")
+            network = ["--method", "osd", "--small-model", str(fresh)]
+        schedule = ["--loss", options.loss, "--core-minutes", options.core_seconds / 60, "--threads", 1]
+        run_paceline(
+            "drafter", "train", pair.policy, responses, "--out", folder, "--overwrite", *network, *schedule
         )
-        subprocess.run([*paceline, "export", folder, "--out", folder / "model"], check=True)
-    return folder / "model"
+        run_paceline("drafter", "export", folder, "--out", model)
+    return model
 
 
-def make_drafters(pair: Pair, target: Path, options: argparse.Namespace) -> dict[str, str]:
-    """Folders of all drafters, of a size that suits the target."""
+def make_fresh(pair: Pair, folder: Path) -> Path:
+    """A small model of the shipped one's shape that has learned nothing."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from paceline.distillation.fresh_drafter import lend_tokenizer
-    from paceline.tasks.inflation import inflate_checkpoint, inflate_head
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(pair.drafter)).save_pretrained(folder)
+    lend_tokenizer(pair.policy, folder)
+    return folder
 
-    responses = FOLDER / f"{options.pair}-train-{options.prompts}x{options.samples}.jsonl"
-    write_responses(pair.policy, prompts_of(pair, options)[: options.prompts], options.samples, responses)
-    fresh = FOLDER / f"{options.pair}-fresh"
-    if not fresh.is_dir():
-        AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(pair.drafter)).save_pretrained(fresh)
-        lend_tokenizer(pair.policy, fresh)
+
+def make_drafters(
+    pair: Pair, target: Path, prompts: Sequence[Prompt], options: argparse.Namespace
+) -> dict[str, str]:
+    """Folders of all drafters, of a size that suits the target. prompts: to train on."""
+    responses = roll_out(pair.policy, prompts, options.samples)
     made = {"suffix": "", "shipped": pair.make_drafter(TARGETS / f"{options.pair}-drafter")}
     for method in options.methods:
-        small = train(pair, method, responses, fresh, options)
-        large = TARGETS / f"{options.pair}-{method}"
+        model, large = train(pair, method, responses, options), TARGETS / f"{options.pair}-{method}"
         if method != "small":
-            inflate_head(small, target, large)
+            inflate_head(model, target, large)
         else:
-            lend_tokenizer(pair.policy, small)
+            lend_tokenizer(pair.policy, model)
             if pair.drafter_sizes is None:
-                large = small
+                large = model
             else:
-                inflate_checkpoint(small, large, **pair.drafter_sizes)
+                inflate_checkpoint(model, large, **pair.drafter_sizes)
         made[method] = str(large)
     return made
-
-
-def prompts_of(pair: Pair, options: argparse.Namespace) -> list[Any]:
-    """Those to train on, and behind them those to measure with."""
-    per_repetition = sum(SHAPES[batch][0] * ROLLOUTS[batch] for batch in options.batches)
-    return pair.draw_prompts(pair.policy, options.prompts + options.repetitions * per_repetition + 2, SEED)
 
 
 def main() -> None:
@@ -123,13 +123,16 @@ def main() -> None:
     pair = PAIRS[options.pair]
     target = TARGETS / options.pair
     model = pair.make_target(target)
-    drafters = make_drafters(pair, target, options)
+    per_repetition = sum(SHAPES[batch][0] * ROLLOUTS[batch] for batch in options.batches)
+    count = options.prompts + options.repetitions * per_repetition + NUM_WARM_UP_PROMPTS
+    drawn = pair.draw_prompts(pair.policy, count, SEED)
+    drafters = make_drafters(pair, target, drawn[: options.prompts], options)
     engine_options = {"threads": options.threads, "dtype": options.dtype, "rival_kernels": "vllm"}
     children = {
         name: Child(name, make_engine, model, folder, engine_options) for name, folder in drafters.items()
     }
-    fresh = iter(prompts_of(pair, options)[options.prompts :])
-    warm_up = Work([next(fresh), next(fresh)], 4, options.max_tokens, WARM_UP_SEED)
+    fresh = iter(drawn[options.prompts :])
+    warm_up = Work(list(islice(fresh, NUM_WARM_UP_PROMPTS)), 4, options.max_tokens, WARM_UP_SEED)
     for child in children.values():
         child.ready()
         child.call(warm_up)
@@ -140,7 +143,7 @@ def main() -> None:
         runs: dict[str, list[list[tuple[Timed, DraftGrowth]]]] = {name: [] for name in ("plain", *drafters)}
         for repetition in range(options.repetitions):
             works = [
-                Work([next(fresh) for _ in range(prompts)], samples, options.max_tokens, SEED + repetition)
+                Work(list(islice(fresh, prompts)), samples, options.max_tokens, SEED + repetition)
                 for _ in range(ROLLOUTS[batch])
             ]
             for name in list(runs)[:: -1 if repetition % 2 else 1]:

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from drafter_data import read, read_measured, roll_out
-from harness import ROOT, parser, publish, save
+from harness import parser, publish, save
 from pairs import PAIRS, Pair
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -29,11 +29,9 @@ from paceline.distillation.methods import METHODS, Method, MethodName, build_net
 from paceline.distillation.networks import Network, Shared, SmallModel
 from paceline.distillation.offline import Progress, Schedule, train_offline
 from paceline.distillation.packing import ATTENTION_NAME
-from paceline.distillation.responses import Response
 from paceline.distillation.target import load_model, share
 from paceline.distillation.trainer import Trainer
 
-FOLDER = ROOT / "runs/drafters"
 HELD_OUT_SAMPLES = 2
 """Responses to each prompt that is measured on."""
 VARIANTS: tuple[tuple[MethodName, str | None, int | None], ...] = (
@@ -58,19 +56,6 @@ VARIANTS: tuple[tuple[MethodName, str | None, int | None], ...] = (
 COLUMNS = ("system", "loss", "steps", "acceptance_length", "first", "agreement", "tokens", "core_s")
 
 
-def make_responses(pair_name: str, pair: Pair, options: argparse.Namespace) -> tuple[list[Response], ...]:
-    """Of the pair's policy, to train on and to measure on. The shipped drafter has seen none of their prompts."""
-    prompts = pair.draw_prompts(pair.policy, options.prompts + options.held_out, 11)
-    parts = {
-        "train": (prompts[: options.prompts], options.samples),
-        "held-out": (prompts[options.prompts :], HELD_OUT_SAMPLES),
-    }
-    return tuple(
-        roll_out(pair.policy, part, samples, FOLDER / f"{pair_name}-{name}-{len(part)}x{samples}.jsonl")
-        for name, (part, samples) in parts.items()
-    )
-
-
 def fresh_network(method: Method, pair: Pair, shared: Shared) -> Network:
     """An untrained network; the small model is of the shipped drafter's shape."""
     if not issubclass(method.network, SmallModel):
@@ -83,10 +68,13 @@ def main() -> None:
     options = parse_arguments()
     torch.set_num_threads(1)
     pair = PAIRS[options.pair]
-    train_rows, held_rows = make_responses(options.pair, pair, options)
+    # The shipped drafter has seen none of these.
+    prompts = pair.draw_prompts(pair.policy, options.prompts + options.held_out, 11)
+    train_file = roll_out(pair.policy, prompts[: options.prompts], options.samples)
+    held_file = roll_out(pair.policy, prompts[options.prompts :], HELD_OUT_SAMPLES)
     target = load_model(pair.policy)
     shared = share(target)
-    samples, held = read(target, train_rows), read_measured(target, held_rows)
+    samples, held = read(target, train_file), read_measured(target, held_file)
     title = f"drafter losses, {options.pair}, {options.core_seconds:g} core-seconds"
     rows: list[dict[str, Any]] = []
 

@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import statistics
 import subprocess
+import sys
 import traceback
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
@@ -132,6 +133,13 @@ def _show(value: Any) -> str:
     if isinstance(value, list):
         return " to ".join(map(_show, value))
     return "" if value is None else str(value)
+
+
+def run_paceline(*words: Any) -> None:
+    """The command line, in a process of its own; SystemExit if it fails."""
+    command = [sys.executable, "-m", "paceline.cli", *map(str, words)]
+    if code := subprocess.run(command, check=False).returncode:
+        raise SystemExit(f"paceline {' '.join(command[3:])} ended with exit code {code}")
 
 
 def median(values: Sequence[float]) -> float:

@@ -488,50 +488,6 @@ def list_drafter_losses(rows: Rows) -> str:
     return format_table(("network", "loss", "fed steps", *heads), lines)
 
 
-def list_drafter_kinds(rows: Rows) -> str:
-    """Drafters over the batch size: speed beside suffix trees alone, acceptance length, cost of a draft token."""
-    found = {(row["system"], row["batch"]): row for row in rows("drafter_kinds") if row["system"] != "plain"}
-    batches = sorted({batch for _, batch in found})
-    shows: dict[str, Callable[[dict[str, Any]], str]] = {
-        "over suffix trees": lambda row: f"{row['over_suffix']:.2f}{_show_range(row['over_suffix_range'])}",
-        "tokens a step": lambda row: f"{row['acceptance_length']:.2f}",
-        "ms a draft token": lambda row: f"{row['ms_per_token']:.2f}" if row["ms_per_token"] else "",
-    }
-    lines = [
-        (name, *(show(found[name, batch]) for show in shows.values() for batch in batches))
-        for name in dict.fromkeys(name for name, _ in found)
-    ]
-    return format_table(("drafter", *(f"{what}: {batch}" for what in shows for batch in batches)), lines)
-
-
-def list_drafter_growth(rows: Rows) -> str:
-    """What a drafter that grew in a run is worth beside the same network trained offline, and the shipped one."""
-    lines = [
-        (
-            row["system"],
-            f"{row['acceptance_length']:.2f}",
-            f"{row['agreement']:.3f}",
-            f"{row['core_s']:.0f}" if row["core_s"] else "",
-            f"{row['tokens']:,d}" if row["tokens"] else "",
-        )
-        for row in rows("drafter_growth")
-    ]
-    return format_table(("drafter", "acceptance length", "agreement", "core-seconds", "tokens"), lines)
-
-
-def list_growth_curve(rows: Rows) -> str:
-    """How often a growing drafter was right over a run, at some steps."""
-    curve = rows("drafter_growth.curve")
-    steps = [curve[(len(curve) - 1) * part // 8] for part in range(1, 9)]
-    lines = [
-        ("step", *(str(row["step"]) for row in steps)),
-        ("idle core-seconds", *(f"{row['idle_core_s']:.0f}" for row in steps)),
-        ("agreement", *("" if row["agreement"] is None else f"{row['agreement']:.2f}" for row in steps)),
-        ("acceptance", *("" if row["acceptance"] is None else f"{row['acceptance']:.2f}" for row in steps)),
-    ]
-    return format_table(lines[0], lines[1:])
-
-
 TABLES: dict[str, Callable[[Rows], str]] = {
     "speed": list_speed,
     "speed_intel": list_intel_speed,
@@ -561,7 +517,4 @@ TABLES: dict[str, Callable[[Rows], str]] = {
     "racing.bars": list_racing_bars,
     "gpu": list_gpu,
     "drafter_losses": list_drafter_losses,
-    "drafter_kinds": list_drafter_kinds,
-    "drafter_growth": list_drafter_growth,
-    "drafter_growth.curve": list_growth_curve,
 }

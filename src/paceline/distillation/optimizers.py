@@ -20,8 +20,6 @@ BETAS = (0.9, 0.95)
 NEWTON_SCHULZ = (3.4445, -4.775, 2.0315)
 NEWTON_SCHULZ_STEPS = 5
 TINY = 1e-7
-KEPT = {True: {"momentum_buffer"}, False: {"step", "exp_avg", "exp_avg_sq"}}
-"""What Muon, and AdamW, keep of a parameter."""
 
 
 def make_optimizers(network: Network) -> list[torch.optim.Optimizer]:
@@ -72,3 +70,10 @@ def orthogonalise(matrix: Tensor) -> Tensor:
         gram = made @ made.T
         made = torch.addmm(made, torch.addmm(gram, gram, gram, beta=b, alpha=c), made, beta=a)
     return made.T if is_tall else made
+
+
+KEPT: dict[type[torch.optim.Optimizer], set[str]] = {
+    Float32Muon: {"momentum_buffer"},
+    torch.optim.AdamW: {"step", "exp_avg", "exp_avg_sq"},
+}
+"""What each optimizer keeps of a parameter."""

@@ -118,6 +118,14 @@ def make_lesson(
     return tensors, {STEP: str(step)}
 
 
+def growing_method(name: MethodName, temperature: float) -> Method:
+    """How a drafter that grows beside a run is trained: a small language model by the forward KL, from which one that
+    knows nothing learns fastest, a head as its method has it.
+    """
+    method = METHODS[name].at_temperature(temperature)
+    return method.with_loss("forward_kl") if method.network is SmallModel else method
+
+
 class SpotTrainer:
     """One per process. Raises CheckpointError for models that are not there or do not fit what the folder holds."""
 
@@ -126,9 +134,7 @@ class SpotTrainer:
         self._target = load_model(Path(settings.target)).eval().requires_grad_(False)
         self._shared = share(self._target)
         self._is_head = settings.method != "osd"
-        method = METHODS[settings.method].at_temperature(settings.temperature)
-        if not self._is_head:
-            method = method.with_loss("forward_kl")
+        method = growing_method(settings.method, settings.temperature)
         self._build = partial(_load_drafter, method, self._shared, Path(settings.drafter))
         network = self._build()
         self._first = self._build() if settings.compares else None

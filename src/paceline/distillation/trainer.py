@@ -9,7 +9,7 @@ from torch import Tensor
 
 from paceline.distillation.methods import Objective, compute_loss
 from paceline.distillation.networks import Network, Shared
-from paceline.distillation.optimizers import KEPT, Float32Muon, make_optimizers
+from paceline.distillation.optimizers import KEPT, make_optimizers
 from paceline.distillation.packing import Pack
 from paceline.errors import CheckpointError
 
@@ -65,15 +65,18 @@ class Trainer:
         return found
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Go on from what `tensors` gave. Raises CheckpointError if it belongs to another network."""
+        """Go on from what `tensors` gave; what another optimizer kept, an older Paceline's, is begun anew.
+
+        Raises CheckpointError if it belongs to another network.
+        """
         load_network(self.network, tensors)
         own = dict(self.network.named_parameters())
         for optimizer in self._optimizers:
             for name, parameter in own.items():
                 if any(parameter is one for group in optimizer.param_groups for one in group["params"]):
                     found = _state_of(name, tensors)
-                    is_own = found.keys() == KEPT[isinstance(optimizer, Float32Muon)]
-                    optimizer.state[parameter] = found if is_own else {}  # an older Paceline's begins anew
+                    is_own = found.keys() == KEPT[type(optimizer)]
+                    optimizer.state[parameter] = found if is_own else {}
 
 
 def load_network(network: Network, tensors: Mapping[str, Tensor]) -> None:

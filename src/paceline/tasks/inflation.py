@@ -18,6 +18,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from paceline.drafting.drafter import is_draft_head
 from paceline.errors import CheckpointError, ConfigError, PacelineError
 
 MODEL_TYPES = ("qwen2", "llama")
@@ -78,17 +79,9 @@ def inflate_head(head: Path | str, policy: Path | str, target: Path | str) -> No
     from transformers import AutoConfig
 
     head, target = Path(head), Path(target)
-    try:
-        config = json.loads((head / "config.json").read_text())
-        tensors = load_file(head / "model.safetensors")
-    except OSError as error:
-        raise CheckpointError(
-            f"{head} is no draft head ({error}): give a folder of 'paceline drafter export'"
-        ) from error
-    if "fc.weight" not in tensors:
-        raise CheckpointError(
-            f"{head} is no draft head, it has no fc.weight: inflate_checkpoint takes other models"
-        )
+    if not is_draft_head(head):
+        raise CheckpointError(f"{head} is no draft head: give a folder of 'paceline drafter export'")
+    config = json.loads((head / "config.json").read_text())
     large = AutoConfig.from_pretrained(policy)
     small_size, size, width = config["hidden_size"], large.hidden_size, _head_width(large)
     if size < small_size or large.vocab_size != config["vocab_size"]:
@@ -96,42 +89,48 @@ def inflate_head(head: Path | str, policy: Path | str, target: Path | str) -> No
             f"{head} reads states of {small_size} and draws from {config['vocab_size']} ids, {policy} has {size} and "
             f"{large.vocab_size}: give the head of the policy that was inflated"
         )
-    queries, keys, inner = (
-        large.num_attention_heads * width,
-        large.num_key_value_heads * width,
-        large.intermediate_size,
-    )
+    inner, queries, keys = large.intermediate_size, large.num_attention_heads, large.num_key_value_heads
     shapes = {
-        "fc": (size, size), "q_proj": (queries, size), "k_proj": (keys, size), "v_proj": (keys, size),
-        "o_proj": (size, queries), "gate_proj": (inner, size), "up_proj": (inner, size), "down_proj": (size, inner),
-    }  # fmt: skip
+        "fc": (size, size),
+        "q_proj": (queries * width, size),
+        "k_proj": (keys * width, size),
+        "v_proj": (keys * width, size),
+        "o_proj": (size, queries * width),
+        "gate_proj": (inner, size),
+        "up_proj": (inner, size),
+        "down_proj": (size, inner),
+    }
     state = {}
-    for name, tensor in tensors.items():
+    for name, tensor in load_file(head / "model.safetensors").items():
         kind = name.split(".")[-2]
-        if kind not in shapes:  # a norm
+        if kind in shapes:
+            reads_states = kind not in (
+                "o_proj",
+                "down_proj",
+            )  # an embedding and states may stand side by side
+            parts = tensor.split(small_size, 1) if reads_states else (tensor,)
+            state[name] = torch.cat([_widen(part, *shapes[kind]) for part in parts], 1)
+        else:  # a norm
             state[name] = tensor.new_zeros(size)
             state[name][:small_size] = tensor * math.sqrt(small_size / size)
-            continue
-        rows, columns = shapes[kind]
-        of_states = columns == size and kind not in ("o_proj", "down_proj")
-        parts = (
-            tensor.split(small_size, 1) if of_states else (tensor,)
-        )  # one behind another: embedding, states
-        wide = [tensor.new_zeros(rows, columns) for _ in parts]
-        for part, made in zip(parts, wide, strict=True):
-            made[: part.shape[0], : part.shape[1]] = part
-        state[name] = torch.cat(wide, 1)
     config |= {
         "hidden_size": size,
         "intermediate_size": inner,
-        "num_attention_heads": large.num_attention_heads,
-        "num_key_value_heads": large.num_key_value_heads,
+        "num_attention_heads": queries,
+        "num_key_value_heads": keys,
         "head_dim": width,
         "rms_norm_eps": config["rms_norm_eps"] * small_size / size,
     }
     target.mkdir(parents=True, exist_ok=True)
     save_file(state, target / "model.safetensors", metadata={"format": "pt"})
     (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _widen(matrix: Any, rows: int, columns: int) -> Any:
+    """The matrix in the corner of a larger one of zeros."""
+    made = matrix.new_zeros(rows, columns)
+    made[: matrix.shape[0], : matrix.shape[1]] = matrix
+    return made
 
 
 def measure_difference(source: Path | str, target: Path | str, tokens: list[int]) -> float:

@@ -51,11 +51,8 @@ def select_standing(
     """
     count = len(scheduled)
     prefill = scheduled - 1 - rows.num_drafts[:count]  # tokens of which no row was sampled
-    begins, before, after = (
-        np.cumsum(scheduled) - scheduled,
-        prefill[requests],
-        1 + verdict.accepted[requests],
-    )
+    begins = np.cumsum(scheduled) - scheduled
+    before, after = prefill[requests], 1 + verdict.accepted[requests]
     counts = (before + after) * stands
     if len(rows.num_drafts) == count:
         return counts, ranges(begins[requests], counts)
