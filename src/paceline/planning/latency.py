@@ -23,14 +23,15 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import compress, pairwise
+from statistics import fmean, median
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from paceline.errors import EngineError
-from paceline.types import Float64Array, Int64Array, StepObservation
+from paceline.types import Float64Array, StepObservation
 
 MAX_TOKENS = 1 << 20
 """Largest step the model speaks of, tokens; beyond it T stays constant."""
@@ -78,8 +79,7 @@ _Point = tuple[float, float]  # tokens, seconds
 _Visit = tuple[float, float, float, float]  # tokens, seconds, context, 1 after a model's drafts, else 0
 
 
-@dataclass(frozen=True, slots=True)
-class Slope:
+class Slope(NamedTuple):
     """What is known about c or m: decayed sums over visits of knots that were visited before."""
 
     prior: float
@@ -110,62 +110,71 @@ class Slope:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class StepTimeModel:
+class Knot(NamedTuple):
+    """What was observed at one knot."""
+
+    visits: tuple[_Visit, ...] = ()
+    """The latest, oldest first; at most WINDOW."""
+    num_visits: int = 0
+    """Observations since it was last cut to its median."""
+    last_seen: int = -1
+    """Value of num_observations at the last visit, -1: never."""
+    point: _Visit = (0.0, 0.0, 0.0, 0.0)
+    """Mean tokens of the visits, lower median of the seconds, mean of the others."""
+
+
+class StepTimeModel(NamedTuple):
     """What has been learned about T(n). Make one with `initial`, read it with `predict_s`."""
 
-    windows: Float64Array  # [num_knots, WINDOW, 4] latest observations (tokens, seconds, context, after model), a ring
-    counts: Int64Array  # [num_knots] observations put into the ring since it was last cut to its median
-    last_seen: Int64Array  # [num_knots] value of num_observations at the last visit, -1 = never
-    points: Float64Array  # [num_knots, 4] of each window: mean tokens, lower median of the seconds, mean of the others
+    knots: tuple[Knot, ...]  # one for each of KNOTS
     context: Slope
     context_s: float
     """c when the curve was fitted."""
     drafter: Slope
     drafter_s: float
     """m when the curve was fitted."""
-    fast_visits: Float64Array  # [0.._FAST_VISITS - 1, 5] an observation and its share of the expected time
+    fast_visits: tuple[tuple[_Visit, float], ...]  # observations and their shares of the expected time
     num_observations: int
-    curve_tokens: Float64Array  # [num_points] ascending
-    curve_s: (
-        Float64Array  # [num_points] non-decreasing; f, or T at the context of `at_context`, of `after_model`
-    )
+    curve_tokens: tuple[float, ...]  # ascending
+    curve_s: tuple[float, ...]  # of f, at `curve_tokens`: non-decreasing
+    shift_s: float = 0.0
+    """To be added to f: what `at_context` and `after_model` say."""
 
     @classmethod
     def initial(cls) -> StepTimeModel:
         """A model that has seen nothing: T(n) = 10 ms + 0.25 ms n, replaced by the first observation."""
-        num_knots = len(KNOTS)
-        tokens = np.array([0.0, MAX_TOKENS])
         return cls(
-            windows=np.zeros((num_knots, WINDOW, 4)),
-            counts=np.zeros(num_knots, dtype=np.int64),
-            last_seen=np.full(num_knots, -1, dtype=np.int64),
-            points=np.zeros((num_knots, 4)),
+            knots=(Knot(),) * len(KNOTS),
             context=Slope(_CONTEXT_PRIOR, _CONTEXT_DECAY),
             context_s=0.0,
             drafter=Slope(_MODEL_PRIOR, _MODEL_DECAY),
             drafter_s=0.0,
-            fast_visits=np.empty((0, 5)),
+            fast_visits=(),
             num_observations=0,
-            curve_tokens=tokens,
-            curve_s=PRIOR_BASE_S + PRIOR_PER_TOKEN_S * tokens,
+            curve_tokens=(0.0, float(MAX_TOKENS)),
+            curve_s=(PRIOR_BASE_S, PRIOR_BASE_S + PRIOR_PER_TOKEN_S * MAX_TOKENS),
         )
 
 
 def predict_s(model: StepTimeModel, num_tokens: ArrayLike) -> Float64Array:
     """T at each entry of `num_tokens`, seconds, in its shape (a number gives a 0-d array)."""
-    return np.asarray(np.interp(np.asarray(num_tokens), model.curve_tokens, model.curve_s))
+    return np.asarray(np.interp(np.asarray(num_tokens), model.curve_tokens, model.curve_s) + model.shift_s)
+
+
+def predict_one_s(model: StepTimeModel, num_tokens: float) -> float:
+    """`predict_s` of one number, without the arrays."""
+    return _interpolated(num_tokens, model.curve_tokens, model.curve_s) + model.shift_s
 
 
 def at_context(model: StepTimeModel, num_context_tokens: int) -> StepTimeModel:
     """The model of steps whose requests attend to so many tokens in all; to be read, not to be updated."""
-    shift = model.context_s * num_context_tokens
-    return replace(model, curve_s=model.curve_s + shift) if shift else model
+    shift_s = model.context_s * num_context_tokens
+    return model._replace(shift_s=model.shift_s + shift_s) if shift_s else model
 
 
 def after_model(model: StepTimeModel) -> StepTimeModel:
     """The model of steps before which a model has drafted; to be read, not to be updated."""
-    return replace(model, curve_s=model.curve_s + model.drafter_s) if model.drafter_s else model
+    return model._replace(shift_s=model.shift_s + model.drafter_s) if model.drafter_s else model
 
 
 def update_step_time(model: StepTimeModel, observation: StepObservation) -> StepTimeModel:
@@ -197,36 +206,27 @@ def update_measured_time(
             f"a measured step of {num_tokens} tokens in {seconds} s cannot be learned from: "
             "report at least 1 token and a positive, finite time"
         )
-    visit = (float(num_tokens), seconds, float(num_context_tokens), float(has_model_drafts))
+    visit = (float(num_tokens), float(seconds), float(num_context_tokens), float(has_model_drafts))
     model = _watch_speed(model, visit)
-    knot = nearest_knot(num_tokens)
-    windows, counts = model.windows.copy(), model.counts.copy()
-    last_seen, points = model.last_seen.copy(), model.points.copy()
-    now = model.num_observations + 1
-    context, drafter = _learn_slopes(model, knot, visit)
-    if counts[knot] > 1 and now - last_seen[knot] > STALE_STEPS:
-        windows[knot, 0], counts[knot] = points[knot], 1
-    windows[knot, counts[knot] % WINDOW] = visit
-    counts[knot] += 1
-    last_seen[knot] = now
-    slopes = np.array([context.seconds, drafter.seconds])
-    centre = _centre(model, windows[knot, : counts[knot]], slopes)
-    learned = replace(
-        model,
-        windows=windows,
-        counts=counts,
-        last_seen=last_seen,
-        context=context,
-        drafter=drafter,
-        num_observations=now,
+    place, now = nearest_knot(num_tokens), model.num_observations + 1
+    before = model.knots[place]
+    context, drafter = _learn_slopes(model, before, visit)
+    visits, count = before.visits, before.num_visits
+    if count > 1 and now - before.last_seen > STALE_STEPS:
+        visits, count = (before.point,), 1
+    visits = (*visits[1 - WINDOW :], visit)
+    knot = Knot(visits, count + 1, now, before.point)
+    slopes = context.seconds, drafter.seconds
+    centre = _centre(model, visits, slopes)
+    learned = model._replace(
+        knots=_with(model.knots, place, knot), context=context, drafter=drafter, num_observations=now
     )
-    if counts[knot] > WINDOW and _is_still(learned, knot, centre, num_context_tokens):
+    if knot.num_visits > WINDOW and _is_still(learned, knot, centre, num_context_tokens):
         return learned
-    points[knot] = centre
-    curve_tokens, curve_s = _fit_curve(points, counts, last_seen, now, slopes)
-    return replace(
-        learned,
-        points=points,
+    knots = _with(model.knots, place, knot._replace(point=centre))
+    curve_tokens, curve_s = _fit_curve(knots, now, slopes)
+    return learned._replace(
+        knots=knots,
         context_s=context.seconds,
         drafter_s=drafter.seconds,
         curve_tokens=curve_tokens,
@@ -234,20 +234,25 @@ def update_measured_time(
     )
 
 
-def _is_still(model: StepTimeModel, knot: int, centre: Sequence[float], num_context_tokens: int) -> bool:
+def _with(knots: tuple[Knot, ...], place: int, knot: Knot) -> tuple[Knot, ...]:
+    return (*knots[:place], knot, *knots[place + 1 :])
+
+
+def _is_still(model: StepTimeModel, knot: Knot, centre: _Visit, num_context_tokens: int) -> bool:
     """Whether the curve can stay: the visited knot, c, m and what counts as fresh are as when it was fitted.
 
     model: after the visit, but for the curve and the knot's point. centre: where that would be now.
     """
-    age = model.num_observations - model.last_seen[model.counts > 0]
-    if ((age == STALE_STEPS + 1) | (age == TRUSTED_STEPS + 1)).any():
+    last_seen = [other.last_seen for other in model.knots]
+    now = model.num_observations
+    if now - STALE_STEPS - 1 in last_seen or now - TRUSTED_STEPS - 1 in last_seen:
         return False
-    tokens, seconds, context, share = model.points[knot].tolist()
-    there, here = predict_s(model, [tokens, centre[0]]).tolist()
+    tokens, seconds, context, share = knot.point
+    here_s, there_s = predict_one_s(model, centre[0]), predict_one_s(model, tokens)
     now_s, drafter_s, most_s = model.context.seconds, model.drafter.seconds, _STILL * seconds
-    foreseen_s = here - there + now_s * (centre[2] - context) + drafter_s * (centre[3] - share)
+    foreseen_s = here_s - there_s + now_s * (centre[2] - context) + drafter_s * (centre[3] - share)
     farthest = max(num_context_tokens, context)
-    return bool(
+    return (
         abs(centre[1] - seconds - foreseen_s) <= most_s
         and abs(now_s - model.context_s) * farthest <= most_s
         and abs(drafter_s - model.drafter_s) <= most_s
@@ -262,55 +267,60 @@ def _watch_speed(model: StepTimeModel, visit: _Visit) -> StepTimeModel:
     round nothing has to be done: a knot that looks cheap is visited.
     """
     tokens, seconds, context, drafted = visit
-    expected_s = float(predict_s(model, tokens)) + model.context_s * context + model.drafter_s * drafted
+    expected_s = predict_one_s(model, tokens) + model.context_s * context + model.drafter_s * drafted
     share = seconds / expected_s
     if not model.num_observations or share > _FAST_SHARE:
-        return replace(model, fast_visits=model.fast_visits[:0]) if len(model.fast_visits) else model
-    visits = np.concatenate([model.fast_visits, [[*visit, share]]])
+        return model._replace(fast_visits=()) if model.fast_visits else model
+    visits = (*model.fast_visits, (visit, share))
     if len(visits) < _FAST_VISITS:
-        return replace(model, fast_visits=visits)
+        return model._replace(fast_visits=visits)
     return _speed_up(model, visits)
 
 
-def _speed_up(model: StepTimeModel, visits: Float64Array) -> StepTimeModel:
-    """The model with everything before `visits` taken down by their median share, and `visits` alone at their knots."""
-    factor = float(np.median(visits[:, -1]))
-    windows, points, counts = model.windows.copy(), model.points.copy(), model.counts.copy()
-    windows[:, :, 1] *= factor
-    points[:, 1] *= factor
-    knots = np.array([nearest_knot(int(tokens)) for tokens in visits[:, 0]])
-    for knot in np.unique(knots).tolist():
-        own = visits[knots == knot, :-1]
-        windows[knot, : len(own)], counts[knot] = own, len(own)
-        points[knot] = own.mean(axis=0)
-        points[knot, 1] = np.median(own[:, 1])
-    return replace(
-        model,
-        windows=windows,
-        points=points,
-        counts=counts,
-        context=replace(model.context, products=model.context.products * factor),
+def _speed_up(model: StepTimeModel, fast: tuple[tuple[_Visit, float], ...]) -> StepTimeModel:
+    """The model with everything before `fast` taken down by their median share, and they alone at theirs."""
+    factor = float(median(share for _, share in fast))
+    own: dict[int, list[_Visit]] = {}
+    for visit, _ in fast:
+        own.setdefault(nearest_knot(int(visit[0])), []).append(visit)
+    knots = []
+    for place, knot in enumerate(model.knots):
+        if place in own:
+            visits = own[place]
+            tokens, seconds, contexts, shares = zip(*visits, strict=True)
+            point = fmean(tokens), float(median(seconds)), fmean(contexts), fmean(shares)
+            knots.append(Knot(tuple(visits), len(visits), knot.last_seen, point))
+        else:
+            slower = tuple(_faster(visit, factor) for visit in knot.visits)
+            knots.append(knot._replace(visits=slower, point=_faster(knot.point, factor)))
+    return model._replace(
+        knots=tuple(knots),
+        context=model.context._replace(products=model.context.products * factor),
         context_s=model.context_s * factor,
-        drafter=replace(model.drafter, products=model.drafter.products * factor),
+        drafter=model.drafter._replace(products=model.drafter.products * factor),
         drafter_s=model.drafter_s * factor,
-        fast_visits=model.fast_visits[:0],
-        curve_s=model.curve_s * factor,
+        fast_visits=(),
+        curve_s=tuple(seconds * factor for seconds in model.curve_s),
     )
 
 
-def _learn_slopes(model: StepTimeModel, knot: int, visit: _Visit) -> tuple[Slope, Slope]:
+def _faster(visit: _Visit, factor: float) -> _Visit:
+    return visit[0], visit[1] * factor, visit[2], visit[3]
+
+
+def _learn_slopes(model: StepTimeModel, knot: Knot, visit: _Visit) -> tuple[Slope, Slope]:
     """What a visit says about c and m beside the knot's earlier ones, whose difference in tokens the curve explains.
 
     Each takes what the other leaves unexplained for its own; where both differ, later visits settle it.
     """
     num_tokens, seconds, context, drafted = visit
-    if not model.counts[knot]:
+    if not knot.num_visits:
         return model.context.after(context, 0.0, 0.0), model.drafter.after(drafted, 0.0, 0.0)
-    tokens, usual_s, usual_context, usual_share = model.points[knot].tolist()
-    there, here = predict_s(model, [tokens, num_tokens]).tolist()
+    tokens, usual_s, usual_context, usual_share = knot.point
+    more_s = predict_one_s(model, num_tokens) - predict_one_s(model, tokens)
     further, more = context - usual_context, drafted - usual_share
     context_s, model_s = model.context.seconds * further, model.drafter.seconds * more
-    surprise = (seconds - usual_s - (here - there) - context_s - model_s) / usual_s
+    surprise = (seconds - usual_s - more_s - context_s - model_s) / usual_s
     surprise_s, model_surprise_s = (
         usual_s * min(max(surprise, -limit), limit) for limit in (_LARGEST_SURPRISE, _LARGEST_MODEL_SURPRISE)
     )
@@ -331,9 +341,9 @@ def observations_between(model: StepTimeModel, low: float, high: float) -> tuple
 
     The second number is `num_observations` when there is none.
     """
-    span = slice(bisect_left(KNOTS, low), bisect_right(KNOTS, high))
-    held = int(model.counts[span].sum())
-    newest = int(model.last_seen[span].max()) if held else 0
+    span = model.knots[bisect_left(KNOTS, low) : bisect_right(KNOTS, high)]
+    held = sum(knot.num_visits for knot in span)
+    newest = max(knot.last_seen for knot in span) if held else 0
     return held, model.num_observations - newest
 
 
@@ -342,7 +352,19 @@ def largest_known_tokens(model: StepTimeModel) -> int:
 
     Small steps that were measured once stay known: what they take may have changed, but it is not much.
     """
-    return max(int(model.curve_tokens[-2]), min(int(model.points[:, 0].max()), SMALL_STEP_TOKENS))
+    largest = max(knot.point[0] for knot in model.knots)
+    return max(int(model.curve_tokens[-2]), min(int(largest), SMALL_STEP_TOKENS))
+
+
+def _interpolated(x: float, xs: Sequence[float], ys: Sequence[float]) -> float:
+    """The value at x of the line through the points (xs, ys), xs ascending; constant beyond them."""
+    right = bisect_right(xs, x)
+    if not right:
+        return ys[0]
+    if right == len(xs):
+        return ys[-1]
+    left = right - 1
+    return ys[left] + (ys[right] - ys[left]) / (xs[right] - xs[left]) * (x - xs[left])
 
 
 def _line(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
@@ -355,36 +377,36 @@ def _line(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
     return mean_y - slope * mean_x, slope
 
 
-def _centre(model: StepTimeModel, window: Float64Array, slopes: Float64Array) -> _Visit:
+def _centre(model: StepTimeModel, visits: tuple[_Visit, ...], slopes: tuple[float, float]) -> _Visit:
     """Mean tokens, lower median of the seconds, mean context and share of steps after a model's drafts.
 
     The seconds are moved to the means by `slopes`, c and m, and to the mean tokens in proportion to the present curve.
     """
-    tokens, seconds = window[:, 0].tolist(), window[:, 1].tolist()
-    mean, context, share = window[:, (0, 2, 3)].mean(axis=0).tolist()
-    moved = (window[:, 1] - (window[:, 2:] - (context, share)) @ slopes).tolist()
+    context_s, drafter_s = slopes
+    tokens, seconds, contexts, shares = zip(*visits, strict=True)
+    count = len(visits)
+    mean, context, share = sum(tokens) / count, sum(contexts) / count, sum(shares) / count
+    shift_s = context_s * context + drafter_s * share
+    moved = [
+        time - context_s * there - drafter_s * drafted + shift_s
+        for time, there, drafted in zip(seconds, contexts, shares, strict=True)
+    ]
     if min(tokens) < max(tokens):
-        shift = float(slopes @ (context, share))
-        curve = (predict_s(model, [mean, *tokens]) + shift).tolist()
-        moved = [time * curve[0] / there for time, there in zip(moved, curve[1:], strict=True)]
-    middle = sorted(moved)[(len(moved) - 1) // 2]
+        mean_s = predict_one_s(model, mean) + shift_s
+        curve = {number: predict_one_s(model, number) + shift_s for number in set(tokens)}
+        moved = [time * mean_s / curve[number] for time, number in zip(moved, tokens, strict=True)]
+    middle = sorted(moved)[(count - 1) // 2]
     return mean, max(middle, _SMALLEST_SHARE * min(seconds)), context, share
 
 
 def _fit_curve(
-    points: Float64Array, counts: Int64Array, last_seen: Int64Array, now: int, slopes: Float64Array
-) -> tuple[Float64Array, Float64Array]:
+    knots: tuple[Knot, ...], now: int, slopes: tuple[float, float]
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Curve points of f: 0, every visited knot (smoothed, then monotone), knees between them, MAX_TOKENS."""
-    visited = np.flatnonzero(counts)
-    age = now - last_seen[visited]
-    fresh, recent = age <= STALE_STEPS, age <= TRUSTED_STEPS
-    measured, measured_s = points[visited, 0], points[visited, 1]
-    without_s = np.maximum(measured_s - points[visited, 2:] @ slopes, _SMALLEST_SHARE * measured_s)
-    kept = (visited <= visited[fresh].max()) | (recent & (counts[visited] >= TRUSTED_VISITS))
-    recent &= kept
-    kept &= recent | (without_s <= np.interp(measured, measured[recent], without_s[recent]))
-    tokens, seconds = measured[kept].tolist(), without_s[kept].tolist()
-    weights = np.where(fresh, np.minimum(counts[visited], WINDOW), 1)[kept].tolist()
+    kept = _kept([knot for knot in knots if knot.num_visits], now, slopes)
+    tokens = [knot.point[0] for knot, _ in kept]
+    weights = [min(knot.num_visits, WINDOW) if now - knot.last_seen <= STALE_STEPS else 1 for knot, _ in kept]
+    seconds = [time for _, time in kept]
     seconds = _monotone(_smoothed(tokens, seconds, weights), weights)
     below = _end_slope(tokens, seconds, tokens[0])
     above = _end_slope(tokens[::-1], seconds[::-1], tokens[-1])
@@ -393,8 +415,31 @@ def _fit_curve(
     for gap in range(len(tokens) - 1, 0, -1):
         if tokens[gap] > _KNEE_GAP * tokens[gap - 1] and tokens[gap] > tokens[gap - 1] + 1.0:
             corners[gap + 1 : gap + 1] = _knee(*corners[gap - 1 : gap + 3])
-    curve = np.array(corners)
-    return curve[:, 0], curve[:, 1]
+    curve_tokens, curve_s = zip(*corners, strict=True)
+    return curve_tokens, curve_s
+
+
+def _kept(visited: list[Knot], now: int, slopes: tuple[float, float]) -> list[tuple[Knot, float]]:
+    """The knots that count, each with its time without c C and m: see TRUSTED_VISITS and TRUSTED_STEPS."""
+    without = [
+        max(time - slopes[0] * context - slopes[1] * share, _SMALLEST_SHARE * time)
+        for _, time, context, share in (knot.point for knot in visited)
+    ]
+    newest = max(place for place, knot in enumerate(visited) if now - knot.last_seen <= STALE_STEPS)
+    is_recent = [
+        now - knot.last_seen <= TRUSTED_STEPS and (place <= newest or knot.num_visits >= TRUSTED_VISITS)
+        for place, knot in enumerate(visited)
+    ]
+    recent = list(
+        compress(((knot.point[0], time) for knot, time in zip(visited, without, strict=True)), is_recent)
+    )
+    recent_tokens, recent_s = zip(*recent, strict=True)
+    return [
+        (knot, time)
+        for place, (knot, time) in enumerate(zip(visited, without, strict=True))
+        if is_recent[place]
+        or (place <= newest and time <= _interpolated(knot.point[0], recent_tokens, recent_s))
+    ]
 
 
 def _knee(before: _Point, left: _Point, right: _Point, after: _Point) -> list[_Point]:
