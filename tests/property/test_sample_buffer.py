@@ -50,10 +50,20 @@ class BufferMachine(RuleBasedStateMachine):
     for every draw.
     """
 
-    @initialize(memory=st.integers(0, 40_000), disk=st.integers(0, 24 * BLOCK_BYTES), steps=st.integers(1, 5))
-    def start(self, memory: int, disk: int, steps: int) -> None:
+    @initialize(
+        memory=st.integers(0, 40_000),
+        disk=st.integers(0, 24 * BLOCK_BYTES),
+        steps=st.integers(1, 5),
+        least=st.just(0) | st.integers(1, 200),
+    )
+    def start(self, memory: int, disk: int, steps: int, least: int) -> None:
         self.folder = Path(mkdtemp(prefix="samples-"))
-        self.limits = {"memory_bytes": memory, "disk_bytes": disk, "num_steps": steps}
+        self.limits = {
+            "memory_bytes": memory,
+            "disk_bytes": disk,
+            "num_steps": steps,
+            "least_tokens": least,
+        }
         self.buffer = SampleBuffer(self.folder, **self.limits)
         self.model: dict[tuple[int, int], Sample] = {}
         self.draws: dict[tuple[int, int], int] = {}
@@ -77,6 +87,7 @@ class BufferMachine(RuleBasedStateMachine):
         self.draws.pop(name, None)
         self.draws[name] = min(self.draws.values(), default=0)
         self.model[name] = sample
+        self.forget_old_steps()
         gone = sorted(set(self.model) - self.buffer.held, key=self.worth)
         assert gone == sorted(self.model, key=self.worth)[: len(gone)]  # the least worth
         if gone:  # and no more than had to go
@@ -90,7 +101,12 @@ class BufferMachine(RuleBasedStateMachine):
         self.forget_old_steps()
 
     def forget_old_steps(self) -> None:
-        for name in [one for one in self.model if one[0] <= self.buffer.step - self.limits["num_steps"]]:
+        old = [one for one in self.model if one[0] <= self.buffer.step - self.limits["num_steps"]]
+        num_tokens = sum(len(sample.ids) for sample in self.model.values())
+        for name in sorted(old, key=self.worth):
+            num_tokens -= len(self.model[name].ids)
+            if num_tokens < self.limits["least_tokens"]:
+                break
             del self.model[name], self.draws[name]
 
     @rule(num_tokens=st.integers(1, 90))

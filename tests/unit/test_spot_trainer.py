@@ -74,8 +74,8 @@ def responses_of(settings: SpotSettings, count: int = 24) -> list[Sample]:
     return list(read_samples(load_model(Path(settings.target)), [(row, 4) for row in made], layers, 4096))
 
 
-def tell(settings: SpotSettings, step: int) -> None:
-    tensors, note = make_lesson(step, policy_of(settings), responses_of(settings))
+def tell(settings: SpotSettings, step: int, count: int = 24) -> None:
+    tensors, note = make_lesson(step, policy_of(settings), responses_of(settings, count))
     checkpoints.write(Path(settings.folder) / LESSON, tensors, note)
 
 
@@ -151,17 +151,41 @@ def test_nobody_learns_from_what_a_drafter_is_measured_on(
         assert trainer.learn()
     trainer.close()
     measured = {tuple(sample.ids.tolist()) for sample in trainer._held}
-    assert (len(learned), len(measured)) == (48, 2)
+    assert (len(learned), len(measured)) == (47, 3)
     assert not learned & measured
     _, made = read_drafter(Path(settings.folder)) or pytest.fail("nothing was saved")
     assert made.agreement is not None
     assert made.used_agreement is None, "engines have none yet"
 
 
-def test_one_response_in_twenty_is_held_out_but_never_all() -> None:
-    assert [sum(is_held_out(n, count) for n in range(count)) for count in (1, 2, 8, 20, 40, 400)] == [
-        0, 1, 1, 1, 2, 20,
-    ]  # fmt: skip
+def held_out(count: int, *steps: int, is_first: bool = False) -> list[tuple[int, int]]:
+    return [
+        (step, n) for step in steps for n in range(count) if is_held_out(step, n, count, is_first=is_first)
+    ]
+
+
+def test_one_response_in_twenty_is_held_out_however_few_a_step_has() -> None:
+    for count in (1, 2, 3, 8, 20, 40, 256):
+        share = len(held_out(count, *range(1, 201))) / (200 * count)
+        assert share == pytest.approx(0.05, rel=0.02)
+    assert len(held_out(400, 3)) == 20
+
+
+def test_the_first_lesson_has_something_to_measure_on_and_to_learn_from() -> None:
+    for count in (2, 3, 8, 20, 40):
+        for step in (1, 2, 7):
+            assert 1 <= len(held_out(count, step, is_first=True)) < count
+    assert not held_out(1, 1, is_first=True)
+
+
+def test_a_run_of_few_responses_learns_from_more_than_its_last_steps(settings: SpotSettings) -> None:
+    trainer = SpotTrainer(settings)
+    for step in range(1, 9):
+        tell(settings, step=step, count=3)
+        assert trainer.learn()
+    trainer.close()
+    assert len(trainer._buffer) == 8 * 3 - 1 - len(held_out(3, *range(2, 9)))
+    assert len(trainer._held) == 1 + len(held_out(3, *range(2, 9)))
 
 
 def test_the_drafter_that_engines_have_is_measured_beside_the_present_one(settings: SpotSettings) -> None:

@@ -4,8 +4,8 @@ While a step's responses are still being generated, those that have finished are
 the step before, and each pass over it begins with that step's long responses, stale by one update (one-step offset).
 
 Every sample is a file of its own, so that a restart finds it; as many as fit stay in memory too. Steps that are too old
-go. Where room is short, whole responses go: older steps before newer ones, and the short ones of a step first. One
-process owns a folder.
+go, but for as many tokens as keep a drafter from learning the same few by heart. Where room is short, whole responses
+go: older steps before newer ones, and the short ones of a step first. One process owns a folder.
 
 Orders are kept in heaps, and an entry that has left is passed over where it turns up: an operation takes logarithmic
 time, but for the first draw after an addition or a new step, which orders anew what is held.
@@ -81,21 +81,25 @@ class SampleBuffer:
     """Samples by step and response.
 
     memory_bytes: of samples in memory. disk_bytes: of files. num_steps: the current step's samples are kept, and those
-    of the steps before it, so many together. Raises ConfigError for a bound that cannot be, RecordError for a folder
-    that cannot be used.
+    of the steps before it, so many together. least_tokens: older ones are kept too while there are fewer tokens. Raises
+    ConfigError for a bound that cannot be, RecordError for a folder that cannot be used.
     """
 
-    def __init__(self, folder: Path, *, memory_bytes: int, disk_bytes: int, num_steps: int) -> None:
+    def __init__(
+        self, folder: Path, *, memory_bytes: int, disk_bytes: int, num_steps: int, least_tokens: int = 0
+    ) -> None:
         for name, value, least in (
             ("memory_bytes", memory_bytes, 0),
             ("disk_bytes", disk_bytes, 0),
             ("num_steps", num_steps, 1),
+            ("least_tokens", least_tokens, 0),
         ):
             if value < least:
                 raise ConfigError(f"the sample buffer's {name} is {value}, must be at least {least}")
         self.folder = folder
         self._memory_limit, self._disk_limit, self._num_steps = memory_bytes, disk_bytes, num_steps
-        self.memory_bytes = self.disk_bytes = 0
+        self._least_tokens = least_tokens
+        self.memory_bytes = self.disk_bytes = self.num_tokens = 0
         self._entries: dict[tuple[int, int], _Entry] = {}
         self._passes = Counter[int]()  # entries by the number of their draws
         self._by_worth = _Heap(self._is_held)
@@ -194,6 +198,7 @@ class SampleBuffer:
     def _keep(self, entry: _Entry) -> None:
         self._entries[entry.step, entry.response] = entry
         self.disk_bytes += entry.file_bytes
+        self.num_tokens += entry.num_tokens
         self._passes[entry.num_draws] += 1
         self._by_worth.push(entry.worth, entry)
         self._order = None
@@ -216,6 +221,7 @@ class SampleBuffer:
         """Take an entry out; its file stays, or is another's by now."""
         del self._entries[entry.step, entry.response]
         self.disk_bytes -= entry.file_bytes
+        self.num_tokens -= entry.num_tokens
         self._count(entry, None)
         self._unload(entry)
 
@@ -232,7 +238,8 @@ class SampleBuffer:
         """Keep to the bounds."""
         oldest = self.step - self._num_steps + 1
         while (entry := self._by_worth.least()) is not None:
-            if entry.step >= oldest and self.disk_bytes <= self._disk_limit:
+            is_wanted = entry.step >= oldest or self.num_tokens - entry.num_tokens < self._least_tokens
+            if is_wanted and self.disk_bytes <= self._disk_limit:
                 break
             self._drop(entry)
         while (entry := self._loaded.least()) is not None and self.memory_bytes > self._memory_limit:

@@ -69,6 +69,8 @@ MEMORY_BYTES, DISK_BYTES = 256 << 20, 1 << 30
 NUM_STEPS = 4
 """Training steps of which samples are kept, the present one, which has none yet, among them: older ones are another
 policy's."""
+LEAST_TOKENS = 1 << 16
+"""Of samples that older ones are kept for too: a drafter of steps with few responses would learn those by heart."""
 HELD_OUT = 20
 """Of so many responses one is measured on, and not learned from."""
 MEASURED_TOKENS = 2048
@@ -147,7 +149,11 @@ class SpotTrainer:
         self._catch_up()
         samples = f"{SAMPLES}-{settings.index}" if settings.index else SAMPLES
         self._buffer = SampleBuffer(
-            self._folder / samples, memory_bytes=MEMORY_BYTES, disk_bytes=DISK_BYTES, num_steps=NUM_STEPS
+            self._folder / samples,
+            memory_bytes=MEMORY_BYTES,
+            disk_bytes=DISK_BYTES,
+            num_steps=NUM_STEPS,
+            least_tokens=LEAST_TOKENS,
         )
         self._held: list[Sample] = []  # newest first
         self._exam: Pack | None = None  # of these, as they are to the present policy
@@ -235,14 +241,15 @@ class SpotTrainer:
                 f"{self._folder}: the policy has no weight {unknown[0]!r}: begin the run anew"
             )
         # A run that went back to its checkpoint repeats steps.
-        self._buffer.begin_step(max(int(note[STEP]), self._buffer.step))
+        step = int(note[STEP])
+        self._buffer.begin_step(max(step, self._buffer.step))
         shapes: list[list[int]] = tensors["shapes"].tolist()
         lengths = [length for length, _ in shapes]
         parts = zip(tensors["ids"].split(lengths), tensors["states"].split(lengths), shapes, strict=True)
         held = []
         for number, (ids, states, (_, num_prompt_tokens)) in enumerate(parts):
             sample = Sample(ids.clone(), num_prompt_tokens, states.clone())
-            if is_held_out(number, len(shapes)):
+            if is_held_out(step, number, len(shapes), is_first=not self._held):
                 held.append(sample)
             else:
                 is_own = number % self._num_trainers == self._index
@@ -283,11 +290,15 @@ class SpotTrainer:
             return 1.0 - float(compute_loss(network, self._shared, self._exam, self._disagreement))
 
 
-def is_held_out(number: int, count: int) -> bool:
-    """Whether a response of a lesson of `count` is not learned from: the middle one of each `HELD_OUT`; of fewer the
-    middle one of all, unless it is the only one.
+def is_held_out(step: int, number: int, count: int, *, is_first: bool) -> bool:
+    """Whether a response of a step's lesson is not learned from: one of each `HELD_OUT` of a run whose lessons all have
+    `count`. Of the first lesson that is heard, should it have none of these, the middle one is, unless it is the only
+    one.
     """
-    return count > 1 and number % HELD_OUT == min(count, HELD_OUT) // 2
+    first = (HELD_OUT // 2 - step * count) % HELD_OUT
+    if is_first and first >= count > 1:
+        return number == count // 2
+    return number % HELD_OUT == first
 
 
 def _first_of(samples: Sequence[Sample], num_tokens: int) -> list[Sample]:
