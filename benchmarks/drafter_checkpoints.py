@@ -26,6 +26,7 @@ from paceline.distillation.checkpoints import CheckpointWriter, write
 from paceline.distillation.methods import METHODS, build_network
 from paceline.distillation.networks import Shared
 from paceline.distillation.packing import Pack, Sample, pack_samples
+from paceline.distillation.spot import AVERAGING
 from paceline.distillation.target import load_model, share
 from paceline.distillation.trainer import Trainer
 
@@ -70,7 +71,7 @@ def main() -> None:
     torch.set_num_threads(1)
     shared = share(load_model(PAIRS["prose"].policy))
     method = METHODS["eagle"]
-    trainer = Trainer(build_network(method, shared, None), shared, method.objective)
+    trainer = Trainer(build_network(method, shared, None), shared, method.objective, averaging=AVERAGING)
     pack = make_pack(shared, options.pack_tokens)
     trainer.step(pack, 1e-4)
     blocked: dict[str, list[float]] = {system: [] for system in SYSTEMS}

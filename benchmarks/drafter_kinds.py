@@ -8,10 +8,13 @@ The target is the pair's policy, inflated to a size that is bound by memory. Dra
     shipped         the pair's small language model, distilled offline
     eagle, eagle3   draft heads, trained on the policy's responses for --core-seconds, then inflated as the target is
     small           a small language model of the shipped one's shape, trained as long from nothing
+    grown           what a run with `adaptive_drafter` has left behind (--run), whose final policy is the target then
 
 `plain` is Paceline without drafts. Every engine does the same rollouts, with the same keys, in turn; tokens are the
 same (`equal`), so `over_suffix` and `over_plain` compare times for identical tokens. ms_per_token: what a draft token
 takes the model drafter at that batch size; share: of the rollout's time. Training prompts and measured ones differ.
+
+    python benchmarks/drafter_kinds.py --run runs/drafter-growth --methods --batches 8 --json FILE
 """
 
 from __future__ import annotations
@@ -29,12 +32,15 @@ from unittest.mock import patch
 
 import rollouts
 from drafter_data import FOLDER, roll_out
-from harness import Child, median, parser, publish, run_paceline, save
+from harness import Child, median, parser, print_bars, publish, run_paceline, save
 from pairs import PAIRS, TARGETS, Pair, Prompt
 from rollouts import System, Timed, Work
 
 from paceline.distillation.fresh_drafter import lend_tokenizer
+from paceline.drafting.drafter import is_draft_head
 from paceline.tasks.inflation import inflate_checkpoint, inflate_head
+from paceline.training.run_folder import DRAFTER, POLICY
+from paceline.training.run_folder import GROWN as MODEL
 from paceline.types import DraftGrowth
 
 SHAPES = {1: (1, 1), 8: (2, 4), 64: (8, 8)}
@@ -42,6 +48,8 @@ SHAPES = {1: (1, 1), 8: (2, 4), 64: (8, 8)}
 ROLLOUTS = {1: 4, 8: 2, 64: 1}
 """In a repetition."""
 WARM_UP_SEED, SEED = 3, 11
+OF_SUFFIX, OF_SUFFIX_BATCH = 1.2, 8
+"""The bar of a drafter that has grown: its speed over that of suffix trees alone, at this batch size."""
 NUM_WARM_UP_PROMPTS = 2
 COLUMNS = (
     "batch", "system", "tokens_per_s", "over_suffix", "over_suffix_range", "over_plain", "acceptance_length",
@@ -102,11 +110,14 @@ def make_drafters(
     pair: Pair, target: Path, prompts: Sequence[Prompt], options: argparse.Namespace
 ) -> dict[str, str]:
     """Folders of all drafters, of a size that suits the target. prompts: to train on."""
-    responses = roll_out(pair.policy, prompts, options.samples)
     made = {"suffix": "", "shipped": pair.make_drafter(TARGETS / f"{options.pair}-drafter")}
-    for method in options.methods:
-        model, large = train(pair, method, responses, options), TARGETS / f"{options.pair}-{method}"
-        if method != "small":
+    models = {"grown": options.run / DRAFTER / MODEL} if options.run else {}
+    if options.methods:
+        responses = roll_out(pair.policy, prompts, options.samples)
+        models |= {method: train(pair, method, responses, options) for method in options.methods}
+    for name, model in models.items():
+        large = TARGETS / f"{options.pair}-{name}"
+        if is_draft_head(model):
             inflate_head(model, target, large)
         else:
             lend_tokenizer(pair.policy, model)
@@ -114,14 +125,15 @@ def make_drafters(
                 large = model
             else:
                 inflate_checkpoint(model, large, **pair.drafter_sizes)
-        made[method] = str(large)
+        made[name] = str(large)
     return made
 
 
 def main() -> None:
     options = parse_arguments()
-    pair = PAIRS[options.pair]
-    target = TARGETS / options.pair
+    pair, target = PAIRS[options.pair], TARGETS / options.pair
+    if options.run:
+        pair, target = replace(pair, policy=options.run / POLICY), TARGETS / f"{options.pair}-run"
     model = pair.make_target(target)
     per_repetition = sum(SHAPES[batch][0] * ROLLOUTS[batch] for batch in options.batches)
     count = options.prompts + options.repetitions * per_repetition + NUM_WARM_UP_PROMPTS
@@ -155,7 +167,23 @@ def main() -> None:
             print(json.dumps(row), file=sys.stderr, flush=True)
     for child in children.values():
         child.close()
-    publish(title, rows, COLUMNS, options, parameters=count_parameters(drafters))
+    bars = check(rows)
+    publish(title, rows, COLUMNS, options, parameters=count_parameters(drafters), bars=bars)
+    print_bars(bars)
+
+
+def check(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The bar of a grown drafter, where there is one and its batch size was measured."""
+    return [
+        {
+            "case": f"grown over suffix trees at batch {OF_SUFFIX_BATCH}",
+            "reached": row["over_suffix"],
+            "needed": OF_SUFFIX,
+            "met": row["over_suffix"] >= OF_SUFFIX,
+        }
+        for row in rows
+        if (row["system"], row["batch"]) == ("grown", OF_SUFFIX_BATCH)
+    ]
 
 
 def row_of(batch: int, name: str, runs: dict[str, list[list[tuple[Timed, DraftGrowth]]]]) -> dict[str, Any]:
@@ -199,7 +227,10 @@ def count_parameters(drafters: dict[str, str]) -> dict[str, int]:
 def parse_arguments() -> argparse.Namespace:
     made = parser(__doc__)
     made.add_argument("--pair", choices=sorted(PAIRS), default="countdown")
-    made.add_argument("--methods", nargs="+", default=["eagle", "eagle3", "small"], help="drafters to train")
+    made.add_argument("--methods", nargs="*", default=["eagle", "eagle3", "small"], help="drafters to train")
+    made.add_argument(
+        "--run", type=Path, metavar="FOLDER", help="with a grown drafter; its policy is the target"
+    )
     made.add_argument("--loss", default="log_disagreement", help="that they are trained with")
     made.add_argument("--core-seconds", type=float, default=300.0, help="of training each of them")
     made.add_argument("--prompts", type=int, default=1536, help="to train on")

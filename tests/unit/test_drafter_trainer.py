@@ -13,21 +13,21 @@ from paceline.distillation.methods import METHODS, Method, build_network
 from paceline.distillation.networks import Network, SmallModel
 from paceline.distillation.packing import Pack, pack_samples
 from paceline.distillation.target import share
-from paceline.distillation.trainer import Trainer
+from paceline.distillation.trainer import MOVING, NETWORK, Trainer
 from paceline.errors import CheckpointError, ConfigError
 
 TARGET = tiny_target()
 SHARED = share(TARGET)
 
 
-def make_trainer(method: Method, seed: int = 0) -> Trainer:
+def make_trainer(method: Method, seed: int = 0, averaging: float = 0.0) -> Trainer:
     torch.manual_seed(seed)
     network: Network
     if method.network is SmallModel:
         network = SmallModel(tiny_target(seed + 1).requires_grad_(True))
     else:
         network = build_network(method, SHARED, None)
-    return Trainer(network, SHARED, method.objective)
+    return Trainer(network, SHARED, method.objective, averaging=averaging)
 
 
 @pytest.fixture(scope="module")
@@ -49,14 +49,15 @@ def test_every_loss_can_be_trained(loss: str, pack: Pack) -> None:
     assert losses[-1] < 0.9 * losses[0]
 
 
+@pytest.mark.parametrize("averaging", [0.0, 0.1])
 @pytest.mark.parametrize("name", ["hass", "eagle3", "osd"])
-def test_a_loaded_trainer_goes_on_bit_for_bit(name: str, pack: Pack) -> None:
-    first = make_trainer(METHODS[name])
+def test_a_loaded_trainer_goes_on_bit_for_bit(name: str, averaging: float, pack: Pack) -> None:
+    first = make_trainer(METHODS[name], averaging=averaging)
     for _ in range(2):
         first.step(pack, 1e-3)
     saved = {key: tensor.clone() for key, tensor in first.tensors().items()}
     expected = [first.step(pack, 1e-3) for _ in range(3)]
-    second = make_trainer(METHODS[name], seed=5)
+    second = make_trainer(METHODS[name], seed=5, averaging=averaging)
     second.step(pack, 1e-3)
     second.load(saved)
     assert [second.step(pack, 1e-3) for _ in range(3)] == expected
@@ -75,6 +76,40 @@ def test_what_another_optimizer_kept_is_begun_anew(name: str, pack: Pack) -> Non
     trainer.load(weights | {key: tensor.clone() for key, tensor in other.items() if tensor.ndim == 2})
     fresh.load(weights)
     assert [trainer.step(pack, 1e-3) for _ in range(3)] == [fresh.step(pack, 1e-3) for _ in range(3)]
+
+
+def test_the_average_is_what_is_saved_and_measured(pack: Pack) -> None:
+    plain, trainer = make_trainer(METHODS["eagle"]), make_trainer(METHODS["eagle"], averaging=0.25)
+    averages: dict[str, torch.Tensor] = {}
+    for number in range(45):
+        assert plain.step(pack, 1e-3) == trainer.step(pack, 1e-3), "it learns as it would without"
+        share = max(0.25, 10 / (10 + number))
+        for key, tensor in plain.tensors().items():
+            if key.startswith(NETWORK):
+                before = averages.get(key, tensor)
+                averages[key] = before + share * (tensor - before)
+    for key, average in averages.items():
+        torch.testing.assert_close(trainer.tensors()[key], average)
+        moving = trainer.tensors()[key.replace(NETWORK, MOVING)]
+        assert torch.equal(moving, plain.tensors()[key])
+        assert not torch.equal(moving, average)
+    with trainer.averaged() as network:
+        for name, parameter in network.named_parameters():
+            torch.testing.assert_close(parameter.detach(), averages[f"{NETWORK}{name}"])
+    assert plain.step(pack, 1e-3) == trainer.step(pack, 1e-3)
+
+
+def test_a_folder_without_averages_begins_them_with_its_weights(pack: Pack) -> None:
+    old = make_trainer(METHODS["eagle"])
+    for _ in range(30):
+        old.step(pack, 1e-3)
+    saved = {key: tensor.clone() for key, tensor in old.tensors().items()}
+    trainer = make_trainer(METHODS["eagle"], seed=5, averaging=0.01)
+    trainer.load(saved)
+    for key, tensor in saved.items():
+        assert torch.equal(trainer.tensors()[key], tensor)
+    expected = old.step(pack, 1e-3), old.step(pack, 1e-3)
+    assert (trainer.step(pack, 1e-3), trainer.step(pack, 1e-3)) == expected
 
 
 def test_frozen_parts_of_the_target_are_not_saved(pack: Pack) -> None:

@@ -62,6 +62,8 @@ PACK_TOKENS = 1024
 """Of an optimizer step."""
 WARM_UP_TOKENS = 40_000
 """Tokens over which the learning rate of a new drafter rises."""
+AVERAGING = 0.02
+"""Share of each step in the weights that are saved and used (`Trainer`)."""
 SAVE_EVERY_S = 2.0
 """Processor time that is lost with the process at most."""
 MEMORY_BYTES, DISK_BYTES = 256 << 20, 1 << 30
@@ -141,7 +143,7 @@ class SpotTrainer:
         network = self._build()
         self._first = self._build() if settings.compares else None
         self._used = self._first
-        self._trainer = Trainer(network, self._shared, method.objective)
+        self._trainer = Trainer(network, self._shared, method.objective, averaging=AVERAGING)
         fused = read_fused_layers(Path(settings.drafter)) if self._is_head else ()
         self._made = describe(network, settings.method, method.objective.loss, settings.temperature, fused)
         self._index, self._num_trainers = settings.index, settings.num_trainers
@@ -271,9 +273,11 @@ class SpotTrainer:
         """Save the drafter, and how often it and the one that the engines have agree with the target."""
         self._look_at_engines()
         first_agreement = self._measure(self._first)
+        with self._trainer.averaged() as network:
+            agreement = self._measure(network)
         self._made = msgspec.structs.replace(
             self._made,
-            agreement=self._measure(self._trainer.network),
+            agreement=agreement,
             first_agreement=first_agreement,
             used_agreement=first_agreement if self._used is self._first else self._measure(self._used),
         )

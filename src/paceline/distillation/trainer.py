@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -16,16 +17,29 @@ from paceline.errors import CheckpointError
 MAX_GRADIENT_NORM = 1.0
 NETWORK = "network."
 """Before the names of the network's weights, among what is saved."""
+MOVING = "moving."
+"""Before the names of the weights that are trained, where those of the network are their average."""
+EARLY_MOVES = 10
+"""After n moves an average takes EARLY_MOVES / (EARLY_MOVES + n) of the next one, if that is more than its share."""
 
 
 class Trainer:
     """A network, its objective and its optimizers (optimizers.py).
 
     After `step` returns nothing is under way: whoever wants to stop simply calls it no more.
+
+    averaging: above 0 the weights that `tensors` gives are a moving average of those that are trained, which takes this
+    share of each new one (Polyak and Juditsky 1992). It is for training without an end, at a constant learning rate:
+    the average is worth what lowering the rate at the end would bring.
     """
 
-    def __init__(self, network: Network, shared: Shared, objective: Objective) -> None:
-        self.network = network
+    def __init__(
+        self, network: Network, shared: Shared, objective: Objective, *, averaging: float = 0.0
+    ) -> None:
+        self.network, self._averaging, self._num_moves = network, averaging, 0
+        self._averages = (
+            {name: p.detach().clone() for name, p in network.named_parameters()} if averaging else {}
+        )
         self._shared, self._objective = shared, objective
         self._optimizers = make_optimizers(network)
 
@@ -54,10 +68,32 @@ class Trainer:
                 group["lr"] = rate
             optimizer.step()
             optimizer.zero_grad()
+        share = max(self._averaging, EARLY_MOVES / (EARLY_MOVES + self._num_moves))
+        self._num_moves += 1
+        for name, parameter in self.network.named_parameters():
+            if name in self._averages:
+                self._averages[name].lerp_(parameter.detach(), share)
+
+    @contextmanager
+    def averaged(self) -> Iterator[Network]:
+        """The network as `tensors` gives it, to be measured. Nothing is learned meanwhile."""
+        self._exchange()
+        try:
+            yield self.network
+        finally:
+            self._exchange()
+
+    def _exchange(self) -> None:
+        for name, parameter in self.network.named_parameters():
+            if name in self._averages:
+                parameter.data, self._averages[name] = self._averages[name], parameter.data
 
     def tensors(self) -> dict[str, Tensor]:
         """All that training changes, by name: weights, and what the optimizers keep of each. Not copied."""
-        found = {f"{NETWORK}{name}": p.detach() for name, p in self.network.named_parameters()}
+        moving = {name: parameter.detach() for name, parameter in self.network.named_parameters()}
+        found = {f"{NETWORK}{name}": tensor for name, tensor in (self._averages or moving).items()}
+        if self._averages:
+            found |= {f"{MOVING}{name}": tensor for name, tensor in moving.items()}
         for name, parameter in self.network.named_parameters():
             for optimizer in self._optimizers:
                 kept = optimizer.state.get(parameter, {})
@@ -70,6 +106,7 @@ class Trainer:
         Raises CheckpointError if it belongs to another network.
         """
         load_network(self.network, tensors)
+        self._take_averages(tensors)
         own = dict(self.network.named_parameters())
         for optimizer in self._optimizers:
             for name, parameter in own.items():
@@ -77,6 +114,17 @@ class Trainer:
                     found = _state_of(name, tensors)
                     is_own = found.keys() == KEPT[type(optimizer)]
                     optimizer.state[parameter] = found if is_own else {}
+
+    def _take_averages(self, tensors: Mapping[str, Tensor]) -> None:
+        """The network has the averages now; go on from the weights that were trained, where these are given too."""
+        moves = [int(tensor) for name, tensor in tensors.items() if name.startswith("optimizer.step.")]
+        self._num_moves = max(moves, default=0)
+        with torch.no_grad():
+            for name, parameter in self.network.named_parameters():
+                if self._averages:
+                    self._averages[name].copy_(parameter)
+                if (moving := tensors.get(f"{MOVING}{name}")) is not None:
+                    parameter.copy_(moving)
 
 
 def load_network(network: Network, tensors: Mapping[str, Tensor]) -> None:
