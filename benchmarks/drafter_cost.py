@@ -222,29 +222,41 @@ def main() -> None:
             "equal": ours["digest"] == others["digest"],
         }
         rows.append(row)
-    counted = rows[options.warm_up :]
-    mean, low, high = interval([row["ratio"] for row in counted])
-    share = sum(row["accounted_s"] for row in counted) / sum(row["rollout_s"] for row in counted)
+    mean, high, share = summarize(rows, options.warm_up)
     summary = {
         "ratio": mean,
-        "interval": [low, high],
+        "interval": [mean * mean / high, high],
         "accounted_share": share,
         "equal_tokens": all(row["equal"] for row in rows),
         "equal_weights": weights["with"] == weights["without"],
         "trainer_core_s": core_s,
         "drafts_from": next((step.step for step in told if step.tried), None),
     }
-    bars = [
-        {"case": "upper end of the ratio's interval", "reached": high, "needed": MOST_RATIO},
-        {"case": "accounted share", "reached": share, "needed": MOST_ACCOUNTED},
-    ]
-    for bar in bars:
-        bar["met"] = bar["reached"] <= bar["needed"]
+    bars = check(high, share)
     print(summary)
     publish("drafter cost", rows, COLUMNS, options, summary=summary, bars=bars, settings=list(SETTINGS))
     print_bars(bars)
     if not (summary["equal_tokens"] and summary["equal_weights"]):
         raise SystemExit("the two runs differ: growing a drafter has changed a token or a weight")
+
+
+def summarize(rows: Sequence[dict[str, Any]], warm_up: int) -> tuple[float, float, float]:
+    """Mean ratio, the upper end of its interval, and the share of the rollouts' time that is accounted."""
+    counted = rows[warm_up:]
+    mean, _, high = interval([row["ratio"] for row in counted])
+    share = sum(row["accounted_s"] for row in counted) / sum(row["rollout_s"] for row in counted)
+    return mean, high, share
+
+
+def check(high: float, share: float) -> list[dict[str, Any]]:
+    """The bars, as `print_bars` takes them."""
+    return [
+        {"case": case, "reached": reached, "needed": needed, "met": reached <= needed}
+        for case, reached, needed in (
+            ("upper end of the ratio's interval", high, MOST_RATIO),
+            ("accounted share", share, MOST_ACCOUNTED),
+        )
+    ]
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -150,23 +150,21 @@ def main() -> None:
                 "tokens": sum(tokens for _, _, tokens in adaptive.lengths(steps)),
             }
         )
-    rates = adaptive.solve_rates
-    bars = [
-        {
-            "case": "adaptive over frozen, last third",
-            "reached": rows[-1]["ratio"],
-            "needed": OF_FROZEN,
-        },
-        {
-            "case": "solve rate at the end over that at the start",
-            "reached": rates[max(rates)] / rates[0],
-            "needed": OF_SOLVED,
-        },
-    ]
-    for bar in bars:
-        bar["met"] = bar["reached"] >= bar["needed"]
+    bars = check(rows, adaptive.solve_rates)
     publish("drafter drift", rows, COLUMNS, options, plateau=lengths, settings=settings, bars=bars)
     print_bars(bars)
+
+
+def check(rows: Sequence[dict[str, Any]], solve_rates: dict[int, float]) -> list[dict[str, Any]]:
+    """The bars, as `print_bars` takes them."""
+    kept = solve_rates[max(solve_rates)] / solve_rates[min(solve_rates)]
+    return [
+        {"case": case, "reached": reached, "needed": needed, "met": reached >= needed}
+        for case, reached, needed in (
+            ("goes on learning over frozen, last third", rows[-1]["ratio"], OF_FROZEN),
+            ("solve rate at the end over that at the start", kept, OF_SOLVED),
+        )
+    ]
 
 
 def parse_arguments() -> argparse.Namespace:

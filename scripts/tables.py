@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from math import prod
+from statistics import fmean
 from typing import Any
 
 from paceline.sim.scenario import load_scenario
@@ -488,6 +489,91 @@ def list_drafter_losses(rows: Rows) -> str:
     return format_table(("network", "loss", "fed steps", *heads), lines)
 
 
+GROWTH_S = (5, 10, 20, 40, 60, 120, 240, 360, 480, 600)
+"""Idle core-seconds after which the curve is shown."""
+GROWTH_STEPS = 20
+"""Of a run, over which the acceptance that engines met is averaged."""
+
+
+def list_growth(rows: Rows) -> str:
+    """How a drafter grew with the idle time that it was given."""
+    curve = rows("drafter_growth.curve")
+    lines = []
+    for seconds in GROWTH_S:
+        at = next((place for place, point in enumerate(curve) if point["idle_core_s"] >= seconds), None)
+        if at is None:
+            break
+        around = [
+            point["acceptance"] for point in curve[max(at - GROWTH_STEPS // 2, 0) : at + GROWTH_STEPS // 2]
+        ]
+        met = [acceptance for acceptance in around if acceptance is not None]
+        point = curve[at]
+        numbers = (f"{point['trained_s']:.0f}", f"{point['agreement']:.2f}" if point["agreement"] else "")
+        lines.append((str(seconds), str(point["step"]), *numbers, f"{fmean(met):.2f}" if met else ""))
+    heads = ("idle core-seconds", "step of the run", "of these training", "agreement")
+    return format_table((*heads, "accepted in the engines"), lines)
+
+
+def list_grown(rows: Rows) -> str:
+    """What has grown beside drafters that were trained offline."""
+    lines = [
+        (
+            row["system"],
+            f"{row['core_s']:.0f}" if row["core_s"] else "",
+            f"{row['acceptance_length']:.2f}",
+            f"{row['agreement']:.3f}",
+            f"{row['of_grown']:.2f}",
+        )
+        for row in rows("drafter_growth")
+    ]
+    return format_table(("drafter", "core-seconds", "acceptance length", "agreement", "grown over it"), lines)
+
+
+def list_drift(rows: Rows) -> str:
+    """A policy that moves away: acceptance lengths of a head that goes on learning and of one that does not."""
+    lines = [
+        (
+            str(row["part"]),
+            f"{row['adaptive']:.2f}",
+            f"{row['frozen']:.2f}",
+            f"{row['ratio']:.2f}",
+            " to ".join("" if rate is None else f"{100 * rate:.0f} %" for rate in row["solve_rate"]),
+            f"{row['idle_core_s']:.0f}",
+        )
+        for row in rows("drafter_drift")
+    ]
+    return format_table(
+        ("third", "goes on learning", "frozen", "ratio", "solve rate", "idle core-seconds"), lines
+    )
+
+
+def list_kinds(rows: Rows) -> str:
+    """Kinds of drafters beside one target."""
+    return _list_kinds(rows("drafter_kinds"))
+
+
+def list_grown_kinds(rows: Rows) -> str:
+    """A grown drafter beside the final policy of its run."""
+    return _list_kinds(rows("drafter_grown"))
+
+
+def _list_kinds(rows: Sequence[dict[str, Any]]) -> str:
+    lines = [
+        (
+            str(row["batch"]),
+            row["system"],
+            f"{row['over_suffix']:.2f}{_show_range(row['over_suffix_range'])}",
+            f"{row['over_plain']:.2f}",
+            f"{row['acceptance_length']:.2f}",
+            "" if row["ms_per_token"] is None else f"{row['ms_per_token']:.2f}",
+            f"{100 * row['share']:.0f} %" if row["share"] else "",
+        )
+        for row in rows
+    ]
+    heads = ("responses", "drafter", "over suffix trees alone", "over no drafts", "acceptance length")
+    return format_table((*heads, "ms a draft token", "share of the time"), lines)
+
+
 TABLES: dict[str, Callable[[Rows], str]] = {
     "speed": list_speed,
     "speed_intel": list_intel_speed,
@@ -517,4 +603,9 @@ TABLES: dict[str, Callable[[Rows], str]] = {
     "racing.bars": list_racing_bars,
     "gpu": list_gpu,
     "drafter_losses": list_drafter_losses,
+    "drafter_growth": list_grown,
+    "drafter_growth.curve": list_growth,
+    "drafter_drift": list_drift,
+    "drafter_kinds": list_kinds,
+    "drafter_grown": list_grown_kinds,
 }

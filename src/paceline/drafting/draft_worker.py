@@ -43,6 +43,7 @@ from paceline.drafting.worker_wire import (
     hello,
 )
 from paceline.drafting.worker_wire import decode_for_worker as decode
+from paceline.planning.acceptance import pool_outcomes
 from paceline.planning.draft_ahead import choose_depth, choose_leaves
 from paceline.planning.latency import StepTimeModel, update_measured_time
 from paceline.planning.sharpness import SHARPNESS_GRID
@@ -211,10 +212,11 @@ class DraftWorker:
     def _learn(self, told: Sequence[Decided]) -> None:
         cells = np.concatenate([cells for one in told for cells in one.cells])
         accepted = np.concatenate([right for one in told for right in one.accepted])
-        self._learned.learn(cells, accepted)
+        self._learned.learn(pool_outcomes(cells, accepted, self._learned.num_cells))
         rejected = [cell for one in told for cell in one.rejected_cells]
         is_right = [right for one in told for right in one.is_rival_right]
-        self._rivals.learn(np.array(rejected, np.int32), np.array(is_right, np.bool_))
+        rivals = np.array(rejected, np.int32), np.array(is_right, np.bool_)
+        self._rivals.learn(pool_outcomes(*rivals, self._rivals.num_cells))
         decay = float(np.exp(-len(cells) / _ACCEPTANCE_TOKENS))
         self._accepted = self._accepted * decay + float(accepted.sum())
         self._decided = self._decided * decay + len(cells)

@@ -29,10 +29,15 @@ class Learned:
         """Exponent on the drafter's distribution."""
         return self._sharpness.beta if self._fixed is None else self._fixed
 
-    def learn(self, cells: Int32Array, outcomes: acceptance.BoolArray) -> None:
-        """cells, outcomes: of each draft token that the step says something about. [num_told]"""
-        if cells.size:
-            self.table = acceptance.update_acceptance(self.table, cells, outcomes)
+    @property
+    def num_cells(self) -> int:
+        """Of the calibration."""
+        return len(self.calibration)
+
+    def learn(self, outcomes: acceptance.Outcomes) -> None:
+        """What a step says about the drafter's tokens."""
+        if outcomes.verified.any():
+            self.table = acceptance.update_outcomes(self.table, outcomes)
             self.calibration = acceptance.estimate(self.table)
 
     @property
@@ -44,10 +49,10 @@ class Learned:
         """
         return acceptance.estimate(replace(self._alone, prior=self.calibration))
 
-    def learn_alone(self, cells: Int32Array, outcomes: acceptance.BoolArray) -> None:
+    def learn_alone(self, outcomes: acceptance.Outcomes) -> None:
         """As `learn`, of a step in which no other drafter drafted."""
-        if cells.size:
-            self._alone = acceptance.update_acceptance(self._alone, cells, outcomes)
+        if outcomes.verified.any():
+            self._alone = acceptance.update_outcomes(self._alone, outcomes)
 
     @property
     def rivals(self) -> Float32Array:
@@ -55,7 +60,7 @@ class Learned:
         return acceptance.estimate(self._rivals)
 
     def learn_rivals(self, cells: Int32Array, outcomes: acceptance.BoolArray) -> None:
-        """As `learn`, of the runner-up of each draft token."""
+        """cells, outcomes: of each draft token that a step says something about, and of its runner-up. [num_told]"""
         if cells.size:
             self._rivals = acceptance.update_acceptance(self._rivals, cells, outcomes)
 

@@ -24,6 +24,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline import _step
 from paceline.config import BudgetSettings, EngineSettings
 from paceline.drafting.drafter import Drafter, PathDrafter
 from paceline.drafting.learned import Learned
@@ -38,8 +39,8 @@ from paceline.engine.multipath.alternatives import AlternativePaths, Alternative
 from paceline.engine.sharing import SharedDrafts, drafter_number
 from paceline.errors import RequestError
 from paceline.planning import budget, sharpness
-from paceline.planning.acceptance import judge
-from paceline.planning.latency import predict_s
+from paceline.planning.acceptance import Outcomes, count_outcomes, judge
+from paceline.planning.latency import predict_one_s
 from paceline.planning.length import Endings
 from paceline.planning.paths import most_paths
 from paceline.planning.pause import Pause, after_question, after_rest
@@ -117,10 +118,10 @@ class _Recent:
             self.num_drafted = _KEPT * self.num_drafted + step.num_draft_tokens
             self.num_accepted = _KEPT * self.num_accepted + step.num_accepted_tokens
 
-    def note_drafts(self, outcomes: NDArray[np.bool_]) -> None:
-        """Model drafts' tokens up to the first wrong one of each. [num_told]"""
-        self.num_right = _KEPT * self.num_right + float(outcomes.sum())
-        self.num_told = _KEPT * self.num_told + outcomes.size
+    def note_drafts(self, outcomes: Outcomes) -> None:
+        """Of the model's drafts."""
+        self.num_right = _KEPT * self.num_right + float(outcomes.accepted.sum())
+        self.num_told = _KEPT * self.num_told + float(outcomes.verified.sum())
 
     def forget_drafts(self) -> None:
         """Another model drafts."""
@@ -438,14 +439,16 @@ class FastLoop:
         self._batch_size = len(query.groups)
         has_model_drafts = self._arrived is not None
         self._now = self.budget.at_context(num_context_tokens, has_model_drafts)
-        self._steering.outlook.steps_left = self._steps_of(left)
+        if self.watch.is_used:
+            self._steering.outlook.steps_left = self._steps_of(left)
         is_resting = self.watch.is_used and not self._is_helped and not self._has_others(query)
         self._free_calibration = self.free.alone if is_resting else self.free.calibration
         drafter_query = replace(query, responses=self._drafter_numbers(query.responses))
         free = self._draft_free(query, drafter_query, num_other_tokens, weight, ahead)
         model, model_paths = self._match_model(query)
         batch = self._meet(query, (free, model), may_wait=num_other_tokens == 0)
-        snapshot = self._snapshot(_behind(batch.path_probability, ahead), num_other_tokens, weight)
+        path = _step.path_probability(batch.num_tokens, batch.acceptance)
+        snapshot = self._snapshot(_behind(path, ahead), num_other_tokens, weight)
         lengths = budget.decide(snapshot, self._now, self._settings.budget)
         self._expected = budget.expected_accepted(snapshot, lengths)
         self._num_drafted = int(lengths.sum())
@@ -586,6 +589,13 @@ class FastLoop:
         if arrived is None:
             return None, None
         self._draft_s = arrived.total_s
+        if np.array_equal(arrived.responses, query.responses) and np.array_equal(
+            arrived.positions, query.positions
+        ):  # most often nobody has come or gone
+            batch, paths = arrived.batch, arrived.paths
+            if paths is not None:
+                paths = replace(paths, num_tokens=np.minimum(paths.num_tokens, query.max_tokens[:, None]))
+            return replace(batch, num_tokens=np.minimum(batch.num_tokens, query.max_tokens)), paths
         order = np.argsort(arrived.responses, kind="stable")
         found = np.searchsorted(arrived.responses[order], query.responses)
         row = order[np.minimum(found, len(order) - 1)]
@@ -665,8 +675,7 @@ class FastLoop:
                 most] int32
         """
         self._expected = proposal.expected_accepted
-        first, num_decided = decided[:, 0], (decided >= 0).sum(axis=1)
-        known = first >= 0
+        first, num_decided = decided[:, 0], (decided >= 0).sum(axis=1, dtype=np.int32)
         accepted = leading_matches(proposal.batch.tokens, verified, decided)
         others, matches = proposal.alternatives, np.empty(0, np.int32)
         if others is not None:
@@ -675,23 +684,22 @@ class FastLoop:
         for learned, candidate in zip((self.free, self.model), proposal.candidates, strict=True):
             if candidate is None:
                 continue
-            learned.learn_sharpness(candidate.probes[known], first[known])
+            learned.learn_sharpness(candidate.probes, first)
             seen = np.minimum(np.minimum(verified, candidate.num_tokens), num_decided)
             is_alone = candidate is proposal.batch
             right = accepted if is_alone else leading_matches(candidate.tokens, seen, decided)
-            told, is_right = judge(candidate.cells.shape[1], seen, right)
-            cells, outcomes = candidate.cells[told], is_right[told]
+            outcomes = count_outcomes(candidate.cells, seen, right, learned.num_cells)
             if learned is self.model:
                 self._recent.note_drafts(outcomes)
                 self.watch.observe(candidate, first)
                 if isinstance(candidate, ModelBatch) and self._settings.num_paths > 1:
-                    learned.learn_rivals(cells, _equal(candidate.rivals, decided)[told])
+                    told, _ = judge(candidate.cells.shape[1], seen, right)
+                    learned.learn_rivals(candidate.cells[told], _equal(candidate.rivals, decided)[told])
             if learned is self.free and others is not None:
-                more = outcomes_of(others, others.lengths, matches)
-                cells, outcomes = np.concatenate([cells, more[0]]), np.concatenate([outcomes, more[1]])
-            learned.learn(cells, outcomes)
+                outcomes = outcomes.and_also(outcomes_of(others, others.lengths, matches, learned.num_cells))
+            learned.learn(outcomes)
             if learned is self.free and is_alone and self.watch.is_used:
-                learned.learn_alone(cells, outcomes)
+                learned.learn_alone(outcomes)
         if isinstance(proposal.batch, MetDrafts):
             taken = np.arange(proposal.batch.tokens.shape[1]) < accepted[:, None]
             self._accepted = np.bincount(proposal.batch.sources[taken], minlength=len(NO_TOKENS))
@@ -769,7 +777,7 @@ class FastLoop:
         if not self.budget.decode_time.num_observations or not self._recent.num_decoded:
             return None
         batch, far = max(self._batch_size, 1), 1 + FAR_TOKENS
-        near_s, far_s = predict_s(self._now.decode_time, [batch, batch * far]).tolist()
+        near_s, far_s = (predict_one_s(self._now.decode_time, size) for size in (batch, batch * far))
         token_s = max(far_s - near_s, 0.0) / (batch * FAR_TOKENS)
         drafting = self.level_s(batch), self._recent.acceptance
         is_elsewhere = self.ahead is not None and self.ahead.has(self._place)
@@ -837,11 +845,7 @@ def _has_several_drafts(settings: EngineSettings) -> bool:
 
 def table_of(rows: Sequence[Sequence[int]]) -> Int32Array:
     """Token ids of each request as a table, -1 behind them. [num_requests, at least 1]"""
-    lengths = np.fromiter(map(len, rows), np.int64, len(rows))
-    table = np.full((len(rows), max(int(lengths.max(initial=1)), 1)), -1, np.int32)
-    flat = itertools.chain.from_iterable(rows)
-    table[np.arange(table.shape[1]) < lengths[:, None]] = np.fromiter(flat, np.int32, int(lengths.sum()))
-    return table
+    return _step.table_of(list(rows))
 
 
 def leading_matches(tokens: Int32Array, lengths: Int32Array, decided: Int32Array) -> Int32Array:
@@ -854,10 +858,7 @@ def leading_matches(tokens: Int32Array, lengths: Int32Array, decided: Int32Array
         lengths: draft tokens that count. [num_drafts]
         decided: the target's tokens, -1 behind them. [num_drafts, most]
     """
-    width = min(tokens.shape[1], decided.shape[1])
-    same = (tokens[:, :width] == decided[:, :width]) & (np.arange(width) < lengths[:, None])
-    matches: Int32Array = np.logical_and.accumulate(same, axis=1).sum(axis=1, dtype=np.int32)
-    return matches
+    return _step.leading_matches(tokens, lengths, decided)
 
 
 def _behind(path_probability: Float32Array, ahead: Int32Array | None) -> Float32Array:

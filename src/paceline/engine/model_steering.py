@@ -12,7 +12,7 @@ import numpy as np
 from paceline.config import BudgetSettings
 from paceline.planning import drafter_worth
 from paceline.planning.budget import BudgetSnapshot, BudgetState, decide, expected_accepted
-from paceline.planning.latency import StepTimeModel, predict_s, update_measured_time
+from paceline.planning.latency import StepTimeModel, predict_one_s, predict_s, update_measured_time
 from paceline.types import DraftGrowth, Float32Array, Int32Array
 
 
@@ -85,7 +85,7 @@ class ModelSteering:
 
     def level_s(self, batch: int) -> float:
         """What a draft token of each of `batch` requests takes; 0 before there were any."""
-        return float(predict_s(self._level_time, batch)) if self._level_time.num_observations else 0.0
+        return predict_one_s(self._level_time, batch) if self._level_time.num_observations else 0.0
 
     def judge(
         self,
@@ -114,8 +114,8 @@ class ModelSteering:
             alone = replace(snapshot, path_probability=free)
             lengths = decide(alone, state_alone, settings)
             drafted_alone, expected_alone = int(lengths.sum()), expected_accepted(alone, lengths)
-        step_s = float(predict_s(state.decode_time, batch + drafted))
-        alone_s = float(predict_s(state_alone.decode_time, batch + drafted_alone))
+        step_s = predict_one_s(state.decode_time, batch + drafted)
+        alone_s = predict_one_s(state_alone.decode_time, batch + drafted_alone)
         self._worth = drafter_worth.update_worth(
             self._worth,
             batch,
@@ -152,14 +152,14 @@ class ModelSteering:
         if not self._num_read:
             return True
         reading_s = (self.outlook.backlog + self.outlook.coming) * self._read_s / self._num_read
-        saved = self._worth.gain(batch) * float(predict_s(step_time, batch)) * self.outlook.steps_left
+        saved = self._worth.gain(batch) * predict_one_s(step_time, batch) * self.outlook.steps_left
         return saved >= reading_s
 
     def limits(
         self, batch: int, num_drafted: int, step_time: StepTimeModel, lowest: float
     ) -> tuple[float, Float32Array, int | None]:
         """(floor, level costs, most requests) of the drafts to come, as in `DraftOrder`."""
-        token_s = self._worth.token_s(batch) or float(predict_s(step_time, batch)) / batch
+        token_s = self._worth.token_s(batch) or predict_one_s(step_time, batch) / batch
         floor = drafter_worth.choose_floor(batch, num_drafted, token_s, step_time, lowest)
         drafting = self._rest.sample or None
         return (

@@ -12,11 +12,11 @@ import logging
 import time
 from collections import deque
 from dataclasses import replace
-from itertools import chain, compress
 from typing import Any
 
 import numpy as np
 
+from paceline import _step
 from paceline.engine.arguments import read_settings
 from paceline.engine.compat import (
     AsyncScheduler,
@@ -446,12 +446,8 @@ class PacelineScheduler(Scheduler):  # type: ignore[misc]
         self.loop.endings.note(int(made.sum()), self._num_stopped)
         self._num_stopped = 0
         if grew.any():
-            offsets = np.zeros(np.count_nonzero(grew) + 1, np.int32)
-            np.cumsum(made[grew], out=offsets[1:])
-            tokens = np.fromiter(
-                chain.from_iterable(compress(rows, grew.tolist())), np.int32, int(offsets[-1])
-            )
-            everyone = bool(grew.all())
+            offsets, tokens = _step.joined(rows, grew)
+            everyone = len(offsets) > len(rows)
             groups = batch.groups if everyone else batch.groups[grew]
             numbers = batch.numbers if everyone else batch.numbers[grew]
             self.loop.grow(groups, numbers, offsets, tokens)

@@ -11,10 +11,12 @@ again.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from paceline import _step
 from paceline.errors import EngineError
 from paceline.types import Float32Array, Float64Array, Int32Array
 
@@ -49,6 +51,46 @@ class AcceptanceTable:
         return cls(zeros, zeros, prior, prior_strength, half_life_steps)
 
 
+class Outcomes(NamedTuple):
+    """What a step says about the draft tokens of each cell."""
+
+    accepted: Float64Array  # [num_cells]
+    verified: Float64Array  # [num_cells] tokens up to the first rejection of each draft, that one included
+
+    def and_also(self, others: Outcomes) -> Outcomes:
+        """With what the same step says about other drafts."""
+        return Outcomes(self.accepted + others.accepted, self.verified + others.verified)
+
+
+def count_outcomes(
+    cells: Int32Array, num_verified: Int32Array, num_accepted: Int32Array, num_cells: int
+) -> Outcomes:
+    """What `judge` says about drafts, counted. Raises EngineError for cells that the table does not have.
+
+    cells: [num_drafts, width]. num_verified, num_accepted: as there. [num_drafts] int32
+    """
+    try:
+        return Outcomes(*_step.count_outcomes(cells, num_verified, num_accepted, num_cells))
+    except ValueError as error:
+        raise EngineError(
+            f"{error}: {num_cells} cells in the table, drafts of shape {cells.shape}; build it with the drafter's own "
+            "number of cells"
+        ) from None
+
+
+def pool_outcomes(
+    cells: Int32Array, accepted: ArrayLike, num_cells: int, verified: Float64Array | None = None
+) -> Outcomes:
+    """Counts of tokens that are given one by one; arguments as for `update_acceptance`."""
+    if cells.size and not 0 <= int(cells.min()) <= int(cells.max()) < num_cells:
+        raise EngineError(
+            f"acceptance cells {int(cells.min())}..{int(cells.max())} do not fit a table of {num_cells}: "
+            "build it with the drafter's own number of cells"
+        )
+    counts = (np.bincount(cells, weights=one, minlength=num_cells) for one in (accepted, verified))
+    return Outcomes(*(count.astype(np.float64, copy=False) for count in counts))
+
+
 def estimate(table: AcceptanceTable) -> Float32Array:
     """Posterior mean acceptance of each cell, [num_cells] float32 in [0, 1]."""
     strength = table.prior_strength
@@ -67,19 +109,16 @@ def update_acceptance(
     accepted: [num_verified] whether the target's token was the same (or the number accepted, see `verified`).
     verified: [num_verified] how many tokens each entry stands for; None: one each.
     """
+    return update_outcomes(table, pool_outcomes(cells, accepted, table.prior.shape[0], verified))
+
+
+def update_outcomes(table: AcceptanceTable, outcomes: Outcomes) -> AcceptanceTable:
+    """`update_acceptance` with what the step says already counted."""
     decay = 0.5 ** (1.0 / table.half_life_steps)
-    num_cells = table.prior.shape[0]
-    if cells.size and not 0 <= int(cells.min()) <= int(cells.max()) < num_cells:
-        raise EngineError(
-            f"acceptance cells {int(cells.min())}..{int(cells.max())} do not fit a table of {num_cells}: "
-            "build it with the drafter's own number of cells"
-        )
-    more_accepted = np.bincount(cells, weights=accepted, minlength=num_cells)
-    more_verified = np.bincount(cells, weights=verified, minlength=num_cells)
     return replace(
         table,
-        accepted=table.accepted * decay + more_accepted,
-        verified=table.verified * decay + more_verified,
+        accepted=table.accepted * decay + outcomes.accepted,
+        verified=table.verified * decay + outcomes.verified,
     )
 
 

@@ -12,7 +12,7 @@ import math
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from paceline.planning.latency import StepTimeModel, predict_s
+from paceline.planning.latency import StepTimeModel, predict_one_s, predict_s
 from paceline.types import Float64Array, Int32Array, Int64Array
 
 BoolArray = NDArray[np.bool_]
@@ -67,6 +67,6 @@ def choose_leaves(
 
 def choose_depth(num_leaves: int, level_time: StepTimeModel, left_s: float = math.inf) -> int:
     """Tokens per leaf and drafting call: as many as `CALL_S`, and the step where there are branches, have time for."""
-    level_s = float(predict_s(level_time, num_leaves))
+    level_s = predict_one_s(level_time, num_leaves)
     depth = math.ceil(CALL_S / level_s)
     return max(depth if depth * level_s <= left_s else math.floor(left_s / level_s), 1)

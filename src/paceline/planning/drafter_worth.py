@@ -27,7 +27,7 @@ from math import isqrt
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.planning.latency import StepTimeModel, predict_s
+from paceline.planning.latency import StepTimeModel, predict_one_s, predict_s
 from paceline.types import Float32Array, Float64Array
 
 HIGHEST_FLOOR = 0.9
@@ -170,7 +170,7 @@ def next_rest(
     if rest.left and _size(batch) < _size(rest.batch) and is_positive:
         return Rest()
     first = isqrt(batch) if batch > 1 else 0
-    if rest.left and predict_s(step_time, rest.batch) < rest.step_s / RECOVERED:
+    if rest.left and predict_one_s(step_time, rest.batch) < rest.step_s / RECOVERED:
         return Rest(trial_left=TRIAL_STEPS, sample=first, last=rest.last + 1 - rest.left)
     if rest.left > 1:
         return replace(rest, left=rest.left - 1)
@@ -189,7 +189,7 @@ def next_rest(
         length=min(2 * rest.length, LONGEST_REST) if is_alive else rest.length,
         last=length,
         batch=batch,
-        step_s=float(predict_s(step_time, batch)),
+        step_s=predict_one_s(step_time, batch),
     )
 
 

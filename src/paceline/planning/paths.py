@@ -22,7 +22,13 @@ import numpy as np
 from paceline.config import BudgetSettings
 from paceline.planning import bandit
 from paceline.planning.budget import BudgetState
-from paceline.planning.latency import StepTimeModel, at_context, largest_known_tokens, predict_s
+from paceline.planning.latency import (
+    StepTimeModel,
+    at_context,
+    largest_known_tokens,
+    predict_one_s,
+    predict_s,
+)
 from paceline.types import Float32Array, Float64Array, Int32Array, Int64Array
 
 
@@ -139,7 +145,7 @@ def may_pay(
     sure = len(lengths) + state.confidence * expected_accepted
     room = _trusted_room(model, base, settings)
     rate = _rates(bound, inside, sure, base, room, model, np.zeros(len(lengths), np.int64))
-    return bool(rate.max(initial=0.0) > sure / float(predict_s(model, base)))
+    return bool(rate.max(initial=0.0) > sure / predict_one_s(model, base))
 
 
 def most_paths(state: BudgetState, settings: BudgetSettings, num_requests: int, most: int) -> int:
@@ -166,7 +172,7 @@ def _choose_marginal(
     size = snapshot.num_requests + snapshot.num_other_tokens + snapshot.num_draft_tokens
     room = _trusted_room(model, size, settings)
     promised = snapshot.num_requests + state.confidence * snapshot.expected_accepted
-    first_rate = rate = promised / float(predict_s(model, size))
+    first_rate = rate = promised / predict_one_s(model, size)
     covered = snapshot.covered.astype(np.int32, copy=True)
     columns = np.arange(snapshot.path_probability.shape[1])
     chosen: list[int] = []

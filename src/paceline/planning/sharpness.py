@@ -10,10 +10,11 @@ full information, no exploration. Invariant: the decision moves only on evidence
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
+from paceline import _step
 from paceline.errors import EngineError
 from paceline.types import Float64Array, Int32Array
 
@@ -60,14 +61,14 @@ def update_sharpness(state: SharpnessState, probes: Int32Array, targets: Int32Ar
             f"{probes.shape[1]} sharpness probes per request, expected {len(SHARPNESS_GRID)}: "
             "the drafter must use SHARPNESS_GRID"
         )
-    hits = (probes == targets[:, None]) & (probes >= 0)
-    telling = hits.any(axis=1) & ~hits.all(axis=1)
-    count = int(np.count_nonzero(targets >= 0))
-    if not telling.any():
-        return state if count == 0 else replace(state, wins=state.wins * math.exp(-count / MEMORY_TOKENS))
-    hit = hits[telling].astype(np.float64)
-    wins = state.wins * math.exp(-count / MEMORY_TOKENS) + hit.T @ (1.0 - hit)
-    return SharpnessState(wins=wins, chosen=_choose(wins, state.chosen))
+    more, count = _step.count_wins(probes, targets)
+    if not count:
+        return state
+    wins = state.wins * math.exp(-count / MEMORY_TOKENS)
+    if not more.any():  # nothing that tells one beta from another
+        return SharpnessState(wins, state.chosen)
+    wins += more
+    return SharpnessState(wins, _choose(wins, state.chosen))
 
 
 def _choose(wins: Float64Array, present: int) -> int:

@@ -27,6 +27,7 @@ State = Literal["ok", "note", "warn", "fail"]
 NATIVE = (
     "paceline._dice",
     "paceline._suffix",
+    "paceline._step",
     "paceline._tree",
     "paceline._decoder",
     "paceline._linear",

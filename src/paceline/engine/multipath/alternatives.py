@@ -15,7 +15,7 @@ import numpy as np
 from paceline.config import BudgetSettings, EngineSettings
 from paceline.engine.loop_log import EngineLog
 from paceline.planning import paths
-from paceline.planning.acceptance import BoolArray, judge
+from paceline.planning.acceptance import BoolArray, Outcomes, judge, pool_outcomes
 from paceline.planning.budget import BudgetState
 from paceline.types import DraftChains, DraftPaths, DraftQuery, Float32Array, Int32Array, Int64Array
 
@@ -187,10 +187,9 @@ class AlternativePaths:
 
 
 def outcomes_of(
-    alternatives: Alternatives, verified: Int32Array, accepted: Int32Array
-) -> tuple[Int32Array, BoolArray]:
-    """(cells, outcomes) that a step tells of the model-free alternatives; tokens shared with an earlier path are
-    counted once."""
+    alternatives: Alternatives, verified: Int32Array, accepted: Int32Array, num_cells: int
+) -> Outcomes:
+    """What a step says about the model-free alternatives; tokens shared with an earlier path are counted once."""
     told, right = judge(alternatives.cells.shape[1], verified, accepted)
     told &= (np.arange(told.shape[1]) >= alternatives.covered[:, None]) & alternatives.is_free[:, None]
-    return alternatives.cells[told], right[told]
+    return pool_outcomes(alternatives.cells[told], right[told], num_cells)

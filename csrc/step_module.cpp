@@ -1,0 +1,168 @@
+// paceline._step: what a step's tokens say about its drafts. Each function is one pass over small arrays, which in numpy
+// is a handful of calls of some microseconds each.
+
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/pair.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <memory>
+#include <stdexcept>
+#include <utility>
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace {
+
+template <typename T>
+using Row = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+template <typename T>
+using Table = nb::ndarray<const T, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+template <typename T>
+using NewRow = nb::ndarray<nb::numpy, T, nb::ndim<1>>;
+template <typename T>
+using NewTable = nb::ndarray<nb::numpy, T, nb::ndim<2>>;
+
+void check(bool fits, const char* message) {
+  if (!fits) throw std::invalid_argument(message);
+}
+
+template <typename T>
+nb::capsule owner_of(std::unique_ptr<T[]>& data) {
+  return nb::capsule(data.release(), [](void* held) noexcept { delete[] static_cast<T*>(held); });
+}
+
+template <typename T>
+NewRow<T> make_row(std::unique_ptr<T[]> data, size_t size) {
+  T* values = data.get();
+  return NewRow<T>(values, {size}, owner_of(data));
+}
+
+template <typename T>
+NewTable<T> make_table(std::unique_ptr<T[]> data, size_t rows, size_t columns) {
+  T* values = data.get();
+  return NewTable<T>(values, {rows, columns}, owner_of(data));
+}
+
+int32_t token_of(nb::handle item) { return nb::cast<int32_t>(item); }
+
+// Lists of token ids as a table, -1 behind them, at least one column wide.
+NewTable<int32_t> table_of(const nb::list& lists) {
+  const size_t rows = lists.size();
+  size_t most = 1;
+  for (nb::handle list : lists) most = std::max(most, nb::len(nb::handle(list)));
+  auto table = std::make_unique_for_overwrite<int32_t[]>(rows * most);
+  int32_t* out = table.get();
+  for (nb::handle list : lists) {
+    int32_t* end = out + most;
+    for (nb::handle token : list) *out++ = token_of(token);
+    while (out != end) *out++ = -1;
+  }
+  return make_table(std::move(table), rows, most);
+}
+
+// The tokens of those lists that count, one behind the other, and where each begins and ends.
+std::pair<NewRow<int32_t>, NewRow<int32_t>> joined(const nb::list& lists, const Row<bool>& counts) {
+  check(counts.shape(0) == lists.size(), "one flag per list is wanted");
+  size_t num_lists = 0, num_tokens = 0;
+  for (size_t i = 0; i < lists.size(); ++i) {
+    if (!counts(i)) continue;
+    ++num_lists;
+    num_tokens += nb::len(nb::handle(lists[i]));
+  }
+  auto offsets = std::make_unique_for_overwrite<int32_t[]>(num_lists + 1);
+  auto tokens = std::make_unique_for_overwrite<int32_t[]>(num_tokens);
+  int32_t at = 0;
+  int32_t* offset = offsets.get();
+  *offset++ = 0;
+  for (size_t i = 0; i < lists.size(); ++i) {
+    if (!counts(i)) continue;
+    for (nb::handle token : nb::handle(lists[i])) tokens[static_cast<size_t>(at++)] = token_of(token);
+    *offset++ = at;
+  }
+  return {make_row(std::move(offsets), num_lists + 1), make_row(std::move(tokens), num_tokens)};
+}
+
+NewRow<int32_t> leading_matches(const Table<int32_t>& tokens, const Row<int32_t>& lengths,
+                                const Table<int32_t>& decided) {
+  const size_t rows = tokens.shape(0);
+  check(lengths.shape(0) == rows && decided.shape(0) == rows, "as many lengths and decided rows as drafts are wanted");
+  const auto width = static_cast<int32_t>(std::min(tokens.shape(1), decided.shape(1)));
+  auto matches = std::make_unique_for_overwrite<int32_t[]>(rows);
+  for (size_t i = 0; i < rows; ++i) {
+    const int32_t* draft = tokens.data() + i * tokens.shape(1);
+    const int32_t* found = decided.data() + i * decided.shape(1);
+    const int32_t most = std::min(lengths(i), width);
+    int32_t count = 0;
+    while (count < most && draft[count] == found[count]) ++count;
+    matches[i] = count;
+  }
+  return make_row(std::move(matches), rows);
+}
+
+// Of each cell, tokens that were accepted and tokens that the step says something about: min(seen, right + 1) of each
+// draft.
+std::pair<NewRow<double>, NewRow<double>> count_outcomes(const Table<int32_t>& cells, const Row<int32_t>& seen,
+                                                         const Row<int32_t>& right, uint32_t num_cells) {
+  const size_t rows = cells.shape(0);
+  check(seen.shape(0) == rows && right.shape(0) == rows, "as many numbers of tokens as drafts are wanted");
+  auto accepted = std::make_unique<double[]>(num_cells);
+  auto verified = std::make_unique<double[]>(num_cells);
+  for (size_t i = 0; i < rows; ++i) {
+    const int32_t* row = cells.data() + i * cells.shape(1);
+    const int32_t told = std::min({seen(i), right(i) + 1, static_cast<int32_t>(cells.shape(1))});
+    for (int32_t j = 0; j < told; ++j) {
+      check(row[j] >= 0 && static_cast<uint32_t>(row[j]) < num_cells, "a cell is none of the table's");
+      verified[row[j]] += 1.0;
+      if (j < right(i)) accepted[row[j]] += 1.0;
+    }
+  }
+  return {make_row(std::move(accepted), num_cells), make_row(std::move(verified), num_cells)};
+}
+
+// How often the proposal of one column was the target's token while that of another was not, and how many tokens of the
+// target are known.
+std::pair<NewTable<double>, size_t> count_wins(const Table<int32_t>& proposals, const Row<int32_t>& targets) {
+  const size_t rows = proposals.shape(0), columns = proposals.shape(1);
+  check(targets.shape(0) == rows, "one token of the target per row is wanted");
+  auto wins = std::make_unique<double[]>(columns * columns);
+  size_t num_known = 0;
+  for (size_t i = 0; i < rows; ++i) {
+    if (targets(i) < 0) continue;
+    ++num_known;
+    const int32_t* row = proposals.data() + i * columns;
+    for (size_t a = 0; a < columns; ++a) {
+      if (row[a] != targets(i)) continue;
+      for (size_t b = 0; b < columns; ++b) wins[a * columns + b] += row[b] != targets(i);
+    }
+  }
+  return {make_table(std::move(wins), columns, columns), num_known};
+}
+
+NewTable<float> path_probability(const Row<int32_t>& num_tokens, const Table<float>& acceptance) {
+  const size_t rows = acceptance.shape(0), columns = acceptance.shape(1);
+  check(num_tokens.shape(0) == rows, "one number of tokens per row is wanted");
+  auto path = std::make_unique<float[]>(rows * columns);
+  for (size_t i = 0; i < rows; ++i) {
+    float product = 1.0f;
+    const auto length = static_cast<int32_t>(columns) < num_tokens(i) ? static_cast<int32_t>(columns) : num_tokens(i);
+    for (int32_t j = 0; j < length; ++j) {
+      const size_t at = i * columns + static_cast<size_t>(j);
+      path[at] = product *= acceptance.data()[at];
+    }
+  }
+  return make_table(std::move(path), rows, columns);
+}
+
+}  // namespace
+
+NB_MODULE(_step, m) {
+  m.def("table_of", &table_of, "lists"_a);
+  m.def("joined", &joined, "lists"_a, "counts"_a);
+  m.def("leading_matches", &leading_matches, "tokens"_a, "lengths"_a, "decided"_a);
+  m.def("count_outcomes", &count_outcomes, "cells"_a, "seen"_a, "right"_a, "num_cells"_a);
+  m.def("count_wins", &count_wins, "proposals"_a, "targets"_a);
+  m.def("path_probability", &path_probability, "num_tokens"_a, "acceptance"_a);
+}
