@@ -125,10 +125,11 @@ class EngineSettings(Section):
 
     num_paths: int = Field(default=1, ge=1, le=8)
     """Draft paths per request, verified by row expansion; more than one is used only in small batches. Needs a drafter
-    that proposes several: the suffix drafter, a model drafter inside the engine, or both, each so many."""
+    that proposes several: the suffix drafter, a model drafter inside the engine, or both, each so many. On model runner
+    V2 none is verified beside another: where steps overlap the device goes on with the path that has come true."""
 
     max_alternatives: int = Field(default=16, ge=1, le=256)
-    """Draft paths beyond one per request that a step verifies at most; each lays claim to one block of KV cache."""
+    """Draft paths beyond one per request that a step has at most; on V1 each lays claim to one block of KV cache."""
 
     draft_floor: float = Field(default=0.05, ge=0.0, lt=1.0)
     """A draft ends where the probability that all of it is accepted falls below this."""

@@ -238,28 +238,33 @@ def accept_at_random() -> list[Any]:
 
 
 def continue_at_random() -> list[Any]:
-    """(what `continue_drafts` writes, what it should) of drafts that go on behind what was decided, or do not."""
+    """(what `continue_drafts` writes, what it should) of paths that go on behind what was decided, or do not."""
     random = np.random.default_rng(5)
     cases = []
-    for _ in range(20):
-        count, rows = 4, random.permutation(6)[:4]
+    for case in range(30):
+        count, rows, num_paths = 4, random.permutation(6)[:4], 1 + case % 3
         known, lengths = random.integers(0, 3, (6, 30)), random.integers(8, 30, 6)
         starts = lengths[rows] - random.integers(0, 5, count)
-        num_tokens = random.integers(0, 8, count)
-        tokens = random.integers(0, 3, (count, 7))
+        shown = random.integers(1, num_paths + 1)  # a step may have fewer paths
+        num_tokens = random.integers(0, 8, (count, shown))
+        tokens = random.integers(0, 3, (count, shown, 7))
         for i, (row, start) in enumerate(zip(rows.tolist(), starts.tolist(), strict=True)):
-            if random.random() < 0.6:
-                tokens[i, : lengths[row] - start] = known[row, start : lengths[row]]
+            for path in range(shown):
+                if random.random() < 0.6:
+                    tokens[i, path, : lengths[row] - start] = known[row, start : lengths[row]]
         target = np.full((6, 3), 7)
         expected = target.copy()
         for i, (row, start) in enumerate(zip(rows.tolist(), starts.tolist(), strict=True)):
-            decided, draft = known[row, start : lengths[row]].tolist(), tokens[i, : num_tokens[i]].tolist()
-            rest = draft[len(decided) :][:3] if draft[: len(decided)] == decided else []
+            decided = known[row, start : lengths[row]].tolist()
+            paths = [tokens[i, path, : num_tokens[i, path]].tolist() for path in range(shown)]
+            num_decided = len(decided)
+            rests = [path[num_decided:] for path in paths if path[:num_decided] == decided]
+            rest = next(filter(None, rests), [])[:3]
             expected[row] = [*rest, *[NOTHING] * (3 - len(rest))]
-        table = table_of(rows, starts, num_tokens, tokens, 3)
+        table = table_of(rows, starts, num_tokens, tokens, 3, num_paths)
         written = torch.tensor(target, device=DEVICE)
         inputs = [torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in (table, known, lengths)]
-        continue_drafts(written, *inputs)
+        continue_drafts(written, *inputs, num_paths)
         cases.append((written.tolist(), expected.tolist()))
     return cases
 
@@ -386,6 +391,9 @@ def main(target: str, drafter: str, file: str) -> None:
         made["overlapped scripted"] = run(engine, ScriptedDrafter(known, 0.9, VOCAB, 9))
         made["overlapped resumed"] = {"cut": cut, **run(engine, ScriptedDrafter(known, 0.9, VOCAB, 9), cut)}
         made["overlapped aborted"] = abort_some(engine)
+    branching = settings.model_copy(update={"num_paths": 4, "max_alternatives": 64})
+    with RolloutEngine(target, branching, async_scheduling=True, **memory(1 << 26), **OURS) as engine:
+        made["overlapped branches"] = run(engine, engine.scheduler.loop.drafter)
     eager = settings.model_copy(update={"budget": BudgetSettings(min_gain=0.0)})
     with RolloutEngine(target, eager, async_scheduling=True, **memory(12 * BLOCK_BYTES), **OURS) as engine:
         made["overlapped scarce"] = run(engine, ScriptedDrafter(known, 0.9, VOCAB, 12))

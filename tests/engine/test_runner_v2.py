@@ -20,7 +20,9 @@ from paceline.engine.installed import is_cpu_build
 
 HERE = Path(__file__).parent
 INSIDE = ("suffix", "garbage", "scripted", "mixed", "model")
-OVERLAPPED = ("overlapped", "overlapped suffix", "overlapped garbage", "overlapped scripted")
+OVERLAPPED = (
+    "overlapped", "overlapped suffix", "overlapped branches", "overlapped garbage", "overlapped scripted",
+)  # fmt: skip
 MODES = ("none", *INSIDE, "sample", "watched", "worker", "worker and suffix", *OVERLAPPED)
 pytestmark = [
     pytest.mark.slow,

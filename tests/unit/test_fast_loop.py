@@ -223,6 +223,51 @@ def test_behind_a_step_under_way_the_budget_counts_what_is_left_of_a_draft() -> 
     assert made.expected_accepted == pytest.approx(expected, rel=1e-5)
 
 
+def test_branches_leave_a_draft_where_a_step_under_way_decides() -> None:
+    """The budget counts what any of them is worth behind it; no two are alike in what is decided."""
+    settings = EngineSettings(budget=FIXED, draft_floor=0.0, num_paths=4)
+    loop = FastLoop(settings)
+    texts = ([5, 6, 7, 8, 9, 10, 11], [5, 6, 17, 18, 19, 20, 21], [5, 26, 27, 28, 29, 30, 31])
+    for response, text in enumerate(texts * 2):
+        loop.open(0, response, [1, 2], [], key=response)
+        loop.append([(0, response, [3, 4, *text])])
+    loop.open(0, 9, [1, 2], [3, 4, 5], key=9)
+    asked = DraftQuery(
+        groups=np.zeros(1, np.int64),
+        responses=np.array([9]),
+        keys=np.array([9], np.uint64),
+        positions=np.array([5]),
+        temperatures=np.ones(1, np.float32),
+        max_tokens=np.array([6], np.int32),
+    )
+    assert loop.propose(asked, 0).branches is None
+    for ahead, most in ((2, 3), (1, 2), (0, 1)):
+        made = loop.propose(asked, 0, ahead=np.array([ahead], np.int32))
+        branches = made.branches
+        assert branches is not None
+        paths = [made.batch.tokens[0, : made.batch.num_tokens[0]].tolist()]
+        paths += [
+            tokens[:count].tolist()
+            for tokens, count in zip(branches.tokens[0], branches.num_tokens[0].tolist(), strict=True)
+            if count
+        ]
+        starts = [tuple(path[:ahead]) for path in paths]
+        assert len(set(starts)) == len(starts) == most
+        assert all(path == text[1 : 1 + len(path)] for path in paths for text in texts if path[-1] in text)
+        worth = made.batch.path_probability[0, ahead:]
+        for acceptance, count in zip(branches.acceptance[0], branches.num_tokens[0].tolist(), strict=True):
+            worth = worth + np.where(np.arange(6) < count, np.cumprod(acceptance), 0.0)[ahead:]
+        expected = float(np.minimum(worth, 1.0)[: made.lengths[0]].sum())
+        assert made.expected_accepted == pytest.approx(expected, rel=1e-5)
+
+
+def test_many_requests_have_no_branches() -> None:
+    loop = FastLoop(EngineSettings(budget=FIXED, draft_floor=0.0, num_paths=4, max_alternatives=8))
+    fill(loop)
+    assert loop.propose(query(), 0, ahead=np.ones(3, np.int32)).branches is None
+    assert loop.propose(query(2), 0, ahead=np.ones(2, np.int32)).branches is not None
+
+
 def test_all_that_a_draft_said_is_learned_from_behind_a_step_under_way() -> None:
     loop = FastLoop(EngineSettings(budget=FIXED, draft_floor=0.0))
     fill(loop, 1)

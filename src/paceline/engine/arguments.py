@@ -214,7 +214,9 @@ def _v2_remedies(vllm_config: Any, settings: EngineSettings) -> dict[str, bool]:
         "EngineSettings.draft_worker=True (further_drafters inside the engine are for model runner V1)": (
             settings.chooses_drafter
         ),
-        "EngineSettings.num_paths=1 (more are for model runner V1)": settings.num_paths > 1,
+        "EngineSettings.num_paths=1 (on model runner V2 more are for async_scheduling=True)": (
+            settings.num_paths > 1 and not vllm_config.scheduler_config.async_scheduling
+        ),
         "EngineSettings.compiled unset (on the CPU it is for model runner V1)": is_cpu()
         and bool(settings.compiled),
         "EngineSettings.model_drafter_dtype='auto' (on model runner V2 it is the target's)": (

@@ -62,6 +62,8 @@ class _Step:
     num_before: Int32Array = field(init=False)  # [len(names)] tokens of `before`
     goes_on: NDArray[np.bool_] = field(init=False)
     """Whose drafts begin with `before`, so that the rest of them is verified. [len(names)]"""
+    is_void: NDArray[np.bool_] = field(init=False)
+    """Of whom neither the draft nor a branch does. [len(names)]"""
 
     def __post_init__(self) -> None:
         self.tell([[] for _ in self.names])
@@ -71,8 +73,18 @@ class _Step:
         self.before = before
         self.num_before = np.fromiter(map(len, before), np.int32, len(before))
         if self.proposal is not None:
-            drafts = self.proposal.batch.tokens
-            self.goes_on = leading_matches(drafts, self.num_before, table_of(before)) == self.num_before
+            decided, branches = table_of(before), self.proposal.branches
+            self.goes_on = self._begins(self.proposal.batch.tokens, decided)
+            self.is_void = ~self.goes_on
+            if branches is not None:
+                for tokens, num_tokens in zip(
+                    branches.tokens.swapaxes(0, 1), branches.num_tokens.T, strict=True
+                ):
+                    self.is_void &= ~(self._begins(tokens, decided) & (num_tokens > self.num_before))
+
+    def _begins(self, drafts: Int32Array, decided: Int32Array) -> NDArray[np.bool_]:
+        """Which drafts begin with `before`. drafts: [len(names), any]"""
+        return np.asarray(leading_matches(drafts, self.num_before, decided) == self.num_before)
 
 
 class OverlappingScheduler(PacelineScheduler, AsyncScheduler):  # type: ignore[misc]
@@ -106,13 +118,16 @@ class OverlappingScheduler(PacelineScheduler, AsyncScheduler):  # type: ignore[m
     def _order(self, proposal: Proposal, num_sent: Int32Array) -> AheadDrafts:
         """The drafts of the requests that have any in the step, from the last known token on."""
         rows = np.flatnonzero(num_sent)
-        batch = proposal.batch
         most = int((self._ahead + num_sent)[rows].max())
+        tokens, num_tokens = proposal.batch.tokens[rows, None], proposal.batch.num_tokens[rows, None]
+        if (branches := proposal.branches) is not None:
+            tokens = np.concatenate([tokens, branches.tokens[rows]], axis=1)
+            num_tokens = np.concatenate([num_tokens, branches.num_tokens[rows]], axis=1)
         return AheadDrafts(
             [self._queried[row] for row in rows.tolist()],
             self._positions[rows],
-            batch.tokens[rows, :most],
-            np.minimum(batch.num_tokens[rows], most).astype(np.int32),
+            tokens[:, :, :most],
+            np.minimum(num_tokens, most).astype(np.int32),
         )
 
     def _divide(self) -> tuple[list[Request], list[Request]]:
@@ -130,10 +145,10 @@ class OverlappingScheduler(PacelineScheduler, AsyncScheduler):  # type: ignore[m
         return ready, others
 
     def _void(self) -> set[str]:
-        """Requests of the step under way whose drafts there do not go on with what has been decided since."""
+        """Requests of the step under way with nothing there that goes on with what has been decided since."""
         if not self._steps or (step := self._steps[-1]).proposal is None:
             return set()
-        return set(compress(step.names, ~step.goes_on & (step.num_sent > 0)))
+        return set(compress(step.names, step.is_void & (step.num_sent > 0)))
 
     def _unread(self, request: Request) -> int:
         return super()._unread(request) + int(request.num_output_placeholders)

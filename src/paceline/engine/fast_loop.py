@@ -97,6 +97,8 @@ class Proposal:
     responses: Int64Array  # [num_requests]
     expected_accepted: float = 0.0
     """Of the tokens to verify."""
+    branches: DraftPaths | None = None
+    """Paths that leave each request's draft among the tokens that a step under way decides; None: there are none."""
 
 
 @dataclass(slots=True)
@@ -447,8 +449,11 @@ class FastLoop:
         free = self._draft_free(query, drafter_query, num_other_tokens, weight, ahead)
         model, model_paths = self._match_model(query)
         batch = self._meet(query, (free, model), may_wait=num_other_tokens == 0)
-        path = _step.path_probability(batch.num_tokens, batch.acceptance)
-        snapshot = self._snapshot(_behind(path, ahead), num_other_tokens, weight)
+        branches = None if ahead is None else self._branches(drafter_query, batch, ahead)
+        path = _behind(_step.path_probability(batch.num_tokens, batch.acceptance), ahead)
+        if branches is not None:
+            path = np.minimum(path + _any_behind(branches, ahead), np.float32(1.0))
+        snapshot = self._snapshot(path, num_other_tokens, weight)
         lengths = budget.decide(snapshot, self._now, self._settings.budget)
         self._expected = budget.expected_accepted(snapshot, lengths)
         self._num_drafted = int(lengths.sum())
@@ -483,7 +488,9 @@ class FastLoop:
             )
         if alternatives is not None:
             self._expected += alternatives.expected_accepted * self._paths.worth
-        return Proposal(batch, lengths, (free, model), alternatives, query.responses, self._expected)
+        return Proposal(
+            batch, lengths, (free, model), alternatives, query.responses, self._expected, branches
+        )
 
     def _steps_of(self, num_tokens: NDArray[np.integer] | int | None) -> float:
         """Steps to the limit or likely end of responses with so much room, in the mean; None: with any room."""
@@ -581,6 +588,27 @@ class FastLoop:
             sharpness=self.free.beta,
             calibration=self._free_calibration,
             floor=self._settings.draft_floor,
+        )
+
+    def _branches(self, query: DraftQuery, batch: DraftChains, ahead: Int32Array) -> DraftPaths | None:
+        """Further model-free paths, of which one goes on where a request's draft does not: those that leave it among
+        its first `ahead` tokens. None for more requests than `max_alternatives` allows.
+        """
+        num_branches = self._settings.num_paths - 1
+        draft_paths = self._free_paths(query) if num_branches and batch.num_tokens.any() else None
+        if draft_paths is None or len(ahead) * num_branches > self._settings.max_alternatives:
+            return None
+        paths = draft_paths()
+        decided = np.where(np.arange(paths.tokens.shape[2]) < ahead[:, None, None], paths.tokens, -1)
+        num_tokens = paths.num_tokens[:, 1:].copy()
+        for place in range(num_branches):  # of those that are alike so far the likeliest stands for all
+            is_like = (decided[:, : place + 1] == decided[:, place + 1, None]).all(axis=2).any(axis=1)
+            num_tokens[is_like, place] = 0
+        return DraftPaths(
+            np.ascontiguousarray(paths.tokens[:, 1:]),
+            num_tokens,
+            np.ascontiguousarray(paths.acceptance[:, 1:]),
+            paths.cells[:, 1:],
         )
 
     def _match_model(self, query: DraftQuery) -> tuple[DraftBatch | None, DraftPaths | None]:
@@ -869,6 +897,17 @@ def _behind(path_probability: Float32Array, ahead: Int32Array | None) -> Float32
     columns = ahead[:, None] + np.arange(max(width - int(ahead.min(initial=width)), 1))
     there = np.take_along_axis(path_probability, np.minimum(columns, width - 1), axis=1)
     return np.where(columns < width, there, np.float32(0.0))
+
+
+def _any_behind(branches: DraftPaths, ahead: Int32Array | None) -> Float32Array:
+    """Probability that one of a request's branches is accepted up to each token behind the first `ahead`: no two can
+    be. [num_requests, any]
+    """
+    count, num_branches, width = branches.tokens.shape
+    path = _step.path_probability(branches.num_tokens.reshape(-1), branches.acceptance.reshape(-1, width))
+    each = _behind(path, None if ahead is None else np.repeat(ahead, num_branches))
+    total: Float32Array = each.reshape(count, num_branches, -1).sum(axis=1)
+    return total
 
 
 def _equal(tokens: Int32Array, decided: Int32Array) -> NDArray[np.bool_]:

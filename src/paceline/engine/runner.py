@@ -46,15 +46,15 @@ class Runner(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class AheadDrafts:
-    """Drafts made while the step before was under way: where a request's tokens of that step are the draft's first
-    ones, the rest is verified, else nothing of it. Which, the device finds out.
+    """Drafts made while the step before was under way: where a request's tokens of that step are the first ones of a
+    path, the rest of that is verified, else nothing. Which, the device finds out.
     """
 
     names: list[str]
     """Requests, by id."""
     starts: Int64Array  # [num_requests] tokens of each that the draft was made behind
-    tokens: Int32Array  # [num_requests, most]
-    num_tokens: Int32Array  # [num_requests]
+    tokens: Int32Array  # [num_requests, num_paths, most]
+    num_tokens: Int32Array  # [num_requests, num_paths]
 
 
 @dataclass(frozen=True, slots=True)

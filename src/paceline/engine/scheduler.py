@@ -96,7 +96,8 @@ class PacelineScheduler(Scheduler):  # type: ignore[misc]
         ] = {}  # KV blocks of requests that ended while a step ran
         self._started_s = 0.0
         self._num_stopped = 0  # responses that have ended by themselves in a step
-        self.spare_blocks = self._lend_blocks() if self.settings.num_paths > 1 else None
+        has_rows = self.settings.num_paths > 1 and not self._is_v2
+        self.spare_blocks = self._lend_blocks() if has_rows else None
         pool = self.settings.kv_pool
         has_pool = pool is not None and pool.backend == "paceline"
         self.kv_pool_obstacle: str | None = self.connector.obstacle if has_pool else None

@@ -87,7 +87,7 @@ class KeyedRunnerV2:
             self.nan_blocks = NanBlocks(self.kv_caches, kv_cache_config.num_blocks, sizes)
         self.cudagraph_manager = graphs_for_ragged_steps(self)
         if self.scheduler_config.async_scheduling:
-            prepare_ahead(self.req_states, self.device)
+            prepare_ahead(read_settings(self.vllm_config).num_paths, self.req_states, self.device)
 
     def seal_model(self: Any) -> None:
         """Put batch invariance onto the loaded model; run again after a reload."""
@@ -150,7 +150,7 @@ class KeyedRunnerV2:
         step's: FlashAttention's plan of a step without drafts, queries of one token, is none for that graph.
         """
         if (ahead := order_of(scheduler_output).ahead) is not None:
-            put_ahead(ahead, self.req_states, self.device)
+            put_ahead(ahead, read_settings(self.vllm_config).num_paths, self.req_states, self.device)
         else:
             self.put_drafts(scheduler_output.scheduled_spec_decode_tokens)
         made = super().prepare_inputs(scheduler_output, batch, graph, *args, **kwargs)  # type: ignore[misc]
