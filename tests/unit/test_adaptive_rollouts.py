@@ -17,6 +17,7 @@ from paceline.distillation.packing import Sample
 from paceline.engine.rollout_engine import TokenEvent
 from paceline.planning.drafter_growth import PATIENCE, Growth
 from paceline.record import DrafterSession, DrafterStep, Note
+from paceline.training import adaptive_rollouts
 from paceline.training.adaptive_rollouts import AdaptiveRollouts
 from paceline.training.drafter_sessions import TailSessions
 from paceline.training.rollouts import WatchedRollouts
@@ -209,12 +210,18 @@ def test_lessons_are_the_step_before_with_the_newest_policy() -> None:
     assert [call for call in run.link.calls if isinstance(call, tuple)] == [lesson], "and told once"
 
 
-def test_a_head_learns_from_the_engines_states() -> None:
+@pytest.mark.parametrize(
+    ("least", "share"), [(1, 0.5), (len(REQUESTS) - 1, 1 - 1 / len(REQUESTS)), (32, 1.0)]
+)
+def test_a_head_learns_from_the_engines_states(
+    least: int, share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(adaptive_rollouts, "LEAST_RESPONSES", least)
     run = Run(is_head=True)
     shares = []
     run.sessions._watcher = SimpleNamespace(show_rollout=lambda _: shares.append(run.engine.share))  # type: ignore[assignment]
     run.step(1)
-    assert set(shares) == {0.5}
+    assert set(shares) == {share}
     assert run.engine.share == 0, "evaluations keep none"
     run.rollouts.push_weights([("w", 3)], None)
     [lesson] = [call for call in run.link.calls if isinstance(call, tuple)]

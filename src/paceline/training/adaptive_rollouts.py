@@ -56,6 +56,8 @@ KINDS: dict[MethodName, str] = {
     "hass": "an EAGLE head",
     "eagle3": "an EAGLE-3 head",
 }
+LEAST_RESPONSES = 32
+"""Of a step whose hidden states are kept, where it has so many, however small the share."""
 STATES_BYTES = 256 << 20
 """Most memory of the hidden states of a rollout."""
 
@@ -220,7 +222,7 @@ class AdaptiveRollouts(Rollouts):
             return self._rollouts.run(requests, params, step, journal)
         is_new, before = self._swap(), self._engine.drafter_score()
         pays = self._growth.pays
-        self._collect(pays)
+        self._collect(len(requests) if pays else 0)
         if pays:
             self._sessions.open(step)
         try:
@@ -229,7 +231,7 @@ class AdaptiveRollouts(Rollouts):
             self._sessions.close()
         samples = self._samples(rollout.responses)
         collection_s = self._engine.collection_s() if self._drafter.is_head else 0.0
-        self._collect(False)
+        self._collect(0)
         score = self._engine.drafter_score() - before
         self._is_used = self._is_used and not score.alarms
         self._growth = drafter_growth.observe(self._growth, score.acceptance, is_new)
@@ -252,10 +254,13 @@ class AdaptiveRollouts(Rollouts):
         )
         return rollout
 
-    def _collect(self, wanted: bool) -> None:
-        """Have the engines keep hidden states from here on, or no more; a small language model learns without."""
+    def _collect(self, num_responses: int) -> None:
+        """Have the engines keep hidden states of a rollout of so many responses; 0: no more. A small language model
+        learns without.
+        """
         if self._drafter.is_head:
-            share = self._drafter.section.states_share if wanted else 0.0
+            least = LEAST_RESPONSES / max(num_responses, LEAST_RESPONSES)
+            share = max(self._drafter.section.states_share, least) if num_responses else 0.0
             self._engine.collect_states(share, STATES_BYTES)
 
     def _samples(self, responses: Sequence[Response]) -> list[Sample]:

@@ -155,7 +155,7 @@ class AdaptiveDrafterSection(Section):
     layers: int = Field(default=2, ge=1)
     """Layers of a new small language model."""
     states_share: float = Field(default=0.25, gt=0.0, le=1.0)
-    """A draft head learns from the hidden states of so many of the responses."""
+    """A draft head learns from the hidden states of so many of the responses, of 32 of a step at least."""
     learning_rate: float = Field(default=2e-3, gt=0.0, le=1.0)
     """Of the drafter; constant, as the policy that it follows does not stand still."""
     max_running: int = Field(default=8, ge=0)
