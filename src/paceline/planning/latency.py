@@ -243,9 +243,9 @@ def _is_still(model: StepTimeModel, knot: Knot, centre: _Visit, num_context_toke
 
     model: after the visit, but for the curve and the knot's point. centre: where that would be now.
     """
-    last_seen = [other.last_seen for other in model.knots]
     now = model.num_observations
-    if now - STALE_STEPS - 1 in last_seen or now - TRUSTED_STEPS - 1 in last_seen:
+    turns = now - STALE_STEPS - 1, now - TRUSTED_STEPS - 1
+    if any(other.last_seen in turns for other in model.knots if other.num_visits):
         return False
     tokens, seconds, context, share = knot.point
     here_s, there_s = predict_one_s(model, centre[0]), predict_one_s(model, tokens)
