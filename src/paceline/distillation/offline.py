@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from random import Random
 
-from paceline.distillation.packing import Sample, divide, pack_samples
+from paceline.distillation.networks import SmallModel
+from paceline.distillation.packing import Sample, cut_contexts, divide, pack_samples
 from paceline.distillation.trainer import Trainer
 
 WARM_UP = 0.05
@@ -63,8 +64,9 @@ def train_offline(
     """Train until the schedule's time is used up. begun: what earlier calls have used; at least one step is made."""
     core_s, num_tokens = begun.core_s, begun.num_tokens
     began_s = clock() - core_s
+    is_head, random = not isinstance(trainer.network, SmallModel), Random(seed + 1)
     for part in divide(repeat(samples, seed), schedule.pack_tokens, lambda sample: sample.num_tokens):
-        pack = pack_samples(part)
+        pack = pack_samples(cut_contexts(part, random) if is_head else part)
         loss = trainer.step(pack, schedule.rate_at(core_s))
         num_tokens += pack.num_tokens
         core_s = clock() - began_s

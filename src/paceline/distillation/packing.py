@@ -10,6 +10,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from math import exp, log
+from random import Random
 from typing import TypeVar
 
 import torch
@@ -22,6 +24,10 @@ from paceline.errors import TrainingError
 ATTENTION_NAME = "paceline_documents"
 """Name under which transformers knows `attend_documents`; pass `document_lengths=pack.lengths` to the model."""
 
+CUT_SHARE = 0.5
+"""Of the samples that a draft head learns from in pieces."""
+LEAST_PIECE = 8
+"""Tokens."""
 
 Item = TypeVar("Item")
 
@@ -87,6 +93,32 @@ def pack_samples(samples: Sequence[Sample]) -> Pack:
         deciding=torch.cat(deciding),
         lengths=lengths,
     )
+
+
+def cut_contexts(samples: Sequence[Sample], random: Random) -> list[Sample]:
+    """A share of the samples (`CUT_SHARE`) in pieces of random lengths, short ones as often as long ones.
+
+    For a draft head: a piece begins with a state that has none before it, as its context does in an engine after a
+    rest, a swap or a move. A head that has seen whole responses alone makes little of such a state.
+    """
+    made = []
+    for sample in samples:
+        first = sample.num_prompt_tokens
+        cuts = _cuts(first, sample.num_tokens, random) if random.random() < CUT_SHARE else []
+        for begin, end in itertools.pairwise([0, *cuts, sample.num_tokens]):
+            num_prompt_tokens = 1 if begin else first
+            made.append(Sample(sample.ids[begin:end], num_prompt_tokens, sample.states[begin:end]))
+    return made
+
+
+def _cuts(begin: int, end: int, random: Random) -> list[int]:
+    """Where what lies between two places is cut, into pieces of `LEAST_PIECE` at least."""
+    cuts: list[int] = []
+    while True:
+        begin += int(exp(random.uniform(log(LEAST_PIECE), log(max(end - begin, LEAST_PIECE)))))
+        if end - begin < LEAST_PIECE:
+            return cuts
+        cuts.append(begin)
 
 
 def divide(items: Iterable[Item], max_tokens: int, count: Callable[[Item], int]) -> Iterator[list[Item]]:

@@ -23,6 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
+from random import Random
 
 import msgspec
 import safetensors.torch
@@ -35,7 +36,7 @@ from paceline.distillation.checkpoints import CheckpointWriter, Note
 from paceline.distillation.export import drafter_weights
 from paceline.distillation.methods import METHODS, Method, MethodName, Objective, build_network, compute_loss
 from paceline.distillation.networks import Network, Shared, SmallModel
-from paceline.distillation.packing import Pack, Sample, pack_samples
+from paceline.distillation.packing import Pack, Sample, cut_contexts, pack_samples
 from paceline.distillation.sample_buffer import SampleBuffer
 from paceline.distillation.target import load_model, read_states, share
 from paceline.distillation.team import Changed, Team
@@ -157,6 +158,7 @@ class SpotTrainer:
             num_steps=NUM_STEPS,
             least_tokens=LEAST_TOKENS,
         )
+        self._random = Random(settings.index)
         self._held: list[Sample] = []  # newest first
         self._exam: Pack | None = None  # of these, as they are to the present policy
         own_name = FURTHER_NAME.format(settings.index) if settings.index else FILE_NAME
@@ -177,7 +179,7 @@ class SpotTrainer:
             self._save()
         num_tokens = 0
         if drawn:
-            pack = pack_samples(drawn if self._is_head else self._think(drawn))
+            pack = pack_samples(cut_contexts(drawn, self._random) if self._is_head else self._think(drawn))
             self._trainer.look_at(pack)
             num_tokens = pack.num_tokens
         now_s = self._clock()
