@@ -21,6 +21,7 @@ from paceline.distillation.methods import MethodName
 from paceline.distillation.networks import DraftHead, Shared
 from paceline.distillation.packing import Sample, pack_samples
 from paceline.distillation.target import share
+from paceline.drafting import head as head_module
 from paceline.drafting.drafter import is_draft_head, read_fused_layers
 from paceline.drafting.head import HeadDrafter, TargetEnds
 from paceline.drafting.proposal import NUM_CELLS
@@ -184,6 +185,31 @@ def test_a_context_begins_anew_behind_missing_states(tmp_path: Path, target: Any
     assert draft(drafter, step, [0]) == [expect(head, 5, sample, 23, begin=20)]
     assert draft(drafter, step_of([(5, sample, 23, 2)]), [0]) == [expect(head, 5, sample, 25, begin=20)]
     assert draft(drafter, step_of([(5, sample, 30, 2)]), [0]) == [expect(head, 5, sample, 32, begin=30)]
+
+
+def test_a_rest_is_read_before_the_next_draft(
+    tmp_path: Path, target: Any, method: MethodName, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of each response as far back as the steps that were kept go without a gap."""
+    head = make_head(tmp_path, target, method)
+    drafter = load(tmp_path, target)
+    one, other = make_samples(target, [60, 60])
+    drafter.watch(step_of([(5, one, 0, 6), (6, other, 0, 9)]))
+    drafter.watch(step_of([(6, other, 9, 1), (5, one, 6, 3)]))
+    step = step_of([(5, one, 9, 2), (6, other, 10, 1)])
+    assert draft(drafter, step, [0, 1]) == [expect(head, 5, one, 11), expect(head, 6, other, 11)]
+    drafter.watch(step_of([(5, one, 11, 1), (6, other, 11, 4)]))
+    drafter.watch(step_of([(6, other, 15, 1)]))  # the other one waited
+    step = step_of([(6, other, 16, 2), (5, one, 12, 1)])
+    assert draft(drafter, step, [0, 1]) == [expect(head, 6, other, 18), expect(head, 5, one, 13)]
+    drafter.watch(step_of([(5, one, 13, 2)]))
+    assert draft(drafter, step_of([(5, one, 20, 2)]), [0]) == [expect(head, 5, one, 22, begin=20)]
+    monkeypatch.setattr(head_module, "MISSED_TOKENS", 3)
+    drafter.watch(step_of([(6, other, 30, 9)]))
+    assert draft(drafter, step_of([(6, other, 39, 1)]), [0]) == [expect(head, 6, other, 40, begin=36)]
+    for at in range(40, 58):
+        drafter.watch(step_of([(6, other, at, 1)]))
+    assert draft(drafter, step_of([(6, other, 58, 1)]), [0]) == [expect(head, 6, other, 59, begin=42)]
 
 
 def test_what_is_computed_again_replaces_what_was_there(

@@ -4,10 +4,11 @@ In each step it is given the states of the tokens that were decided, makes its k
 feeding itself. The next step's states overwrite what it fed itself, so that verification leaves in its cache what
 training has shown it (distillation/chain_attention.py).
 
-States are missing where tokens came from the prefix cache or the KV pool, or while the drafter rested; after new
-weights all keys are void. Nothing is rebuilt: its context then begins anew, with the next state. A head reads what came
-before out of the target's state, so that a short context of its own costs little. Positions are counted from where its
-context begins; rotary attention knows differences alone.
+States are missing where tokens came from the prefix cache or the KV pool, or from before the last steps of a rest;
+after new weights all keys are void. Nothing is rebuilt: its context then begins anew, with the next state that there
+is. A head reads what came before out of the target's state, so that a context of some tokens costs it little, if it has
+learned from pieces of responses (distillation/packing.py). Positions are counted from where its context begins; rotary
+attention knows differences alone.
 
 Invariant: drafts decide when a token is computed, never which. Called by the engine's proposer; not thread-safe.
 """
@@ -15,6 +16,7 @@ Invariant: drafts decide when a token is computed, never which. Called by the en
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +29,7 @@ from paceline.drafting.checkpoint import check_settings, check_weights
 from paceline.drafting.head_decoder import load_head
 from paceline.drafting.model_cache import PackedStep, RowCache, RowTable, ranges
 from paceline.drafting.proposal import NO_GRID, Draft, check_draft, grow_levels
-from paceline.drafting.token_states import TokenStates
+from paceline.drafting.token_states import TokenStates, join_steps
 from paceline.types import (
     DraftGrowth,
     DraftOrder,
@@ -37,6 +39,9 @@ from paceline.types import (
     Int64Array,
     ModelBatch,
 )
+
+MISSED_STEPS, MISSED_TOKENS = 16, 32
+"""Steps without a draft whose states are kept for the next one, and the last tokens of a request in each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +86,7 @@ class HeadDrafter:
         self._cache = RowCache(max_requests, max_model_len)
         self._rows = RowTable(max_requests)
         self._wanted = self._rows.add_column()  # position of the token whose state comes next
+        self._missed: deque[TokenStates] = deque(maxlen=MISSED_STEPS)
         self._lanes: dict[int, int] = {}  # of the responses of the last draft
         self._levels: list[torch.Tensor] = []  # what their draft tokens were proposed from, level by level
 
@@ -112,7 +118,14 @@ class HeadDrafter:
                 self._clear(int(query.responses[request]))
         return draft.batch(), growth
 
+    def watch(self, step: TokenStates) -> None:
+        """Take note of a step after which nothing is drafted: the next draft begins with the last of these."""
+        self._missed.append(step.newest(MISSED_TOKENS))
+
     def _grow(self, step: TokenStates, draft: Draft) -> DraftGrowth:
+        if self._missed:
+            step = join_steps([*self._missed, step])
+            self._missed.clear()
         fed = np.flatnonzero(self._is_finite(step) & (step.counts > 0))
         rows = self._rows.assign(step.responses[fed])
         order = np.argsort(rows, kind="stable")[int((rows < 0).sum()) :]
@@ -260,5 +273,6 @@ class HeadDrafter:
         with torch.inference_mode():
             for name, tensor in fresh.items():
                 self._decoder.weights[name].copy_(tensor)
+        self._missed.clear()
         self._rows.clear()
         self._cache.clear()

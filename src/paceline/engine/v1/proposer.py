@@ -18,6 +18,7 @@ from paceline.drafting.branches import draft_branches
 from paceline.drafting.synthetic import Play, PlayedDrafter
 from paceline.engine.arguments import read_settings
 from paceline.engine.runner import FreshDrafts
+from paceline.planning.drafter_worth import LONGEST_REST
 from paceline.planning.sharpness import SHARPNESS_GRID
 from paceline.types import (
     DraftGrowth,
@@ -49,6 +50,7 @@ class Proposer:
         self._model: Any = None  # the one of them that drafts
         self._reads_states = False  # the model drafter is a head, which has to see every step's tokens
         self._fresh: FreshDrafts | None = None
+        self._num_rested = LONGEST_REST  # steps since the last draft, if there was one
 
     def attach(self, runner: Any) -> None:
         """Remember the model runner, whose batch says which requests to draft for."""
@@ -99,6 +101,14 @@ class Proposer:
         if self._model is not None and self.order is not None:
             rows = [row for row, tokens in enumerate(sampled_token_ids) if tokens]
             self._draft(rows[: self.order.most_requests], self.order)
+            self._num_rested = 0
+        elif (
+            self._reads_states
+            and self._num_rested < LONGEST_REST
+            and not isinstance(self._model, PlayedDrafter)
+        ):
+            self._num_rested += 1
+            self._model.watch(self._runner.token_states())
         return [[] for _ in sampled_token_ids]
 
     def _draft(self, rows: list[int], order: DraftOrder) -> None:
