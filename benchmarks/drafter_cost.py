@@ -22,14 +22,14 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
-from harness import ROOT, parser, print_bars, publish
+from harness import ROOT, Stopwatch, parser, print_bars, publish
 
 from paceline.record import DrafterSession, DrafterStep, RecordReader
 from paceline.training.recipe import Recipe, load_recipe
@@ -45,20 +45,10 @@ MOST_RATIO, MOST_ACCOUNTED = 1.03, 0.01
 
 
 @contextmanager
-def measured(spent: list[float]) -> Iterator[None]:
-    """Adds the time of the drafter's part of the run's path to `spent[0]` while it is open."""
+def measured(spent: Stopwatch) -> Iterator[None]:
+    """Adds the time of the drafter's part of the run's path to `spent` while it is open."""
     from paceline.distillation.spot_link import SpotLink
     from paceline.training.adaptive_rollouts import AdaptiveRollouts
-
-    def timed(call: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any, **more: Any) -> Any:
-            began_s = time.perf_counter()
-            try:
-                return call(*args, **more)
-            finally:
-                spent[0] += time.perf_counter() - began_s
-
-        return run
 
     with ExitStack() as stack:
         for owner, name in (
@@ -67,7 +57,7 @@ def measured(spent: list[float]) -> Iterator[None]:
             (AdaptiveRollouts, "_samples"),
             (SpotLink, "teach"),
         ):
-            stack.enter_context(patch.object(owner, name, timed(getattr(owner, name))))
+            stack.enter_context(patch.object(owner, name, spent.around(getattr(owner, name))))
         yield
 
 
@@ -78,7 +68,7 @@ def take_steps(pipe: Any, recipe: Recipe, folder: Path) -> None:
     import paceline.training.run as training_run
     from paceline.training.step_runner import StepRunner
 
-    spent = [0.0]
+    spent = Stopwatch()
 
     class PacedRunner(StepRunner):
         """Steps one by one."""
@@ -104,7 +94,7 @@ def take_steps(pipe: Any, recipe: Recipe, folder: Path) -> None:
                 {
                     "wall_s": time.perf_counter() - self.began_s,
                     "rollout_s": rollout.wall_s,
-                    "path_s": spent[0] - self.spent_s,
+                    "path_s": spent.total_s - self.spent_s,
                     "tokens": rollout.num_tokens,
                     "digest": self.digest,
                 }
@@ -114,7 +104,7 @@ def take_steps(pipe: Any, recipe: Recipe, folder: Path) -> None:
         def _wait(self, told: dict[str, Any] | None) -> None:
             pipe.send(told)
             pipe.recv()
-            self.began_s, self.spent_s = time.perf_counter(), spent[0]
+            self.began_s, self.spent_s = time.perf_counter(), spent.total_s
 
     with measured(spent), patch.object(training_run, "StepRunner", PacedRunner):
         training_run.TrainingRun(recipe, folder, Console(file=io.StringIO()), overwrite=True).run()

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from harness import ROOT, run_paceline
-from pairs import Prompt
+from pairs import Pair, Prompt
 
 from paceline.distillation.measuring import Dice
 from paceline.distillation.packing import Sample
@@ -37,6 +37,20 @@ def roll_out(policy: Path, prompts: Sequence[Prompt], samples: int, folder: Path
             "rollout", policy, prompts_file, "--out", out, "--samples", samples, "--dtype", "float32"
         )
     return out
+
+
+def draw_samples(
+    pair: Pair, policy: Path, target: Any, counts: tuple[int, int], samples: int, folder: Path = FOLDER
+) -> tuple[list[Sample], Measured]:
+    """What to train on and what to measure on: `samples` responses to each of so many prompts, no prompt in both.
+
+    The pair's shipped drafter has seen none of them. policy: the pair's, or a later state of it; target: it, loaded.
+    """
+    prompts = pair.draw_prompts(policy, sum(counts), 11)
+    train_file, held_file = (
+        roll_out(policy, part, samples, folder) for part in (prompts[: counts[0]], prompts[counts[0] :])
+    )
+    return read(target, train_file), read_measured(target, held_file)
 
 
 def read(target: Any, responses: Path) -> list[Sample]:

@@ -13,19 +13,18 @@ is that of held-out problems of the new kind, at the begin and the end of a thir
 from __future__ import annotations
 
 import argparse
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from drafter_data import read, read_measured, roll_out
+from drafter_data import draw_samples
 from harness import ROOT, parser, print_bars, publish, run_paceline
 from pairs import PAIRS
 
 from paceline.distillation.export import export
 from paceline.distillation.measuring import measure
-from paceline.distillation.methods import METHODS, build_network
+from paceline.distillation.methods import build_network
 from paceline.distillation.offline import Progress, Schedule, train_offline
 from paceline.distillation.spot import growing_method
 from paceline.distillation.target import load_model, share
@@ -50,18 +49,14 @@ OF_FROZEN, OF_SOLVED = 1.10, 0.9
 def make_head(options: argparse.Namespace, folder: Path) -> list[float]:
     """A head that has reached its plateau, into `folder`; its acceptance lengths after half the time and after all."""
     pair = PAIRS["countdown"]
-    prompts = pair.draw_prompts(pair.policy, options.prompts + options.held_out, 11)
-    held_file, train_file = (
-        roll_out(pair.policy, part, SAMPLES)
-        for part in (prompts[: options.held_out], prompts[options.held_out :])
-    )
     target = load_model(pair.policy)
-    shared, held, samples = share(target), read_measured(target, held_file), read(target, train_file)
+    shared, method = share(target), growing_method(options.method, 1.0)
+    counts = options.prompts, options.held_out
+    samples, held = draw_samples(pair, pair.policy, target, counts, SAMPLES)
     lengths: list[float] = []
     for seconds in (options.core_seconds / 2, options.core_seconds):
         torch.manual_seed(0)
-        method = growing_method(options.method, 1.0)
-        network = build_network(METHODS[options.method], shared, None)
+        network = build_network(method, shared, None)
         trainer = Trainer(network, shared, method.objective)
         train_offline(
             trainer, samples, Schedule(seconds, options.rate), Progress(0.0, 0, 0.0), 0, lambda _: None
@@ -115,8 +110,7 @@ def main() -> None:
     options = parse_arguments()
     torch.set_num_threads(1)
     out: Path = options.out
-    shutil.rmtree(out, ignore_errors=True)
-    out.mkdir(parents=True)
+    out.mkdir(parents=True, exist_ok=True)
     lengths = make_head(options, out / "head")
     print(f"plateau: acceptance length {lengths[0]:.3f} after half the time, {lengths[1]:.3f} after all")
     part = options.steps // PARTS

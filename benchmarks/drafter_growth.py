@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from drafter_data import read, read_measured, roll_out
+from drafter_data import draw_samples
 from harness import ROOT, parser, print_bars, publish, run_paceline
 from pairs import PAIRS
 
@@ -111,12 +111,8 @@ def main() -> None:
     policy, pair = options.out / "policy", PAIRS["countdown"]
     target = load_model(policy)
     shared = share(target)
-    prompts = pair.draw_prompts(policy, options.prompts + options.held_out, 11)
-    held_file, train_file = (
-        roll_out(policy, part, SAMPLES, responses)
-        for part in (prompts[: options.held_out], prompts[options.held_out :])
-    )
-    held, samples = read_measured(target, held_file), read(target, train_file)
+    counts = options.prompts, options.held_out
+    samples, held = draw_samples(pair, policy, target, counts, SAMPLES, responses)
 
     torch.manual_seed(0)
     method = growing_method(section.method, recipe.sampling.temperature)

@@ -19,7 +19,7 @@ import json
 from typing import Any
 
 import torch
-from drafter_data import read, read_measured, roll_out
+from drafter_data import draw_samples
 from harness import parser, publish, save
 from pairs import PAIRS, Pair
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -32,7 +32,6 @@ from paceline.distillation.packing import ATTENTION_NAME
 from paceline.distillation.target import load_model, share
 from paceline.distillation.trainer import Trainer
 
-HELD_OUT_SAMPLES = 2
 """Responses to each prompt that is measured on."""
 VARIANTS: tuple[tuple[MethodName, str | None, int | None], ...] = (
     ("eagle", None, None),
@@ -68,13 +67,9 @@ def main() -> None:
     options = parse_arguments()
     torch.set_num_threads(1)
     pair = PAIRS[options.pair]
-    # The shipped drafter has seen none of these.
-    prompts = pair.draw_prompts(pair.policy, options.prompts + options.held_out, 11)
-    train_file = roll_out(pair.policy, prompts[: options.prompts], options.samples)
-    held_file = roll_out(pair.policy, prompts[options.prompts :], HELD_OUT_SAMPLES)
     target = load_model(pair.policy)
-    shared = share(target)
-    samples, held = read(target, train_file), read_measured(target, held_file)
+    shared, counts = share(target), (options.prompts, options.held_out)
+    samples, held = draw_samples(pair, pair.policy, target, counts, options.samples)
     title = f"drafter losses, {options.pair}, {options.core_seconds:g} core-seconds"
     rows: list[dict[str, Any]] = []
 
@@ -125,7 +120,7 @@ def parse_arguments() -> argparse.Namespace:
     made.add_argument("--methods", default="", help="only these, with commas between")
     made.add_argument("--prompts", type=int, default=1536, help="to train on")
     made.add_argument("--held-out", type=int, default=192, help="to measure on")
-    made.add_argument("--samples", type=int, default=2, help="responses to each prompt to train on")
+    made.add_argument("--samples", type=int, default=2, help="responses to each prompt")
     return made.parse_args()
 
 

@@ -13,6 +13,7 @@ import os
 import statistics
 import subprocess
 import sys
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
@@ -145,6 +146,24 @@ def run_paceline(*words: Any) -> None:
 def median(values: Sequence[float]) -> float:
     """Median of the repetitions."""
     return float(statistics.median(values))
+
+
+class Stopwatch:
+    """Adds up what the calls that it wraps take."""
+
+    def __init__(self) -> None:
+        self.total_s = 0.0
+
+    def around(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """The same call, timed."""
+
+        def timed(*args: Any, **more: Any) -> Any:
+            began_s = time.perf_counter()
+            result = call(*args, **more)
+            self.total_s += time.perf_counter() - began_s
+            return result
+
+        return timed
 
 
 class Child:

@@ -24,7 +24,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-from harness import ROOT, Child, median, parser, publish
+from harness import ROOT, Child, Stopwatch, median, parser, publish
 
 COLUMNS = (
     "requests", "case", "system", "policy", "cpu_ms", "wall_ms", "drafter_ms", "beyond_cpu_ms", "beyond_wall_ms",
@@ -161,24 +161,6 @@ def put_into(max_requests: int, names: list[str]) -> Callable[[dict[str, list[in
     )
     runner = SimpleNamespace(req_states=states, device=torch.device("cpu"))
     return lambda drafts: KeyedRunnerV2.put_drafts(runner, drafts)
-
-
-class Stopwatch:
-    """Adds up what the calls that it wraps take."""
-
-    def __init__(self) -> None:
-        self.total_s = 0.0
-
-    def around(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """The same call, timed."""
-
-        def timed(*args: Any, **more: Any) -> Any:
-            began_s = time.perf_counter()
-            result = call(*args, **more)
-            self.total_s += time.perf_counter() - began_s
-            return result
-
-        return timed
 
 
 def make_system(

@@ -1,33 +1,26 @@
 // paceline._step: what a step's tokens say about its drafts. Each function is one pass over small arrays, which in numpy
 // is a handful of calls of some microseconds each.
 
-#include <nanobind/nanobind.h>
-#include <nanobind/ndarray.h>
 #include <nanobind/stl/pair.h>
 
 #include <algorithm>
 #include <cstdint>
 #include <memory>
-#include <stdexcept>
 #include <utility>
+
+#include "arrays.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
 
 namespace {
 
-template <typename T>
-using Row = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-template <typename T>
-using Table = nb::ndarray<const T, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using namespace paceline;
+
 template <typename T>
 using NewRow = nb::ndarray<nb::numpy, T, nb::ndim<1>>;
 template <typename T>
 using NewTable = nb::ndarray<nb::numpy, T, nb::ndim<2>>;
-
-void check(bool fits, const char* message) {
-  if (!fits) throw std::invalid_argument(message);
-}
 
 template <typename T>
 nb::capsule owner_of(std::unique_ptr<T[]>& data) {

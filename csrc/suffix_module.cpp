@@ -12,6 +12,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "arrays.hpp"
 #include "suffix_draft.hpp"
 #include "suffix_forest.hpp"
 #include "threads.hpp"
@@ -24,15 +25,6 @@ namespace {
 using namespace paceline;
 
 template <typename T>
-using Row = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-template <typename T>
-using OutRow = nb::ndarray<T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-template <typename T>
-using OutTable = nb::ndarray<T, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
-template <typename T>
-using OutCube = nb::ndarray<T, nb::ndim<3>, nb::c_contig, nb::device::cpu>;
-
-template <typename T>
 std::span<const T> view(const Row<T>& row) {
   return {row.data(), row.shape(0)};
 }
@@ -41,10 +33,6 @@ void check_tokens(std::span<const int32_t> tokens) {
   int32_t any = 0;
   for (int32_t token : tokens) any |= token;
   if (any < 0) throw std::invalid_argument("a token id is negative: token ids count from 0");
-}
-
-void check(bool holds, const char* message) {
-  if (!holds) throw std::invalid_argument(message);
 }
 
 struct Query {

@@ -5,8 +5,6 @@
 // it, its estimate of the last token's acceptance. A source that claims a node claims all nodes above it. Nodes lie in
 // the order in which they were added, so a parent before its children.
 
-#include <nanobind/nanobind.h>
-#include <nanobind/ndarray.h>
 #include <nanobind/stl/pair.h>
 
 #include <algorithm>
@@ -14,33 +12,23 @@
 #include <cstdint>
 #include <cstring>
 #include <span>
-#include <stdexcept>
 #include <tuple>
 #include <unordered_map>
 #include <utility>
 #include <vector>
+
+#include "arrays.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
 
 namespace {
 
-template <typename T>
-using Row = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-template <typename T>
-using Table = nb::ndarray<const T, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
-template <typename T>
-using OutRow = nb::ndarray<T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-template <typename T>
-using OutCube = nb::ndarray<T, nb::ndim<3>, nb::c_contig, nb::device::cpu>;
+using namespace paceline;
 
 constexpr int32_t kRoot = -1;
 constexpr int32_t kNone = -2;
 constexpr float kLeast = 1e-6f;  // a claim is above 0, whatever its estimate
-
-void check(bool fits, const char* message) {
-  if (!fits) throw std::invalid_argument(message);
-}
 
 // A token of a chain that is offered.
 struct Draft {

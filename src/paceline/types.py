@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline import _step
+
 Int32Array = NDArray[np.int32]
 Int64Array = NDArray[np.int64]
 UInt64Array = NDArray[np.uint64]
@@ -51,9 +53,7 @@ class DraftChains:
     @property
     def path_probability(self) -> Float32Array:
         """P(tokens 0..j are all accepted), 0 beyond the draft. [num_requests, max_draft_tokens] float32."""
-        width = np.arange(self.tokens.shape[1])[None, :] < self.num_tokens[:, None]
-        product: Float32Array = np.cumprod(np.where(width, self.acceptance, 0.0), axis=1, dtype=np.float32)
-        return product
+        return _step.path_probability(self.num_tokens, self.acceptance)
 
 
 @dataclass(frozen=True, slots=True)

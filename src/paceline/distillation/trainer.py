@@ -70,9 +70,8 @@ class Trainer:
             optimizer.zero_grad()
         share = max(self._averaging, EARLY_MOVES / (EARLY_MOVES + self._num_moves))
         self._num_moves += 1
-        for name, parameter in self.network.named_parameters():
-            if name in self._averages:
-                self._averages[name].lerp_(parameter.detach(), share)
+        for name, average in self._averages.items():
+            average.lerp_(self.network.get_parameter(name).detach(), share)
 
     @contextmanager
     def averaged(self) -> Iterator[Network]:
@@ -84,9 +83,9 @@ class Trainer:
             self._exchange()
 
     def _exchange(self) -> None:
-        for name, parameter in self.network.named_parameters():
-            if name in self._averages:
-                parameter.data, self._averages[name] = self._averages[name], parameter.data
+        for name, average in self._averages.items():
+            parameter = self.network.get_parameter(name)
+            self._averages[name], parameter.data = parameter.data, average
 
     def tensors(self) -> dict[str, Tensor]:
         """All that training changes, by name: weights, and what the optimizers keep of each. Not copied."""

@@ -15,7 +15,6 @@ draft trees, which offer the chain with the most expected accepted tokens to the
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -244,9 +243,7 @@ class FastLoop:
         if not self.drafting or (self.drafter is None and self._trees is None):
             return
         groups, responses, lists = zip(*tokens, strict=True)
-        offsets = np.zeros(len(lists) + 1, dtype=np.int32)
-        np.cumsum(list(map(len, lists)), out=offsets[1:])
-        flat = np.fromiter(itertools.chain.from_iterable(lists), np.int32, int(offsets[-1]))
+        offsets, flat = _step.joined(list(lists), np.ones(len(lists), np.bool_))
         self.grow(np.asarray(groups, np.int64), np.asarray(responses, np.int64), offsets, flat)
 
     def grow(
@@ -450,7 +447,7 @@ class FastLoop:
         model, model_paths = self._match_model(query)
         batch = self._meet(query, (free, model), may_wait=num_other_tokens == 0)
         branches = None if ahead is None else self._branches(drafter_query, batch, ahead)
-        path = _behind(_step.path_probability(batch.num_tokens, batch.acceptance), ahead)
+        path = _behind(batch.path_probability, ahead)
         if branches is not None:
             path = np.minimum(path + _any_behind(branches, ahead), np.float32(1.0))
         snapshot = self._snapshot(path, num_other_tokens, weight)

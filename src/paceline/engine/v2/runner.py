@@ -43,6 +43,7 @@ class KeyedRunnerV2:
     """Mixin over vLLM's model runner V2; the interface is `engine.runner.Runner`."""
 
     responses: Int64Array  # [max_num_reqs] the scheduler's number of the response in each of V2's rows
+    num_paths: int  # that a request may have through a step under way
     drafted: dict[str, list[int]]  # draft tokens of the present step, by request
     nan_blocks: NanBlocks
     missing: Missing  # of the present step
@@ -52,6 +53,7 @@ class KeyedRunnerV2:
     def adopt(self: Any) -> None:
         """Finish the change of class: say where drafts come from."""
         self.responses = np.zeros(self.max_num_reqs, np.int64)
+        self.num_paths = read_settings(self.vllm_config).num_paths
         self.collector = self.step = None
         self.nan_blocks = NanBlocks([], 1, [])  # a GPU's memory is profiled before there is a KV cache
         if isinstance(self.speculator, DraftModelSpeculator):
@@ -87,7 +89,7 @@ class KeyedRunnerV2:
             self.nan_blocks = NanBlocks(self.kv_caches, kv_cache_config.num_blocks, sizes)
         self.cudagraph_manager = graphs_for_ragged_steps(self)
         if self.scheduler_config.async_scheduling:
-            prepare_ahead(read_settings(self.vllm_config).num_paths, self.req_states, self.device)
+            prepare_ahead(self.num_paths, self.req_states, self.device)
 
     def seal_model(self: Any) -> None:
         """Put batch invariance onto the loaded model; run again after a reload."""
@@ -150,7 +152,7 @@ class KeyedRunnerV2:
         step's: FlashAttention's plan of a step without drafts, queries of one token, is none for that graph.
         """
         if (ahead := order_of(scheduler_output).ahead) is not None:
-            put_ahead(ahead, read_settings(self.vllm_config).num_paths, self.req_states, self.device)
+            put_ahead(ahead, self.num_paths, self.req_states, self.device)
         else:
             self.put_drafts(scheduler_output.scheduled_spec_decode_tokens)
         made = super().prepare_inputs(scheduler_output, batch, graph, *args, **kwargs)  # type: ignore[misc]
