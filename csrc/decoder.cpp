@@ -280,6 +280,11 @@ PACELINE_SIMD void attend(int64_t heads, const float* queries, const uint32_t* k
     attend_heads<1>(queries + h * head_dim, keys, values, count, head_dim, scaling, scores, stride, out + h * head_dim);
 }
 
+// Rows of so many numbers, between arrays in which they lie apart differently.
+void copy_rows(const float* from, int64_t from_stride, int64_t rows, int64_t size, float* to, int64_t to_stride) {
+  for (int64_t r = 0; r < rows; ++r) std::copy_n(from + r * from_stride, size, to + r * to_stride);
+}
+
 int64_t round_up(int64_t size, int64_t multiple) { return (size + multiple - 1) / multiple * multiple; }
 
 }  // namespace
@@ -335,18 +340,11 @@ void PackedWeight::pack_octets(const MatrixView& weight, float unit, const Put& 
   }
 }
 
-Decoder::Decoder(const DecoderShape& shape, const MatrixView& embedding, const MatrixView& head, Storage storage,
-                 const float* norm, std::vector<DecoderLayer> layers, const float* cos, const float* sin)
+LayerStack::LayerStack(const DecoderShape& shape, std::vector<DecoderLayer> layers, const float* cos, const float* sin)
     : shape_(shape),
-      hidden_(embedding.inputs),
-      hidden_stride_(round_up(hidden_, kPanel)),
-      context_ids_(embedding.outputs),
       capacity_(round_up(shape.positions, kWidth)),
-      embedding_(embedding.data, embedding.data + embedding.outputs * embedding.inputs),
-      norm_(norm, norm + hidden_),
       cos_(cos, cos + shape.positions * shape.head_dim / 2),
       sin_(sin, sin + shape.positions * shape.head_dim / 2),
-      head_(head, nullptr, storage),
       layers_(std::move(layers)) {
   for (size_t layer = 0; layer < layers_.size(); ++layer) {
     keys_.push_back(allocate());
@@ -354,41 +352,73 @@ Decoder::Decoder(const DecoderShape& shape, const MatrixView& embedding, const M
   }
 }
 
-Decoder::Store Decoder::allocate() const {
+LayerStack::Store LayerStack::allocate() const {
   const auto bytes = static_cast<size_t>(shape_.rows * shape_.kv_heads * head_words()) * sizeof(uint32_t);
   auto* words = static_cast<uint32_t*>(std::aligned_alloc(64, bytes));
   if (words == nullptr) throw std::bad_alloc();
   return Store(words);
 }
 
+void LayerStack::run(size_t layer, const Tokens& tokens, const float* x, float* hidden, Scratch& scratch,
+                     int64_t threads) {
+  attend_all(layer, tokens, x, scratch, threads);
+  multiply(scratch.mixed.data(), tokens.count, layers_[layer].output, true, hidden, scratch.octets, threads);
+  normalise_all(hidden, tokens.count, scratch);
+  gate_all(layers_[layer], tokens.count, scratch, threads);
+  multiply(scratch.mixed.data(), tokens.count, layers_[layer].down, true, hidden, scratch.octets, threads);
+}
+
+Decoder::Decoder(LayerStack layers, const MatrixView& embedding, const MatrixView& head, Storage storage,
+                 const float* norm)
+    : layers_(std::move(layers)),
+      hidden_(embedding.inputs),
+      context_ids_(embedding.outputs),
+      embedding_(embedding.data, embedding.data + embedding.outputs * embedding.inputs),
+      norm_(norm, norm + hidden_),
+      head_(head, nullptr, storage) {}
+
 void Decoder::run(const Tokens& tokens, float* hidden, Scratch& scratch, int64_t threads) {
-  for (int64_t t = 0; t < tokens.count; t += kTile)
-    run_tile({tokens.ids + t, tokens.rows + t, tokens.positions + t, std::min(kTile, tokens.count - t)},
-             hidden + t * hidden_stride_, scratch, threads);
+  for (int64_t t = 0; t < tokens.count; t += kTile) run_tile(tokens.tile(t, kTile), hidden + t * hidden_stride(), scratch, threads);
 }
 
 void Decoder::run_tile(const Tokens& tokens, float* hidden, Scratch& scratch, int64_t threads) {
   for (int64_t t = 0; t < tokens.count; ++t)
-    std::copy_n(embedding_.data() + tokens.ids[t] * hidden_, hidden_, hidden + t * hidden_stride_);
-  for (size_t layer = 0; layer < layers_.size(); ++layer) {
-    normalise_all(hidden, tokens.count, scratch);
-    attend_all(layer, tokens, scratch, threads);
-    multiply(scratch.mixed.data(), tokens.count, layers_[layer].output, true, hidden, scratch.octets, threads);
-    normalise_all(hidden, tokens.count, scratch);
-    gate_all(layers_[layer], tokens.count, scratch, threads);
-    multiply(scratch.mixed.data(), tokens.count, layers_[layer].down, true, hidden, scratch.octets, threads);
+    std::copy_n(embedding_.data() + tokens.ids[t] * hidden_, hidden_, hidden + t * hidden_stride());
+  for (int64_t layer = 0; layer < layers_.count(); ++layer) {
+    layers_.normalise_all(hidden, tokens.count, scratch);
+    layers_.run(static_cast<size_t>(layer), tokens, scratch.normed.data(), hidden, scratch, threads);
+  }
+}
+
+void HeadLayer::fuse_all(const float* x, int64_t count, float* made, int64_t threads) {
+  for (int64_t t = 0; t < count; t += kTile) {
+    const int64_t own = std::min(kTile, count - t);
+    fit(tile_, own * fuse_.padded);
+    multiply(x + t * fuse_.inputs, own, fuse_, false, tile_.data(), scratch_.octets, threads);
+    copy_rows(tile_.data(), fuse_.padded, own, fuse_.outputs, made + t * fuse_.outputs, fuse_.outputs);
+  }
+}
+
+void HeadLayer::run(const Tokens& tokens, const float* x, float* hidden, int64_t threads) {
+  const int64_t size = layer_.hidden(), stride = layer_.hidden_stride();
+  for (int64_t t = 0; t < tokens.count; t += kTile) {
+    const Tokens own = tokens.tile(t, kTile);
+    fit(tile_, own.count * stride);
+    copy_rows(hidden + t * size, size, own.count, size, tile_.data(), stride);
+    layer_.run(0, own, x + t * layer_.inputs(), tile_.data(), scratch_, threads);
+    copy_rows(tile_.data(), stride, own.count, size, hidden + t * size, size);
   }
 }
 
 void Decoder::project(const float* hidden, int64_t count, float* logits, Scratch& scratch, int64_t threads) const {
-  normalise_all(hidden, count, scratch);
+  layers_.normalise_all(hidden, count, scratch);
   for (int64_t i = 0; i < count; ++i)
     for (int64_t k = 0; k < hidden_; ++k)
       scratch.normed[static_cast<size_t>(i * hidden_ + k)] *= norm_[static_cast<size_t>(k)];
   multiply(scratch.normed.data(), count, head_, false, logits, scratch.octets, threads);
 }
 
-void Decoder::copy_row(int64_t source, int64_t target, int64_t known, int64_t length) {
+void LayerStack::copy_row(int64_t source, int64_t target, int64_t known, int64_t length) {
   const int64_t first = known / kWidth * kWidth * shape_.head_dim / 2;
   const int64_t words = round_up(length, kWidth) * shape_.head_dim / 2 - first;
   for (auto* stores : {&keys_, &values_})
@@ -397,20 +427,21 @@ void Decoder::copy_row(int64_t source, int64_t target, int64_t known, int64_t le
         std::copy_n(words_of.get() + head_start(source, h) + first, words, words_of.get() + head_start(target, h) + first);
 }
 
-void Decoder::normalise_all(const float* hidden, int64_t count, Scratch& scratch) const {
-  fit(scratch.normed, count * hidden_);
+void LayerStack::normalise_all(const float* hidden, int64_t count, Scratch& scratch) const {
+  const int64_t size = this->hidden();
+  fit(scratch.normed, count * size);
   for (int64_t t = 0; t < count; ++t)
-    normalise(hidden + t * hidden_stride_, hidden_, shape_.eps, scratch.normed.data() + t * hidden_);
+    normalise(hidden + t * hidden_stride(), size, shape_.eps, scratch.normed.data() + t * size);
 }
 
 // mixed [count, heads * head_dim]: queries, keys and values of the tokens, then each query over its row.
-void Decoder::attend_all(size_t layer, const Tokens& tokens, Scratch& scratch, int64_t threads) {
+void LayerStack::attend_all(size_t layer, const Tokens& tokens, const float* x, Scratch& scratch, int64_t threads) {
   const auto& [heads, kv_heads, head_dim, rows, positions, eps, scaling] = shape_;
   const PackedWeight& qkv = layers_[layer].qkv;
   const int64_t room = 2 * (capacity_ + kWidth);
   fit(scratch.wide, tokens.count * qkv.padded);
   fit(scratch.mixed, tokens.count * heads * head_dim);
-  multiply(scratch.normed.data(), tokens.count, qkv, false, scratch.wide.data(), scratch.octets, threads);
+  multiply(x, tokens.count, qkv, false, scratch.wide.data(), scratch.octets, threads);
   const int64_t context = std::accumulate(tokens.positions, tokens.positions + tokens.count, tokens.count);
   const int64_t shared = threads_for(2 * context * heads * head_dim, threads);
   fit(scratch.scores, shared * room);
@@ -420,7 +451,7 @@ void Decoder::attend_all(size_t layer, const Tokens& tokens, Scratch& scratch, i
 }
 
 // One key head of it, and the query heads that share it.
-void Decoder::attend_head(size_t layer, int64_t kv_head, const Tokens& tokens, Scratch& scratch, float* scores) {
+void LayerStack::attend_head(size_t layer, int64_t kv_head, const Tokens& tokens, Scratch& scratch, float* scores) {
   const auto& [heads, kv_heads, head_dim, rows, positions, eps, scaling] = shape_;
   const int64_t half = head_dim / 2, share = heads / kv_heads, width = layers_[layer].qkv.padded;
   for (int64_t t = 0; t < tokens.count; ++t) {
@@ -438,7 +469,7 @@ void Decoder::attend_head(size_t layer, int64_t kv_head, const Tokens& tokens, S
   }
 }
 
-void Decoder::gate_all(const DecoderLayer& layer, int64_t count, Scratch& scratch, int64_t threads) const {
+void LayerStack::gate_all(const DecoderLayer& layer, int64_t count, Scratch& scratch, int64_t threads) const {
   const int64_t size = layer.down.inputs, width = layer.gate_up.padded;
   fit(scratch.wide, count * width);
   fit(scratch.mixed, count * size);

@@ -7,9 +7,11 @@
 
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <cstdlib>
 #include <memory>
+#include <utility>
 #include <vector>
 
 namespace paceline {
@@ -80,6 +82,11 @@ struct DecoderShape {
 struct Tokens {
   const int64_t *ids, *rows, *positions;
   int64_t count;
+
+  // Those from `first` on, `most` at most.
+  Tokens tile(int64_t first, int64_t most) const {
+    return {ids ? ids + first : nullptr, rows + first, positions + first, std::min(most, count - first)};
+  }
 };
 
 // Intermediate results of one thread, kept between calls.
@@ -88,24 +95,25 @@ struct Scratch {
   Octets octets;
 };
 
-class Decoder {
+// Decoder layers, with the keys and values of what has gone through them.
+class LayerStack {
  public:
-  // cos, sin: [positions, head_dim / 2]. head: its outputs are the ids of which logits are wanted; kept as `storage` says.
-  Decoder(const DecoderShape& shape, const MatrixView& embedding, const MatrixView& head, Storage storage,
-          const float* norm, std::vector<DecoderLayer> layers, const float* cos, const float* sin);
+  // cos, sin: [positions, head_dim / 2].
+  LayerStack(const DecoderShape& shape, std::vector<DecoderLayer> layers, const float* cos, const float* sin);
 
   const DecoderShape& shape() const { return shape_; }
-  int64_t context_ids() const { return context_ids_; }
-  int64_t vocab() const { return head_.outputs; }
-  int64_t hidden_stride() const { return hidden_stride_; }
-  int64_t logits_stride() const { return head_.padded; }
+  int64_t count() const { return static_cast<int64_t>(layers_.size()); }
+  int64_t hidden() const { return layers_[0].down.outputs; }
+  int64_t hidden_stride() const { return layers_[0].down.padded; }
+  int64_t inputs() const { return layers_[0].qkv.inputs; }  // of the first layer's attention
 
-  // Runs the tokens and fills the cache. hidden: [count, hidden_stride]. Threads of the caller may run
-  // different rows; `threads` share each product's outputs and each attention's key heads, which changes no bit.
-  void run(const Tokens& tokens, float* hidden, Scratch& scratch, int64_t threads = 1);
+  // Attention over x [count, its inputs] of the tokens, whose ids are not read, which fills the layer's cache, and MLP behind
+  // it, both added to hidden [count, hidden_stride]. x may be scratch.normed. Threads of the caller may run different rows;
+  // `threads` share each product's outputs and each attention's key heads, which changes no bit.
+  void run(size_t layer, const Tokens& tokens, const float* x, float* hidden, Scratch& scratch, int64_t threads);
 
-  // logits [count, logits_stride] from hidden [count, hidden_stride].
-  void project(const float* hidden, int64_t count, float* logits, Scratch& scratch, int64_t threads = 1) const;
+  // Into scratch.normed [count, hidden]: RMS norms without their weight, and smaller by sqrt(hidden).
+  void normalise_all(const float* hidden, int64_t count, Scratch& scratch) const;
 
   // Copies the first `length` positions of one row into another, which has the first `known` of them already.
   void copy_row(int64_t source, int64_t target, int64_t known, int64_t length);
@@ -116,11 +124,9 @@ class Decoder {
   };
   using Store = std::unique_ptr<uint32_t[], Free>;
 
-  void run_tile(const Tokens& tokens, float* hidden, Scratch& scratch, int64_t threads);
-  void attend_all(size_t layer, const Tokens& tokens, Scratch& scratch, int64_t threads);
+  void attend_all(size_t layer, const Tokens& tokens, const float* x, Scratch& scratch, int64_t threads);
   void attend_head(size_t layer, int64_t kv_head, const Tokens& tokens, Scratch& scratch, float* scores);
   void gate_all(const DecoderLayer& layer, int64_t count, Scratch& scratch, int64_t threads) const;
-  void normalise_all(const float* hidden, int64_t count, Scratch& scratch) const;
   Store allocate() const;
   // Words of a row and key head: keys [blocks][head_dim / 2][16], one of d and d + head_dim / 2;
   // values [positions / 2][head_dim], one of an even and the next odd position.
@@ -128,11 +134,65 @@ class Decoder {
   int64_t head_start(int64_t row, int64_t kv_head) const { return (row * shape_.kv_heads + kv_head) * head_words(); }
 
   DecoderShape shape_;
-  int64_t hidden_, hidden_stride_, context_ids_, capacity_;
-  std::vector<float> embedding_, norm_, cos_, sin_;
-  PackedWeight head_;
+  int64_t capacity_;
+  std::vector<float> cos_, sin_;
   std::vector<DecoderLayer> layers_;
   std::vector<Store> keys_, values_;  // one a layer; pages become resident as rows grow
+};
+
+class Decoder {
+ public:
+  // head: its outputs are the ids of which logits are wanted; kept as `storage` says.
+  Decoder(LayerStack layers, const MatrixView& embedding, const MatrixView& head, Storage storage, const float* norm);
+
+  const DecoderShape& shape() const { return layers_.shape(); }
+  int64_t context_ids() const { return context_ids_; }
+  int64_t vocab() const { return head_.outputs; }
+  int64_t hidden_stride() const { return layers_.hidden_stride(); }
+  int64_t logits_stride() const { return head_.padded; }
+
+  // Runs the tokens and fills the cache. hidden: [count, hidden_stride]. Threads as in LayerStack::run.
+  void run(const Tokens& tokens, float* hidden, Scratch& scratch, int64_t threads = 1);
+
+  // logits [count, logits_stride] from hidden [count, hidden_stride].
+  void project(const float* hidden, int64_t count, float* logits, Scratch& scratch, int64_t threads = 1) const;
+
+  void copy_row(int64_t source, int64_t target, int64_t known, int64_t length) {
+    layers_.copy_row(source, target, known, length);
+  }
+
+ private:
+  void run_tile(const Tokens& tokens, float* hidden, Scratch& scratch, int64_t threads);
+
+  LayerStack layers_;
+  int64_t hidden_, context_ids_;
+  std::vector<float> embedding_, norm_;
+  PackedWeight head_;
+};
+
+// A draft head: one layer between the target's embedding and its output head, and the product that fuses what goes in.
+class HeadLayer {
+ public:
+  HeadLayer(LayerStack layer, PackedWeight fused) : layer_(std::move(layer)), fuse_(std::move(fused)) {}
+
+  const LayerStack& layer() const { return layer_; }
+  const PackedWeight& fuse() const { return fuse_; }
+
+  // made [count, fuse.outputs] = x [count, fuse.inputs] fused.
+  void fuse_all(const float* x, int64_t count, float* made, int64_t threads);
+
+  // Adds to hidden [count, hidden] what LayerStack::run makes of x [count, inputs].
+  void run(const Tokens& tokens, const float* x, float* hidden, int64_t threads);
+
+  void copy_row(int64_t source, int64_t target, int64_t known, int64_t length) {
+    layer_.copy_row(source, target, known, length);
+  }
+
+ private:
+  LayerStack layer_;
+  PackedWeight fuse_;
+  Scratch scratch_;
+  std::vector<float> tile_;
 };
 
 }  // namespace paceline

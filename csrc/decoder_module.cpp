@@ -1,4 +1,5 @@
-// paceline._decoder: a small decoder (decoder.hpp) that drafts with the shared dice, whole drafts in one call.
+// paceline._decoder: a small decoder (decoder.hpp) that drafts with the shared dice, whole drafts in one call; and the layer of
+// a draft head, between whose levels the target's embedding and output head have their turn.
 //
 // A drafter's pass over a few tokens is some 0.3 million multiplications: any call between two of them costs as much.
 // So one call feeds what is new of each row and then proposes, feeds the proposals and so on while drafts may grow,
@@ -60,21 +61,70 @@ void split(int64_t threads, int64_t count, const Use& use) {
   });
 }
 
-// The tokens of one pass, row after row; those of the i-th row end before ends[i].
+// The tokens of one pass, row after row; those of the i-th row end before ends[i]. A head's have no ids.
 struct Pass {
   std::vector<int64_t> ids, rows, positions, ends;
 
-  void add(int64_t row, int64_t start, const int64_t* tokens, int64_t count) {
-    ids.insert(ids.end(), tokens, tokens + count);
+  void add(int64_t row, int64_t start, int64_t count) {
     rows.insert(rows.end(), static_cast<size_t>(count), row);
     for (int64_t i = 0; i < count; ++i) positions.push_back(start + i);
-    ends.push_back(static_cast<int64_t>(ids.size()));
+    ends.push_back(static_cast<int64_t>(rows.size()));
   }
 
   void clear() {
     for (auto* column : {&ids, &rows, &positions, &ends}) column->clear();
   }
 };
+
+[[noreturn]] void refuse() { throw std::invalid_argument("the arrays do not fit the model, its cache or each other"); }
+
+bool within(int64_t value, int64_t limit) { return 0 <= value && value < limit; }
+
+// Where `num_tokens` tokens go: counts[i] of them into row rows[i] from position starts[i] on.
+Pass place(const DecoderShape& shape, const Ints& rows, const Ints& starts, const Ints& counts, int64_t num_tokens) {
+  if (starts.shape(0) != rows.shape(0) || counts.shape(0) != rows.shape(0)) refuse();
+  Pass pass;
+  for (int64_t i = 0, left = num_tokens; i < length(rows); ++i) {
+    const int64_t row = rows.data()[i], start = starts.data()[i], count = counts.data()[i];
+    if (!within(row, shape.rows) || !within(start, shape.positions) || count < 1 || count > shape.positions - start ||
+        count > left)
+      refuse();
+    pass.add(row, start, count);
+    left -= count;
+  }
+  if (static_cast<int64_t>(pass.rows.size()) != num_tokens) refuse();
+  return pass;
+}
+
+void check_copy(const DecoderShape& shape, int64_t source, int64_t target, int64_t known, int64_t count) {
+  if (!within(source, shape.rows) || !within(target, shape.rows) || !within(count, shape.positions + 1) ||
+      !within(known, count + 1))
+    refuse();
+}
+
+MatrixView view(const Matrix& matrix) { return {matrix.data(), length(matrix), length(matrix, 1)}; }
+const float* view(const std::optional<Floats>& bias) { return bias ? bias->data() : nullptr; }
+
+Storage storage_of(const std::string& name) {
+  if (name == "bfloat16") return Storage::kBfloat16;
+  if (name == "int8") return Storage::kInt8;
+  if (name == "int8-dot" && has_octet_dot()) return Storage::kInt8Dot;
+  throw std::invalid_argument("no weights can be kept here as " + name);
+}
+
+// cos, sin: [positions, head_dim / 2].
+LayerStack stack(const std::vector<LayerArrays>& layers, const Matrix& cos, const Matrix& sin, float eps, float scaling,
+                 int64_t num_kv_heads, int64_t max_requests, Storage storage) {
+  const int64_t head_dim = 2 * length(cos, 1), heads = length(std::get<0>(layers.at(0))) / head_dim;
+  std::vector<DecoderLayer> packed;
+  for (const auto& [qkv, qkv_bias, output, output_bias, gate_up, down] : layers)
+    packed.push_back({{view(qkv), view(qkv_bias), storage},
+                      {view(output), view(output_bias), storage},
+                      {view(gate_up), nullptr, storage},
+                      {view(down), nullptr, storage}});
+  return {{heads - 2 * num_kv_heads, num_kv_heads, head_dim, max_requests, length(cos), eps, scaling},
+          std::move(packed), cos.data(), sin.data()};
+}
 
 // What a share of the rows needs.
 struct Room {
@@ -87,8 +137,8 @@ class Drafter {
   Drafter(const Matrix& embedding, const Matrix& head, const Floats& norm, const std::vector<LayerArrays>& layers,
           const Matrix& cos, const Matrix& sin, float eps, float scaling, int64_t num_kv_heads, int64_t max_requests,
           const std::string& storage)
-      : decoder_(shape_of(layers, cos, eps, scaling, num_kv_heads, max_requests), view(embedding), view(head),
-                 storage_of(storage), norm.data(), pack(layers, storage_of(storage)), cos.data(), sin.data()) {}
+      : decoder_(stack(layers, cos, sin, eps, scaling, num_kv_heads, max_requests, storage_of(storage)),
+                 view(embedding), view(head), storage_of(storage), norm.data()) {}
   Drafter(const Drafter&) = delete;
 
   // Feeds counts[i] of the ids to row rows[i] from position starts[i] on; logits [num_rows, vocab] of each one's last.
@@ -110,10 +160,7 @@ class Drafter {
   }
 
   void copy_row(int64_t source, int64_t target, int64_t known, int64_t count) {
-    const auto& shape = decoder_.shape();
-    if (!within(source, shape.rows) || !within(target, shape.rows) || !within(count, shape.positions + 1) ||
-        !within(known, count + 1))
-      refuse();
+    check_copy(decoder_.shape(), source, target, known, count);
     decoder_.copy_row(source, target, known, count);
   }
 
@@ -134,19 +181,8 @@ class Drafter {
   }
 
   Pass read_pass(const Ints& rows, const Ints& starts, const Ints& counts, const Ints& ids) const {
-    const auto& shape = decoder_.shape();
-    if (starts.shape(0) != rows.shape(0) || counts.shape(0) != rows.shape(0)) refuse();
-    Pass pass;
-    int64_t begin = 0;
-    for (int64_t i = 0; i < length(rows); ++i) {
-      const int64_t row = rows.data()[i], start = starts.data()[i], count = counts.data()[i];
-      if (!within(row, shape.rows) || !within(start, shape.positions) || count < 1 ||
-          count > shape.positions - start || count > length(ids) - begin)
-        refuse();
-      pass.add(row, start, ids.data() + begin, count);
-      begin += count;
-    }
-    if (begin != length(ids)) refuse();
+    Pass pass = place(decoder_.shape(), rows, starts, counts, length(ids));
+    pass.ids.assign(ids.data(), ids.data() + length(ids));
     for (const int64_t id : pass.ids)
       if (!within(id, decoder_.context_ids())) refuse();
     return pass;
@@ -161,39 +197,43 @@ class Drafter {
 
   const Decoder& decoder() const { return decoder_; }
 
-  [[noreturn]] static void refuse() {
-    throw std::invalid_argument("the arrays do not fit the model, its cache or each other");
+ private:
+  Decoder decoder_;
+};
+
+// A draft head's layer.
+class Head {
+ public:
+  Head(const Matrix& fused, const LayerArrays& layer, const Matrix& cos, const Matrix& sin, float eps, float scaling,
+       int64_t num_kv_heads, int64_t max_requests, const std::string& storage)
+      : layer_(stack({layer}, cos, sin, eps, scaling, num_kv_heads, max_requests, storage_of(storage)),
+               {view(fused), nullptr, storage_of(storage)}) {}
+  Head(const Head&) = delete;
+
+  void fuse(const Matrix& x, int64_t num_threads, const Array<float, 2>& made) {
+    if (length(made) != length(x) || length(x, 1) != layer_.fuse().inputs || length(made, 1) != layer_.fuse().outputs)
+      refuse();
+    nb::gil_scoped_release release;
+    layer_.fuse_all(x.data(), length(x), made.data(), std::max(num_threads, int64_t{1}));
+  }
+
+  void run(const Ints& rows, const Ints& starts, const Ints& counts, const Matrix& x, int64_t num_threads,
+           const Array<float, 2>& hidden) {
+    const LayerStack& stack = layer_.layer();
+    const Pass pass = place(stack.shape(), rows, starts, counts, length(x));
+    if (length(hidden) != length(x) || length(x, 1) != stack.inputs() || length(hidden, 1) != stack.hidden()) refuse();
+    nb::gil_scoped_release release;
+    layer_.run({nullptr, pass.rows.data(), pass.positions.data(), length(x)}, x.data(), hidden.data(),
+               std::max(num_threads, int64_t{1}));
+  }
+
+  void copy_row(int64_t source, int64_t target, int64_t known, int64_t count) {
+    check_copy(layer_.layer().shape(), source, target, known, count);
+    layer_.copy_row(source, target, known, count);
   }
 
  private:
-  static bool within(int64_t value, int64_t limit) { return 0 <= value && value < limit; }
-  static MatrixView view(const Matrix& matrix) { return {matrix.data(), length(matrix), length(matrix, 1)}; }
-  static const float* view(const std::optional<Floats>& bias) { return bias ? bias->data() : nullptr; }
-
-  static DecoderShape shape_of(const std::vector<LayerArrays>& layers, const Matrix& cos, float eps, float scaling,
-                               int64_t num_kv_heads, int64_t max_requests) {
-    const int64_t head_dim = 2 * length(cos, 1), heads = length(std::get<0>(layers.at(0))) / head_dim;
-    return {heads - 2 * num_kv_heads, num_kv_heads, head_dim, max_requests, length(cos), eps, scaling};
-  }
-
-  static Storage storage_of(const std::string& name) {
-    if (name == "bfloat16") return Storage::kBfloat16;
-    if (name == "int8") return Storage::kInt8;
-    if (name == "int8-dot" && has_octet_dot()) return Storage::kInt8Dot;
-    throw std::invalid_argument("no weights can be kept here as " + name);
-  }
-
-  static std::vector<DecoderLayer> pack(const std::vector<LayerArrays>& layers, Storage storage) {
-    std::vector<DecoderLayer> packed;
-    for (const auto& [qkv, qkv_bias, output, output_bias, gate_up, down] : layers)
-      packed.push_back({{view(qkv), view(qkv_bias), storage},
-                        {view(output), view(output_bias), storage},
-                        {view(gate_up), nullptr, storage},
-                        {view(down), nullptr, storage}});
-    return packed;
-  }
-
-  Decoder decoder_;
+  HeadLayer layer_;
 };
 
 // What a draft is asked for and what becomes of it; one entry per row of the pass that it starts with.
@@ -321,7 +361,8 @@ class Growth {
     pass_.clear();
     for (const int64_t row : active_) {
       const int64_t token = draft_.tokens.data()[row * depth + level];
-      pass_.add(rows_[static_cast<size_t>(row)], lengths_[static_cast<size_t>(row)] + level, &token, 1);
+      pass_.ids.push_back(token);
+      pass_.add(rows_[static_cast<size_t>(row)], lengths_[static_cast<size_t>(row)] + level, 1);
     }
   }
 
@@ -338,6 +379,14 @@ class Growth {
 NB_MODULE(_decoder, m) {
   m.doc() = "A small decoder that drafts with the shared dice. Use paceline.drafting.native_decoder.";
   m.def("has_octet_dot", &has_octet_dot, "Whether the processor has a dot product of octets: storage int8-dot.");
+  nb::class_<Head>(m, "Head")
+      .def(nb::init<const Matrix&, const LayerArrays&, const Matrix&, const Matrix&, float, float, int64_t, int64_t,
+                    const std::string&>(),
+           "fused"_a, "layer"_a, "cos"_a, "sin"_a, "eps"_a, "scaling"_a, "num_kv_heads"_a, "max_requests"_a, "storage"_a)
+      .def("fuse", &Head::fuse, "x"_a, "num_threads"_a, "made"_a.noconvert(), "Fill made with x times the fused weight.")
+      .def("run", &Head::run, "rows"_a, "starts"_a, "counts"_a, "x"_a, "num_threads"_a, "hidden"_a.noconvert(),
+           "Attention over x, whose counts[i] tokens go to row rows[i] from starts[i] on, and MLP, both added to hidden.")
+      .def("copy_row", &Head::copy_row, "source"_a, "target"_a, "known"_a, "count"_a, "As Decoder.copy_row.");
   nb::class_<Drafter>(m, "Decoder")
       .def(nb::init<const Matrix&, const Matrix&, const Floats&, const std::vector<LayerArrays>&, const Matrix&,
                     const Matrix&, float, float, int64_t, int64_t, const std::string&>(),
@@ -361,7 +410,7 @@ NB_MODULE(_decoder, m) {
                               calibration,  confidence_edges, margin_edges, floor,  level_costs,
                               tokens,       num_tokens,   acceptance,  cells,     rivals, probes, failed};
             Growth growth(drafter, drafter.read_pass(rows, starts, counts, ids), draft, num_threads);
-            if (!draft.fits(length(rows)) || !drafter.has_room(starts, counts, limits)) Drafter::refuse();
+            if (!draft.fits(length(rows)) || !drafter.has_room(starts, counts, limits)) refuse();
             nb::gil_scoped_release release;
             growth.run();
           },

@@ -7,22 +7,42 @@ from paceline.types import Float32Array, Int32Array, Int64Array, UInt64Array
 
 def has_octet_dot() -> bool: ...
 
+Layer = tuple[
+    Float32Array, Float32Array | None, Float32Array, Float32Array | None, Float32Array, Float32Array
+]
+
+class Head:
+    def __init__(
+        self,
+        fused: Float32Array,
+        layer: Layer,
+        cos: Float32Array,
+        sin: Float32Array,
+        eps: float,
+        scaling: float,
+        num_kv_heads: int,
+        max_requests: int,
+        storage: str,
+    ) -> None: ...
+    def fuse(self, x: Float32Array, num_threads: int, made: Float32Array) -> None: ...
+    def run(
+        self,
+        rows: Int64Array,
+        starts: Int64Array,
+        counts: Int64Array,
+        x: Float32Array,
+        num_threads: int,
+        hidden: Float32Array,
+    ) -> None: ...
+    def copy_row(self, source: int, target: int, known: int, count: int) -> None: ...
+
 class Decoder:
     def __init__(
         self,
         embedding: Float32Array,
         head: Float32Array,
         norm: Float32Array,
-        layers: Sequence[
-            tuple[
-                Float32Array,
-                Float32Array | None,
-                Float32Array,
-                Float32Array | None,
-                Float32Array,
-                Float32Array,
-            ]
-        ],
+        layers: Sequence[Layer],
         cos: Float32Array,
         sin: Float32Array,
         eps: float,

@@ -55,7 +55,9 @@ def ends(shared: Shared) -> TargetEnds:
 
 def load(folder: Path, target: Any, **options: Any) -> HeadDrafter:
     return HeadDrafter(
-        folder, ends(share(target)), **{"max_model_len": MAX_LEN, "max_requests": 4, **options}
+        folder,
+        ends(share(target)),
+        **{"max_model_len": MAX_LEN, "max_requests": 4, "dtype": "float32", **options},
     )
 
 

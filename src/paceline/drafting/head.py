@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from paceline.drafting.checkpoint import check_settings, check_weights
 from paceline.drafting.head_decoder import load_head
-from paceline.drafting.model_cache import PackedStep, RowCache, RowTable, ranges
+from paceline.drafting.model_cache import RowTable, ranges
 from paceline.drafting.proposal import NO_GRID, Draft, check_draft, grow_levels
 from paceline.drafting.token_states import TokenStates, join_steps
 from paceline.types import (
@@ -81,9 +81,9 @@ class HeadDrafter:
             hidden_size=target.hidden_size,
             vocab_size=target.vocab_size,
             max_model_len=max_model_len,
+            max_requests=max_requests,
             dtype=dtype,
         )
-        self._cache = RowCache(max_requests, max_model_len)
         self._rows = RowTable(max_requests)
         self._wanted = self._rows.add_column()  # position of the token whose state comes next
         self._missed: deque[TokenStates] = deque(maxlen=MISSED_STEPS)
@@ -134,7 +134,7 @@ class HeadDrafter:
         requests = np.array([place.get(response, -1) for response in step.responses[fed].tolist()], np.int64)
         drafts = np.append(draft.limits, 0)[requests] > 0
         is_prompt = step.counts[fed] > draft.depth + 1
-        outputs = torch.empty(len(fed), self._target.hidden_size, dtype=self._decoder.dtype)
+        outputs = torch.empty(len(fed), self._target.hidden_size, dtype=self._decoder.layer.dtype)
         self._feed(step, fed, rows, np.flatnonzero(is_prompt), outputs)
         started_s = time.perf_counter()
         self._feed(step, fed, rows, np.flatnonzero(~is_prompt), outputs)
@@ -241,9 +241,8 @@ class HeadDrafter:
 
         states: of the target, or what was made for the token before. [num_tokens, hidden], as the result
         """
-        packed = PackedStep(rows, starts, counts, self.max_model_len, self._decoder.dtype)
-        embedded = self._target.embed(torch.from_numpy(ids))
-        return self._decoder.forward(embedded, states, packed, self._cache)
+        embedded = self._target.embed(torch.from_numpy(ids)).to(self._decoder.layer.dtype)
+        return self._decoder.forward(embedded, states.to(self._decoder.layer.dtype), rows, starts, counts)
 
     def _logits(self, outputs: torch.Tensor) -> Float32Array:
         made = self._target.logits(self._decoder.end(outputs))[:, : self._target.vocab_size]
@@ -253,7 +252,7 @@ class HeadDrafter:
         """A draft ended in NaN: its row begins anew, without it."""
         row = self._rows.row(response)
         assert row is not None
-        self._cache.clear_behind(row, 0)
+        self._decoder.layer.clear(row)
         self._rows.cached[row] = 0
 
     def forget(self, responses: Iterable[int]) -> None:
@@ -261,7 +260,7 @@ class HeadDrafter:
         with torch.inference_mode():
             for response in responses:
                 if (move := self._rows.close(response)) is not None:
-                    self._cache.copy(*move, known=0, length=int(self._rows.cached[move[1]]))
+                    self._decoder.layer.copy(*move, known=0, length=int(self._rows.cached[move[1]]))
 
     def reload(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Take over new weights, by the checkpoint's names, all of them; contexts begin anew.
@@ -271,8 +270,6 @@ class HeadDrafter:
         fresh = dict(named_tensors)
         check_weights(self._decoder.weights, fresh)
         with torch.inference_mode():
-            for name, tensor in fresh.items():
-                self._decoder.weights[name].copy_(tensor)
+            self._decoder.reload(fresh)
         self._missed.clear()
         self._rows.clear()
-        self._cache.clear()

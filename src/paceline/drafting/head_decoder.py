@@ -18,24 +18,24 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, LlamaConfig
-from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from paceline.drafting.drafter import read_fused_layers
-from paceline.drafting.lean_decoder import rotate
-from paceline.drafting.model_cache import PackedStep, RowCache
+from paceline.drafting.head_layer import HeadLayer, LayerShape, LayerWeights, make_layer
 from paceline.errors import CheckpointError
+from paceline.types import Int64Array
 
 
 class HeadDecoder(ABC):
     """The layer of one loaded head.
 
-    hidden_size, vocab_size: the target's. Raises CheckpointError for a checkpoint with other weights, or one of another
-    target.
+    hidden_size, vocab_size: the target's. dtype: the number format to compute in; "auto": what is fastest, weights in
+    bfloat16 or 8 bits, or the checkpoint's where its sizes do not allow that (`head_layer`). Raises CheckpointError for
+    a checkpoint with other weights, or one of another target.
     """
 
     kind: ClassVar[str]
-    layer: ClassVar[str]
+    prefix: ClassVar[str]
     """Before the names of the layer's weights."""
 
     def __init__(
@@ -45,6 +45,7 @@ class HeadDecoder(ABC):
         hidden_size: int,
         vocab_size: int,
         max_model_len: int,
+        max_requests: int,
         dtype: str,
     ) -> None:
         config = AutoConfig.from_pretrained(path, local_files_only=True)
@@ -55,22 +56,29 @@ class HeadDecoder(ABC):
         number_format = stored["fc.weight"].dtype if dtype == "auto" else getattr(torch, dtype)
         self.weights = {name: weight.to(number_format) for name, weight in stored.items()}
         """By the checkpoint's names."""
-        self.dtype = number_format
-        self._hidden_size, self._head_dim = hidden_size, int(config.head_dim)
-        self._eps: float = config.rms_norm_eps
-        self._activate = ACT2FN[config.hidden_act]
-        rotary = LlamaRotaryEmbedding(config)
-        cos, sin = rotary(self.weights["fc.weight"], torch.arange(max_model_len)[None])
-        half = self._head_dim // 2
-        self._cos, self._sin = cos[0, :, None, :half], sin[0, :, None, :half]
+        self._hidden_size = hidden_size
+        cos, sin = LlamaRotaryEmbedding(config)(self.weights["fc.weight"], torch.arange(max_model_len)[None])
+        half = config.head_dim // 2
+        self._layer_shape = LayerShape(
+            config.head_dim,
+            config.rms_norm_eps,
+            config.hidden_act,
+            cos[0, :, None, :half],
+            sin[0, :, None, :half],
+            max_requests,
+        )
+        self._native = dtype == "auto"
+        self.layer = self._make_layer()
 
     @abstractmethod
     def begin(self, states: Tensor) -> Tensor:
         """What is fed where the target's states are known. [num_tokens, num_states * hidden] -> [num_tokens, hidden]"""
 
     @abstractmethod
-    def forward(self, embedded: Tensor, states: Tensor, step: PackedStep, cache: RowCache) -> Tensor:
-        """What the packed pairs of `step` lead to, and may be fed next; fills the cache. All [num_tokens, hidden]"""
+    def forward(
+        self, embedded: Tensor, states: Tensor, rows: Int64Array, starts: Int64Array, counts: Int64Array
+    ) -> Tensor:
+        """What the packed pairs (`HeadLayer`) lead to, and may be fed next. All [num_tokens, hidden]"""
 
     @abstractmethod
     def end(self, outputs: Tensor) -> Tensor:
@@ -80,28 +88,26 @@ class HeadDecoder(ABC):
     def _shapes(self, config: LlamaConfig) -> dict[str, tuple[int, ...]]:
         """Of the head's weights, by name."""
 
-    def _run_layer(self, inputs: Tensor, residual: Tensor, step: PackedStep, cache: RowCache) -> Tensor:
-        """Attention over `inputs`, and MLP, both added to `residual`. All but `inputs` [num_tokens, hidden]"""
-        cache.step = step
-        query, key, value = (
-            self._linear(f"self_attn.{name}_proj", inputs).unflatten(1, (-1, self._head_dim))
-            for name in "qkv"
-        )
-        cos, sin = self._cos[step.positions], self._sin[step.positions]
-        query, key = rotate(query, cos, sin), rotate(key, cos, sin)
-        cache.update(key.transpose(0, 1)[None], value.transpose(0, 1)[None], 0)
-        mixed = cache.attend_packed(0, query, self._head_dim**-0.5)
-        hidden = residual + self._linear("self_attn.o_proj", mixed.flatten(1))
-        normed = self._norm(f"{self.layer}post_attention_layernorm", hidden)
-        gate, up = self._linear("mlp.gate_proj", normed), self._linear("mlp.up_proj", normed)
-        return hidden + self._linear("mlp.down_proj", self._activate(gate) * up)
+    def reload(self, fresh: Mapping[str, Tensor]) -> None:
+        """Take over new weights, which have been checked; all rows are void."""
+        for name, tensor in fresh.items():
+            self.weights[name].copy_(tensor)
+        self.layer = self._make_layer()
 
-    def _linear(self, name: str, inputs: Tensor) -> Tensor:
-        return F.linear(inputs, self.weights[f"{self.layer}{name}.weight"])
+    def _make_layer(self) -> HeadLayer:
+        def weight(name: str) -> Tensor:
+            return self.weights[f"{self.prefix}{name}.weight"]
+
+        q, k, v, o = (weight(f"self_attn.{name}_proj") for name in "qkvo")
+        gate, up, down = (weight(f"mlp.{name}_proj") for name in ("gate", "up", "down"))
+        weights = LayerWeights(
+            self.weights["fc.weight"], q, k, v, o, weight("post_attention_layernorm"), gate, up, down
+        )
+        return make_layer(weights, self._layer_shape, native=self._native)
 
     def _norm(self, name: str, inputs: Tensor) -> Tensor:
-        weight = self.weights[f"{name}.weight"]
-        return F.rms_norm(inputs, weight.shape, weight, self._eps)
+        weight = self.weights[f"{name}.weight"].to(self.layer.dtype)
+        return F.rms_norm(inputs.to(weight.dtype), weight.shape, weight, self._layer_shape.eps)
 
     def _layer_shapes(self, config: LlamaConfig, input_size: int) -> dict[str, tuple[int, ...]]:
         size, inner = config.hidden_size, config.intermediate_size
@@ -118,7 +124,7 @@ class HeadDecoder(ABC):
             "mlp.up_proj": (inner, size),
             "mlp.down_proj": (size, inner),
         }
-        return {f"{self.layer}{name}.weight": shape for name, shape in layer.items()}
+        return {f"{self.prefix}{name}.weight": shape for name, shape in layer.items()}
 
     def _check_names(
         self, path: Path, weights: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]]
@@ -144,14 +150,16 @@ class EagleDecoder(HeadDecoder):
     As published, there is no norm before the attention, and the output goes to the target's head as it is.
     """
 
-    kind, layer = "EAGLE", "layers.0."
+    kind, prefix = "EAGLE", "layers.0."
 
     def begin(self, states: Tensor) -> Tensor:
         return states[:, -self._hidden_size :]
 
-    def forward(self, embedded: Tensor, states: Tensor, step: PackedStep, cache: RowCache) -> Tensor:
-        hidden = F.linear(torch.cat([embedded, states], 1).to(self.dtype), self.weights["fc.weight"])
-        return self._run_layer(hidden, hidden, step, cache)
+    def forward(
+        self, embedded: Tensor, states: Tensor, rows: Int64Array, starts: Int64Array, counts: Int64Array
+    ) -> Tensor:
+        hidden = self.layer.fuse(torch.cat([embedded, states], 1))
+        return self.layer.run(hidden, hidden, rows, starts, counts)
 
     def end(self, outputs: Tensor) -> Tensor:
         return outputs
@@ -164,16 +172,17 @@ class EagleDecoder(HeadDecoder):
 class Eagle3Decoder(HeadDecoder):
     """EAGLE-3 (Li and others 2025): fuses inner states of the target, and feeds itself whatever its layer makes."""
 
-    kind, layer = "EAGLE-3", "midlayer."
+    kind, prefix = "EAGLE-3", "midlayer."
 
     def begin(self, states: Tensor) -> Tensor:
-        fused = states[:, : len(self._fused_layers) * self._hidden_size]
-        return F.linear(fused.to(self.dtype), self.weights["fc.weight"])
+        return self.layer.fuse(states[:, : len(self._fused_layers) * self._hidden_size])
 
-    def forward(self, embedded: Tensor, states: Tensor, step: PackedStep, cache: RowCache) -> Tensor:
-        tokens = self._norm("midlayer.input_layernorm", embedded.to(self.dtype))
+    def forward(
+        self, embedded: Tensor, states: Tensor, rows: Int64Array, starts: Int64Array, counts: Int64Array
+    ) -> Tensor:
+        tokens = self._norm("midlayer.input_layernorm", embedded)
         inputs = torch.cat([tokens, self._norm("midlayer.hidden_norm", states)], 1)
-        return self._run_layer(inputs, states, step, cache)
+        return self.layer.run(inputs, states, rows, starts, counts)
 
     def end(self, outputs: Tensor) -> Tensor:
         return self._norm("norm", outputs)
@@ -188,12 +197,17 @@ class Eagle3Decoder(HeadDecoder):
 
 
 def load_head(
-    path: Path, *, hidden_size: int, vocab_size: int, max_model_len: int, dtype: str
+    path: Path, *, hidden_size: int, vocab_size: int, max_model_len: int, max_requests: int, dtype: str
 ) -> HeadDecoder:
     """The head in a folder: EAGLE-3 if its configuration names layers to fuse. Arguments, errors: `HeadDecoder`."""
     kind = Eagle3Decoder if read_fused_layers(path) else EagleDecoder
     return kind(
-        path, hidden_size=hidden_size, vocab_size=vocab_size, max_model_len=max_model_len, dtype=dtype
+        path,
+        hidden_size=hidden_size,
+        vocab_size=vocab_size,
+        max_model_len=max_model_len,
+        max_requests=max_requests,
+        dtype=dtype,
     )
 
 

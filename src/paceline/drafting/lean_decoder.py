@@ -96,18 +96,21 @@ def _fuse(layer: Any) -> FusedLayer:
     parts = (attention.q_proj, attention.k_proj, attention.v_proj)
     biases = [part.bias for part in parts]
     return FusedLayer(
-        qkv=_scale(torch.cat([part.weight for part in parts]), layer.input_layernorm),
+        qkv=fold_norm(torch.cat([part.weight for part in parts]), layer.input_layernorm.weight),
         qkv_bias=None if biases[0] is None else torch.cat(biases),
         output=attention.o_proj.weight,
         output_bias=attention.o_proj.bias,
-        gate_up=_scale(torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]), layer.post_attention_layernorm),
+        gate_up=fold_norm(
+            torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]), layer.post_attention_layernorm.weight
+        ),
         down=mlp.down_proj.weight,
     )
 
 
-def _scale(weight: torch.Tensor, norm: torch.nn.Module) -> torch.Tensor:
-    """The weight behind an RMS norm as it applies to rows of length 1: an RMS norm scales them to sqrt(hidden)."""
-    factor = norm.weight.float() * weight.shape[1] ** 0.5  # type: ignore[operator]
+def fold_norm(weight: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
+    """The weight behind an RMS norm, of weight `norm`, as it applies to rows of length 1: an RMS norm scales them to
+    sqrt(hidden)."""
+    factor = norm.float() * weight.shape[1] ** 0.5
     return (weight.float() * factor).to(weight.dtype)
 
 

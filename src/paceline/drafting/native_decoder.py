@@ -41,22 +41,22 @@ class NativeDecoder:
         self.weight_dtype = torch.bfloat16 if storage == "bfloat16" else torch.int8
         self._vocab_size = vocab_size
         self._decoder = Decoder(
-            _array(lean.embedding),
-            _array(lean.head[:vocab_size]),
-            _array(lean.norm),
+            to_array(lean.embedding),
+            to_array(lean.head[:vocab_size]),
+            to_array(lean.norm),
             [
                 (
-                    _array(layer.qkv),
-                    None if layer.qkv_bias is None else _array(layer.qkv_bias),
-                    _array(layer.output),
-                    None if layer.output_bias is None else _array(layer.output_bias),
-                    _array(layer.gate_up),
-                    _array(layer.down),
+                    to_array(layer.qkv),
+                    None if layer.qkv_bias is None else to_array(layer.qkv_bias),
+                    to_array(layer.output),
+                    None if layer.output_bias is None else to_array(layer.output_bias),
+                    to_array(layer.gate_up),
+                    to_array(layer.down),
                 )
                 for layer in lean.layers
             ],
-            _array(lean.cos[:, 0]),
-            _array(lean.sin[:, 0]),
+            to_array(lean.cos[:, 0]),
+            to_array(lean.sin[:, 0]),
             float(lean.eps),
             lean.scaling,
             num_kv_heads,
@@ -137,12 +137,18 @@ def native_decoder(
     products = [weight[:vocab_size]]
     for layer in lean.layers:
         products += [layer.qkv, layer.output, layer.gate_up, layer.down]
-    storage: Storage = "bfloat16"
-    if sum(one.numel() for one in products) >= INT8_WEIGHTS:
-        storage = "int8-dot" if has_octet_dot() else "int8"
+    storage = best_storage(products)
     return NativeDecoder(lean, vocab_size, num_kv_heads, max_requests, storage=storage)
 
 
-def _array(tensor: torch.Tensor) -> Float32Array:
+def best_storage(products: list[torch.Tensor]) -> Storage:
+    """For a model of these weights."""
+    if sum(one.numel() for one in products) < INT8_WEIGHTS:
+        return "bfloat16"
+    return "int8-dot" if has_octet_dot() else "int8"
+
+
+def to_array(tensor: torch.Tensor) -> Float32Array:
+    """In float32 and without gaps, in place if it is."""
     made: Float32Array = tensor.detach().float().contiguous().numpy()
     return made
