@@ -5,8 +5,9 @@
 Two runs of one recipe (`--recipe`) on two workers of one core each, one with a drafter that grows from nothing. One
 takes a step while the other waits, and who is first alternates. After `--warm-up` steps every pair of steps counts:
 `ratio` is the time of the step with the drafter over that without, from the weight push to the end of the update.
-`accounted_s` is what the drafter takes of the run's own path: keeping and gathering hidden states, handing the lesson
-to the trainer, swaps. Tokens, log-probabilities and the weights at the end are compared bit by bit.
+`accounted_s` is what the drafter takes of the run's own path, and `parts` what of it goes to swaps, to having states
+collected, gathering them, handing them to the trainer, and keeping them in the engines' steps. Tokens,
+log-probabilities and the weights at the end are compared bit by bit.
 
 While the drafter is too young to be used, it can only cost; `drafts_from` is the first step that it drafted in.
 """
@@ -45,20 +46,22 @@ MOST_RATIO, MOST_ACCOUNTED = 1.03, 0.01
 
 
 @contextmanager
-def measured(spent: Stopwatch) -> Iterator[None]:
-    """Adds the time of the drafter's part of the run's path to `spent` while it is open."""
+def measured() -> Iterator[dict[str, Stopwatch]]:
+    """The time of the drafter's parts of the run's path while it is open."""
     from paceline.distillation.spot_link import SpotLink
     from paceline.training.adaptive_rollouts import AdaptiveRollouts
 
+    spent = {}
     with ExitStack() as stack:
-        for owner, name in (
-            (AdaptiveRollouts, "_swap"),
-            (AdaptiveRollouts, "_collect"),
-            (AdaptiveRollouts, "_samples"),
-            (SpotLink, "teach"),
+        for part, owner, name in (
+            ("swap", AdaptiveRollouts, "_swap"),
+            ("collect", AdaptiveRollouts, "_collect"),
+            ("gather", AdaptiveRollouts, "_samples"),
+            ("teach", SpotLink, "teach"),
         ):
-            stack.enter_context(patch.object(owner, name, spent.around(getattr(owner, name))))
-        yield
+            spent[part] = Stopwatch()
+            stack.enter_context(patch.object(owner, name, spent[part].around(getattr(owner, name))))
+        yield spent
 
 
 def take_steps(pipe: Any, recipe: Recipe, folder: Path) -> None:
@@ -67,8 +70,6 @@ def take_steps(pipe: Any, recipe: Recipe, folder: Path) -> None:
 
     import paceline.training.run as training_run
     from paceline.training.step_runner import StepRunner
-
-    spent = Stopwatch()
 
     class PacedRunner(StepRunner):
         """Steps one by one."""
@@ -94,7 +95,7 @@ def take_steps(pipe: Any, recipe: Recipe, folder: Path) -> None:
                 {
                     "wall_s": time.perf_counter() - self.began_s,
                     "rollout_s": rollout.wall_s,
-                    "path_s": spent.total_s - self.spent_s,
+                    "parts": {part: one.total_s - self.spent_s[part] for part, one in spent.items()},
                     "tokens": rollout.num_tokens,
                     "digest": self.digest,
                 }
@@ -104,9 +105,10 @@ def take_steps(pipe: Any, recipe: Recipe, folder: Path) -> None:
         def _wait(self, told: dict[str, Any] | None) -> None:
             pipe.send(told)
             pipe.recv()
-            self.began_s, self.spent_s = time.perf_counter(), spent.total_s
+            self.began_s = time.perf_counter()
+            self.spent_s = {part: one.total_s for part, one in spent.items()}
 
-    with measured(spent), patch.object(training_run, "StepRunner", PacedRunner):
+    with measured() as spent, patch.object(training_run, "StepRunner", PacedRunner):
         training_run.TrainingRun(recipe, folder, Console(file=io.StringIO()), overwrite=True).run()
     pipe.send(hashlib.sha256((folder / "policy/model.safetensors").read_bytes()).hexdigest())
 
@@ -201,13 +203,15 @@ def main() -> None:
     rows = []
     for number, (step, drafter) in enumerate(zip(steps, told, strict=True), 1):
         ours, others = step["with"], step["without"]
+        parts = ours["parts"] | {"states": drafter.collection_s}
         row = {
             "step": number,
             "ratio": ours["wall_s"] / others["wall_s"],
             "with_s": ours["wall_s"],
             "without_s": others["wall_s"],
             "rollout_s": ours["rollout_s"],
-            "accounted_s": ours["path_s"] + drafter.collection_s,
+            "accounted_s": sum(parts.values()),
+            "parts": parts,
             "tokens": ours["tokens"],
             "equal": ours["digest"] == others["digest"],
         }
