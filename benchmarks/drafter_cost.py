@@ -6,8 +6,9 @@ Two runs of one recipe (`--recipe`) on two workers of one core each, one with a 
 takes a step while the other waits, and who is first alternates. After `--warm-up` steps every pair of steps counts:
 `ratio` is the time of the step with the drafter over that without, from the weight push to the end of the update.
 `accounted_s` is what the drafter takes of the run's own path, and `parts` what of it goes to swaps, to having states
-collected, gathering them, handing them to the trainer, and keeping them in the engines' steps. Tokens,
-log-probabilities and the weights at the end are compared bit by bit.
+collected, waiting until they are gathered, handing them to the trainer, and keeping them in the engines' steps (the
+mean of the engines, which do so at the same time). Tokens, log-probabilities and the weights at the end are compared
+bit by bit.
 
 While the drafter is too young to be used, it can only cost; `drafts_from` is the first step that it drafted in.
 """
@@ -56,7 +57,7 @@ def measured() -> Iterator[dict[str, Stopwatch]]:
         for part, owner, name in (
             ("swap", AdaptiveRollouts, "_swap"),
             ("collect", AdaptiveRollouts, "_collect"),
-            ("gather", AdaptiveRollouts, "_samples"),
+            ("gather", AdaptiveRollouts, "settle"),
             ("teach", SpotLink, "teach"),
         ):
             spent[part] = Stopwatch()
@@ -200,16 +201,17 @@ def main() -> None:
             for run in runs.values():
                 run.kill()
         told, core_s = read_run(Path(folder) / "with")
-    rows = []
+    rows, num_workers = [], recipe.fleet.workers if recipe.fleet else 1
     for number, (step, drafter) in enumerate(zip(steps, told, strict=True), 1):
         ours, others = step["with"], step["without"]
-        parts = ours["parts"] | {"states": drafter.collection_s}
+        parts = ours["parts"] | {"states": drafter.collection_s / num_workers}
         row = {
             "step": number,
             "ratio": ours["wall_s"] / others["wall_s"],
             "with_s": ours["wall_s"],
             "without_s": others["wall_s"],
             "rollout_s": ours["rollout_s"],
+            "rollout_ratio": ours["rollout_s"] / others["rollout_s"],
             "accounted_s": sum(parts.values()),
             "parts": parts,
             "tokens": ours["tokens"],

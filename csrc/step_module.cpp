@@ -1,4 +1,4 @@
-// paceline._step: what a step's tokens say about its drafts. Each function is one pass over small arrays, which in numpy
+// paceline._step: what a step's tokens say about its drafts, and which of them stand. Each function is one pass over small arrays, which in numpy
 // is a handful of calls of some microseconds each.
 
 #include <nanobind/stl/pair.h>
@@ -149,6 +149,77 @@ NewTable<float> path_probability(const Row<int32_t>& num_tokens, const Table<flo
   return make_table(std::move(path), rows, columns);
 }
 
+// Of `requests` of a batch the tokens that stand: those before the sampled rows, the last decided one and the accepted
+// drafts. A step's tokens are those of the requests, one request behind another, each with its first path's drafts, and
+// then those of the alternative paths.
+struct Batch {
+  Row<int64_t> scheduled;   // [num_requests] tokens of each in the step, drafts included
+  Row<int64_t> num_drafts;  // [num_paths], those of the requests first
+  Row<int64_t> first;       // [num_paths] first sampled row of each path
+  Row<int64_t> winners;     // [num_requests] the path that won
+  Row<int64_t> accepted;    // [num_requests] its accepted drafts
+  Row<int32_t> computed;    // [num_requests or more] tokens of each before the step
+  Table<int32_t> tokens;    // [num_requests or more, most] of each, decided ones of this step included
+
+  size_t size() const { return scheduled.shape(0); }
+
+  void check_shapes() const {
+    const size_t n = size();
+    check(num_drafts.shape(0) >= n && first.shape(0) == num_drafts.shape(0) && winners.shape(0) == n &&
+              accepted.shape(0) == n && computed.shape(0) >= n && tokens.shape(0) >= n,
+          "the batch's arrays differ in length");
+  }
+};
+
+nb::tuple standing(const Row<int64_t>& scheduled, const Row<int64_t>& num_drafts, const Row<int64_t>& first,
+                   const Row<int64_t>& winners, const Row<int64_t>& accepted, const Row<int32_t>& computed,
+                   const Table<int32_t>& tokens, const Row<int64_t>& requests, const Row<bool>& stands) {
+  const Batch batch{scheduled, num_drafts, first, winners, accepted, computed, tokens};
+  batch.check_shapes();
+  const size_t num_requests = batch.size(), count = requests.shape(0);
+  check(stands.shape(0) == count, "one flag per request is wanted");
+  // Tokens of the step before each request's, and those among them of which no row was sampled.
+  auto begins = std::make_unique<int64_t[]>(num_requests + 1);
+  auto behind = std::make_unique<int64_t[]>(num_requests + 1);
+  for (size_t i = 0; i < num_requests; ++i) {
+    begins[i + 1] = begins[i] + scheduled(i);
+    behind[i + 1] = behind[i] + scheduled(i) - 1 - num_drafts(i);
+  }
+  auto counts = std::make_unique_for_overwrite<int64_t[]>(count);
+  auto starts = std::make_unique_for_overwrite<int64_t[]>(count);
+  size_t total = 0;
+  for (size_t i = 0; i < count; ++i) {
+    check(requests(i) >= 0 && static_cast<size_t>(requests(i)) < num_requests, "a request is none of the batch's");
+    const auto request = static_cast<size_t>(requests(i));
+    check(winners(request) >= 0 && static_cast<size_t>(winners(request)) < num_drafts.shape(0) &&
+              accepted(request) >= 0 && behind[request + 1] >= behind[request],
+          "a verdict is none of this step");
+    counts[i] = stands(i) ? behind[request + 1] - behind[request] + 1 + accepted(request) : 0;
+    starts[i] = computed(request);
+    check(starts[i] >= 0 && starts[i] + counts[i] < static_cast<int64_t>(tokens.shape(1)),
+          "a request has more tokens than there is room for");
+    total += static_cast<size_t>(counts[i]);
+  }
+  auto places = std::make_unique_for_overwrite<int64_t[]>(total);
+  auto ids = std::make_unique_for_overwrite<int32_t[]>(total);
+  auto next_ids = std::make_unique_for_overwrite<int32_t[]>(total);
+  size_t at = 0;
+  for (size_t i = 0; i < count; ++i) {
+    const auto request = static_cast<size_t>(requests(i)), winner = static_cast<size_t>(winners(request));
+    const int64_t before = behind[request + 1] - behind[request];
+    const int64_t rows = first(winner) + behind[std::min(winner + 1, num_requests)];  // where the winner's are
+    const int32_t* own = tokens.data() + request * tokens.shape(1) + starts[i];
+    for (int64_t k = 0; k < counts[i]; ++k, ++at) {
+      places[at] = k < before ? begins[request] + k : rows + k - before;
+      ids[at] = own[k];
+      next_ids[at] = own[k + 1];
+    }
+  }
+  return nb::make_tuple(make_row(std::move(counts), count), make_row(std::move(starts), count),
+                        make_row(std::move(places), total), make_row(std::move(ids), total),
+                        make_row(std::move(next_ids), total));
+}
+
 }  // namespace
 
 NB_MODULE(_step, m) {
@@ -158,4 +229,7 @@ NB_MODULE(_step, m) {
   m.def("count_outcomes", &count_outcomes, "cells"_a, "seen"_a, "right"_a, "num_cells"_a);
   m.def("count_wins", &count_wins, "proposals"_a, "targets"_a);
   m.def("path_probability", &path_probability, "num_tokens"_a, "acceptance"_a);
+  m.def("standing", &standing, "scheduled"_a, "num_drafts"_a, "first"_a, "winners"_a, "accepted"_a, "computed"_a, "tokens"_a,
+        "requests"_a, "stands"_a,
+        "Returns (counts, starts) of the requests and (places among the step's tokens, ids, next ids) of what stands.");
 }

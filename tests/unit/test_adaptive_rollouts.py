@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -156,6 +157,7 @@ class Run:
         params: Any = None
         self.rollouts.push_weights([("w", 3)], None)
         self.rollouts.run(REQUESTS, params, number)
+        self.rollouts.settle()
 
     def of(self, kind: type) -> list[Any]:
         return [event for event, _ in self.events if isinstance(event, kind)]
@@ -232,6 +234,19 @@ def test_a_head_learns_from_the_engines_states(
     run.step(2)
     assert run.engine.share == 0
     assert set(shares[-len(REQUESTS) :]) == {0}, "nor does a rollout from which nothing is learned"
+
+
+def test_states_are_gathered_while_the_learner_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    run, is_asked = Run(is_head=True), threading.Event()
+    take = run.engine.take_samples
+    monkeypatch.setattr(run.engine, "take_samples", lambda: is_asked.wait(10) and take())
+    params: Any = None
+    run.rollouts.run(REQUESTS, params, 1)
+    assert not run.of(DrafterStep)
+    is_asked.set()
+    run.rollouts.push_weights([("w", 3)], None)
+    assert run.of(DrafterStep)[0].collected_tokens == 3
+    assert (1, {"w": 3}, [((1, 2, 7), 2)]) in run.link.calls
 
 
 def test_the_engine_gets_what_its_trainer_vouches_for() -> None:

@@ -14,10 +14,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import torch
+from msgspec.structs import replace
 
 from paceline.distillation.checkpoints import written_aside
 from paceline.distillation.export import export
@@ -192,6 +194,8 @@ class AdaptiveRollouts(Rollouts):
         self._growth = Growth()
         self._made: Description | None = None
         self._lesson: tuple[int, list[Sample]] | None = None
+        self._beside = ThreadPoolExecutor(1, "drafter-samples")  # gathers while the learner is at work
+        self._gathering: tuple[DrafterStep, Future[tuple[list[Sample], float]]] | None = None
         self._link.stop()
         used = self._link.used()
         self._is_used = used is not None or not drafter.is_fresh
@@ -201,6 +205,7 @@ class AdaptiveRollouts(Rollouts):
             engine.drop_drafter()
 
     def push_weights(self, weights: Iterable[tuple[str, Any]], version: int | None) -> int:
+        self.settle()
         if self._lesson is None or not self._growth.pays:
             return super().push_weights(weights, version)
         policy = dict(weights)
@@ -218,6 +223,7 @@ class AdaptiveRollouts(Rollouts):
         step: int | None,
         journal: Journal | None = None,
     ) -> Rollout:
+        self.settle()
         if step is None:
             return self._rollouts.run(requests, params, step, journal)
         is_new, before = self._swap(), self._engine.drafter_score()
@@ -229,33 +235,35 @@ class AdaptiveRollouts(Rollouts):
             rollout = self._rollouts.run(requests, params, step, journal)
         finally:
             self._sessions.close()
-        samples = self._samples(rollout.responses)
-        collection_s = self._engine.collection_s() if self._drafter.is_head else 0.0
-        self._collect(0)
         score = self._engine.drafter_score() - before
         self._is_used = self._is_used and not score.alarms
         self._growth = drafter_growth.observe(self._growth, score.acceptance, is_new)
-        self._lesson = step, samples
         made = self._made
-        self.record.write(
-            DrafterStep(
-                t_s=self.record.now_s(),
-                step=step,
-                version=self._engine.drafter_version,
-                tried=score.tried,
-                right=score.right,
-                agreement=None if made is None else made.agreement,
-                first_agreement=None if made is None else made.first_agreement,
-                trained_s=made.trained_s if made else 0.0,
-                trained_tokens=made.trained_tokens if made else 0,
-                collected_tokens=sum(sample.num_tokens for sample in samples) if self._drafter.is_head else 0,
-                collection_s=collection_s,
-            )
+        told = DrafterStep(
+            t_s=self.record.now_s(),
+            step=step,
+            version=self._engine.drafter_version,
+            tried=score.tried,
+            right=score.right,
+            agreement=None if made is None else made.agreement,
+            first_agreement=None if made is None else made.first_agreement,
+            trained_s=made.trained_s if made else 0.0,
+            trained_tokens=made.trained_tokens if made else 0,
         )
+        self._gathering = told, self._beside.submit(self._gather, rollout.responses)
         return rollout
 
+    def settle(self) -> None:
+        if self._gathering is None:
+            return
+        (told, gathering), self._gathering = self._gathering, None
+        samples, collection_s = gathering.result()
+        self._lesson = told.step, samples
+        collected_tokens = sum(sample.num_tokens for sample in samples) if self._drafter.is_head else 0
+        self.record.write(replace(told, collected_tokens=collected_tokens, collection_s=collection_s))
+
     def _collect(self, num_responses: int) -> None:
-        """Have the engines keep hidden states of a rollout of so many responses; 0: no more. A small language model
+        """Have the engines keep hidden states of a rollout of so many responses; 0: of none. A small language model
         learns without.
         """
         if self._drafter.is_head:
@@ -263,16 +271,20 @@ class AdaptiveRollouts(Rollouts):
             share = max(self._drafter.section.states_share, least) if num_responses else 0.0
             self._engine.collect_states(share, STATES_BYTES)
 
-    def _samples(self, responses: Sequence[Response]) -> list[Sample]:
-        """What there is to learn from after a rollout."""
+    def _gather(self, responses: Sequence[Response]) -> tuple[list[Sample], float]:
+        """What there is to learn from after a rollout, and how long its steps have spent on keeping it, seconds. The
+        engines, which have nothing else to do meanwhile, keep no more.
+        """
         if self._drafter.is_head:
-            return self._engine.take_samples()
+            samples, collection_s = self._engine.take_samples(), self._engine.collection_s()
+            self._engine.collect_states(0.0, STATES_BYTES)
+            return samples, collection_s
         return [
             Sample(ids, len(response.request.prompt), torch.empty(len(ids), 0))
             for response in responses
             if response.tokens
             for ids in (torch.tensor((*response.request.prompt, *response.tokens)),)
-        ]
+        ], 0.0
 
     def _swap(self) -> bool:
         """Give the engines the newest drafter, if it is no worse than the one that they have.

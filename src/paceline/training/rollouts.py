@@ -137,6 +137,9 @@ class Rollouts(ABC):
         Raises Interrupted between two engine steps.
         """
 
+    def settle(self) -> None:  # noqa: B027 (most have nothing beside it)
+        """Called when the learner has used the last rollout: wait for what has gone on beside it."""
+
     def compare(
         self, requests: Sequence[RolloutRequest], params: SamplingParams, step: int, plain_first: bool
     ) -> tuple[Rollout, Comparison]:

@@ -200,6 +200,7 @@ class StepRunner:
         Returns whether the run shall stop here because the user wants it.
         """
         self._add_phase("train", train_s)
+        self._rollouts.settle()
         updates = int(self.trainer.state.global_step)
         if updates % self.recipe.batch.updates:
             return False

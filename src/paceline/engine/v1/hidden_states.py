@@ -6,12 +6,16 @@ drafts are dropped; an accepted draft's come from whichever draft path won.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
-from paceline.drafting.model_cache import ranges
+from paceline._step import standing
+from paceline.drafting.token_states import TokenStates
 from paceline.engine.compat import shows_inner_states
 from paceline.engine.v1.sampler import Rows, Verdict
 from paceline.errors import CheckpointError, UnsupportedError
@@ -37,27 +41,55 @@ def show_layers(target: Any, layers: tuple[int, ...], num_layers: int) -> None:
     target.set_aux_hidden_state_layers(layers)
 
 
-def select_standing(
-    scheduled: Int64Array, rows: Rows, verdict: Verdict, requests: Int64Array, stands: NDArray[np.bool_]
-) -> tuple[Int64Array, Int64Array]:
-    """(tokens of each of `requests` that stand, their places among the step's tokens, request by request).
+@dataclass(frozen=True, slots=True)
+class Told:
+    """Requests of a batch whose states are told, and what stays as it is while the batch is the same."""
 
-    The step's tokens are those of the requests, one request behind another, and then those of the alternative paths.
+    names: tuple[str, ...]
+    """Of the whole batch."""
+    requests: Int64Array  # [num_told] their places in it
+    responses: Int64Array  # [num_told] response ids
+    num_prompt_tokens: Int64Array  # [num_told] without what a resumed request carries
 
-    Args:
-        scheduled: tokens of each request of the batch, drafts included. [num_requests]
-        requests: which to tell of, by their place in the batch. [num_told]
-        stands: whether the step counts for them. [num_told]
+    @staticmethod
+    def of(names: Sequence[str], states: Mapping[str, Any], requests: Int64Array) -> Told:
+        """states: the runner's, by name."""
+        told = [states[names[request]] for request in requests.tolist()]
+        extras = [state.sampling_params.extra_args for state in told]
+        return Told(
+            tuple(names),
+            requests,
+            np.array([extra["paceline_response"] for extra in extras], np.int64),
+            np.array([len(state.prompt_token_ids) - num_carried(state) for state in told], np.int64),
+        )
+
+
+def num_carried(state: Any) -> int:
+    """Response tokens that a resumed request carries in its prompt."""
+    return int((state.sampling_params.extra_args or {}).get("paceline_generated", 0))
+
+
+def show(
+    told: Told, stands: NDArray[np.bool_], step: Any, batch: Any, rows: Rows, verdict: Verdict
+) -> TokenStates:
+    """What a step has shown of the requests that are told of, once its tokens are decided.
+
+    stands: whether the step counts for them. [num_told]
+    step: vLLM's, between the forward pass and the sampling.
     """
-    count = len(scheduled)
-    prefill = scheduled - 1 - rows.num_drafts[:count]  # tokens of which no row was sampled
-    begins = np.cumsum(scheduled) - scheduled
-    before, after = prefill[requests], 1 + verdict.accepted[requests]
-    counts = (before + after) * stands
-    if len(rows.num_drafts) == count:
-        return counts, ranges(begins[requests], counts)
-    winners = verdict.winners[requests]
-    behind = np.cumsum(prefill)[np.minimum(winners, count - 1)]  # such tokens before each winner
-    places = np.stack([begins[requests], rows.first[winners] + behind], axis=1).ravel()
-    lengths = (np.stack([before, after], axis=1) * stands[:, None]).ravel()
-    return counts, ranges(places, lengths)
+    planned = step.scheduler_output.num_scheduled_tokens
+    counts, starts, places, ids, next_ids = standing(
+        np.fromiter(map(planned.__getitem__, told.names), np.int64, len(told.names)),
+        rows.num_drafts,
+        rows.first,
+        verdict.winners,
+        verdict.accepted,
+        batch.num_computed_tokens_cpu,
+        batch.token_ids_cpu,
+        told.requests,
+        stands,
+    )
+    tokens = torch.from_numpy(places)
+    shown = [layer[tokens] for layer in (*(step.aux_hidden_states or []), step.hidden_states)]
+    states = shown[0] if len(shown) == 1 else torch.cat(shown, 1)
+    return TokenStates(told.responses, starts, counts, ids, next_ids, states)

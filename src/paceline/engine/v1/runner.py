@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from paceline.drafting.model_cache import ranges
 from paceline.drafting.token_states import TokenStates
 from paceline.engine import compiled, invariance
 from paceline.engine.arguments import fused_layers, read_settings
@@ -21,7 +20,7 @@ from paceline.engine.keys import key_of
 from paceline.engine.kv.nan_blocks import NanBlocks
 from paceline.engine.runner import Runner, order_of, report_undrawable, report_withdrawn
 from paceline.engine.state_collector import StateCollector
-from paceline.engine.v1.hidden_states import select_standing, show_layers
+from paceline.engine.v1.hidden_states import Told, num_carried, show, show_layers
 from paceline.engine.v1.proposer import Proposer
 from paceline.engine.v1.sampler import PLACEHOLDER, KeyedSampler, Rows, Verdict
 from paceline.types import Int64Array, UInt64Array
@@ -58,7 +57,8 @@ class KeyedRunner:
     step: Any  # vLLM's ExecuteModelState of the present step; None outside of its sampling
     decided: tuple[Rows, Verdict]  # of the present step
     collector: StateCollector | None
-    collected: tuple[list[str], Int64Array]  # requests of a batch, and which of them the collector has chosen
+    told: Told | None  # all requests of the batch
+    collected: Told | None  # those that the collector has chosen
     nan_blocks: NanBlocks
 
     def adopt(self: Any) -> None:
@@ -68,7 +68,7 @@ class KeyedRunner:
         self.input_batch.sampling_metadata.logitsprocs = self.input_batch.logitsprocs
         self.drafter.attach(self)
         self.undrawable, self.withdrawn = {}, []
-        self.step, self.collector = None, None
+        self.step, self.collector, self.told = None, None, None
 
     def load_model(self: Any, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)  # type: ignore[misc]
@@ -164,46 +164,34 @@ class KeyedRunner:
         return output
 
     def make_collector(self: Any, share: float, max_bytes: int) -> StateCollector:
-        self.collected = [], np.empty(0, np.int64)
+        self.collected = None
         return StateCollector(share, max_bytes)
 
     def collect(self: Any, collector: StateCollector) -> None:
         """Keep the step's hidden states of the responses that the collector has chosen."""
         started_s = time.perf_counter()
         names = self.input_batch.req_ids
-        if names != self.collected[0]:  # else they are the same ones, in the same order
-            self.collected = list(names), np.flatnonzero(collector.chosen(self.batch_keys()))
-        chosen = self.collected[1]
-        if len(chosen):
-            states = [self.requests[names[request]] for request in chosen.tolist()]
-            lengths = np.array([len(state.prompt_token_ids) - _num_carried(state) for state in states])
-            collector.add(self.token_states(chosen), lengths)
+        if self.collected is None or self.collected.names != tuple(names):
+            chosen = np.flatnonzero(collector.chosen(self.batch_keys()))
+            self.collected = Told.of(names, self.requests, chosen)
+        if len(self.collected.requests):
+            collector.add(self.show(self.collected), self.collected.num_prompt_tokens)
         collector.seconds += time.perf_counter() - started_s
 
-    def token_states(self: Any, requests: Int64Array | None = None) -> TokenStates:
-        """What the present step has shown, once its tokens are decided.
+    def token_states(self: Any) -> TokenStates:
+        """What the present step has shown of all requests, once its tokens are decided."""
+        names = self.input_batch.req_ids
+        if self.told is None or self.told.names != tuple(names):
+            self.told = Told.of(names, self.requests, np.arange(len(names)))
+        states: TokenStates = self.show(self.told)
+        return states
 
-        requests: which to tell of, by their place in the batch, None: all. [num_told]
-        """
-        batch, (rows, verdict) = self.input_batch, self.decided
-        names = batch.req_ids
-        requests = np.arange(len(names)) if requests is None else requests
-        told = [names[request] for request in requests.tolist()]
-        planned = self.step.scheduler_output.num_scheduled_tokens
-        scheduled = np.fromiter(map(planned.__getitem__, names), np.int64, len(names))
-        stands = np.ones(len(told), np.bool_)
+    def show(self: Any, told: Told) -> TokenStates:
+        """`hidden_states.show`; of a step that is withdrawn or has no token, nothing counts."""
+        stands = np.ones(len(told.requests), np.bool_)
         if without := {*self.withdrawn, *self.undrawable}:
-            stands = np.array([name not in without for name in told], np.bool_)
-        counts, tokens = select_standing(scheduled, rows, verdict, requests, stands)
-        places = torch.from_numpy(tokens)
-        shown = [layer[places] for layer in (*(self.step.aux_hidden_states or []), self.step.hidden_states)]
-        states = shown[0] if len(shown) == 1 else torch.cat(shown, 1)
-        starts = batch.num_computed_tokens_cpu[requests].astype(np.int64)
-        owners, positions = np.repeat(requests, counts), ranges(starts, counts)
-        ids, next_ids = (batch.token_ids_cpu[owners, positions + shift] for shift in (0, 1))
-        extras = [self.requests[name].sampling_params.extra_args for name in told]
-        responses = np.array([extra["paceline_response"] for extra in extras], np.int64)
-        return TokenStates(responses, starts, counts, ids, next_ids, states)
+            stands = np.array([told.names[request] not in without for request in told.requests], np.bool_)
+        return show(told, stands, self.step, self.input_batch, *self.decided)
 
     def lay_out_rows(self: Any, metadata: SpecDecodeMetadata | None) -> tuple[Rows, Int64Array]:
         """The rows of the step's logits and the draft tokens that they verify, [num_draft_tokens] int64."""
@@ -236,12 +224,7 @@ def _num_drafts(metadata: SpecDecodeMetadata | None, num_requests: int) -> Int64
 
 def _output_tokens(state: Any) -> list[int]:
     """What a request has generated, with the tokens that a resumed request carried in its prompt."""
-    carried = _num_carried(state)
+    carried = num_carried(state)
     if not carried:
         return state.output_token_ids  # type: ignore[no-any-return]
     return [*state.prompt_token_ids[-carried:], *state.output_token_ids]
-
-
-def _num_carried(state: Any) -> int:
-    """Response tokens that a resumed request carries in its prompt."""
-    return int((state.sampling_params.extra_args or {}).get("paceline_generated", 0))
