@@ -2,12 +2,14 @@
 
     python benchmarks/drafter_drift.py --json benchmarks/results/drafter_drift.json
 
-A draft head learns offline from the starting policy's responses until more time brings nothing (`plateau` in the
-result: acceptance lengths after half of --core-seconds and after all of them). Then a run moves the policy on purpose,
-from Countdown with three numbers to four, on two workers, once with that head growing on (`adaptive`) and once with it
-as it is (`frozen`). Both runs have the same tokens, which is checked, and draft with the head alone, always --depth
-tokens, so `acceptance_length`, tokens per response and step, is the head's. A third of the run is a row. `solve_rate`
-is that of held-out problems of the new kind, at the begin and the end of a third.
+A run moves the policy on purpose, from Countdown with three numbers to four, on two workers, once with a drafter
+growing on (`adaptive`) and once with the same drafter as it is (`frozen`). That drafter has learned the starting policy
+to its plateau: with --method osd it is the shipped small model, distilled from it offline for 40 minutes; a draft head
+learns offline here, from the policy's responses (`plateau` in the result: acceptance lengths after half of
+--core-seconds and after all of them, which should be near each other). Both runs have the same tokens, which is
+checked, and draft with the drafter alone, always --depth tokens, so `acceptance_length`, tokens per response and step,
+is the drafter's. A third of the run is a row. `solve_rate` is that of held-out problems of the new kind, at the begin
+and the end of a third.
 """
 
 from __future__ import annotations
@@ -67,9 +69,9 @@ def make_head(options: argparse.Namespace, folder: Path) -> list[float]:
     return lengths
 
 
-def train(options: argparse.Namespace, head: Path, folder: Path, settings: Sequence[str]) -> None:
+def train(options: argparse.Namespace, drafter: Path, folder: Path, settings: Sequence[str]) -> None:
     words = [word for setting in settings for word in ("--set", setting)]
-    given = ["--workers", 2, "--steps", options.steps, "--set", f"engine.model_drafter={head}"]
+    given = ["--workers", 2, "--steps", options.steps, "--set", f"engine.model_drafter={drafter}"]
     run_paceline("train", options.recipe, "--out", folder, "--overwrite", *given, *words)
 
 
@@ -111,8 +113,11 @@ def main() -> None:
     torch.set_num_threads(1)
     out: Path = options.out
     out.mkdir(parents=True, exist_ok=True)
-    lengths = make_head(options, out / "head")
-    print(f"plateau: acceptance length {lengths[0]:.3f} after half the time, {lengths[1]:.3f} after all")
+    drafter, lengths = PAIRS["countdown"].drafter, list[float]()
+    if options.method != "osd":
+        drafter = out / "head"
+        lengths = make_head(options, drafter)
+        print(f"plateau: acceptance length {lengths[0]:.3f} after half the time, {lengths[1]:.3f} after all")
     part = options.steps // PARTS
     settings = [
         *TASK,
@@ -122,8 +127,8 @@ def main() -> None:
         *options.set,
     ]
     grows = f"adaptive_drafter.method={options.method}"
-    train(options, out / "head", out / "adaptive", [*settings, grows])
-    train(options, out / "head", out / "frozen", [*settings, "adaptive_drafter=null"])
+    train(options, drafter, out / "adaptive", [*settings, grows])
+    train(options, drafter, out / "frozen", [*settings, "adaptive_drafter=null"])
     adaptive, frozen = Run(out / "adaptive"), Run(out / "frozen")
     rows: list[dict[str, Any]] = []
     for number in range(PARTS):
@@ -166,7 +171,7 @@ def parse_arguments() -> argparse.Namespace:
     made.add_argument("--recipe", type=Path, default=ROOT / "recipes/countdown-adaptive.yaml")
     made.add_argument("--out", type=Path, default=ROOT / "runs/drafter-drift")
     made.add_argument("--steps", type=int, default=60)
-    made.add_argument("--method", choices=("eagle", "hass"), default="eagle")
+    made.add_argument("--method", choices=("eagle", "hass", "osd"), default="eagle")
     made.add_argument("--set", action="append", default=[], metavar="KEY.PATH=VALUE", help="of the recipe")
     made.add_argument("--core-seconds", type=float, default=240.0, help="that the head learns before the run")
     made.add_argument("--prompts", type=int, default=768, help="that it learns from")

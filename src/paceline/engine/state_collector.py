@@ -65,7 +65,8 @@ class StateCollector:
                 "most 1, and at least a byte"
             )
         self._share, self._max_bytes = share, max_bytes
-        self._parts: list[_Part] = []
+        self._kept: _Part | None = None
+        self._steps: list[tuple[TokenStates, Int64Array]] = []  # behind it
         self.num_bytes = 0
         self.seconds = 0.0
         """Time that steps have spent on it."""
@@ -79,15 +80,14 @@ class StateCollector:
 
         num_prompt_tokens: of each of them.
         """
-        part = _Part(step.responses, step.starts, step.counts, num_prompt_tokens, step.ids, step.states)
-        self._parts.append(part)
-        self.num_bytes += part.num_bytes
+        self._steps.append((step, num_prompt_tokens))
+        self.num_bytes += step.ids.nbytes + step.states.nbytes
         if self.num_bytes > self._max_bytes:
-            part = _merge(self._parts)
+            part = self._sorted()
             bytes_of_all = np.cumsum(part.counts[::-1]) * (part.num_bytes / max(len(part.ids), 1))
             kept = int((bytes_of_all <= 0.75 * self._max_bytes).sum())
-            self._parts = [part.without(len(part.counts) - kept)]
-            self.num_bytes = self._parts[0].num_bytes
+            self._kept = part.without(len(part.counts) - kept)
+            self.num_bytes = self._kept.num_bytes
 
     def settle(self) -> None:
         """Called before all that was shown is given out: keep what has not been kept yet; here there is nothing."""
@@ -99,10 +99,10 @@ class StateCollector:
         response token, or with a state that is not finite, are left out.
         """
         self.settle()
-        if not self._parts:
+        if self._kept is None and not self._steps:
             return []
-        part = _merge(self._parts)
-        self._parts, self.num_bytes = [], 0
+        part = self._sorted()
+        self._kept, self.num_bytes = None, 0
         counts = part.counts.tolist()
         prompts = np.maximum(part.num_prompt_tokens - part.starts, 1).tolist()
         pieces = zip(
@@ -113,6 +113,15 @@ class StateCollector:
             for ids, num_prompt, states in pieces
             if len(ids) > num_prompt and states.isfinite().all()
         ]
+
+    def _sorted(self) -> _Part:
+        """All that is kept, by response."""
+        steps, self._steps = self._steps, []
+        parts = [
+            _Part(step.responses, step.starts, step.counts, prompts, step.ids, step.states)
+            for step, prompts in steps
+        ]
+        return _merge(parts if self._kept is None else [self._kept, *parts])
 
 
 def _merge(parts: list[_Part]) -> _Part:

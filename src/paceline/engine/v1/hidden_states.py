@@ -50,6 +50,7 @@ class Told:
     requests: Int64Array  # [num_told] their places in it
     responses: Int64Array  # [num_told] response ids
     num_prompt_tokens: Int64Array  # [num_told] without what a resumed request carries
+    stand: NDArray[np.bool_]  # [num_told] that the step counts for all of them, as almost every one does
 
     @staticmethod
     def of(names: Sequence[str], states: Mapping[str, Any], requests: Int64Array) -> Told:
@@ -61,6 +62,7 @@ class Told:
             requests,
             np.array([extra["paceline_response"] for extra in extras], np.int64),
             np.array([len(state.prompt_token_ids) - num_carried(state) for state in told], np.int64),
+            np.ones(len(told), np.bool_),
         )
 
 
@@ -90,6 +92,6 @@ def show(
         stands,
     )
     tokens = torch.from_numpy(places)
-    shown = [layer[tokens] for layer in (*(step.aux_hidden_states or []), step.hidden_states)]
+    shown = [layer.index_select(0, tokens) for layer in (*(step.aux_hidden_states or []), step.hidden_states)]
     states = shown[0] if len(shown) == 1 else torch.cat(shown, 1)
     return TokenStates(told.responses, starts, counts, ids, next_ids, states)

@@ -188,7 +188,7 @@ class KeyedRunner:
 
     def show(self: Any, told: Told) -> TokenStates:
         """`hidden_states.show`; of a step that is withdrawn or has no token, nothing counts."""
-        stands = np.ones(len(told.requests), np.bool_)
+        stands = told.stand
         if without := {*self.withdrawn, *self.undrawable}:
             stands = np.array([told.names[request] not in without for request in told.requests], np.bool_)
         return show(told, stands, self.step, self.input_batch, *self.decided)
