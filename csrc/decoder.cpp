@@ -378,7 +378,8 @@ Decoder::Decoder(LayerStack layers, const MatrixView& embedding, const MatrixVie
       head_(head, nullptr, storage) {}
 
 void Decoder::run(const Tokens& tokens, float* hidden, Scratch& scratch, int64_t threads) {
-  for (int64_t t = 0; t < tokens.count; t += kTile) run_tile(tokens.tile(t, kTile), hidden + t * hidden_stride(), scratch, threads);
+  for (int64_t t = 0; t < tokens.count; t += kTile)
+    run_tile(tokens.tile(t, kTile), hidden + t * hidden_stride(), scratch, threads);
 }
 
 void Decoder::run_tile(const Tokens& tokens, float* hidden, Scratch& scratch, int64_t threads) {

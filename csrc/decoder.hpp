@@ -107,8 +107,8 @@ class LayerStack {
   int64_t hidden_stride() const { return layers_[0].down.padded; }
   int64_t inputs() const { return layers_[0].qkv.inputs; }  // of the first layer's attention
 
-  // Attention over x [count, its inputs] of the tokens, whose ids are not read, which fills the layer's cache, and MLP behind
-  // it, both added to hidden [count, hidden_stride]. x may be scratch.normed. Threads of the caller may run different rows;
+  // Attention over x [count, its inputs] of the tokens, whose ids are not read, which fills the layer's cache, and MLP
+  // behind it, both added to hidden [count, hidden_stride]. x may be scratch.normed. Threads of the caller may run different rows;
   // `threads` share each product's outputs and each attention's key heads, which changes no bit.
   void run(size_t layer, const Tokens& tokens, const float* x, float* hidden, Scratch& scratch, int64_t threads);
 

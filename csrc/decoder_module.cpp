@@ -1,5 +1,5 @@
-// paceline._decoder: a small decoder (decoder.hpp) that drafts with the shared dice, whole drafts in one call; and the layer of
-// a draft head, between whose levels the target's embedding and output head have their turn.
+// paceline._decoder: a small decoder (decoder.hpp) that drafts with the shared dice, whole drafts in one call; and the
+// layer of a draft head, between whose levels the target's embedding and output head have their turn.
 //
 // A drafter's pass over a few tokens is some 0.3 million multiplications: any call between two of them costs as much.
 // So one call feeds what is new of each row and then proposes, feeds the proposals and so on while drafts may grow,

@@ -1,5 +1,5 @@
-// paceline._step: what a step's tokens say about its drafts, and which of them stand. Each function is one pass over small arrays, which in numpy
-// is a handful of calls of some microseconds each.
+// paceline._step: what a step's tokens say about its drafts, and which of them stand. Each function is one pass over small
+// arrays, which in numpy is a handful of calls of some microseconds each.
 
 #include <nanobind/stl/pair.h>
 
@@ -171,46 +171,61 @@ struct Batch {
   }
 };
 
+// Where each request's tokens are in a step: begins, the step's tokens before it, and behind, those among them of which no row
+// was sampled. [num_requests + 1] each
+struct Layout {
+  explicit Layout(const Batch& batch)
+      : begins(std::make_unique<int64_t[]>(batch.size() + 1)), behind(std::make_unique<int64_t[]>(batch.size() + 1)) {
+    for (size_t i = 0; i < batch.size(); ++i) {
+      begins[i + 1] = begins[i] + batch.scheduled(i);
+      behind[i + 1] = behind[i] + batch.scheduled(i) - 1 - batch.num_drafts(i);
+      check(behind[i + 1] >= behind[i], "a request has fewer tokens than rows");
+    }
+  }
+
+  int64_t before(size_t request) const { return behind[request + 1] - behind[request]; }
+
+  std::unique_ptr<int64_t[]> begins, behind;
+};
+
+// How many tokens of a request stand.
+int64_t count_standing(const Batch& batch, const Layout& layout, size_t request) {
+  const int64_t winner = batch.winners(request), accepted = batch.accepted(request);
+  check(winner >= 0 && static_cast<size_t>(winner) < batch.num_drafts.shape(0) && accepted >= 0,
+        "a verdict is none of this step");
+  return layout.before(request) + 1 + accepted;
+}
+
 nb::tuple standing(const Row<int64_t>& scheduled, const Row<int64_t>& num_drafts, const Row<int64_t>& first,
                    const Row<int64_t>& winners, const Row<int64_t>& accepted, const Row<int32_t>& computed,
                    const Table<int32_t>& tokens, const Row<int64_t>& requests, const Row<bool>& stands) {
   const Batch batch{scheduled, num_drafts, first, winners, accepted, computed, tokens};
   batch.check_shapes();
-  const size_t num_requests = batch.size(), count = requests.shape(0);
+  const Layout layout(batch);
+  const size_t count = requests.shape(0), width = tokens.shape(1);
   check(stands.shape(0) == count, "one flag per request is wanted");
-  // Tokens of the step before each request's, and those among them of which no row was sampled.
-  auto begins = std::make_unique<int64_t[]>(num_requests + 1);
-  auto behind = std::make_unique<int64_t[]>(num_requests + 1);
-  for (size_t i = 0; i < num_requests; ++i) {
-    begins[i + 1] = begins[i] + scheduled(i);
-    behind[i + 1] = behind[i] + scheduled(i) - 1 - num_drafts(i);
-  }
   auto counts = std::make_unique_for_overwrite<int64_t[]>(count);
   auto starts = std::make_unique_for_overwrite<int64_t[]>(count);
   size_t total = 0;
   for (size_t i = 0; i < count; ++i) {
-    check(requests(i) >= 0 && static_cast<size_t>(requests(i)) < num_requests, "a request is none of the batch's");
+    check(requests(i) >= 0 && static_cast<size_t>(requests(i)) < batch.size(), "a request is none of the batch's");
     const auto request = static_cast<size_t>(requests(i));
-    check(winners(request) >= 0 && static_cast<size_t>(winners(request)) < num_drafts.shape(0) &&
-              accepted(request) >= 0 && behind[request + 1] >= behind[request],
-          "a verdict is none of this step");
-    counts[i] = stands(i) ? behind[request + 1] - behind[request] + 1 + accepted(request) : 0;
+    counts[i] = stands(i) ? count_standing(batch, layout, request) : 0;
     starts[i] = computed(request);
-    check(starts[i] >= 0 && starts[i] + counts[i] < static_cast<int64_t>(tokens.shape(1)),
+    check(starts[i] >= 0 && starts[i] + counts[i] < static_cast<int64_t>(width),
           "a request has more tokens than there is room for");
     total += static_cast<size_t>(counts[i]);
   }
   auto places = std::make_unique_for_overwrite<int64_t[]>(total);
   auto ids = std::make_unique_for_overwrite<int32_t[]>(total);
   auto next_ids = std::make_unique_for_overwrite<int32_t[]>(total);
-  size_t at = 0;
-  for (size_t i = 0; i < count; ++i) {
+  for (size_t i = 0, at = 0; i < count; ++i) {
     const auto request = static_cast<size_t>(requests(i)), winner = static_cast<size_t>(winners(request));
-    const int64_t before = behind[request + 1] - behind[request];
-    const int64_t rows = first(winner) + behind[std::min(winner + 1, num_requests)];  // where the winner's are
-    const int32_t* own = tokens.data() + request * tokens.shape(1) + starts[i];
+    const int64_t before = layout.before(request);
+    const int64_t rows = first(winner) + layout.behind[std::min(winner + 1, batch.size())];  // where the winner's are
+    const int32_t* own = tokens.data() + request * width + starts[i];
     for (int64_t k = 0; k < counts[i]; ++k, ++at) {
-      places[at] = k < before ? begins[request] + k : rows + k - before;
+      places[at] = k < before ? layout.begins[request] + k : rows + k - before;
       ids[at] = own[k];
       next_ids[at] = own[k + 1];
     }
@@ -229,7 +244,7 @@ NB_MODULE(_step, m) {
   m.def("count_outcomes", &count_outcomes, "cells"_a, "seen"_a, "right"_a, "num_cells"_a);
   m.def("count_wins", &count_wins, "proposals"_a, "targets"_a);
   m.def("path_probability", &path_probability, "num_tokens"_a, "acceptance"_a);
-  m.def("standing", &standing, "scheduled"_a, "num_drafts"_a, "first"_a, "winners"_a, "accepted"_a, "computed"_a, "tokens"_a,
-        "requests"_a, "stands"_a,
+  m.def("standing", &standing, "scheduled"_a, "num_drafts"_a, "first"_a, "winners"_a, "accepted"_a,
+        "computed"_a.noconvert(), "tokens"_a.noconvert(), "requests"_a, "stands"_a,
         "Returns (counts, starts) of the requests and (places among the step's tokens, ids, next ids) of what stands.");
 }

@@ -13,17 +13,17 @@ from paceline.distillation.target import choose_layers, read_samples
 VOCAB = 29
 
 
-def tiny_target(seed: int = 0) -> Any:
-    """A random Llama model of 4 layers that takes packs."""
+def tiny_target(seed: int = 0, *, width: int = 8) -> Any:
+    """A random Llama model of 4 layers that takes packs. width: of its 4 attention heads."""
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=VOCAB,
-        hidden_size=32,
+        hidden_size=4 * width,
         intermediate_size=48,
         num_hidden_layers=4,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=8,
+        head_dim=width,
         max_position_embeddings=256,
         initializer_range=0.3,
         bos_token_id=1,

@@ -233,6 +233,10 @@ def test_a_run_with_a_head_that_grows_is_the_same_run(
     for name, weight in weights(folder).items():
         assert weight.equal(expected[name]), name
     assert list(map(trained_on, latest_steps(folder))) == list(map(trained_on, latest_steps(whole[0])))
+    with RecordReader(folder) as record:
+        order = [(event.step, type(event)) for event in record if isinstance(event, DrafterStep | TrainStep)]
+    steps = range(1, len(order) // 2 + 1)
+    assert order == [(step, kind) for step in steps for kind in (DrafterStep, TrainStep)]
     last = read(folder, DrafterStep)[-1]
     assert last.version >= 1
     assert last.tried > 0

@@ -249,6 +249,18 @@ def test_states_are_gathered_while_the_learner_works(monkeypatch: pytest.MonkeyP
     assert (1, {"w": 3}, [((1, 2, 7), 2)]) in run.link.calls
 
 
+def test_a_run_that_fails_waits_for_what_is_being_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engines are closed next."""
+    run, is_asked, is_done = Run(is_head=True), threading.Event(), threading.Event()
+    monkeypatch.setattr(run.engine, "take_samples", lambda: is_asked.wait(10) and [])
+    monkeypatch.setattr(run.engine, "collection_s", lambda: is_done.set() or 0.0)
+    params: Any = None
+    run.rollouts.run(REQUESTS, params, 1)
+    threading.Timer(0.05, is_asked.set).start()
+    run.rollouts.close()
+    assert is_done.is_set()
+
+
 def test_the_engine_gets_what_its_trainer_vouches_for() -> None:
     run = Run()
     assert run.engine.is_dropped, "nobody has trained it"

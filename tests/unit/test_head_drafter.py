@@ -24,6 +24,7 @@ from paceline.distillation.target import share
 from paceline.drafting import head as head_module
 from paceline.drafting.drafter import is_draft_head, read_fused_layers
 from paceline.drafting.head import HeadDrafter, TargetEnds
+from paceline.drafting.head_layer import NativeLayer
 from paceline.drafting.proposal import NUM_CELLS
 from paceline.drafting.token_states import TokenStates
 from paceline.errors import CheckpointError, ConfigError
@@ -237,6 +238,46 @@ def test_rows_move_when_a_response_ends(tmp_path: Path, target: Any, method: Met
     drafter.forget([5, 999])
     step = step_of([(7, samples[2], 12, 2), (6, samples[1], 11, 1)])
     assert draft(drafter, step, [0, 1]) == [expect(head, 7, samples[2], 14), expect(head, 6, samples[1], 12)]
+
+
+def test_the_native_layer_drafts_nearly_always_as_the_network(tmp_path: Path, method: MethodName) -> None:
+    """It rounds; a draft behind other keys than the network's would hardly ever be the same one. Steps that go on, go
+    back or miss tokens, rows that move, a response with NaN and new weights.
+    """
+    target = tiny_target(width=16)
+    heads = [make_head(tmp_path / str(seed), target, method, seed=seed) for seed in (1, 2)]
+    drafter = load(tmp_path / "1", target, dtype="auto")
+    assert isinstance(drafter._decoder.layer, NativeLayer)
+    samples = {5 + r: sample for r, sample in enumerate(make_samples(target, [90, 90, 90, 90]))}
+    samples[9] = make_samples(target, [90], seed=7)[0]
+    samples[9].states[:] = torch.nan
+    begins, at, random = dict.fromkeys(samples, 0), dict.fromkeys(samples, 0), np.random.default_rng(0)
+    head, same, count = heads[0], 0, 0
+    for number in range(24):
+        told = random.permutation([5, 6, 7, 8, 9])[: random.integers(1, 5)].tolist()
+        parts = []
+        for response in told:
+            start = max(at[response] + int(random.choice([0, 0, 0, -2, 3])), 0)
+            if not begins[response] < start <= at[response]:
+                begins[response] = start  # all before it is missing
+            at[response] = start + int(random.integers(1, 4))
+            parts.append((response, samples[response], start, at[response] - start))
+        made = draft(drafter, step_of(parts), range(len(told)))
+        for response, found in zip(told, made, strict=True):
+            if response == 9:
+                assert found == []
+                continue
+            expected = expect(head, response, samples[response], at[response], begin=begins[response])
+            same, count = same + (found == expected), count + 1
+        if number % 6 == 5:
+            gone = int(random.choice([5, 6]))
+            drafter.forget([gone])
+            at[gone] = begins[gone] = 0
+        if number == 12:
+            drafter.reload(load_file(tmp_path / "2" / "model.safetensors").items())
+            head, begins = heads[1], dict(at)
+    assert count > 30
+    assert same >= 0.8 * count
 
 
 def test_new_weights_begin_anew(tmp_path: Path, target: Any, method: MethodName) -> None:

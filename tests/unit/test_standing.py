@@ -73,10 +73,12 @@ def test_what_stands_is_as_by_hand(seed: int, num_requests: int, num_others: int
         ("computed", lambda one: one + WIDTH, "more tokens"),
         ("requests", lambda one: one + 3, "none of the batch's"),
         ("winners", lambda one: one + 9, "none of this step"),
+        ("scheduled", lambda one: one * 0, "fewer tokens than rows"),
+        ("tokens", lambda one: one.astype(np.int64), "incompatible"),
     ],
 )
 def test_arrays_that_do_not_fit_are_refused(name: str, change: Any, message: str) -> None:
     step = make_step(1, 3, 1) | {"requests": np.arange(3), "stands": np.ones(3, np.bool_)}
     step[name] = np.ascontiguousarray(change(step[name]))
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         standing(**step)

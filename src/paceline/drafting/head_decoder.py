@@ -57,7 +57,9 @@ class HeadDecoder(ABC):
         self.weights = {name: weight.to(number_format) for name, weight in stored.items()}
         """By the checkpoint's names."""
         self._hidden_size = hidden_size
-        cos, sin = LlamaRotaryEmbedding(config)(self.weights["fc.weight"], torch.arange(max_model_len)[None])
+        self._native = dtype == "auto"
+        angles_in = torch.empty(0) if self._native else self.weights["fc.weight"]
+        cos, sin = LlamaRotaryEmbedding(config)(angles_in, torch.arange(max_model_len)[None])
         half = config.head_dim // 2
         self._layer_shape = LayerShape(
             config.head_dim,
@@ -67,7 +69,6 @@ class HeadDecoder(ABC):
             sin[0, :, None, :half],
             max_requests,
         )
-        self._native = dtype == "auto"
         self.layer = self._make_layer()
 
     @abstractmethod

@@ -262,6 +262,10 @@ class AdaptiveRollouts(Rollouts):
         collected_tokens = sum(sample.num_tokens for sample in samples) if self._drafter.is_head else 0
         self.record.write(replace(told, collected_tokens=collected_tokens, collection_s=collection_s))
 
+    def close(self) -> None:
+        """What is being gathered is waited for, and given up."""
+        self._beside.shutdown(cancel_futures=True)
+
     def _collect(self, num_responses: int) -> None:
         """Have the engines keep hidden states of a rollout of so many responses; 0: of none. A small language model
         learns without.

@@ -80,9 +80,6 @@ class LadderRollouts(Rollouts):
         write_ladder(self._known, self._path)
         return rollout
 
-    def settle(self) -> None:
-        self._rollouts.settle()
-
     def _begin_with(self, rung: Rung, step: int) -> None:
         if rung.drafter == self._drafter:
             return

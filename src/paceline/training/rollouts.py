@@ -138,7 +138,10 @@ class Rollouts(ABC):
         """
 
     def settle(self) -> None:  # noqa: B027 (most have nothing beside it)
-        """Called when the learner has used the last rollout: wait for what has gone on beside it."""
+        """Called after the last update of a step: wait for what has gone on beside the learner."""
+
+    def close(self) -> None:  # noqa: B027
+        """The run is over, or has failed; the engines go next."""
 
     def compare(
         self, requests: Sequence[RolloutRequest], params: SamplingParams, step: int, plain_first: bool
@@ -148,6 +151,7 @@ class Rollouts(ABC):
         Returns the accelerated rollout, the only one that is recorded as the step's, and the comparison.
         """
         done: dict[bool, Rollout] = {}
+        self.settle()
         for plain in (plain_first, not plain_first):
             self.engine.reset_prefix_cache()
             with self._drafting(not plain):

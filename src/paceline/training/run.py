@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -146,11 +146,13 @@ class TrainingRun:
                 self._start_engine(drafter) as engine,
                 Progress(self._console, self.recipe.steps) as progress,
                 Interruption() as interruption,
+                ExitStack() as beside,
             ):
                 if engine.invariance_gap is not None:
                     record.write(Note(t_s=record.now_s(), text=engine.invariance_gap))
                 if drafter is not None:
                     rollouts = self._grow_drafter(engine, record, progress, interruption, drafter)
+                    beside.callback(rollouts.close)
                 else:
                     rollouts = self._make_rollouts(engine, record, progress, interruption)
                 if self.recipe.engine.chooses_drafter:

@@ -200,10 +200,10 @@ class StepRunner:
         Returns whether the run shall stop here because the user wants it.
         """
         self._add_phase("train", train_s)
-        self._rollouts.settle()
         updates = int(self.trainer.state.global_step)
         if updates % self.recipe.batch.updates:
             return False
+        self._rollouts.settle()
         with suppress(Interrupted):  # the step itself is complete: record it, then stop
             self._evaluate_if_due(updates // self.recipe.batch.updates)
         self._finish_step(updates // self.recipe.batch.updates, metrics)

@@ -68,7 +68,7 @@ class KeyedRunner:
         self.input_batch.sampling_metadata.logitsprocs = self.input_batch.logitsprocs
         self.drafter.attach(self)
         self.undrawable, self.withdrawn = {}, []
-        self.step, self.collector, self.told = None, None, None
+        self.step, self.collector, self.told, self.collected = None, None, None, None
 
     def load_model(self: Any, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)  # type: ignore[misc]
@@ -98,6 +98,8 @@ class KeyedRunner:
         self.nan_blocks.clear_before(scheduler_output, order.paths)
         self.drafter.order = order.drafts
         self.drafter.forget(scheduler_output.finished_req_ids)
+        if scheduler_output.finished_req_ids:  # another request may come by the same name
+            self.told = self.collected = None
         return super().execute_model(scheduler_output, *args, **kwargs)  # type: ignore[misc]
 
     def _sample(
@@ -164,7 +166,7 @@ class KeyedRunner:
         return output
 
     def make_collector(self: Any, share: float, max_bytes: int) -> StateCollector:
-        self.collected = None
+        self.collected = None  # another share may choose others
         return StateCollector(share, max_bytes)
 
     def collect(self: Any, collector: StateCollector) -> None:
