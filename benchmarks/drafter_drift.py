@@ -6,10 +6,10 @@ A run moves the policy on purpose, from Countdown with three numbers to four, on
 growing on (`adaptive`) and once with the same drafter as it is (`frozen`). That drafter should have learned the
 starting policy to its plateau: with --method osd it is the shipped small model, distilled from it offline for 40
 minutes; a draft head learns offline here, from the policy's responses (`plateau` in the result: acceptance lengths
-after half of --core-seconds and after all of them; where they are not near each other, give it more). Both runs have the same tokens, which is
-checked, and draft with the drafter alone, always --depth tokens, so `acceptance_length`, tokens per response and step,
-is the drafter's. A third of the run is a row. `solve_rate` is that of held-out problems of the new kind, at the begin
-and the end of a third.
+after half of --core-seconds and after all of them; where they are not near each other, give it more). Both runs have
+the same tokens, which is checked, and draft with the drafter alone, always --depth tokens, so `acceptance_length`,
+tokens per response and step, is the drafter's. A third of the run is a row. `solve_rate` is that of held-out problems
+of the new kind, at the begin and the end of a third.
 """
 
 from __future__ import annotations

@@ -81,7 +81,7 @@ class StateCollector:
         num_prompt_tokens: of each of them.
         """
         self._steps.append((step, num_prompt_tokens))
-        self.num_bytes += step.ids.nbytes + step.next_ids.nbytes + step.states.nbytes
+        self.num_bytes += step.ids.nbytes + step.states.nbytes
         if self.num_bytes > self._max_bytes:
             part = self._sorted()
             bytes_of_all = np.cumsum(part.counts[::-1]) * (part.num_bytes / max(len(part.ids), 1))
