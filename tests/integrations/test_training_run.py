@@ -226,8 +226,12 @@ def test_a_run_with_a_head_that_grows_is_the_same_run(
     """From nothing: states from the engine, trained on them in the tails, swapped in, and used."""
     folder = tmp_path / "head"
     drafter = {"method": "eagle", "learning_rate": 0.01, "states_share": 1.0}
+    always = {
+        "compiled": False,
+        "budget": {"policy": "fixed", "fixed_tokens": 2},
+    }  # whether the head pays or not
     monkeypatch.setattr(SpotLink, "pause", pause_after_a_save(folder, SpotLink.pause))
-    summary, _ = run(make_recipe(policy_dir, adaptive_drafter=drafter), folder)
+    summary, _ = run(make_recipe(policy_dir, engine=always, adaptive_drafter=drafter), folder)
     assert summary.reason == "finished"
     expected = weights(whole[0])
     for name, weight in weights(folder).items():
