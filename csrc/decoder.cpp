@@ -371,10 +371,9 @@ void LayerStack::run(size_t layer, const Tokens& tokens, const float* x, float* 
 Decoder::Decoder(LayerStack layers, const MatrixView& embedding, const MatrixView& head, Storage storage,
                  const float* norm)
     : layers_(std::move(layers)),
-      hidden_(embedding.inputs),
       context_ids_(embedding.outputs),
       embedding_(embedding.data, embedding.data + embedding.outputs * embedding.inputs),
-      norm_(norm, norm + hidden_),
+      norm_(norm, norm + embedding.inputs),
       head_(head, nullptr, storage) {}
 
 void Decoder::run(const Tokens& tokens, float* hidden, Scratch& scratch, int64_t threads) {
@@ -383,8 +382,9 @@ void Decoder::run(const Tokens& tokens, float* hidden, Scratch& scratch, int64_t
 }
 
 void Decoder::run_tile(const Tokens& tokens, float* hidden, Scratch& scratch, int64_t threads) {
+  const int64_t size = layers_.hidden();
   for (int64_t t = 0; t < tokens.count; ++t)
-    std::copy_n(embedding_.data() + tokens.ids[t] * hidden_, hidden_, hidden + t * hidden_stride());
+    std::copy_n(embedding_.data() + tokens.ids[t] * size, size, hidden + t * hidden_stride());
   for (int64_t layer = 0; layer < layers_.count(); ++layer) {
     layers_.normalise_all(hidden, tokens.count, scratch);
     layers_.run(static_cast<size_t>(layer), tokens, scratch.normed.data(), hidden, scratch, threads);
@@ -412,10 +412,11 @@ void HeadLayer::run(const Tokens& tokens, const float* x, float* hidden, int64_t
 }
 
 void Decoder::project(const float* hidden, int64_t count, float* logits, Scratch& scratch, int64_t threads) const {
+  const int64_t size = layers_.hidden();
   layers_.normalise_all(hidden, count, scratch);
   for (int64_t i = 0; i < count; ++i)
-    for (int64_t k = 0; k < hidden_; ++k)
-      scratch.normed[static_cast<size_t>(i * hidden_ + k)] *= norm_[static_cast<size_t>(k)];
+    for (int64_t k = 0; k < size; ++k)
+      scratch.normed[static_cast<size_t>(i * size + k)] *= norm_[static_cast<size_t>(k)];
   multiply(scratch.normed.data(), count, head_, false, logits, scratch.octets, threads);
 }
 

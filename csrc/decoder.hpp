@@ -108,8 +108,8 @@ class LayerStack {
   int64_t inputs() const { return layers_[0].qkv.inputs; }  // of the first layer's attention
 
   // Attention over x [count, its inputs] of the tokens, whose ids are not read, which fills the layer's cache, and MLP
-  // behind it, both added to hidden [count, hidden_stride]. x may be scratch.normed. Threads of the caller may run different rows;
-  // `threads` share each product's outputs and each attention's key heads, which changes no bit.
+  // behind it, both added to hidden [count, hidden_stride]. x may be scratch.normed. Threads of the caller may run
+  // different rows; `threads` share each product's outputs and each attention's key heads, which changes no bit.
   void run(size_t layer, const Tokens& tokens, const float* x, float* hidden, Scratch& scratch, int64_t threads);
 
   // Into scratch.normed [count, hidden]: RMS norms without their weight, and smaller by sqrt(hidden).
@@ -165,7 +165,7 @@ class Decoder {
   void run_tile(const Tokens& tokens, float* hidden, Scratch& scratch, int64_t threads);
 
   LayerStack layers_;
-  int64_t hidden_, context_ids_;
+  int64_t context_ids_;
   std::vector<float> embedding_, norm_;
   PackedWeight head_;
 };

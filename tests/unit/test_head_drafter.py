@@ -56,9 +56,7 @@ def ends(shared: Shared) -> TargetEnds:
 
 def load(folder: Path, target: Any, **options: Any) -> HeadDrafter:
     return HeadDrafter(
-        folder,
-        ends(share(target)),
-        **{"max_model_len": MAX_LEN, "max_requests": 4, "dtype": "float32", **options},
+        folder, ends(share(target)), **{"max_model_len": MAX_LEN, "max_requests": 4, **options}
     )
 
 
@@ -246,7 +244,7 @@ def test_the_native_layer_drafts_nearly_always_as_the_network(tmp_path: Path, me
     """
     target = tiny_target(width=16)
     heads = [make_head(tmp_path / str(seed), target, method, seed=seed) for seed in (1, 2)]
-    drafter = load(tmp_path / "1", target, dtype="auto")
+    drafter = load(tmp_path / "1", target)
     assert isinstance(drafter._decoder.layer, NativeLayer)
     samples = {5 + r: sample for r, sample in enumerate(make_samples(target, [90, 90, 90, 90]))}
     samples[9] = make_samples(target, [90], seed=7)[0]

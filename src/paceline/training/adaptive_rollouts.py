@@ -263,7 +263,7 @@ class AdaptiveRollouts(Rollouts):
         self.record.write(replace(told, collected_tokens=collected_tokens, collection_s=collection_s))
 
     def close(self) -> None:
-        """What is being gathered is waited for, and given up."""
+        """The run is over, or has failed, and the engines go next: wait for what is being gathered, and give it up."""
         self._beside.shutdown(cancel_futures=True)
 
     def _collect(self, num_responses: int) -> None:

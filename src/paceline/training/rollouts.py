@@ -140,9 +140,6 @@ class Rollouts(ABC):
     def settle(self) -> None:  # noqa: B027 (most have nothing beside it)
         """Called after the last update of a step: wait for what has gone on beside the learner."""
 
-    def close(self) -> None:  # noqa: B027
-        """The run is over, or has failed; the engines go next."""
-
     def compare(
         self, requests: Sequence[RolloutRequest], params: SamplingParams, step: int, plain_first: bool
     ) -> tuple[Rollout, Comparison]:

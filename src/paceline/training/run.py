@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -54,7 +54,7 @@ from paceline.training.step_runner import StepRunner, Summary
 
 if TYPE_CHECKING:
     from paceline.fleet.fleet import Fleet
-    from paceline.training.adaptive_rollouts import AdaptiveDrafter
+    from paceline.training.adaptive_rollouts import AdaptiveDrafter, AdaptiveRollouts
     from paceline.training.fleet_rollouts import TaskReward
     from paceline.training.rollouts import Rollouts, Watcher
 
@@ -150,9 +150,10 @@ class TrainingRun:
             ):
                 if engine.invariance_gap is not None:
                     record.write(Note(t_s=record.now_s(), text=engine.invariance_gap))
+                rollouts: Rollouts
                 if drafter is not None:
-                    rollouts = self._grow_drafter(engine, record, progress, interruption, drafter)
-                    beside.callback(rollouts.close)
+                    growing = self._grow_drafter(engine, record, progress, interruption, drafter)
+                    rollouts = beside.enter_context(closing(growing))
                 else:
                     rollouts = self._make_rollouts(engine, record, progress, interruption)
                 if self.recipe.engine.chooses_drafter:
@@ -253,7 +254,7 @@ class TrainingRun:
         watcher: Watcher,
         interruption: Interruption,
         drafter: AdaptiveDrafter,
-    ) -> Rollouts:
+    ) -> AdaptiveRollouts:
         """Rollouts beside which the drafter is trained."""
         from paceline.training.adaptive_rollouts import AdaptiveRollouts
         from paceline.training.drafter_sessions import FleetSessions, Sessions, TailSessions

@@ -45,7 +45,7 @@ def show_layers(target: Any, layers: tuple[int, ...], num_layers: int) -> None:
 class Told:
     """Requests of a batch whose states are told, and what stays as it is while the batch is the same."""
 
-    names: tuple[str, ...]
+    names: list[str]
     """Of the whole batch."""
     requests: Int64Array  # [num_told] their places in it
     responses: Int64Array  # [num_told] response ids
@@ -58,7 +58,7 @@ class Told:
         told = [states[names[request]] for request in requests.tolist()]
         extras = [state.sampling_params.extra_args for state in told]
         return Told(
-            tuple(names),
+            list(names),
             requests,
             np.array([extra["paceline_response"] for extra in extras], np.int64),
             np.array([len(state.prompt_token_ids) - num_carried(state) for state in told], np.int64),

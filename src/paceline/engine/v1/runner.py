@@ -173,7 +173,7 @@ class KeyedRunner:
         """Keep the step's hidden states of the responses that the collector has chosen."""
         started_s = time.perf_counter()
         names = self.input_batch.req_ids
-        if self.collected is None or self.collected.names != tuple(names):
+        if self.collected is None or self.collected.names != names:
             chosen = np.flatnonzero(collector.chosen(self.batch_keys()))
             self.collected = Told.of(names, self.requests, chosen)
         if len(self.collected.requests):
@@ -183,7 +183,7 @@ class KeyedRunner:
     def token_states(self: Any) -> TokenStates:
         """What the present step has shown of all requests, once its tokens are decided."""
         names = self.input_batch.req_ids
-        if self.told is None or self.told.names != tuple(names):
+        if self.told is None or self.told.names != names:
             self.told = Told.of(names, self.requests, np.arange(len(names)))
         states: TokenStates = self.show(self.told)
         return states
