@@ -39,6 +39,9 @@ from paceline.config import EngineSettings
 SIZES = {"hidden": 4096, "intermediate": 11_008, "layers": 12, "heads": 64, "kv_heads": 32}
 CASES = {"8x16": (8, 16, 1), "4x8": (4, 8, 1), "2x4": (2, 4, 2), "1x1": (1, 1, 6)}
 """(prompts, samples, rollouts in a repetition)."""
+OURS = ("paceline_suffix", "paceline_overlapped", "paceline")
+OFF = {"paceline_suffix": "paceline_off", "paceline_overlapped": "overlapped_off"}
+"""What a system is called without drafts."""
 RIVALS = (
     draft_model(2, "greedy"),
     draft_model(4, "greedy"),
@@ -198,6 +201,7 @@ def main() -> None:
     made.add_argument(
         "--rivals", nargs="+", default=[r.name for r in RIVALS], choices=[r.name for r in RIVALS]
     )
+    made.add_argument("--systems", nargs="+", default=list(OURS), choices=OURS, help="of ours")
     made.add_argument("--repetitions", type=int, default=3)
     made.add_argument("--max-tokens", type=int, default=1024)
     made.add_argument("--model", type=Path, help="the target (default: the inflated Countdown policy)")
@@ -215,8 +219,7 @@ def main() -> None:
     needed = {case: CASES[case][0] * CASES[case][2] for case in options.cases}
     drawn = draw(pair.policy, 4 + options.repetitions * sum(needed.values()), SEED)
     warm, rest = drawn[:4], iter(drawn[4:])
-    names = ("plain", "paceline_suffix", "paceline_overlapped", "paceline")
-    systems = [System(name, True) for name in names]
+    systems = [System(name, True) for name in ("plain", *options.systems)]
     systems += [System(rival.name, True, rival) for rival in RIVALS if rival.name in options.rivals]
     settings = {"kv_bytes": 7 << 29, "max_num_seqs": 128}
     children = {
@@ -245,12 +248,9 @@ def main() -> None:
                 found = measure(children[name], plain, works, own if ours else None)
                 parts.setdefault((case, name), []).append(found)
             off = [replace(work, drafting=False) for work in works]
-            for system, name in (
-                ("paceline_suffix", "paceline_off"),
-                ("paceline_overlapped", "overlapped_off"),
-            ):
+            for system in OFF.keys() & children:
                 found = measure(children[system], plain, off, own)
-                parts.setdefault((case, name), []).append(found)
+                parts.setdefault((case, OFF[system]), []).append(found)
             rows = summarise(parts)
             save("gpu", rows, options)
             print(

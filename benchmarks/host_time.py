@@ -10,15 +10,19 @@ repeat a text, with one token in ten changed; up to 8 draft tokens for each requ
 takes the target so long that none pays, and none is to be made; there plain vLLM has none either. The systems take
 turns; medians over steps.
 
+The systems `overlapped` schedule each step while the one before is under way (model runner V2's schedulers, in Triton's
+interpreter; vLLM's has its placeholders for drafts that stay on the device).
+
 `cpu_ms` is the process's processor time, all threads, `wall_ms` the time that passes; `drafter_ms` of the latter goes
 to the suffix trees, drafting and counting. `beyond_cpu_ms` and `beyond_wall_ms`: over those of `vllm` in the same case.
 """
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -50,6 +54,7 @@ class System:
     case: str
     policy: str | None
     """The budget's; None: plain vLLM."""
+    overlaps: bool = False
 
     @property
     def is_dear(self) -> bool:
@@ -58,7 +63,7 @@ class System:
 
     def row(self, num_requests: int) -> dict[str, Any]:
         """The row's first columns."""
-        system = "paceline" if self.policy else "vllm"
+        system = ("paceline" if self.policy else "vllm") + " overlapped" * self.overlaps
         return {"requests": num_requests, "case": self.case, "system": system, "policy": self.policy}
 
 
@@ -66,6 +71,7 @@ SYSTEMS = (
     System("drafts", None), System("drafts", "fixed"), System("drafts", "marginal"),
     System("dear", None), System("dear", "marginal"),
 )  # fmt: skip
+OVERLAPPED = tuple(replace(made, overlaps=True) for made in SYSTEMS)
 """Of each case plain vLLM first."""
 
 
@@ -78,7 +84,7 @@ class Device:
         put: Callable[[Any], None] | None,
         draft_s: float = 0.0,
     ) -> None:
-        """texts: whole sequences by prompt. put: what the runner does with the drafts; None: give ready ones.
+        """texts: whole sequences by prompt. put: what the runner does with a step's drafts; None: give ready ones.
 
         draft_s: what a draft token takes.
         """
@@ -91,14 +97,19 @@ class Device:
 
     def execute_model(self, scheduled: Any, non_block: bool = False) -> Any:
         if self.put is not None:
-            self.put(scheduled.scheduled_spec_decode_tokens)
+            self.put(scheduled)
         began_s, cpu_s = time.perf_counter(), time.process_time()
         output = self._run(scheduled)
         if self.draft_s:
             time.sleep(self.draft_s * sum(map(len, scheduled.scheduled_spec_decode_tokens.values())))
         self.own_s += time.perf_counter() - began_s
         self.own_cpu_s += time.process_time() - cpu_s
-        return SimpleNamespace(result=lambda: output)
+        self._made = SimpleNamespace(result=lambda: output)
+        return self._made
+
+    def sample_tokens(self, *_: Any, **__: Any) -> Any:
+        """Asked for where steps overlap."""
+        return self._made
 
     def _run(self, scheduled: Any) -> Any:
         from vllm.v1.outputs import ModelRunnerOutput
@@ -108,8 +119,9 @@ class Device:
             self._place[new.req_id] = (self.texts[prompt], len(prompt))
         self._names = list(scheduled.num_scheduled_tokens)
         made = []
+        drafted = self._drafts(scheduled)
         for name in self._names:
-            drafts = scheduled.scheduled_spec_decode_tokens.get(name, [])
+            drafts = drafted.get(name, [])
             text, at = self._place[name]
             future = text[at : at + len(drafts) + 1].tolist()
             right = next((i for i, token in enumerate(drafts) if token != future[i]), len(drafts))
@@ -119,17 +131,41 @@ class Device:
             self.num_tokens += right + 1
         return ModelRunnerOutput(self._names, {n: i for i, n in enumerate(self._names)}, made)
 
+    def _drafts(self, scheduled: Any) -> dict[str, list[int]]:
+        """Draft tokens of each request, those that a device with overlapping steps would have, too."""
+        from paceline.engine.runner import order_of
+
+        given: dict[str, list[int]] = scheduled.scheduled_spec_decode_tokens
+        if (ahead := order_of(scheduled).ahead) is not None:
+            found = {}
+            for row, name in enumerate(ahead.names):
+                text, at = self._place[name]
+                draft = ahead.tokens[row, 0, : ahead.num_tokens[row, 0]].tolist()
+                decided = text[ahead.starts[row] : at].tolist()
+                goes_on = draft[: len(decided)] == decided
+                rest = draft[len(decided) :] if goes_on else []
+                count = len(given[name])
+                found[name] = (rest + [-1] * count)[:count]
+            return found
+        if any(-1 in drafts for drafts in given.values()):  # vLLM's placeholders
+            ready = self._ready_drafts(list(given))
+            return {name: draft[: len(given[name])] for name, draft in zip(given, ready, strict=True)}
+        return given
+
+    def _ready_drafts(self, names: list[str]) -> list[list[int]]:
+        drafts = [text[at : at + NUM_DRAFTS].copy() for text, at in map(self._place.__getitem__, names)]
+        for draft in drafts:
+            wrong = self._random.random(len(draft)) > SHARED
+            draft[wrong] += 1
+        return [draft.tolist() for draft in drafts]
+
     def take_draft_token_ids(self) -> Any:
         if self.put is not None:
             return None
         began_s, cpu_s = time.perf_counter(), time.process_time()
-        drafts = [text[at : at + NUM_DRAFTS].copy() for text, at in map(self._place.__getitem__, self._names)]
-        for draft in drafts:
-            wrong = self._random.random(NUM_DRAFTS) > SHARED
-            draft[wrong] += 1
         from vllm.v1.outputs import DraftTokenIds
 
-        ready = DraftTokenIds(list(self._names), [draft.tolist() for draft in drafts])
+        ready = DraftTokenIds(list(self._names), self._ready_drafts(self._names))
         self.own_s += time.perf_counter() - began_s
         self.own_cpu_s += time.process_time() - cpu_s
         return ready
@@ -149,10 +185,12 @@ def make_texts(num_requests: int, length: int) -> dict[tuple[int, ...], np.ndarr
     return texts
 
 
-def put_into(max_requests: int, names: list[str]) -> Callable[[dict[str, list[int]]], None]:
-    """Model runner V2's part, on tensors of the CPU."""
+def put_into(max_requests: int, names: list[str]) -> Callable[[Any], None]:
+    """Model runner V2's part, on tensors of the CPU, its kernel not launched."""
     import torch
 
+    from paceline.engine.runner import order_of
+    from paceline.engine.v2 import ahead
     from paceline.engine.v2.runner import KeyedRunnerV2
 
     states = SimpleNamespace(
@@ -160,13 +198,24 @@ def put_into(max_requests: int, names: list[str]) -> Callable[[dict[str, list[in
         req_id_to_index={name: row for row, name in enumerate(names)},
     )
     runner = SimpleNamespace(req_states=states, device=torch.device("cpu"))
-    return lambda drafts: KeyedRunnerV2.put_drafts(runner, drafts)
+    ahead._continue = lambda *_: None
+
+    def put(scheduled: Any) -> None:
+        if (drafts := order_of(scheduled).ahead) is not None:
+            ahead.put_ahead(drafts, 1, states, runner.device)
+        else:
+            KeyedRunnerV2.put_drafts(runner, scheduled.scheduled_spec_decode_tokens)
+
+    return put
 
 
 def make_system(
     made: System, num_requests: int, model: Path, threads: int
 ) -> Callable[[int], dict[str, float]]:
     """An engine whose requests run; a call takes so many steps. threads: that draft from the suffix trees."""
+    if made.overlaps:
+        sys.path.append(str(ROOT / "tests/engine"))
+        import interpreted  # noqa: F401  # prepares Triton
     from vllm import SamplingParams
 
     from paceline.config import BudgetSettings, EngineSettings
@@ -176,13 +225,15 @@ def make_system(
     length = 2048
     sizes: dict[str, Any] = {
         "dtype": "bfloat16", "max_model_len": length, "max_num_seqs": num_requests, "skip_tokenizer_init": True,
-        "kv_cache_bytes": 3 << 30, "max_num_batched_tokens": 8192,
+        "kv_cache_bytes": 3 << 30, "max_num_batched_tokens": 8192, "async_scheduling": made.overlaps,
     }  # fmt: skip
     settings = None
     if made.policy is None and not made.is_dear:
         sizes["speculative_config"] = {
-            "method": "ngram", "num_speculative_tokens": NUM_DRAFTS, "prompt_lookup_max": 3
-        }  # fmt: skip
+            "method": "ngram_gpu" if made.overlaps else "ngram",
+            "num_speculative_tokens": NUM_DRAFTS,
+            "prompt_lookup_max": 3,
+        }
     elif made.policy is not None:
         budget = BudgetSettings.model_validate({"policy": made.policy, "fixed_tokens": NUM_DRAFTS})
         settings = EngineSettings(
@@ -210,7 +261,7 @@ def make_system(
         for _ in range(count):
             device.own_s = device.own_cpu_s = watch.total_s = 0.0
             began_s, cpu_s = time.perf_counter(), time.process_time()
-            _, ran = core.step()
+            _, ran = core.step_fn()
             core.post_step(ran)
             walls.append(time.perf_counter() - began_s - device.own_s)
             cpus.append(time.process_time() - cpu_s - device.own_cpu_s)
@@ -228,17 +279,19 @@ def make_system(
     return step
 
 
-def measure(num_requests: int, steps: int, turns: int, model: Path, threads: int) -> list[dict[str, Any]]:
+def measure(
+    systems: tuple[System, ...], num_requests: int, steps: int, turns: int, model: Path, threads: int
+) -> list[dict[str, Any]]:
     children = {
         made: Child(f"{made.case} {made.policy}", make_system, made, num_requests, model, threads)
-        for made in SYSTEMS
+        for made in systems
     }
-    found: dict[System, list[dict[str, float]]] = {made: [] for made in SYSTEMS}
+    found: dict[System, list[dict[str, float]]] = {made: [] for made in systems}
     try:
         for child in children.values():
             child.ready()
         for turn in range(turns):
-            for made in SYSTEMS[:: -1 if turn % 2 else 1]:
+            for made in systems[:: -1 if turn % 2 else 1]:
                 found[made].append(children[made].call(steps // turns))
     finally:
         for child in children.values():
@@ -271,7 +324,10 @@ def main() -> None:
     options = made.parse_args()
     rows = []
     for num_requests in map(int, options.requests.split(",")):
-        rows += measure(num_requests, options.steps, options.turns, options.model, options.threads)
+        for systems in (SYSTEMS, OVERLAPPED):
+            rows += measure(
+                systems, num_requests, options.steps, options.turns, options.model, options.threads
+            )
     publish("host_time", rows, COLUMNS, options)
 
 

@@ -95,6 +95,23 @@ NewRow<int32_t> leading_matches(const Table<int32_t>& tokens, const Row<int32_t>
   return make_row(std::move(matches), rows);
 }
 
+// Each row from behind its first `ahead` entries on, 0 beyond its end; as wide as the longest of them, at least 1.
+NewTable<float> behind(const Table<float>& values, const Row<int32_t>& ahead) {
+  const size_t rows = values.shape(0), width = values.shape(1);
+  check(ahead.shape(0) == rows, "one number of entries per row is wanted");
+  size_t most = 1;
+  for (size_t i = 0; i < rows; ++i) {
+    check(ahead(i) >= 0, "a number of entries is negative");
+    most = std::max(most, width - std::min(width, static_cast<size_t>(ahead(i))));
+  }
+  auto rest = std::make_unique<float[]>(rows * most);
+  for (size_t i = 0; i < rows; ++i) {
+    const size_t first = std::min(width, static_cast<size_t>(ahead(i)));
+    std::copy(values.data() + i * width + first, values.data() + (i + 1) * width, rest.get() + i * most);
+  }
+  return make_table(std::move(rest), rows, most);
+}
+
 // Of each cell, tokens that were accepted and tokens that the step says something about: min(seen, right + 1) of each
 // draft.
 std::pair<NewRow<double>, NewRow<double>> count_outcomes(const Table<int32_t>& cells, const Row<int32_t>& seen,
@@ -241,6 +258,7 @@ NB_MODULE(_step, m) {
   m.def("table_of", &table_of, "lists"_a);
   m.def("joined", &joined, "lists"_a, "counts"_a);
   m.def("leading_matches", &leading_matches, "tokens"_a, "lengths"_a, "decided"_a);
+  m.def("behind", &behind, "values"_a, "ahead"_a);
   m.def("count_outcomes", &count_outcomes, "cells"_a, "seen"_a, "right"_a, "num_cells"_a);
   m.def("count_wins", &count_wins, "proposals"_a, "targets"_a);
   m.def("path_probability", &path_probability, "num_tokens"_a, "acceptance"_a);

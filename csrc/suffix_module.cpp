@@ -1,7 +1,8 @@
 // paceline._suffix: all groups of an engine, with a memory bound, for NumPy arrays.
 //
 // One thread at a time may call a forest; while it works, the GIL is free. The drafts of a call, which only read, are
-// shared among threads. Appends are not: what a token teaches the mixture depends on all tokens before it.
+// shared among threads. Appends are not: what a token teaches the mixture depends on all tokens before it. A helper
+// may append and draft while its caller goes on; every other call waits until it is done.
 
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
@@ -9,10 +10,12 @@
 
 #include <algorithm>
 #include <deque>
+#include <optional>
 #include <stdexcept>
 #include <string>
 
 #include "arrays.hpp"
+#include "helper.hpp"
 #include "suffix_draft.hpp"
 #include "suffix_forest.hpp"
 #include "threads.hpp"
@@ -58,6 +61,42 @@ struct Query {
   }
 };
 
+// Tokens that responses grow by.
+struct Growth {
+  Row<int64_t> groups;
+  Row<int64_t> responses;
+  Row<int32_t> offsets;
+  Row<int32_t> tokens;
+
+  void check_shapes() const {
+    const size_t n = groups.shape(0);
+    check(responses.shape(0) == n && offsets.shape(0) == n + 1,
+          "append_batch needs n groups, n responses and n + 1 offsets");
+    check(offsets(0) == 0 && static_cast<size_t>(offsets(n)) == tokens.shape(0),
+          "append_batch offsets must run from 0 to the number of tokens");
+    for (size_t i = 0; i < n; ++i) check(offsets(i) <= offsets(i + 1), "append_batch offsets must not fall");
+    check_tokens(view(tokens));
+  }
+};
+
+// Where drafts are written to.
+struct Outputs {
+  OutTable<int32_t> tokens;
+  OutRow<int32_t> num_tokens;
+  OutTable<float> acceptance;
+  OutTable<int32_t> cells;
+  OutTable<int32_t> probes;
+};
+
+// What the helper does; holds the arrays that it reads and writes.
+struct Job {
+  Growth growth;
+  Query query;
+  Row<float> grid;
+  Row<float> calibration;
+  Outputs outputs;
+};
+
 inline constexpr int64_t kBlockRows = 8;        // drafted by one thread: most often of one group
 inline constexpr int64_t kBlocksPerThread = 2;  // at least, or waking the thread takes longer than its work
 
@@ -84,6 +123,7 @@ class SuffixForest {
 
   void open_group(int64_t id, Row<int32_t> prompt) {
     const nb::gil_scoped_release unlocked;
+    helper_.wait();
     const auto tokens = view(prompt);
     check_tokens(tokens);
     Group& group = forest_.open(id);
@@ -98,38 +138,42 @@ class SuffixForest {
 
   void append(int64_t id, int64_t response, Row<int32_t> tokens) {
     const nb::gil_scoped_release unlocked;
+    helper_.wait();
     check_tokens(view(tokens));
     forest_.append(id, response, view(tokens));
     forest_.enforce_bound();
   }
 
   void append_batch(Row<int64_t> groups, Row<int64_t> responses, Row<int32_t> offsets, Row<int32_t> tokens) {
+    const Growth growth{groups, responses, offsets, tokens};
     const nb::gil_scoped_release unlocked;
-    const size_t n = groups.shape(0);
-    check(responses.shape(0) == n && offsets.shape(0) == n + 1,
-          "append_batch needs n groups, n responses and n + 1 offsets");
-    check(offsets(0) == 0 && static_cast<size_t>(offsets(n)) == tokens.shape(0),
-          "append_batch offsets must run from 0 to the number of tokens");
-    for (size_t i = 0; i < n; ++i) check(offsets(i) <= offsets(i + 1), "append_batch offsets must not fall");
-    check_tokens(view(tokens));
-    for (size_t i = 0; i < n; ++i) {
-      const auto begin = static_cast<size_t>(offsets(i));
-      forest_.append(groups(i), responses(i),
-                     view(tokens).subspan(begin, static_cast<size_t>(offsets(i + 1)) - begin));
-    }
-    forest_.enforce_bound();
+    helper_.wait();
+    growth.check_shapes();
+    grow(growth);
   }
 
   void resync(int64_t id, int64_t response, Row<int32_t> tokens) {
     const nb::gil_scoped_release unlocked;
+    helper_.wait();
     check_tokens(view(tokens));
     forest_.resync(id, response, view(tokens));
     forest_.enforce_bound();
   }
 
-  void close_response(int64_t id, int64_t response) { forest_.close(id, response); }
-  void drop_group(int64_t id) { forest_.drop(id); }
-  void clear() { forest_.clear(); }
+  void close_response(int64_t id, int64_t response) {
+    settle();
+    forest_.close(id, response);
+  }
+
+  void drop_group(int64_t id) {
+    settle();
+    forest_.drop(id);
+  }
+
+  void clear() {
+    settle();
+    forest_.clear();
+  }
 
   void draft(Row<int64_t> groups, Row<int64_t> responses, Row<uint64_t> keys, Row<int64_t> positions,
              Row<float> temperatures, Row<int32_t> max_tokens, double sharpness, Row<float> grid,
@@ -138,18 +182,41 @@ class SuffixForest {
     const Query query{groups, responses, keys, positions, temperatures, max_tokens};
     query.check_shapes();
     const Settings settings = settings_of(sharpness, view(grid), calibration, floor);
-    const size_t width = tokens.shape(1);
-    share_rows(groups, [&](Desk& desk, const Group* group, size_t r) {
-      const std::span<int32_t> row{probes.data() + r * probes.shape(1), probes.shape(1)};
-      if (group == nullptr) {
-        std::ranges::fill(row, -1);
-        num_tokens(r) = 0;
-        return;
-      }
-      desk.drafter.draft(*group, query.request(r, width), settings, desk.path, row);
-      num_tokens(r) =
-          write(desk.path, tokens.data() + r * width, acceptance.data() + r * width, cells.data() + r * width);
+    const Outputs outputs{tokens, num_tokens, acceptance, cells, probes};
+    const nb::gil_scoped_release unlocked;
+    helper_.wait();
+    write_drafts(query, settings, outputs);
+  }
+
+  // `append_batch` and then `draft`, by the helper: the arrays are not to be touched before `settle`.
+  void draft_later(Row<int64_t> grown_groups, Row<int64_t> grown_responses, Row<int32_t> offsets,
+                   Row<int32_t> grown_tokens, Row<int64_t> groups, Row<int64_t> responses, Row<uint64_t> keys,
+                   Row<int64_t> positions, Row<float> temperatures, Row<int32_t> max_tokens, double sharpness,
+                   Row<float> grid, Row<float> calibration, double floor, OutTable<int32_t> tokens,
+                   OutRow<int32_t> num_tokens, OutTable<float> acceptance, OutTable<int32_t> cells,
+                   OutTable<int32_t> probes) {
+    settle();
+    job_ = Job{{grown_groups, grown_responses, offsets, grown_tokens},
+               {groups, responses, keys, positions, temperatures, max_tokens},
+               grid,
+               calibration,
+               {tokens, num_tokens, acceptance, cells, probes}};
+    job_->growth.check_shapes();
+    job_->query.check_shapes();
+    const Settings settings = settings_of(sharpness, view(job_->grid), job_->calibration, floor);
+    helper_.begin([this, settings] {
+      grow(job_->growth);
+      write_drafts(job_->query, settings, job_->outputs);
     });
+  }
+
+  // Waits until the helper is done.
+  void settle() {
+    {
+      const nb::gil_scoped_release unlocked;
+      helper_.wait();
+    }
+    job_.reset();
   }
 
   void draft_paths(Row<int64_t> groups, Row<int64_t> responses, Row<uint64_t> keys, Row<int64_t> positions,
@@ -161,6 +228,8 @@ class SuffixForest {
     const Settings settings = settings_of(sharpness, {}, calibration, floor);
     const size_t num_paths = tokens.shape(1);
     const size_t width = tokens.shape(2);
+    const nb::gil_scoped_release unlocked;
+    helper_.wait();
     share_rows(groups, [&](Desk& desk, const Group* group, size_t r) {
       std::vector<Path>& paths = desk.paths;
       paths.clear();
@@ -175,22 +244,36 @@ class SuffixForest {
     });
   }
 
-  uint64_t count(int64_t id, Row<int32_t> context) const {
+  uint64_t count(int64_t id, Row<int32_t> context) {
+    settle();
     check(context.shape(0) <= forest_.max_depth() + 1, "the context is longer than the forest counts");
     const Group* group = forest_.find(id);
     return group == nullptr ? 0 : group->trie.count(view(context));
   }
 
-  uint64_t count_shared(Row<int32_t> context) const {
+  uint64_t count_shared(Row<int32_t> context) {
+    settle();
     check(context.shape(0) <= forest_.shared().max_depth() + 1, "the context is longer than the forest counts");
     return forest_.shared().count(view(context));
   }
 
-  uint64_t memory_bytes() const { return forest_.bytes(); }
-  size_t num_groups() const { return forest_.num_groups(); }
-  uint64_t num_tokens() const { return forest_.num_tokens(); }
+  uint64_t memory_bytes() {
+    settle();
+    return forest_.bytes();
+  }
 
-  std::vector<double> escapes() const {
+  size_t num_groups() {
+    settle();
+    return forest_.num_groups();
+  }
+
+  uint64_t num_tokens() {
+    settle();
+    return forest_.num_tokens();
+  }
+
+  std::vector<double> escapes() {
+    settle();
     return {forest_.mixture().escapes().begin(), forest_.mixture().escapes().end()};
   }
 
@@ -200,6 +283,31 @@ class SuffixForest {
     check(calibration.shape(0) == kNumCells, "the calibration table has the wrong length: give NUM_CELLS values");
     check(sharpness > 0.0, "the sharpness must be positive (inf: greedy)");
     return {sharpness, grid, view(calibration), floor};
+  }
+
+  void grow(const Growth& growth) {
+    for (size_t i = 0; i < growth.groups.shape(0); ++i) {
+      const auto begin = static_cast<size_t>(growth.offsets(i));
+      const auto end = static_cast<size_t>(growth.offsets(i + 1));
+      forest_.append(growth.groups(i), growth.responses(i), view(growth.tokens).subspan(begin, end - begin));
+    }
+    forest_.enforce_bound();
+  }
+
+  void write_drafts(const Query& query, const Settings& settings, const Outputs& to) {
+    const size_t width = to.tokens.shape(1);
+    const size_t num_probes = to.probes.shape(1);
+    share_rows(query.groups, [&](Desk& desk, const Group* group, size_t r) {
+      const std::span<int32_t> row{to.probes.data() + r * num_probes, num_probes};
+      if (group == nullptr) {
+        std::ranges::fill(row, -1);
+        to.num_tokens(r) = 0;
+        return;
+      }
+      desk.drafter.draft(*group, query.request(r, width), settings, desk.path, row);
+      to.num_tokens(r) = write(desk.path, to.tokens.data() + r * width, to.acceptance.data() + r * width,
+                               to.cells.data() + r * width);
+    });
   }
 
   static int32_t write(const Path& path, int32_t* tokens, float* acceptance, int32_t* cells) {
@@ -214,7 +322,6 @@ class SuffixForest {
   // Calls draft(desk, group or null, r) for every row. What a row gets does not depend on the thread that drafts it.
   template <typename Draft>
   void share_rows(const Row<int64_t>& groups, const Draft& draft) {
-    const nb::gil_scoped_release unlocked;
     const auto count = static_cast<int64_t>(groups.shape(0));
     groups_.clear();
     for (int64_t r = 0; r < count; ++r) groups_.push_back(forest_.use(groups(r)));
@@ -233,6 +340,8 @@ class SuffixForest {
   int64_t num_threads_;               // at most
   std::deque<Desk> desks_;            // of the threads
   std::vector<const Group*> groups_;  // of a call's rows
+  std::optional<Job> job_;
+  Helper helper_;  // goes first
 };
 
 }  // namespace
@@ -253,6 +362,8 @@ NB_MODULE(_suffix, m) {
       .def("drop_group", &SuffixForest::drop_group, "group"_a)
       .def("clear", &SuffixForest::clear)
       .def("draft", &SuffixForest::draft)
+      .def("draft_later", &SuffixForest::draft_later)
+      .def("settle", &SuffixForest::settle)
       .def("draft_paths", &SuffixForest::draft_paths)
       .def("count", &SuffixForest::count, "group"_a, "context"_a)
       .def("count_shared", &SuffixForest::count_shared, "context"_a)

@@ -35,6 +35,30 @@ class SuffixForest:
         probes: Int32Array,
         /,
     ) -> None: ...
+    def draft_later(
+        self,
+        grown_groups: Int64Array,
+        grown_responses: Int64Array,
+        offsets: Int32Array,
+        grown_tokens: Int32Array,
+        groups: Int64Array,
+        responses: Int64Array,
+        keys: UInt64Array,
+        positions: Int64Array,
+        temperatures: Float32Array,
+        max_tokens: Int32Array,
+        sharpness: float,
+        sharpness_grid: Float32Array,
+        calibration: Float32Array,
+        floor: float,
+        tokens: Int32Array,
+        num_tokens: Int32Array,
+        acceptance: Float32Array,
+        cells: Int32Array,
+        probes: Int32Array,
+        /,
+    ) -> None: ...
+    def settle(self) -> None: ...
     def draft_paths(
         self,
         groups: Int64Array,

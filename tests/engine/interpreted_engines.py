@@ -39,7 +39,7 @@ from paceline.engine.rollout_engine import RolloutEngine
 from paceline.engine.v2.ahead import NOTHING, continue_drafts, table_of
 from paceline.engine.v2.checks import throw_dice, time_verifying
 from paceline.engine.v2.runner import KeyedRunnerV2
-from paceline.engine.v2.sampler import accept
+from paceline.engine.v2.sampler import CheckedSampler, accept
 from paceline.errors import UnsupportedError
 from paceline.types import RolloutRequest
 
@@ -103,13 +103,27 @@ def run(
     engine.take_observations()
     engine.scheduler.loop.drafter, own = drafter, engine.scheduler.loop.drafter
     responses = decode(engine, carried, names)
+    told = getattr(engine.scheduler.loop.drafter, "num_tokens", 0)
     engine.scheduler.loop.drafter = own
     steps = engine.take_observations()
     numbers = {
         name: sum(getattr(step, name) for step in steps)
         for name in ("num_draft_tokens", "num_accepted_tokens", "num_model_tokens")
     }
-    return {"responses": responses, **numbers}
+    return {"responses": responses, "told": told, **numbers}
+
+
+def count_early(engine: RolloutEngine) -> list[bool]:
+    """Fills with whether each step's drafts were begun while vLLM handed out the tokens of the one before."""
+    begun: list[bool] = []
+    draft_early = engine.scheduler.loop.draft_early
+
+    def note(*args: Any) -> bool:
+        begun.append(draft_early(*args))
+        return begun[-1]
+
+    engine.scheduler.loop.draft_early = note
+    return begun
 
 
 def move(engine: RolloutEngine) -> dict[str, Any]:
@@ -231,10 +245,30 @@ def accept_at_random() -> list[Any]:
             next((i for i, t in enumerate(given[1:]) if row[i] != t or none[i]), len(row) - 1)
             for row, given, none in zip(drawn, inputs, without, strict=True)
         ]
-        expected = [row[: n + 1] for row, n in zip(drawn, lengths, strict=True)]
         ends = [none[n] for none, n in zip(without, lengths, strict=True)]
+        expected = [
+            [*row[:n], 0 if end else row[n]] for row, n, end in zip(drawn, lengths, ends, strict=True)
+        ]
         cases.append(([got, missing.tolist()], [expected, ends]))
     return cases
+
+
+class NothingDrawn(CheckedSampler):
+    """Checks what is drawn from a row of NaN, one without a token and a good one, numbers beyond the vocabulary."""
+
+    class Theirs:
+        def sample(self) -> tuple[torch.Tensor, torch.Tensor]:
+            rows = torch.zeros(3, VOCAB, device=DEVICE)
+            rows[0, 1], rows[1] = torch.nan, -torch.inf
+            return torch.tensor([VOCAB, 1 << 40, 3], device=DEVICE), rows
+
+
+def draw_nothing() -> list[Any]:
+    """(tokens, whether they are none)"""
+    sampler = type("Sampler", (NothingDrawn, NothingDrawn.Theirs), {})()
+    sampler.missing = []
+    drawn, _ = sampler.sample()
+    return [drawn.tolist(), sampler.missing[0].tolist()]
 
 
 def continue_at_random() -> list[Any]:
@@ -355,6 +389,7 @@ def main(target: str, drafter: str, file: str) -> None:
     made: dict[str, Any] = {
         "accept": accept_at_random(),
         "continue": continue_at_random(),
+        "nothing drawn": draw_nothing(),
         "doctor": examine(),
     }
     made |= {"fail": fail(), "overlapped fail": fail(async_scheduling=True)}
@@ -386,7 +421,8 @@ def main(target: str, drafter: str, file: str) -> None:
     with RolloutEngine(target, settings, async_scheduling=True, **memory(1 << 26), **OURS) as engine:
         made["overlap"] = [cls.__module__ for cls in type(engine.scheduler).__mro__]
         made["overlapped"] = run(engine, None)
-        made["overlapped suffix"] = run(engine, engine.scheduler.loop.drafter)
+        begun = count_early(engine)
+        made["overlapped suffix"] = {**run(engine, engine.scheduler.loop.drafter), "early": begun.copy()}
         made["overlapped garbage"] = run(engine, ScriptedDrafter(known, 0.0, VOCAB, 9))
         made["overlapped scripted"] = run(engine, ScriptedDrafter(known, 0.9, VOCAB, 9))
         made["overlapped resumed"] = {"cut": cut, **run(engine, ScriptedDrafter(known, 0.9, VOCAB, 9), cut)}

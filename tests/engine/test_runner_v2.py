@@ -90,6 +90,13 @@ def test_steps_overlap_where_it_is_asked_for(made: dict[str, Any]) -> None:
     assert accepted["overlapped scripted"] > 0.3 * drafted["overlapped scripted"]
 
 
+def test_drafts_are_begun_while_vllm_hands_out_tokens(made: dict[str, Any]) -> None:
+    """With the tokens as vLLM cuts them: at the end of a response too, or the trees would hold others."""
+    overlapped = made["overlapped suffix"]
+    assert sum(overlapped["early"]) > 10
+    assert overlapped["told"] == made["suffix"]["told"] > 400
+
+
 @pytest.mark.skipif(is_cpu_build(), reason="compiled code and CUDA graphs want a GPU")
 @pytest.mark.parametrize("mode", ["none", "scripted", "mixed"])
 def test_replayed_graphs_make_the_same_tokens(made: dict[str, Any], mode: str) -> None:
@@ -205,6 +212,11 @@ def test_a_sample_is_drafted_for_alone(made: dict[str, Any]) -> None:
 def test_kernels_do_what_a_loop_does(made: dict[str, Any], kernel: str) -> None:
     for got, expected in made[kernel]:
         assert got == expected
+
+
+def test_what_is_no_token_is_none_that_a_model_cannot_read(made: dict[str, Any]) -> None:
+    """A step that overlaps, and the draft model, read it before the host knows."""
+    assert made["nothing drawn"] == [[0, 0, 3], [True, True, False]]
 
 
 @pytest.mark.parametrize("engine", ["fail", "overlapped fail"])

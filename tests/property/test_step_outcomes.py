@@ -102,3 +102,22 @@ def test_what_does_not_fit_is_refused() -> None:
         count_outcomes(np.full((1, 1), 2, np.int32), np.ones(1, np.int32), np.ones(1, np.int32), 2)
     with pytest.raises(EngineError, match="as many numbers of tokens"):
         count_outcomes(three, two, two, 2)
+
+
+@given(st.integers(0, 1 << 32), st.integers(1, 8), st.integers(0, 6))
+def test_what_lies_behind(seed: int, rows: int, width: int) -> None:
+    random = np.random.default_rng(seed)
+    values = random.random((rows, width)).astype(np.float32)
+    ahead = random.integers(0, 9, rows).astype(np.int32)
+    rest = _step.behind(values, ahead)
+    expected = [row[skipped:] for row, skipped in zip(values.tolist(), ahead.tolist(), strict=True)]
+    assert rest.shape == (rows, max(1, *map(len, expected)))
+    assert rest.tolist() == [row + [0.0] * (rest.shape[1] - len(row)) for row in expected]
+
+
+def test_what_lies_behind_wants_fitting_numbers() -> None:
+    values = np.zeros((2, 3), np.float32)
+    with pytest.raises(ValueError, match="one number"):
+        _step.behind(values, np.zeros(3, np.int32))
+    with pytest.raises(ValueError, match="negative"):
+        _step.behind(values, np.array([0, -1], np.int32))

@@ -1,8 +1,9 @@
-"""The suffix forest drafts the same with one thread and with several."""
+"""The suffix forest drafts the same with one thread and with several, and on a thread of its own."""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 from hypothesis import given, settings
@@ -23,8 +24,11 @@ def defined(drafts: DraftBatch | DraftPaths) -> list[bytes]:
     return [drafts.num_tokens.tobytes(), *(array[inside].tobytes() for array in arrays)]
 
 
-def run(num_threads: int, seed: int, num_requests: int, sharpness: float) -> list[bytes]:
-    """A few steps of drafting and appending: responses of several groups, in any order, some of an unknown group."""
+def run(num_threads: int, seed: int, num_requests: int, sharpness: float, later: bool = False) -> list[bytes]:
+    """A few steps of drafting and appending: responses of several groups, in any order, some of an unknown group.
+
+    later: append, and then draft, while something else is done.
+    """
     random = np.random.default_rng(seed)
     forest = SuffixForest(6, shared_depth=3, num_threads=num_threads)
     for group in range(NUM_GROUPS):
@@ -32,6 +36,8 @@ def run(num_threads: int, seed: int, num_requests: int, sharpness: float) -> lis
     groups = random.integers(0, NUM_GROUPS + 1, num_requests).astype(np.int64)
     responses = np.arange(num_requests, dtype=np.int64)
     found: list[bytes] = []
+    nothing = np.empty(0, np.int64)
+    growth = nothing, nothing, np.zeros(1, np.int32), np.empty(0, np.int32)
     for step in range(6):
         query = DraftQuery(
             groups=groups,
@@ -41,9 +47,16 @@ def run(num_threads: int, seed: int, num_requests: int, sharpness: float) -> lis
             temperatures=random.integers(0, 2, num_requests).astype(np.float32),
             max_tokens=random.integers(0, 7, num_requests).astype(np.int32),
         )
-        batch = forest.draft(
-            query, sharpness=sharpness, sharpness_grid=GRID, calibration=CALIBRATION, floor=0.1
-        )
+        options: dict[str, Any] = {
+            "sharpness": sharpness, "sharpness_grid": GRID, "calibration": CALIBRATION, "floor": 0.1
+        }  # fmt: skip
+        if later:
+            wait = forest.draft_later(*growth, query, **options)
+            forest.drop_group(1 << 40)  # waits, or it would be there while the thread looks
+            batch = wait()
+        else:
+            forest.append_batch(*growth)
+            batch = forest.draft(query, **options)
         paths = forest.draft_paths(
             query, num_paths=3, sharpness=sharpness, calibration=CALIBRATION, floor=0.1
         )
@@ -53,7 +66,7 @@ def run(num_threads: int, seed: int, num_requests: int, sharpness: float) -> lis
         lengths = random.integers(0, 5, len(grown))
         offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
         tokens = random.integers(0, 5, int(lengths.sum())).astype(np.int32)
-        forest.append_batch(groups[grown], responses[grown], offsets, tokens)
+        growth = groups[grown], responses[grown], offsets, tokens
     return [*found, np.array(forest._native.escapes()).tobytes()]
 
 
@@ -63,6 +76,15 @@ def test_the_number_of_threads_changes_no_bit(seed: int, num_requests: int, shar
     one = run(1, seed, num_requests, sharpness)
     assert run(2, seed, num_requests, sharpness) == one
     assert run(5, seed, num_requests, sharpness) == one
+
+
+@given(st.integers(0, 1 << 32), st.integers(1, 90), st.sampled_from([1.0, math.inf]), st.integers(1, 2))
+@settings(max_examples=40)
+def test_drafting_later_changes_no_bit(
+    seed: int, num_requests: int, sharpness: float, num_threads: int
+) -> None:
+    now = run(1, seed, num_requests, sharpness)
+    assert run(num_threads, seed, num_requests, sharpness, later=True) == now
 
 
 def test_many_requests_get_drafts() -> None:

@@ -77,6 +77,74 @@ def test_responses_of_a_group_draft_from_each_other() -> None:
     assert made.lengths[1] > 0
 
 
+def grown(loop: FastLoop, responses: list[int], tokens: list[int], wanted: DraftQuery) -> bool:
+    """Each of these responses grows by `tokens`, told with a query for the next step's drafts."""
+    count = len(responses)
+    arrays = (
+        np.zeros(count, np.int64),
+        np.array(responses, np.int64),
+        np.arange(count + 1, dtype=np.int32) * len(tokens),
+        np.array(tokens * count, np.int32),
+    )
+    is_told = loop.draft_early(*arrays, wanted)
+    loop.grow(*arrays, drafter_knows=is_told)
+    return is_told
+
+
+def proposed(made: Proposal) -> list[list[int]]:
+    return [
+        row[:length] for row, length in zip(made.batch.tokens.tolist(), made.lengths.tolist(), strict=True)
+    ]
+
+
+def drafting_loops(count: int = 3) -> list[FastLoop]:
+    """Two that have done the same so far, and have drafted."""
+    loops = [FastLoop(EngineSettings(budget=FIXED, draft_floor=0.0)) for _ in range(2)]
+    for loop in loops:
+        fill(loop, count)
+        assert loop.propose(query(count), 0).lengths.all()
+    return loops
+
+
+def test_drafts_that_were_begun_early_are_those_of_the_step() -> None:
+    early, late = drafting_loops()
+    wanted = query(position=12)
+    assert grown(early, [0, 1, 2], [8, 5], wanted)
+    late.append((0, response, [8, 5]) for response in range(3))
+    assert proposed(early.propose(wanted, 0)) == proposed(late.propose(wanted, 0)) != [[], [], []]
+    assert early.drafter is not None
+    assert early.drafter.num_tokens == late.drafter.num_tokens
+
+
+def test_early_drafts_are_for_whoever_is_where_they_begin() -> None:
+    early, late = drafting_loops()
+    assert grown(early, [0, 1, 2], [8, 5], query(position=12))
+    late.append((0, response, [8, 5]) for response in range(3))
+    early.close(0, 1)
+    asked = query(position=12)
+    others = {field.name: getattr(asked, field.name)[[2, 0]] for field in fields(asked)}
+    here = DraftQuery(**{**others, "positions": np.array([12, 13]), "max_tokens": np.array([2, 8], np.int32)})
+    there = early.propose(here, 0)
+    assert there.batch.num_tokens.tolist() == [2, 0]
+    assert proposed(there) == [proposed(late.propose(here, 0))[0], []]
+
+
+def test_early_drafts_for_nobody_are_made_anew() -> None:
+    early, late = drafting_loops()
+    assert grown(early, [0, 1, 2], [8, 5], query(position=11))
+    late.append((0, response, [8, 5]) for response in range(3))
+    assert proposed(early.propose(query(position=12), 0)) == proposed(late.propose(query(position=12), 0))
+
+
+def test_nothing_is_begun_early_where_nothing_was_worth_it() -> None:
+    loop = FastLoop(EngineSettings(budget=FIXED, draft_floor=0.0))
+    fill(loop)
+    assert not grown(loop, [0, 1, 2], [8], query(position=11)), "no step has drafted"
+    assert loop.propose(query(position=11), 0).lengths.all()
+    loop.drafter = None
+    assert not grown(loop, [0, 1, 2], [5], query(position=12))
+
+
 def test_a_group_may_see_another_prompt() -> None:
     loop = FastLoop(EngineSettings(budget=FIXED, draft_floor=0.0))
     loop.open(0, 0, [1, 2, 3], [])

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -303,3 +304,45 @@ def test_memory_does_not_grow_over_ten_million_tokens() -> None:
             baseline = resident_bytes()
     assert forest.num_groups > 1
     assert resident_bytes() < baseline + (16 << 20)
+
+
+NO_GROWTH = np.empty(0, np.int64), np.empty(0, np.int64), np.zeros(1, np.int32), np.empty(0, np.int32)
+OPTIONS: dict[str, Any] = {
+    "sharpness": math.inf, "sharpness_grid": GRID, "calibration": SURE, "floor": 0.0
+}  # fmt: skip
+
+
+def test_what_is_drafted_later_begins_behind_what_was_told_with_it() -> None:
+    forest = SuffixForest()
+    forest.open_group(1, [5, 6, 7])
+    forest.append(1, 10, [20, 21, 22, 23])
+    growth = np.array([1]), np.array([11]), np.array([0, 2], np.int32), np.array([20, 21], np.int32)
+    wait = forest.draft_later(*growth, ask([1], [11], [2]), **OPTIONS)
+    assert forest.num_tokens == 9  # waits
+    assert first(wait()) == [22, 23]
+    assert first(wait()) == [22, 23], "asked twice"
+
+
+def test_drafts_that_nobody_fetches_are_in_nobodys_way() -> None:
+    forest = SuffixForest()
+    forest.open_group(1, [5, 6, 7])
+    forest.append(1, 10, [20, 21, 22, 23])
+    for _ in range(3):
+        forest.draft_later(*NO_GROWTH, ask([1] * 64, [11] * 64, [3] * 64), **OPTIONS)
+    forest.clear()
+    forest.draft_later(*NO_GROWTH, ask([1], [11], [3]), **OPTIONS)
+    del forest
+
+
+@pytest.mark.parametrize(
+    ("growth", "match"),
+    [
+        ((*NO_GROWTH[:2], np.zeros(2, np.int32), NO_GROWTH[3]), "n \\+ 1 offsets"),
+        ((np.array([1]), np.array([1]), np.array([0, 1], np.int32), np.array([-1], np.int32)), "negative"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_anything_is_begun(growth: Any, match: str) -> None:
+    forest = SuffixForest()
+    with pytest.raises(RequestError, match=match):
+        forest.draft_later(*growth, ask([1], [1], [3]), **OPTIONS)
+    assert forest.num_tokens == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
@@ -122,6 +123,28 @@ class PathDrafter(Drafter, Protocol):
         self, query: DraftQuery, *, num_paths: int, sharpness: float, calibration: Float32Array, floor: float
     ) -> DraftPaths:
         """Up to `num_paths` paths for each row of `query`, the one of `draft` first, the others best first."""
+
+
+@runtime_checkable
+class ThreadedDrafter(Drafter, Protocol):
+    """A drafter that can work while its caller does something else."""
+
+    def draft_later(
+        self,
+        groups: Int64Array,
+        responses: Int64Array,
+        offsets: Int32Array,
+        tokens: Int32Array,
+        query: DraftQuery,
+        *,
+        sharpness: float,
+        sharpness_grid: Float32Array,
+        calibration: Float32Array,
+        floor: float,
+    ) -> Callable[[], DraftBatch]:
+        """`append_batch` and then `draft`; what is returned waits for the drafts. No array may change before, and
+        every other call waits first.
+        """
 
 
 class Forgetful:

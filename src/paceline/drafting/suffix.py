@@ -4,7 +4,8 @@ Owns the front door to the native forest (`csrc/suffix*.hpp`): one counted, dept
 rollout group, fed by every response of the group as it grows. Invariant: what is drafted, evicted or
 forgotten here changes only when tokens are computed, never which. Called by the engine's fast loop once per
 step. Not thread-safe: one thread uses a forest. While it does the GIL is free. Drafts for many requests
-may be shared among threads, whose number changes none of them.
+may be shared among threads, whose number changes none of them; and the forest may make them on a thread of its own
+while the caller does something else.
 
 Source: Seer 3.3, 4.4 and 5 (grouped context, multi-path drafts). Differs: the distribution interpolates all
 matching contexts instead of taking the longest, with weights learned online; proposals use the verifier's own
@@ -13,6 +14,7 @@ noise; each token's acceptance is estimated from what was accepted before, not f
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TypeVar
 
 import numpy as np
@@ -141,31 +143,44 @@ class SuffixForest:
         calibration: [NUM_CELLS] acceptance per cell. floor: a path ends before its probability falls below.
         Requests of unknown groups get 0 tokens. Raises RequestError for arrays that do not fit each other.
         """
-        rows, width = len(query.groups), _width(query)
-        grid = _row(sharpness_grid, np.float32)
-        batch = DraftBatch(
-            tokens=np.empty((rows, width), np.int32),
-            num_tokens=np.empty(rows, np.int32),
-            acceptance=np.empty((rows, width), np.float32),
-            cells=np.empty((rows, width), np.int32),
-            probes=np.empty((rows, len(grid)), np.int32),
-        )
+        batch = _empty_batch(query, len(sharpness_grid))
+        settings = sharpness, _row(sharpness_grid, np.float32), _row(calibration, np.float32), floor
         try:
-            self._native.draft(
-                *_columns(query),
-                sharpness,
-                grid,
-                _row(calibration, np.float32),
-                floor,
-                batch.tokens,
-                batch.num_tokens,
-                batch.acceptance,
-                batch.cells,
-                batch.probes,
-            )
+            self._native.draft(*(*_columns(query), *settings, *_outputs(batch)))
         except ValueError as error:
             raise RequestError(str(error)) from None
         return batch
+
+    def draft_later(
+        self,
+        groups: Int64Array,
+        responses: Int64Array,
+        offsets: Int32Array,
+        tokens: Int32Array,
+        query: DraftQuery,
+        *,
+        sharpness: float,
+        sharpness_grid: Float32Array,
+        calibration: Float32Array,
+        floor: float,
+    ) -> Callable[[], DraftBatch]:
+        """`append_batch` and then `draft`, on a thread of the forest's own; what is returned waits for the drafts.
+
+        No array may change before. Every other call waits first. Raises RequestError as these do.
+        """
+        batch = _empty_batch(query, len(sharpness_grid))
+        grown = _row(groups, np.int64), _row(responses, np.int64), _row(offsets, np.int32), _ids(tokens)
+        settings = sharpness, _row(sharpness_grid, np.float32), _row(calibration, np.float32), floor
+        try:
+            self._native.draft_later(*(*grown, *_columns(query), *settings, *_outputs(batch)))
+        except ValueError as error:
+            raise RequestError(str(error)) from None
+
+        def wait() -> DraftBatch:
+            self._native.settle()
+            return batch
+
+        return wait
 
     def draft_paths(
         self, query: DraftQuery, *, num_paths: int, sharpness: float, calibration: Float32Array, floor: float
@@ -239,6 +254,21 @@ def _centres(edges: list[float], lowest: float, highest: float) -> NDArray[np.fl
     """The middle of each bin, with stand-ins for the two open ones."""
     inner = np.asarray(edges)
     return np.concatenate([[lowest], (inner[1:] + inner[:-1]) / 2, [highest]])
+
+
+def _empty_batch(query: DraftQuery, num_probes: int) -> DraftBatch:
+    rows, width = len(query.groups), _width(query)
+    return DraftBatch(
+        tokens=np.empty((rows, width), np.int32),
+        num_tokens=np.empty(rows, np.int32),
+        acceptance=np.empty((rows, width), np.float32),
+        cells=np.empty((rows, width), np.int32),
+        probes=np.empty((rows, num_probes), np.int32),
+    )
+
+
+def _outputs(batch: DraftBatch) -> tuple[Int32Array, Int32Array, Float32Array, Int32Array, Int32Array]:
+    return batch.tokens, batch.num_tokens, batch.acceptance, batch.cells, batch.probes
 
 
 def _row(values: ArrayLike, dtype: type[T]) -> NDArray[T]:

@@ -14,12 +14,13 @@ from __future__ import annotations
 import time
 from collections import deque
 from dataclasses import dataclass, field, replace
-from itertools import compress
+from itertools import chain, compress
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline._step import joined
 from paceline.engine.compat import (
     AsyncScheduler,
     EngineCoreOutputs,
@@ -38,8 +39,8 @@ from paceline.engine.runner import (
     undrawable_of,
     withdrawn_of,
 )
-from paceline.engine.scheduler import PacelineScheduler, rows_of
-from paceline.types import Int32Array, StepObservation
+from paceline.engine.scheduler import PacelineScheduler, lengths_of, rows_of
+from paceline.types import Int32Array, Int64Array, StepObservation
 
 AWAY_SHARE = 0.25
 """Of the time between two steps' ends, spent outside the engine, up to which it is taken for the later step's."""
@@ -51,14 +52,17 @@ class _Step:
 
     scheduled: SchedulerOutput
     proposal: Proposal | None
+    ready: list[Request]
+    """Requests that could draft."""
     names: list[str]
-    """Requests that could draft, by id."""
+    """Their ids."""
     responses: list[ScheduledResponse]
     num_sent: Int32Array  # [len(names)] draft tokens that vLLM has scheduled
     context: int
     started_s: float
-    before: list[list[int]] = field(init=False)
-    """What the step before has decided for each of the requests: the first tokens of their drafts, or others."""
+    before: list[list[int]] | None = None
+    """What the step before has decided for each of the requests: the first tokens of their drafts, or others. None:
+    nothing yet."""
     num_before: Int32Array = field(init=False)  # [len(names)] tokens of `before`
     goes_on: NDArray[np.bool_] = field(init=False)
     """Whose drafts begin with `before`, so that the rest of them is verified. [len(names)]"""
@@ -66,7 +70,9 @@ class _Step:
     """Of whom neither the draft nor a branch does. [len(names)]"""
 
     def __post_init__(self) -> None:
-        self.tell([[] for _ in self.names])
+        count = len(self.names)
+        self.num_before, self.goes_on = np.zeros(count, np.int32), np.ones(count, np.bool_)
+        self.is_void = np.zeros(count, np.bool_)
 
     def tell(self, before: list[list[int]]) -> None:
         """Take what the step before has decided."""
@@ -82,6 +88,17 @@ class _Step:
                 ):
                     self.is_void &= ~(self._begins(tokens, decided) & (num_tokens > self.num_before))
 
+    def behind(self, rows: list[list[int]]) -> list[list[int]]:
+        """`before` and what this step has decided."""
+        if self.before is None:
+            return rows
+        return [[*early, *late] for early, late in zip(self.before, rows, strict=True)]
+
+    @property
+    def is_in_vain(self) -> NDArray[np.bool_]:
+        """Whose draft tokens are known not to go on with what has been decided since. [len(names)]"""
+        return self.is_void & (self.num_sent > 0)
+
     def _begins(self, drafts: Int32Array, decided: Int32Array) -> NDArray[np.bool_]:
         """Which drafts begin with `before`. drafts: [len(names), any]"""
         return np.asarray(leading_matches(drafts, self.num_before, decided) == self.num_before)
@@ -93,6 +110,9 @@ class OverlappingScheduler(PacelineScheduler, AsyncScheduler):  # type: ignore[m
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._steps: deque[_Step] = deque()
+        self._names: list[str] = []  # of `_ready`
+        self._stop_ids: Int32Array | None = None  # at which one of `_ready` may end; None: not looked up
+        self._is_same = False  # whether the step whose tokens have come was one of `_ready`
         self._ahead = np.empty(0, np.int32)  # [len(_queried)] tokens of each that are being decided, at most
         self._likely_ahead = self._ahead  # the same without drafts under way that are known to be void
         self._ended_s = 0.0
@@ -105,14 +125,18 @@ class OverlappingScheduler(PacelineScheduler, AsyncScheduler):  # type: ignore[m
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         self._away_s = time.perf_counter() - self._ended_s
         output = super().schedule(*args, **kwargs)
-        names = self._queried
-        drafts = output.scheduled_spec_decode_tokens
-        num_sent = np.array([len(drafts.get(name, ())) for name in names], np.int32)
-        responses = [self.live[name] for name in names]
-        step = _Step(output, self._proposal, names, responses, num_sent, self._context, self._started_s)
-        self._steps.append(step)
-        if self._proposal is not None and num_sent.any():
-            give_order(output, replace(order_of(output), ahead=self._order(self._proposal, num_sent)))
+        names, drafts, proposal = self._queried, output.scheduled_spec_decode_tokens, self._proposal
+        num_sent = np.zeros(len(names), np.int32)
+        if proposal is not None and drafts:
+            num_sent = proposal.lengths
+            if int(num_sent.sum()) != sum(map(len, drafts.values())):  # vLLM has cut some
+                num_sent = np.array([len(drafts.get(name, ())) for name in names], np.int32)
+            give_order(output, replace(order_of(output), ahead=self._order(proposal, num_sent)))
+        assert self._ready is not None
+        responses = self._batch.responses
+        self._steps.append(
+            _Step(output, proposal, self._ready, names, responses, num_sent, self._context, self._started_s)
+        )
         return output
 
     def _order(self, proposal: Proposal, num_sent: Int32Array) -> AheadDrafts:
@@ -131,40 +155,48 @@ class OverlappingScheduler(PacelineScheduler, AsyncScheduler):  # type: ignore[m
         )
 
     def _divide(self) -> tuple[list[Request], list[Request]]:
-        ready: list[Request] = []
-        others: list[Request] = []
         for request in self.running:
             request.spec_token_ids = []  # vLLM's placeholders for drafts that nobody may make
-            (ready if self._can_draft(request) else others).append(request)
-        self._queried = [request.request_id for request in ready]
-        self._positions, self._ends = np.array([r.num_tokens for r in ready], np.int64), self._ends_of(ready)
+        known, self._queried = self._ready, self._names
+        ready, others = super()._divide()
         self._ahead = np.array([request.num_output_placeholders for request in ready], np.int32)
-        void = self._void()
-        is_void = [name in void for name in self._queried]
-        self._likely_ahead = np.where(is_void, 1, self._ahead).astype(np.int32)
+        if ready is not known:
+            self._names, self._stop_ids = self._queried, None
+        self._likely_ahead = np.where(self._in_vain(), 1, self._ahead).astype(np.int32)
         return ready, others
 
-    def _void(self) -> set[str]:
-        """Requests of the step under way with nothing there that goes on with what has been decided since."""
-        if not self._steps or (step := self._steps[-1]).proposal is None:
-            return set()
-        return set(compress(step.names, step.is_void & (step.num_sent > 0)))
+    def _went_on(self, ready: list[Request]) -> bool:
+        numbers = [request.num_computed_tokens - request.num_output_placeholders for request in ready]
+        return np.array_equal(np.array(numbers, np.int64) + 1, self._positions)
+
+    def _in_vain(self) -> NDArray[np.bool_]:
+        """For whom nothing in the step under way goes on with what has been decided since. [len(_names)]"""
+        if not self._steps:
+            return np.zeros(len(self._names), np.bool_)
+        step = self._steps[-1]
+        if step.ready is self._ready:
+            return step.is_in_vain
+        names = set(compress(step.names, step.is_in_vain))
+        return np.array([name in names for name in self._names], np.bool_)
 
     def _unread(self, request: Request) -> int:
         return super()._unread(request) + int(request.num_output_placeholders)
 
     def _propose(self, ready: list[Request], others: list[Request], max_alternatives: int) -> Proposal:
-        batch = LiveBatch.of([self.live[name] for name in self._queried])
-        room = np.clip(self._ends - self._positions - 1 - self._ahead, 0, self.num_spec_tokens)
-        longest = np.where(room > 0, room + self._likely_ahead, 0).astype(np.int32)
+        longest = self._longest(self._positions, self._ahead, self._likely_ahead)
         num_other_tokens = self._num_other_tokens(len(ready), others)
-        weights, left = self._weights(batch), self._ends - self._positions
+        weights, left = self._weights(self._batch), self._ends - self._positions
         proposal = self.loop.propose(
-            self._query(batch, longest), num_other_tokens, 0, weights, left, self._likely_ahead
+            self._query(self._batch, longest), num_other_tokens, 0, weights, left, self._likely_ahead
         )
         for request, length in zip(ready, proposal.lengths.tolist(), strict=True):
             request.spec_token_ids = [-1] * length
         return proposal
+
+    def _longest(self, positions: Int64Array, ahead: Int32Array, likely_ahead: Int32Array) -> Int32Array:
+        """What to draft for each of `_ready`, through the tokens that are being decided. [len(_ready)]"""
+        room = np.minimum(self._ends - positions - 1 - ahead, self.num_spec_tokens)
+        return np.where(room > 0, room + likely_ahead, 0).astype(np.int32)
 
     # -- requests leave while a step computes them
 
@@ -193,17 +225,33 @@ class OverlappingScheduler(PacelineScheduler, AsyncScheduler):  # type: ignore[m
         for following in self._steps:
             following.tell(rows_of(model_runner_output, following.names))
         self._drop_stale(scheduler_output, model_runner_output)
+        self._is_same = step.ready is self._ready
+        if not self._is_same:  # its responses are counted one by one
+            self._batch.settle()
+            self._batch = LiveBatch.of([])
         result: dict[int, EngineCoreOutputs] = super().update_from_output(
             scheduler_output, model_runner_output
         )
+        if not self._is_same:
+            self._read_ready()
         self._ended_s = time.perf_counter()
         return result
+
+    def _read_ready(self) -> None:
+        """Go on with `_ready`, some of which have grown in a step of others too."""
+        if self._ready is not None and all(name in self.live for name in self._names):
+            self._positions = lengths_of(self._ready)
+            self._batch = LiveBatch.of([self.live[name] for name in self._names])
+        else:
+            self._ready = None
 
     def _drop_stale(self, scheduled: SchedulerOutput, output: ModelRunnerOutput) -> None:
         """Leave out what is said of requests that have ended, or were preempted, after this step had begun. NaN that it
         may have left in their blocks is to be cleared.
         """
         stale, self._uncounted = set(), set()
+        if not self._left:
+            return
         for name in scheduled.num_scheduled_tokens:
             request = self.requests.get(name)
             if request is None or request.is_finished():
@@ -224,18 +272,21 @@ class OverlappingScheduler(PacelineScheduler, AsyncScheduler):  # type: ignore[m
             del self._left[name]
 
     def _judge(self, scheduled: SchedulerOutput, rows: list[list[int]]) -> StepObservation | None:
-        step = self._step
-        counted = [name not in self._uncounted for name in step.names]
-        rows = [row if counts else [] for counts, row in zip(counted, rows, strict=True)]
+        step, tokens = self._step, scheduled.num_scheduled_tokens
+        num_sent = step.num_sent
+        if self._uncounted:
+            counted = [name not in self._uncounted for name in step.names]
+            rows = [row if counts else [] for counts, row in zip(counted, rows, strict=True)]
+            num_sent = np.where(counted, num_sent, 0).astype(np.int32)
         made = np.fromiter(map(len, rows), np.int64, len(rows))
-        num_sent = np.where(counted, step.num_sent, 0).astype(np.int32)
-        if step.proposal is not None and step.names:
+        if step.proposal is not None and rows:
             verified = step.num_before + np.where(step.goes_on, step.num_sent, 0).astype(np.int32)
-            decided = table_of([[*early, *late] for early, late in zip(step.before, rows, strict=True)])
-            self.loop.learn(step.proposal, verified, decided)
-            for live, count in zip(step.responses, num_sent.tolist(), strict=True):
-                live.num_draft_tokens += count
-        tokens = scheduled.num_scheduled_tokens
+            self.loop.learn(step.proposal, verified, table_of(step.behind(rows)))
+            if self._is_same:
+                self._batch.num_draft_tokens[:] += num_sent
+            else:
+                for live, count in zip(step.responses, num_sent.tolist(), strict=True):
+                    live.num_draft_tokens += count
         if len(self._uncounted) == len(tokens):
             return None  # nothing ran, or nothing that counts
         # What was computed for nobody took its time too.
@@ -249,6 +300,59 @@ class OverlappingScheduler(PacelineScheduler, AsyncScheduler):  # type: ignore[m
             num_waiting=len(self.waiting),
             num_context_tokens=step.context,
         )
+
+    def _grown(
+        self, scheduled: SchedulerOutput, output: ModelRunnerOutput, rows: list[list[int]]
+    ) -> tuple[list[Request], LiveBatch, Int64Array, list[list[int]]]:
+        if self._is_same:
+            return super()._grown(scheduled, output, rows)
+        return self._growth_of(list(scheduled.num_scheduled_tokens), output)
+
+    def _draft_early(
+        self, requests: list[Request], batch: LiveBatch, before: Int64Array, rows: list[list[int]]
+    ) -> None:
+        """Draft for the next step while vLLM hands out this one's tokens, where both and the one between are of the
+        same requests.
+        """
+        following = self._steps[-1] if self._steps else None
+        if following is None or requests is not self._ready or following.ready is not requests or self._left:
+            return
+        if list(following.scheduled.num_scheduled_tokens) != following.names:
+            return
+        rows = self._cut(requests, before, rows)
+        made = np.fromiter(map(len, rows), np.int64, len(rows))
+        if not made.all():
+            return
+        positions, ahead = before + made, 1 + following.num_sent
+        likely_ahead = np.where(following.is_in_vain, 1, ahead).astype(np.int32)
+        query = self._query(batch, self._longest(positions, ahead, likely_ahead), positions)
+        offsets, tokens = joined(rows, made > 0)
+        self._is_told = self.loop.draft_early(batch.groups, batch.numbers, offsets, tokens, query)
+
+    def _cut(self, requests: list[Request], before: Int64Array, rows: list[list[int]]) -> list[list[int]]:
+        """A step's tokens as far as they belong to the responses, as vLLM will cut them."""
+        if self._stop_ids is None:
+            found = [
+                (x.sampling_params.eos_token_id, *(x.sampling_params.stop_token_ids or ())) for x in requests
+            ]
+            self._stop_ids = np.array(sorted({i for ids in found for i in ids if i is not None}), np.int32)
+        made = np.fromiter(map(len, rows), np.int64, len(rows))
+        is_long = before + made > self._ends
+        flat = np.fromiter(chain.from_iterable(rows), np.int32, int(made.sum()))
+        if not is_long.any() and not np.isin(flat, self._stop_ids).any():
+            return rows
+        return [
+            self._cut_row(request, row[: end - length])
+            for request, row, end, length in zip(
+                requests, rows, self._ends.tolist(), before.tolist(), strict=True
+            )
+        ]
+
+    @staticmethod
+    def _cut_row(request: Request, row: list[int]) -> list[int]:
+        params = request.sampling_params
+        stops = {params.eos_token_id, *(params.stop_token_ids or ())}
+        return row[: next((at for at, token in enumerate(row, 1) if token in stops), len(row))]
 
     def _time(self, step: StepObservation | None) -> None:
         """A step in which whoever takes the tokens was long away tells nothing of the engine's time."""

@@ -18,7 +18,7 @@ import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -100,6 +100,22 @@ class Proposal:
     """Paths that leave each request's draft among the tokens that a step under way decides; None: there are none."""
 
 
+class _EarlyDrafts(NamedTuple):
+    """Drafts that a thread of the drafter's makes."""
+
+    drafter: Drafter | None
+    query: DraftQuery
+    wait: Callable[[], DraftBatch]
+
+    def lined_up(self, query: DraftQuery) -> tuple[DraftBatch, bool]:
+        """What was drafted for these requests, and whether it was for any at its present position. Waits for it."""
+        batch = self.wait()
+        places = _places(self.query.responses, self.query.positions, query)
+        if places is None:
+            return replace(batch, num_tokens=np.minimum(batch.num_tokens, query.max_tokens)), True
+        return _rows(batch, *places, query), bool(places[1].any())
+
+
 @dataclass(slots=True)
 class _Recent:
     """Decayed sums over the last steps and model drafts."""
@@ -165,6 +181,7 @@ class FastLoop:
         self._now = self.budget
         self._steering = ModelSteering()
         self._arrived: ModelDrafts | None = None
+        self._early: _EarlyDrafts | None = None
         self._place = 0  # in the settings, of the model drafter inside the engine
         self._pending: tuple[StepObservation, float] | None = None
         self._draft_s = 0.0  # what the model drafts of the present step took
@@ -247,11 +264,18 @@ class FastLoop:
         self.grow(np.asarray(groups, np.int64), np.asarray(responses, np.int64), offsets, flat)
 
     def grow(
-        self, groups: Int64Array, responses: Int64Array, offsets: Int32Array, tokens: Int32Array
+        self,
+        groups: Int64Array,
+        responses: Int64Array,
+        offsets: Int32Array,
+        tokens: Int32Array,
+        *,
+        drafter_knows: bool = False,
     ) -> None:
         """`append` for arrays: tokens[offsets[i] : offsets[i + 1]] go to (groups[i], responses[i]).
 
-        groups, responses: [n], not to be changed afterwards. offsets: [n + 1]. tokens: [offsets[n]]
+        groups, responses: [n], not to be changed afterwards. offsets: [n + 1]. tokens: [offsets[n]]. drafter_knows:
+        `draft_early` was given the same.
         """
         if not self.drafting:
             return
@@ -265,8 +289,45 @@ class FastLoop:
                 groups.tolist(), responses.tolist(), np.split(tokens, offsets[1:-1]), strict=True
             ):
                 self._sharing.grow(group, response, new.tolist())
-        if self.drafter is not None:
+        if self.drafter is not None and not drafter_knows:
             self.drafter.append_batch(groups, self._drafter_numbers(responses), offsets, tokens)
+
+    def draft_early(
+        self,
+        groups: Int64Array,
+        responses: Int64Array,
+        offsets: Int32Array,
+        tokens: Int32Array,
+        query: DraftQuery,
+    ) -> bool:
+        """Let the model-free drafter take the arguments of `grow` and then draft for `query`, on a thread of its own:
+        the next `propose` takes what has come of it. False where it cannot, or where its last drafts were not worth
+        verifying.
+        """
+        draft_later = getattr(self.drafter, "draft_later", None)
+        if not self.drafting or not self._num_drafted or draft_later is None:
+            return False
+        if self._sharing is not None and self.drafter is not None:
+            self._sharing.take_over(self.drafter)
+        wait = draft_later(
+            groups,
+            self._drafter_numbers(responses),
+            offsets,
+            tokens,
+            replace(query, responses=self._drafter_numbers(query.responses)),
+            **self._draft_settings(),
+        )
+        self._early = _EarlyDrafts(self.drafter, query, wait)
+        return True
+
+    def _draft_settings(self) -> dict[str, Any]:
+        """Of the model-free drafter."""
+        return {
+            "sharpness": self.free.beta,
+            "sharpness_grid": GRID,
+            "calibration": self._free_calibration,
+            "floor": self._settings.draft_floor,
+        }
 
     def close(self, group: int, response: int) -> None:
         """A response has ended; its tokens go on serving its group."""
@@ -536,17 +597,16 @@ class FastLoop:
         """drafter_query: the same by the drafter's own numbers of the responses."""
         if self.drafter is None:
             return None
+        early, self._early = self._early, None
+        if early is not None and early.drafter is self.drafter:
+            made, is_any = early.lined_up(query)
+            if is_any:
+                return made
         if self._sharing is not None:
             self._sharing.take_over(self.drafter)
         if not self._may_pay(query, num_other_tokens, weight, ahead):
             return None
-        return self.drafter.draft(
-            drafter_query,
-            sharpness=self.free.beta,
-            sharpness_grid=GRID,
-            calibration=self._free_calibration,
-            floor=self._settings.draft_floor,
-        )
+        return self.drafter.draft(drafter_query, **self._draft_settings())
 
     def _may_pay(
         self,
@@ -614,26 +674,16 @@ class FastLoop:
         if arrived is None:
             return None, None
         self._draft_s = arrived.total_s
-        if np.array_equal(arrived.responses, query.responses) and np.array_equal(
-            arrived.positions, query.positions
-        ):  # most often nobody has come or gone
-            batch, paths = arrived.batch, arrived.paths
+        batch, paths = arrived.batch, arrived.paths
+        places = _places(arrived.responses, arrived.positions, query)
+        if places is None:  # most often nobody has come or gone
             if paths is not None:
                 paths = replace(paths, num_tokens=np.minimum(paths.num_tokens, query.max_tokens[:, None]))
             return replace(batch, num_tokens=np.minimum(batch.num_tokens, query.max_tokens)), paths
-        order = np.argsort(arrived.responses, kind="stable")
-        found = np.searchsorted(arrived.responses[order], query.responses)
-        row = order[np.minimum(found, len(order) - 1)]
-        fits = (arrived.responses[row] == query.responses) & (arrived.positions[row] == query.positions)
-        batch = arrived.batch
-        lengths = np.where(fits, np.minimum(batch.num_tokens[row], query.max_tokens), 0).astype(np.int32)
-        probes = np.where(fits[:, None], batch.probes[row], -1)
-        columns = batch.tokens[row], lengths, batch.acceptance[row], batch.cells[row], probes
-        made = (
-            ModelBatch(*columns, batch.rivals[row]) if isinstance(batch, ModelBatch) else DraftBatch(*columns)
-        )
-        if (paths := arrived.paths) is None:
+        made = _rows(batch, *places, query)
+        if paths is None:
             return made, None
+        row, fits = places
         most = np.where(fits, query.max_tokens, 0)[:, None]
         lengths = np.minimum(paths.num_tokens[row], most).astype(np.int32)
         return made, DraftPaths(paths.tokens[row], lengths, paths.acceptance[row], paths.cells[row])
@@ -827,6 +877,28 @@ class FastLoop:
             self._pending = None
 
 
+def _places(
+    responses: Int64Array, positions: Int64Array, query: DraftQuery
+) -> tuple[Int64Array, NDArray[np.bool_]] | None:
+    """Where the drafts for these responses at these positions are, of which the query asks for some: (row of each of
+    the query's requests, whether it is drafts for its present position). None: just those, in order.
+    """
+    if np.array_equal(responses, query.responses) and np.array_equal(positions, query.positions):
+        return None
+    order = np.argsort(responses, kind="stable")
+    found = np.searchsorted(responses[order], query.responses)
+    row = order[np.minimum(found, len(order) - 1)]
+    return row, (responses[row] == query.responses) & (positions[row] == query.positions)
+
+
+def _rows(batch: DraftBatch, row: Int64Array, fits: NDArray[np.bool_], query: DraftQuery) -> DraftBatch:
+    """The drafts of `_places`, none where they do not fit."""
+    lengths = np.where(fits, np.minimum(batch.num_tokens[row], query.max_tokens), 0).astype(np.int32)
+    probes = np.where(fits[:, None], batch.probes[row], -1)
+    columns = batch.tokens[row], lengths, batch.acceptance[row], batch.cells[row], probes
+    return ModelBatch(*columns, batch.rivals[row]) if isinstance(batch, ModelBatch) else DraftBatch(*columns)
+
+
 def _make_drafter(settings: EngineSettings) -> tuple[Drafter | None, Float32Array]:
     """The model-free drafter and the prior of its calibration cells."""
     if settings.drafter == "suffix":
@@ -888,12 +960,7 @@ def leading_matches(tokens: Int32Array, lengths: Int32Array, decided: Int32Array
 
 def _behind(path_probability: Float32Array, ahead: Int32Array | None) -> Float32Array:
     """Path probabilities from behind the first `ahead` tokens of each draft on, 0 beyond them. [num_drafts, any]"""
-    width = path_probability.shape[1]
-    if ahead is None or not width:
-        return path_probability
-    columns = ahead[:, None] + np.arange(max(width - int(ahead.min(initial=width)), 1))
-    there = np.take_along_axis(path_probability, np.minimum(columns, width - 1), axis=1)
-    return np.where(columns < width, there, np.float32(0.0))
+    return path_probability if ahead is None else _step.behind(path_probability, ahead)
 
 
 def _any_behind(branches: DraftPaths, ahead: Int32Array | None) -> Float32Array:

@@ -95,6 +95,7 @@ class PacelineScheduler(Scheduler):  # type: ignore[misc]
             str, tuple[list[int], ...]
         ] = {}  # KV blocks of requests that ended while a step ran
         self._started_s = 0.0
+        self._is_told = False  # the drafter, of the step's tokens
         self._num_stopped = 0  # responses that have ended by themselves in a step
         has_rows = self.settings.num_paths > 1 and not self._is_v2
         self.spare_blocks = self._lend_blocks() if has_rows else None
@@ -236,20 +237,23 @@ class PacelineScheduler(Scheduler):  # type: ignore[misc]
 
         Most often all can, and are those of the step before; `_positions` has grown with them then.
         """
-        if self._ready and self.running == self._ready:
-            computed = np.array([request.num_computed_tokens for request in self._ready], np.int64)
-            if np.array_equal(computed + 1, self._positions):
-                return self._ready, []
+        if self._ready and self.running == self._ready and self._went_on(self._ready):
+            return self._ready, []
         ready: list[Request] = []
         others: list[Request] = []
         for request in self.running:
             (ready if self._can_draft(request) else others).append(request)
         self._ready = ready
         self._queried = [request.request_id for request in ready]
-        self._positions = _lengths_of(ready)
+        self._positions = lengths_of(ready)
         self._ends = self._ends_of(ready)
         self._live_batch()
         return ready, others
+
+    def _went_on(self, ready: list[Request]) -> bool:
+        """Whether all of these have computed all tokens but the last of `_positions`."""
+        computed = np.array([request.num_computed_tokens for request in ready], np.int64)
+        return np.array_equal(computed + 1, self._positions)
 
     def _block_demand(self) -> int:
         """KV blocks that the coming step may take: what running requests can grow by, and the next waiting one."""
@@ -302,13 +306,18 @@ class PacelineScheduler(Scheduler):  # type: ignore[misc]
             request.spec_token_ids = drafts[:length]
         return proposal
 
-    def _query(self, batch: LiveBatch, longest: Int32Array) -> DraftQuery:
-        """What to draft for the requests that can draft. longest: draft tokens of each. [num_requests]"""
+    def _query(
+        self, batch: LiveBatch, longest: Int32Array, positions: Int64Array | None = None
+    ) -> DraftQuery:
+        """What to draft for the requests that can draft. [num_requests] each
+
+        longest: draft tokens of each. positions: from where on; None: behind what they are now.
+        """
         return DraftQuery(
             groups=batch.groups,
             responses=batch.numbers,
             keys=batch.keys,
-            positions=self._positions,
+            positions=self._positions if positions is None else positions,
             temperatures=batch.temperatures,
             max_tokens=longest,
         )
@@ -381,6 +390,7 @@ class PacelineScheduler(Scheduler):  # type: ignore[misc]
         for name in withdrawn:
             self._withdraw(name, scheduler_output.num_scheduled_tokens[name])
         grown = self._grown(scheduler_output, model_runner_output, rows)
+        self._draft_early(*grown)
         self._ended = []
         result: dict[int, EngineCoreOutputs] = super().update_from_output(
             scheduler_output, model_runner_output
@@ -428,10 +438,21 @@ class PacelineScheduler(Scheduler):  # type: ignore[misc]
             return self._ready, self._batch, self._positions, rows
         self._batch.settle()
         self._ready, self._batch = None, LiveBatch.of([])
+        return self._growth_of(names, output)
+
+    def _growth_of(
+        self, names: list[str], output: ModelRunnerOutput
+    ) -> tuple[list[Request], LiveBatch, Int64Array, list[list[int]]]:
+        """`_grown` for any requests; their counts must be settled."""
         names = [name for name in names if name in self.live and name in self.requests]
         requests = [self.requests[name] for name in names]
         responses = LiveBatch.of([self.live[name] for name in names])
-        return requests, responses, _lengths_of(requests), rows_of(output, names)
+        return requests, responses, lengths_of(requests), rows_of(output, names)
+
+    def _draft_early(
+        self, requests: list[Request], batch: LiveBatch, before: Int64Array, rows: list[list[int]]
+    ) -> None:
+        """Where steps overlap: let the drafter begin with what `_grown` says, before vLLM hands it out."""
 
     def _take_growth(
         self, requests: list[Request], batch: LiveBatch, before: Int64Array, rows: list[list[int]]
@@ -440,7 +461,7 @@ class PacelineScheduler(Scheduler):  # type: ignore[misc]
 
         A response that is closed before its last tokens are told would be opened again by them.
         """
-        after = _lengths_of(requests)
+        after = lengths_of(requests)
         grew = after > before
         made = np.fromiter(map(len, rows), np.int64, len(rows)) * grew
         batch.grow(made)
@@ -451,7 +472,8 @@ class PacelineScheduler(Scheduler):  # type: ignore[misc]
             everyone = len(offsets) > len(rows)
             groups = batch.groups if everyone else batch.groups[grew]
             numbers = batch.numbers if everyone else batch.numbers[grew]
-            self.loop.grow(groups, numbers, offsets, tokens)
+            self.loop.grow(groups, numbers, offsets, tokens, drafter_knows=self._is_told)
+            self._is_told = False
         if self._ready is requests:
             self._positions = after
         if self._ended or batch is not self._batch:
@@ -510,7 +532,7 @@ class PacelineScheduler(Scheduler):  # type: ignore[misc]
         self.observations.append(self.loop.observe(replace(step, step_s=step_s)))
 
 
-def _lengths_of(requests: list[Request]) -> Int64Array:
+def lengths_of(requests: list[Request]) -> Int64Array:
     """Tokens of each request so far. [num_requests]"""
     return np.array([request.num_tokens for request in requests], np.int64)
 

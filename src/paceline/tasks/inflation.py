@@ -57,12 +57,16 @@ def inflate_checkpoint(
         "rms_norm_eps": old.rms_norm_eps * shrink,
     }
     config = type(old)(**{**_portable_settings(old), **sizes})
-    large = AutoModelForCausalLM.from_config(config).to(small.dtype)
-    state = {name: torch.zeros_like(tensor) for name, tensor in large.state_dict().items()}
+    with torch.device("meta"):  # weights that are drawn at random would take most of the time
+        large = AutoModelForCausalLM.from_config(config)
+    state = {
+        name: torch.zeros(tensor.shape, dtype=small.dtype) for name, tensor in large.state_dict().items()
+    }
     for name, tensor in small.state_dict().items():
         corner = tuple(slice(0, size) for size in tensor.shape)
         state[name][corner] = tensor * math.sqrt(shrink) if "norm" in name else tensor
-    large.load_state_dict(state)
+    large.load_state_dict(state, assign=True)
+    large.tie_weights()
     large.save_pretrained(target)
     AutoTokenizer.from_pretrained(source).save_pretrained(target)
     return sum(parameter.numel() for parameter in large.parameters())

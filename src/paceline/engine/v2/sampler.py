@@ -6,8 +6,9 @@ replaced: each row is drawn as it would be without drafts, and a draft is accept
 Invariant: the token of a row depends on that row's logits, the request's sampling options, its seed and the position
 alone, which makes plain vLLM on V2 with `seed=key` generate the same tokens.
 
-A row of NaN, or one whose options leave no token, has no next token, and vLLM draws some. Which requests took one of
-those is noted on the device, and read when the step's tokens are (v2/outputs.py).
+A row of NaN, or one whose options leave no token, has no next token, and vLLM draws some number, on a GPU even beyond
+the vocabulary. Which requests took one of those is noted on the device, and read when the step's tokens are
+(v2/outputs.py). Until then a step that overlaps and the draft model read token 0 in its place.
 """
 
 from __future__ import annotations
@@ -33,8 +34,9 @@ class CheckedSampler:
 
     def sample(self: Any, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         drawn, processed = super().sample(*args, **kwargs)  # type: ignore[misc]
-        self.missing.append(has_no_token(processed))
-        return drawn, processed
+        without = has_no_token(processed)
+        self.missing.append(without)
+        return drawn.masked_fill_(without, 0), processed
 
 
 class ExactVerifier(RejectionSampler):  # type: ignore[misc]
@@ -99,8 +101,8 @@ def accept(
         most_drafts: draft tokens that a request can have.
 
     Returns:
-        (tokens [num_requests, 1 + most_drafts] int64, undefined behind the first rejection; their numbers
-        [num_requests] int32; whether the last one is of a row without a token [num_requests] bool)
+        (tokens [num_requests, 1 + most_drafts] int64, 0 for one that is none, undefined behind the first rejection;
+        their numbers [num_requests] int32; whether the last one is of a row without a token [num_requests] bool)
     """
     num_requests = len(first_rows) - 1
     tokens = drawn.new_empty(num_requests, 1 + most_drafts)
@@ -139,6 +141,7 @@ def _accept_kernel(  # type: ignore[no-untyped-def]
     drawn = tl.load(drawn_ptr + start + offset, mask=offset < num_rows, other=0)
     draft = tl.load(inputs_ptr + start + offset + 1, mask=offset + 1 < num_rows, other=-1)
     without = tl.load(without_ptr + start + offset, mask=offset < num_rows, other=0) != 0
+    drawn = tl.where(without, 0, drawn)
     last = tl.min(tl.where((drawn == draft) & ~without, BLOCK_SIZE, offset), axis=0)
     tl.store(tokens_ptr + request * tokens_stride + offset, drawn, mask=offset <= last)
     tl.store(num_tokens_ptr + request, last + 1)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -159,18 +158,18 @@ class CoupledSpeculator(DraftModelSpeculator):  # type: ignore[misc]
         proposed it (drafting/proposal.py).
         """
         logits = self.compute_draft_logits(hidden_states, spec_step_idx).float()
-        draw = partial(
-            gumbel_sample,
-            expanded_idx_mapping=idx_mapping,
-            seed=seeds,
-            pos=sample_src_positions,
-            apply_temperature=True,
-            is_drafting=False,
-        )
-        tokens: torch.Tensor = draw(logits, temperature=temperature / self._sharpness)
+        last = logits.shape[1] - 1
+
+        def draw(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
+            drawn: torch.Tensor = gumbel_sample(
+                logits, idx_mapping, temperature, seeds, sample_src_positions, True, False
+            )
+            return drawn.clamp_(0, last)  # of a row of NaN any number is drawn
+
+        tokens = draw(logits, temperature / self._sharpness)
         if self.order is None and not self._rehearses and not is_captured():
             return tokens
-        rivals = draw(logits.scatter(1, tokens[:, None], -torch.inf), temperature=temperature)
+        rivals = draw(logits.scatter(1, tokens[:, None], -torch.inf), temperature)
         heat = temperature[idx_mapping]
         logits = logits / torch.where(heat > 0, heat, 1.0)[:, None]
         own, rival = logits.gather(1, torch.stack([tokens, rivals], 1)).unbind(1)
