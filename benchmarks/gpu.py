@@ -42,6 +42,8 @@ CASES = {"8x16": (8, 16, 1), "4x8": (4, 8, 1), "2x4": (2, 4, 2), "1x1": (1, 1, 6
 OURS = ("paceline_suffix", "paceline_overlapped", "paceline")
 OFF = {"paceline_suffix": "paceline_off", "paceline_overlapped": "overlapped_off"}
 """What a system is called without drafts."""
+MAX_BRANCHES = 48
+"""Further paths of a step through the one under way: three of each of 16 requests."""
 RIVALS = (
     draft_model(2, "greedy"),
     draft_model(4, "greedy"),
@@ -85,8 +87,14 @@ def make_system(
     if system.rival is not None:
         extra["speculative_config"] = speculation(system.rival, drafter)
     elif system.name != "plain":
-        settings = EngineSettings(model_drafter=drafter if system.name == "paceline" else None, compiled=True)
-        extra["async_scheduling"] = system.name == "paceline_overlapped"
+        overlaps = system.name == "paceline_overlapped"
+        settings = EngineSettings(
+            model_drafter=drafter if system.name == "paceline" else None,
+            compiled=True,
+            num_paths=4 if overlaps else 1,
+            max_alternatives=MAX_BRANCHES,
+        )
+        extra["async_scheduling"] = overlaps
     engine = RolloutEngine(
         model,
         settings,

@@ -88,6 +88,14 @@ struct Outputs {
   OutTable<int32_t> probes;
 };
 
+// Where paths are written to; without a column for them none are wanted.
+struct PathOutputs {
+  OutCube<int32_t> tokens;
+  OutTable<int32_t> num_tokens;
+  OutCube<float> acceptance;
+  OutCube<int32_t> cells;
+};
+
 // What the helper does; holds the arrays that it reads and writes.
 struct Job {
   Growth growth;
@@ -95,6 +103,7 @@ struct Job {
   Row<float> grid;
   Row<float> calibration;
   Outputs outputs;
+  PathOutputs paths;
 };
 
 inline constexpr int64_t kBlockRows = 8;        // drafted by one thread: most often of one group
@@ -188,25 +197,29 @@ class SuffixForest {
     write_drafts(query, settings, outputs);
   }
 
-  // `append_batch` and then `draft`, by the helper: the arrays are not to be touched before `settle`.
+  // `append_batch`, then `draft` and `draft_paths` (none where there is room for none), by the helper: the arrays are not
+  // to be touched before `settle`.
   void draft_later(Row<int64_t> grown_groups, Row<int64_t> grown_responses, Row<int32_t> offsets,
                    Row<int32_t> grown_tokens, Row<int64_t> groups, Row<int64_t> responses, Row<uint64_t> keys,
                    Row<int64_t> positions, Row<float> temperatures, Row<int32_t> max_tokens, double sharpness,
                    Row<float> grid, Row<float> calibration, double floor, OutTable<int32_t> tokens,
                    OutRow<int32_t> num_tokens, OutTable<float> acceptance, OutTable<int32_t> cells,
-                   OutTable<int32_t> probes) {
+                   OutTable<int32_t> probes, OutCube<int32_t> path_tokens, OutTable<int32_t> path_num_tokens,
+                   OutCube<float> path_acceptance, OutCube<int32_t> path_cells) {
     settle();
     job_ = Job{{grown_groups, grown_responses, offsets, grown_tokens},
                {groups, responses, keys, positions, temperatures, max_tokens},
                grid,
                calibration,
-               {tokens, num_tokens, acceptance, cells, probes}};
+               {tokens, num_tokens, acceptance, cells, probes},
+               {path_tokens, path_num_tokens, path_acceptance, path_cells}};
     job_->growth.check_shapes();
     job_->query.check_shapes();
     const Settings settings = settings_of(sharpness, view(job_->grid), job_->calibration, floor);
     helper_.begin([this, settings] {
       grow(job_->growth);
       write_drafts(job_->query, settings, job_->outputs);
+      if (job_->paths.num_tokens.shape(1) > 0) write_paths(job_->query, settings, job_->paths);
     });
   }
 
@@ -226,22 +239,10 @@ class SuffixForest {
     const Query query{groups, responses, keys, positions, temperatures, max_tokens};
     query.check_shapes();
     const Settings settings = settings_of(sharpness, {}, calibration, floor);
-    const size_t num_paths = tokens.shape(1);
-    const size_t width = tokens.shape(2);
+    const PathOutputs outputs{tokens, num_tokens, acceptance, cells};
     const nb::gil_scoped_release unlocked;
     helper_.wait();
-    share_rows(groups, [&](Desk& desk, const Group* group, size_t r) {
-      std::vector<Path>& paths = desk.paths;
-      paths.clear();
-      if (group != nullptr) {
-        desk.drafter.draft_paths(*group, query.request(r, width), settings, static_cast<uint32_t>(num_paths), paths);
-      }
-      for (size_t p = 0; p < num_paths; ++p) {
-        const size_t at = (r * num_paths + p) * width;
-        num_tokens(r, p) =
-            p < paths.size() ? write(paths[p], tokens.data() + at, acceptance.data() + at, cells.data() + at) : 0;
-      }
-    });
+    write_paths(query, settings, outputs);
   }
 
   uint64_t count(int64_t id, Row<int32_t> context) {
@@ -307,6 +308,24 @@ class SuffixForest {
       desk.drafter.draft(*group, query.request(r, width), settings, desk.path, row);
       to.num_tokens(r) = write(desk.path, to.tokens.data() + r * width, to.acceptance.data() + r * width,
                                to.cells.data() + r * width);
+    });
+  }
+
+  void write_paths(const Query& query, const Settings& settings, const PathOutputs& to) {
+    const size_t num_paths = to.tokens.shape(1);
+    const size_t width = to.tokens.shape(2);
+    share_rows(query.groups, [&](Desk& desk, const Group* group, size_t r) {
+      std::vector<Path>& paths = desk.paths;
+      paths.clear();
+      if (group != nullptr) {
+        desk.drafter.draft_paths(*group, query.request(r, width), settings, static_cast<uint32_t>(num_paths), paths);
+      }
+      for (size_t p = 0; p < num_paths; ++p) {
+        const size_t at = (r * num_paths + p) * width;
+        to.num_tokens(r, p) = p < paths.size() ? write(paths[p], to.tokens.data() + at, to.acceptance.data() + at,
+                                                       to.cells.data() + at)
+                                               : 0;
+      }
     });
   }
 

@@ -56,6 +56,10 @@ class SuffixForest:
         acceptance: Float32Array,
         cells: Int32Array,
         probes: Int32Array,
+        path_tokens: Int32Array,
+        path_num_tokens: Int32Array,
+        path_acceptance: Float32Array,
+        path_cells: Int32Array,
         /,
     ) -> None: ...
     def settle(self) -> None: ...

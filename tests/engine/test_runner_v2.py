@@ -94,7 +94,7 @@ def test_drafts_are_begun_while_vllm_hands_out_tokens(made: dict[str, Any]) -> N
     """With the tokens as vLLM cuts them: at the end of a response too, or the trees would hold others."""
     overlapped = made["overlapped suffix"]
     assert sum(overlapped["early"]) > 10
-    assert overlapped["told"] == made["suffix"]["told"] > 400
+    assert overlapped["told"] == made["suffix"]["told"] > 300
 
 
 @pytest.mark.skipif(is_cpu_build(), reason="compiled code and CUDA graphs want a GPU")

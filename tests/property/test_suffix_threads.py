@@ -51,15 +51,15 @@ def run(num_threads: int, seed: int, num_requests: int, sharpness: float, later:
             "sharpness": sharpness, "sharpness_grid": GRID, "calibration": CALIBRATION, "floor": 0.1
         }  # fmt: skip
         if later:
-            wait = forest.draft_later(*growth, query, **options)
+            wait = forest.draft_later(*growth, query, **options, num_paths=3)
             forest.drop_group(1 << 40)  # waits, or it would be there while the thread looks
-            batch = wait()
+            batch, paths = wait()
+            assert paths is not None
         else:
             forest.append_batch(*growth)
             batch = forest.draft(query, **options)
-        paths = forest.draft_paths(
-            query, num_paths=3, sharpness=sharpness, calibration=CALIBRATION, floor=0.1
-        )
+            del options["sharpness_grid"]
+            paths = forest.draft_paths(query, num_paths=3, **options)
         found += [*defined(batch), batch.probes.tobytes(), *defined(paths)]
         known = NUM_GROUPS - (step < 3)  # of the last group nothing is known at first
         grown = np.flatnonzero(groups < known)

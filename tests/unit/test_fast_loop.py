@@ -129,6 +129,30 @@ def test_early_drafts_are_for_whoever_is_where_they_begin() -> None:
     assert proposed(there) == [proposed(late.propose(here, 0))[0], []]
 
 
+def test_branches_that_were_drafted_early_are_those_of_the_step() -> None:
+    settings = EngineSettings(budget=FIXED, draft_floor=0.0, num_paths=3, max_alternatives=8)
+    early, late = (FastLoop(settings) for _ in range(2))
+    texts = ([5, 6, 7, 8, 9], [5, 6, 4, 8, 3], [5, 6, 7, 1, 2])
+    for loop in (early, late):
+        for response, text in enumerate(texts):
+            loop.open(0, response, [1, 2, 3], [])
+            loop.append([(0, response, [*text, 5])])
+    ahead, there = np.full(3, 2, np.int32), query(position=9)
+    for loop in (early, late):
+        assert loop.propose(query(position=8), 0, ahead=ahead).lengths.any()
+    assert grown(early, [0, 1, 2], [6], there)
+    late.append((0, response, [6]) for response in range(3))
+    found = [loop.propose(there, 0, ahead=ahead).branches for loop in (early, late)]
+    assert found[0] is not None
+    assert found[1] is not None
+    assert found[0].num_tokens.any()
+    assert found[0].num_tokens.tolist() == found[1].num_tokens.tolist()
+    inside = np.arange(found[0].tokens.shape[2]) < found[0].num_tokens[..., None]
+    assert found[0].tokens[inside].tolist() == found[1].tokens[inside].tolist()
+    wide = replace(query(9, position=9), groups=np.zeros(9, np.int64))
+    assert late.propose(wide, 0, ahead=np.full(9, 2, np.int32)).branches is None, "more than max_alternatives"
+
+
 def test_early_drafts_for_nobody_are_made_anew() -> None:
     early, late = drafting_loops()
     assert grown(early, [0, 1, 2], [8, 5], query(position=11))

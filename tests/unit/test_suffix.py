@@ -319,8 +319,10 @@ def test_what_is_drafted_later_begins_behind_what_was_told_with_it() -> None:
     growth = np.array([1]), np.array([11]), np.array([0, 2], np.int32), np.array([20, 21], np.int32)
     wait = forest.draft_later(*growth, ask([1], [11], [2]), **OPTIONS)
     assert forest.num_tokens == 9  # waits
-    assert first(wait()) == [22, 23]
-    assert first(wait()) == [22, 23], "asked twice"
+    batch, paths = wait()
+    assert first(batch) == [22, 23]
+    assert paths is None
+    assert first(wait()[0]) == [22, 23], "asked twice"
 
 
 def test_drafts_that_nobody_fetches_are_in_nobodys_way() -> None:

@@ -141,9 +141,10 @@ class ThreadedDrafter(Drafter, Protocol):
         sharpness_grid: Float32Array,
         calibration: Float32Array,
         floor: float,
-    ) -> Callable[[], DraftBatch]:
-        """`append_batch` and then `draft`; what is returned waits for the drafts. No array may change before, and
-        every other call waits first.
+        num_paths: int = 1,
+    ) -> Callable[[], tuple[DraftBatch, DraftPaths | None]]:
+        """`append_batch`, then `draft` and, for more than one, `draft_paths`; what is returned waits for the drafts.
+        No array may change before, and every other call waits first.
         """
 
 

@@ -163,22 +163,27 @@ class SuffixForest:
         sharpness_grid: Float32Array,
         calibration: Float32Array,
         floor: float,
-    ) -> Callable[[], DraftBatch]:
-        """`append_batch` and then `draft`, on a thread of the forest's own; what is returned waits for the drafts.
+        num_paths: int = 1,
+    ) -> Callable[[], tuple[DraftBatch, DraftPaths | None]]:
+        """`append_batch`, then `draft` and, for more than one, `draft_paths`, on a thread of the forest's own; what is
+        returned waits for the drafts.
 
         No array may change before. Every other call waits first. Raises RequestError as these do.
         """
         batch = _empty_batch(query, len(sharpness_grid))
+        paths = _empty_paths(query, num_paths if num_paths > 1 else 0)
         grown = _row(groups, np.int64), _row(responses, np.int64), _row(offsets, np.int32), _ids(tokens)
         settings = sharpness, _row(sharpness_grid, np.float32), _row(calibration, np.float32), floor
         try:
-            self._native.draft_later(*(*grown, *_columns(query), *settings, *_outputs(batch)))
+            self._native.draft_later(
+                *(*grown, *_columns(query), *settings, *_outputs(batch), *_path_outputs(paths))
+            )
         except ValueError as error:
             raise RequestError(str(error)) from None
 
-        def wait() -> DraftBatch:
+        def wait() -> tuple[DraftBatch, DraftPaths | None]:
             self._native.settle()
-            return batch
+            return batch, paths if num_paths > 1 else None
 
         return wait
 
@@ -192,24 +197,10 @@ class SuffixForest:
         """
         if num_paths < 1:
             raise ConfigError(f"{num_paths} draft paths: choose at least 1")
-        rows, width = len(query.groups), _width(query)
-        paths = DraftPaths(
-            tokens=np.empty((rows, num_paths, width), np.int32),
-            num_tokens=np.empty((rows, num_paths), np.int32),
-            acceptance=np.empty((rows, num_paths, width), np.float32),
-            cells=np.empty((rows, num_paths, width), np.int32),
-        )
+        paths = _empty_paths(query, num_paths)
+        settings = sharpness, _row(calibration, np.float32), floor
         try:
-            self._native.draft_paths(
-                *_columns(query),
-                sharpness,
-                _row(calibration, np.float32),
-                floor,
-                paths.tokens,
-                paths.num_tokens,
-                paths.acceptance,
-                paths.cells,
-            )
+            self._native.draft_paths(*(*_columns(query), *settings, *_path_outputs(paths)))
         except ValueError as error:
             raise RequestError(str(error)) from None
         return paths
@@ -269,6 +260,20 @@ def _empty_batch(query: DraftQuery, num_probes: int) -> DraftBatch:
 
 def _outputs(batch: DraftBatch) -> tuple[Int32Array, Int32Array, Float32Array, Int32Array, Int32Array]:
     return batch.tokens, batch.num_tokens, batch.acceptance, batch.cells, batch.probes
+
+
+def _empty_paths(query: DraftQuery, num_paths: int) -> DraftPaths:
+    rows, width = len(query.groups), _width(query)
+    return DraftPaths(
+        tokens=np.empty((rows, num_paths, width), np.int32),
+        num_tokens=np.empty((rows, num_paths), np.int32),
+        acceptance=np.empty((rows, num_paths, width), np.float32),
+        cells=np.empty((rows, num_paths, width), np.int32),
+    )
+
+
+def _path_outputs(paths: DraftPaths) -> tuple[Int32Array, Int32Array, Float32Array, Int32Array]:
+    return paths.tokens, paths.num_tokens, paths.acceptance, paths.cells
 
 
 def _row(values: ArrayLike, dtype: type[T]) -> NDArray[T]:

@@ -105,15 +105,15 @@ class _EarlyDrafts(NamedTuple):
 
     drafter: Drafter | None
     query: DraftQuery
-    wait: Callable[[], DraftBatch]
+    wait: Callable[[], tuple[DraftBatch, DraftPaths | None]]
 
-    def lined_up(self, query: DraftQuery) -> tuple[DraftBatch, bool]:
-        """What was drafted for these requests, and whether it was for any at its present position. Waits for it."""
-        batch = self.wait()
+    def lined_up(self, query: DraftQuery) -> tuple[DraftBatch, DraftPaths | None] | None:
+        """What was drafted for these requests; None if it was for none at its present position. Waits for it."""
+        batch, paths = self.wait()
         places = _places(self.query.responses, self.query.positions, query)
-        if places is None:
-            return replace(batch, num_tokens=np.minimum(batch.num_tokens, query.max_tokens)), True
-        return _rows(batch, *places, query), bool(places[1].any())
+        if places is not None and not places[1].any():
+            return None
+        return _lined_up(batch, paths, places, query)
 
 
 @dataclass(slots=True)
@@ -316,6 +316,7 @@ class FastLoop:
             tokens,
             replace(query, responses=self._drafter_numbers(query.responses)),
             **self._draft_settings(),
+            num_paths=1 + self._num_branches(len(query.groups)),
         )
         self._early = _EarlyDrafts(self.drafter, query, wait)
         return True
@@ -504,10 +505,10 @@ class FastLoop:
         is_resting = self.watch.is_used and not self._is_helped and not self._has_others(query)
         self._free_calibration = self.free.alone if is_resting else self.free.calibration
         drafter_query = replace(query, responses=self._drafter_numbers(query.responses))
-        free = self._draft_free(query, drafter_query, num_other_tokens, weight, ahead)
+        free, paths = self._draft_free(query, drafter_query, num_other_tokens, weight, ahead)
         model, model_paths = self._match_model(query)
         batch = self._meet(query, (free, model), may_wait=num_other_tokens == 0)
-        branches = None if ahead is None else self._branches(drafter_query, batch, ahead)
+        branches = None if ahead is None else self._branches(drafter_query, batch, ahead, paths)
         path = _behind(batch.path_probability, ahead)
         if branches is not None:
             path = np.minimum(path + _any_behind(branches, ahead), np.float32(1.0))
@@ -593,20 +594,24 @@ class FastLoop:
         num_other_tokens: int,
         weight: Float64Array | None,
         ahead: Int32Array | None,
-    ) -> DraftBatch | None:
-        """drafter_query: the same by the drafter's own numbers of the responses."""
+    ) -> tuple[DraftBatch | None, DraftPaths | None]:
+        """Drafts, and the paths that have been made with them. drafter_query: the same by the drafter's own numbers of
+        the responses.
+        """
         if self.drafter is None:
-            return None
+            return None, None
         early, self._early = self._early, None
-        if early is not None and early.drafter is self.drafter:
-            made, is_any = early.lined_up(query)
-            if is_any:
-                return made
+        if (
+            early is not None
+            and early.drafter is self.drafter
+            and (made := early.lined_up(query)) is not None
+        ):
+            return made
         if self._sharing is not None:
             self._sharing.take_over(self.drafter)
         if not self._may_pay(query, num_other_tokens, weight, ahead):
-            return None
-        return self.drafter.draft(drafter_query, **self._draft_settings())
+            return None, None
+        return self.drafter.draft(drafter_query, **self._draft_settings()), None
 
     def _may_pay(
         self,
@@ -647,15 +652,25 @@ class FastLoop:
             floor=self._settings.draft_floor,
         )
 
-    def _branches(self, query: DraftQuery, batch: DraftChains, ahead: Int32Array) -> DraftPaths | None:
+    def _num_branches(self, num_requests: int) -> int:
+        """Paths beyond one through a step under way: none for more requests than `max_alternatives` allows."""
+        wanted = self._settings.num_paths - 1
+        return wanted if num_requests * wanted <= self._settings.max_alternatives else 0
+
+    def _branches(
+        self, query: DraftQuery, batch: DraftChains, ahead: Int32Array, paths: DraftPaths | None
+    ) -> DraftPaths | None:
         """Further model-free paths, of which one goes on where a request's draft does not: those that leave it among
-        its first `ahead` tokens. None for more requests than `max_alternatives` allows.
+        its first `ahead` tokens. paths: that have been made already.
         """
-        num_branches = self._settings.num_paths - 1
-        draft_paths = self._free_paths(query) if num_branches and batch.num_tokens.any() else None
-        if draft_paths is None or len(ahead) * num_branches > self._settings.max_alternatives:
+        num_branches = self._num_branches(len(ahead))
+        if not num_branches or not batch.num_tokens.any():
             return None
-        paths = draft_paths()
+        if paths is None:
+            draft_paths = self._free_paths(query)
+            if draft_paths is None:
+                return None
+            paths = draft_paths()
         decided = np.where(np.arange(paths.tokens.shape[2]) < ahead[:, None, None], paths.tokens, -1)
         num_tokens = paths.num_tokens[:, 1:].copy()
         for place in range(num_branches):  # of those that are alike so far the likeliest stands for all
@@ -674,19 +689,8 @@ class FastLoop:
         if arrived is None:
             return None, None
         self._draft_s = arrived.total_s
-        batch, paths = arrived.batch, arrived.paths
         places = _places(arrived.responses, arrived.positions, query)
-        if places is None:  # most often nobody has come or gone
-            if paths is not None:
-                paths = replace(paths, num_tokens=np.minimum(paths.num_tokens, query.max_tokens[:, None]))
-            return replace(batch, num_tokens=np.minimum(batch.num_tokens, query.max_tokens)), paths
-        made = _rows(batch, *places, query)
-        if paths is None:
-            return made, None
-        row, fits = places
-        most = np.where(fits, query.max_tokens, 0)[:, None]
-        lengths = np.minimum(paths.num_tokens[row], most).astype(np.int32)
-        return made, DraftPaths(paths.tokens[row], lengths, paths.acceptance[row], paths.cells[row])
+        return _lined_up(arrived.batch, arrived.paths, places, query)
 
     def receive(self, drafts: ModelDrafts) -> None:
         """Take the model drafter's work; its time is taken out of the step's, so that T(n) is the target's alone."""
@@ -891,12 +895,27 @@ def _places(
     return row, (responses[row] == query.responses) & (positions[row] == query.positions)
 
 
-def _rows(batch: DraftBatch, row: Int64Array, fits: NDArray[np.bool_], query: DraftQuery) -> DraftBatch:
-    """The drafts of `_places`, none where they do not fit."""
-    lengths = np.where(fits, np.minimum(batch.num_tokens[row], query.max_tokens), 0).astype(np.int32)
+def _lined_up(
+    batch: DraftBatch,
+    paths: DraftPaths | None,
+    places: tuple[Int64Array, NDArray[np.bool_]] | None,
+    query: DraftQuery,
+) -> tuple[DraftBatch, DraftPaths | None]:
+    """The drafts of `_places`, none where they do not fit, and no longer than the query allows."""
+    if places is None:  # most often nobody has come or gone
+        if paths is not None:
+            paths = replace(paths, num_tokens=np.minimum(paths.num_tokens, query.max_tokens[:, None]))
+        return replace(batch, num_tokens=np.minimum(batch.num_tokens, query.max_tokens)), paths
+    row, fits = places
+    most = np.where(fits, query.max_tokens, 0).astype(np.int32)
+    lengths = np.minimum(batch.num_tokens[row], most)
     probes = np.where(fits[:, None], batch.probes[row], -1)
     columns = batch.tokens[row], lengths, batch.acceptance[row], batch.cells[row], probes
-    return ModelBatch(*columns, batch.rivals[row]) if isinstance(batch, ModelBatch) else DraftBatch(*columns)
+    made = ModelBatch(*columns, batch.rivals[row]) if isinstance(batch, ModelBatch) else DraftBatch(*columns)
+    if paths is None:
+        return made, None
+    lengths = np.minimum(paths.num_tokens[row], most[:, None])
+    return made, DraftPaths(paths.tokens[row], lengths, paths.acceptance[row], paths.cells[row])
 
 
 def _make_drafter(settings: EngineSettings) -> tuple[Drafter | None, Float32Array]:
