@@ -153,6 +153,17 @@ def test_branches_that_were_drafted_early_are_those_of_the_step() -> None:
     assert late.propose(wide, 0, ahead=np.full(9, 2, np.int32)).branches is None, "more than max_alternatives"
 
 
+def test_a_step_of_untypical_time_is_told_and_not_learned_from() -> None:
+    loop = FastLoop(EngineSettings(budget=FIXED, draft_floor=0.0))
+    fill(loop)
+    loop.propose(query(), 0)
+    before = loop.policy_state.budget
+    assert loop.observe(step(3, 3, 1), is_typical=False).num_accepted_tokens == 1
+    assert loop.policy_state.budget == before
+    loop.observe(step(3, 3, 1))
+    assert loop.policy_state.budget.decode_time.num_observations == 1
+
+
 def test_early_drafts_for_nobody_are_made_anew() -> None:
     early, late = drafting_loops()
     assert grown(early, [0, 1, 2], [8, 5], query(position=11))

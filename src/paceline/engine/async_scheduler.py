@@ -354,8 +354,11 @@ class OverlappingScheduler(PacelineScheduler, AsyncScheduler):  # type: ignore[m
         stops = {params.eos_token_id, *(params.stop_token_ids or ())}
         return row[: next((at for at, token in enumerate(row, 1) if token in stops), len(row))]
 
-    def _time(self, step: StepObservation | None) -> None:
-        """A step in which whoever takes the tokens was long away tells nothing of the engine's time."""
+    def _time(self, step: StepObservation | None, *, is_typical: bool = True) -> None:
+        """Nothing is learned of the engine's time where whoever takes the tokens was long away, nor from one of two
+        steps of which only the other has drafts: what making and launching that one took is in this one's time.
+        """
         away_s, self._away_s = self._away_s, 0.0
-        is_told = away_s <= AWAY_SHARE * (time.perf_counter() - self._started_s)
-        super()._time(step if is_told else None)
+        is_there = away_s <= AWAY_SHARE * (time.perf_counter() - self._started_s)
+        drafted = {bool(one.num_sent.any()) for one in (self._step, *self._steps)}
+        super()._time(step, is_typical=is_typical and is_there and len(drafted) == 1)

@@ -796,8 +796,9 @@ class FastLoop:
                     self._unbegun_tokens -= num_tokens
                     self._steering.open(num_tokens)
 
-    def observe(self, step: StepObservation) -> StepObservation:
-        """A measured step, returned with what the loop knows of it: whose drafts were accepted, what waiting took.
+    def observe(self, step: StepObservation, *, is_typical: bool = True) -> StepObservation:
+        """A measured step, returned with what the loop knows of it: whose drafts were accepted, what waiting took. Its
+        time is learned from if it is typical of such a step.
 
         Kept until the next begins, because a model drafter's share may still be taken out of its time. While nothing
         may be drafted nothing is learned either: plain decoding costs what vLLM's does.
@@ -820,6 +821,8 @@ class FastLoop:
             )
             self._accepted = NO_TOKENS
         draft_s, self._draft_s = self._draft_s + wait_s, 0.0
+        if not is_typical:
+            return step
         alone = step
         if draft_s:
             alone = replace(step, step_s=max(step.step_s - wait_s, 1e-6), draft_s=draft_s)

@@ -522,14 +522,17 @@ class PacelineScheduler(Scheduler):  # type: ignore[misc]
             num_context_tokens=context,
         )
 
-    def _time(self, step: StepObservation | None) -> None:
-        """Score a step against the clock, all its work done: judging drafts and telling drafters are costs too."""
+    def _time(self, step: StepObservation | None, *, is_typical: bool = True) -> None:
+        """Score a step against the clock, all its work done: judging drafts and telling drafters are costs too.
+
+        is_typical: whether the time was that of such a step.
+        """
         step_s = time.perf_counter() - self._started_s
         if self.kv_pool is not None:
             step_s -= self.kv_pool.take_spent_s()
         if step is None:
             return
-        self.observations.append(self.loop.observe(replace(step, step_s=step_s)))
+        self.observations.append(self.loop.observe(replace(step, step_s=step_s), is_typical=is_typical))
 
 
 def lengths_of(requests: list[Request]) -> Int64Array:
