@@ -83,7 +83,12 @@ def request(eos: int | None, *stops: int) -> Any:
 def test_tokens_are_cut_as_vllm_will_cut_them(
     rows: list[list[int]], ends: list[int], expected: list[list[int]]
 ) -> None:
+    requests = [request(2, 9), request(2)]
     made = scheduler(_stop_ids=None, _ends=np.array(ends))
-    assert made._cut([request(2, 9), request(2)], np.array([10, 10]), rows) == expected
-    assert made._stop_ids.tolist() == [2, 9]
-    assert made._cut([request(2, 9), request(2)], np.array([10, 10]), rows) == expected
+    assert made._cut(requests, np.array([10, 10]), rows) == expected
+    assert made._stops(requests).tolist() == [2, 9]
+
+
+def test_without_stop_tokens_none_is_one() -> None:
+    made = scheduler(_stop_ids=None)
+    assert made._stops([request(None), request(None)]).tolist() == []

@@ -14,7 +14,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from dataclasses import dataclass, field, replace
-from itertools import chain, compress
+from itertools import compress
 from typing import Any
 
 import numpy as np
@@ -317,42 +317,39 @@ class OverlappingScheduler(PacelineScheduler, AsyncScheduler):  # type: ignore[m
         following = self._steps[-1] if self._steps else None
         if following is None or requests is not self._ready or following.ready is not requests or self._left:
             return
-        if list(following.scheduled.num_scheduled_tokens) != following.names:
+        if not self.loop.drafts_early or list(following.scheduled.num_scheduled_tokens) != following.names:
             return
-        rows = self._cut(requests, before, rows)
         made = np.fromiter(map(len, rows), np.int64, len(rows))
         if not made.all():
             return
-        positions, ahead = before + made, 1 + following.num_sent
+        offsets, tokens = joined(rows, made > 0)
+        positions = before + made
+        if (positions > self._ends).any() or (tokens[:, None] == self._stops(requests)).any():
+            rows = self._cut(requests, before, rows)
+            offsets, tokens = joined(rows, made > 0)
+            positions = before + np.diff(offsets)
+        ahead = 1 + following.num_sent
         likely_ahead = np.where(following.is_in_vain, 1, ahead).astype(np.int32)
         query = self._query(batch, self._longest(positions, ahead, likely_ahead), positions)
-        offsets, tokens = joined(rows, made > 0)
         self._is_told = self.loop.draft_early(batch.groups, batch.numbers, offsets, tokens, query)
+
+    def _stops(self, requests: list[Request]) -> Int32Array:
+        """Tokens at which one of `_ready` may end."""
+        if self._stop_ids is None:
+            self._stop_ids = np.array(sorted(set().union(*map(_stop_ids_of, requests))), np.int32)
+        return self._stop_ids
 
     def _cut(self, requests: list[Request], before: Int64Array, rows: list[list[int]]) -> list[list[int]]:
         """A step's tokens as far as they belong to the responses, as vLLM will cut them."""
-        if self._stop_ids is None:
-            found = [
-                (x.sampling_params.eos_token_id, *(x.sampling_params.stop_token_ids or ())) for x in requests
-            ]
-            self._stop_ids = np.array(sorted({i for ids in found for i in ids if i is not None}), np.int32)
-        made = np.fromiter(map(len, rows), np.int64, len(rows))
-        is_long = before + made > self._ends
-        flat = np.fromiter(chain.from_iterable(rows), np.int32, int(made.sum()))
-        if not is_long.any() and not np.isin(flat, self._stop_ids).any():
-            return rows
-        return [
-            self._cut_row(request, row[: end - length])
-            for request, row, end, length in zip(
-                requests, rows, self._ends.tolist(), before.tolist(), strict=True
+        cut = []
+        for request, row, length, end in zip(
+            requests, rows, before.tolist(), self._ends.tolist(), strict=True
+        ):
+            stops, inside = _stop_ids_of(request), row[: end - length]
+            cut.append(
+                inside[: next((at for at, token in enumerate(inside, 1) if token in stops), len(inside))]
             )
-        ]
-
-    @staticmethod
-    def _cut_row(request: Request, row: list[int]) -> list[int]:
-        params = request.sampling_params
-        stops = {params.eos_token_id, *(params.stop_token_ids or ())}
-        return row[: next((at for at, token in enumerate(row, 1) if token in stops), len(row))]
+        return cut
 
     def _time(self, step: StepObservation | None, *, is_typical: bool = True) -> None:
         """Nothing is learned of the engine's time where whoever takes the tokens was long away, nor from one of two
@@ -362,3 +359,10 @@ class OverlappingScheduler(PacelineScheduler, AsyncScheduler):  # type: ignore[m
         is_there = away_s <= AWAY_SHARE * (time.perf_counter() - self._started_s)
         drafted = {bool(one.num_sent.any()) for one in (self._step, *self._steps)}
         super()._time(step, is_typical=is_typical and is_there and len(drafted) == 1)
+
+
+def _stop_ids_of(request: Request) -> set[int]:
+    """Tokens at which a request ends."""
+    params = request.sampling_params
+    found = {params.eos_token_id, *(params.stop_token_ids or ())}
+    return found - {None}

@@ -301,15 +301,13 @@ class FastLoop:
         query: DraftQuery,
     ) -> bool:
         """Let the model-free drafter take the arguments of `grow` and then draft for `query`, on a thread of its own:
-        the next `propose` takes what has come of it. False where it cannot, or where its last drafts were not worth
-        verifying.
+        the next `propose` takes what has come of it. False where it cannot.
         """
-        draft_later = getattr(self.drafter, "draft_later", None)
-        if not self.drafting or not self._num_drafted or draft_later is None:
+        if not self.drafts_early:
             return False
         if self._sharing is not None and self.drafter is not None:
             self._sharing.take_over(self.drafter)
-        wait = draft_later(
+        wait = self.drafter.draft_later(  # type: ignore[union-attr]
             groups,
             self._drafter_numbers(responses),
             offsets,
@@ -320,6 +318,11 @@ class FastLoop:
         )
         self._early = _EarlyDrafts(self.drafter, query, wait)
         return True
+
+    @property
+    def drafts_early(self) -> bool:
+        """Whether `draft_early` can; not where the last drafts were not worth verifying, or nothing is drafted."""
+        return bool(self.drafting and self._num_drafted) and hasattr(self.drafter, "draft_later")
 
     def _draft_settings(self) -> dict[str, Any]:
         """Of the model-free drafter."""
