@@ -23,6 +23,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -215,7 +216,7 @@ def make_system(
     """An engine whose requests run; a call takes so many steps. threads: that draft from the suffix trees."""
     if made.overlaps:
         sys.path.append(str(ROOT / "tests/engine"))
-        import interpreted  # noqa: F401  # prepares Triton
+        import_module("interpreted")  # prepares Triton
     from vllm import SamplingParams
 
     from paceline.config import BudgetSettings, EngineSettings

@@ -140,6 +140,8 @@ class DraftOrder:
     """Most draft paths per request."""
     rivals: Float32Array | None = None
     """What a runner-up is worth: the probability that it is right, by the proposal's cell. [num_cells] None: unused."""
+    is_exact: bool = False
+    """Whether just `depth` tokens are wanted of every request: where steps overlap the next one counts on them."""
 
 
 @dataclass(frozen=True, slots=True)

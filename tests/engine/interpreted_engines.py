@@ -280,6 +280,7 @@ def continue_at_random() -> list[Any]:
         known, lengths = random.integers(0, 3, (6, 30)), random.integers(8, 30, 6)
         starts = lengths[rows] - random.integers(0, 5, count)
         shown = random.integers(1, num_paths + 1)  # a step may have fewer paths
+        keeps = random.random(count) < 0.5
         num_tokens = random.integers(0, 8, (count, shown))
         tokens = random.integers(0, 3, (count, shown, 7))
         for i, (row, start) in enumerate(zip(rows.tolist(), starts.tolist(), strict=True)):
@@ -294,8 +295,9 @@ def continue_at_random() -> list[Any]:
             num_decided = len(decided)
             rests = [path[num_decided:] for path in paths if path[:num_decided] == decided]
             rest = next(filter(None, rests), [])[:3]
-            expected[row] = [*rest, *[NOTHING] * (3 - len(rest))]
-        table = table_of(rows, starts, num_tokens, tokens, 3, num_paths)
+            if rest or not keeps[i]:
+                expected[row] = [*rest, *[NOTHING] * (3 - len(rest))]
+        table = table_of(rows, starts, keeps, num_tokens, tokens, 3, num_paths)
         written = torch.tensor(target, device=DEVICE)
         inputs = [torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in (table, known, lengths)]
         continue_drafts(written, *inputs, num_paths)
@@ -430,8 +432,11 @@ def main(target: str, drafter: str, file: str) -> None:
     branching = settings.model_copy(update={"num_paths": 4, "max_alternatives": 64})
     with RolloutEngine(target, branching, async_scheduling=True, **memory(1 << 26), **OURS) as engine:
         made["overlapped branches"] = run(engine, engine.scheduler.loop.drafter)
-    eager = settings.model_copy(update={"budget": BudgetSettings(min_gain=0.0)})
-    with RolloutEngine(target, eager, async_scheduling=True, **memory(12 * BLOCK_BYTES), **OURS) as engine:
+    with_model = settings.model_copy(update={"model_drafter": drafter})
+    with RolloutEngine(target, with_model, async_scheduling=True, **memory(1 << 26), **OURS) as engine:
+        made["overlapped model"] = run(engine, None, names=HALF)
+        made["overlapped mixed"] = run(engine, engine.scheduler.loop.drafter, names=HALF)
+    with RolloutEngine(target, settings, async_scheduling=True, **memory(12 * BLOCK_BYTES), **OURS) as engine:
         made["overlapped scarce"] = run(engine, ScriptedDrafter(known, 0.9, VOCAB, 12))
         made["overlapped scarce"]["preemptions"] = engine.scheduler.num_preemptions
     pool = KvPoolSettings(directory=f"{file}.pool", memory_bytes=1 << 24)

@@ -157,6 +157,18 @@ def share_as_trained(
     return right, compared
 
 
+def draft(engine: RolloutEngine) -> dict[str, Any]:
+    """Tokens of the requests, and what was drafted."""
+    responses = engine.generate(REQUESTS, PARAMS)
+    steps = engine.take_observations()
+    return {
+        "tokens": [response.tokens for response in responses],
+        "model": sum(step.num_model_tokens for step in steps),
+        "drafted": sum(step.num_draft_tokens for step in steps),
+        "accepted": sum(step.num_accepted_tokens for step in steps),
+    }
+
+
 def compare(
     target: Path, drafter: str, plain: list[tuple[int, ...]], network: DraftHead | None = None
 ) -> dict[str, Any]:
@@ -181,22 +193,19 @@ def compare(
             engine.scheduler.loop.drafter = other
             engine.collect_states(1.0 if name == "mixed" else 0.0, 1 << 20)
             with recording() as firsts:
-                responses = engine.generate(REQUESTS, PARAMS)
-            steps = engine.take_observations()
-            made[name] = {
-                "tokens": [response.tokens for response in responses],
-                "model": sum(step.num_model_tokens for step in steps),
-                "drafted": sum(step.num_draft_tokens for step in steps),
-                "accepted": sum(step.num_accepted_tokens for step in steps),
-            }
+                made[name] = draft(engine)
         if network is not None:
-            texts = [(*r.request.prompt, *r.tokens) for r in responses]
+            texts = [
+                (*r.prompt, *tokens) for r, tokens in zip(REQUESTS, made["mixed"]["tokens"], strict=True)
+            ]
             samples = engine.take_samples()
             made["as trained"] = share_as_trained(network, samples, texts, firsts)
         if runner.speculator.method == "eagle3":
             model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
             made["states"] = compare_states(samples, model, texts)
             made["swap"] = swap(engine, runner.speculator, load_file(Path(drafter, "model.safetensors")))
+    with RolloutEngine(target, settings, async_scheduling=True, **memory(1 << 24), **SIZES) as engine:
+        made["overlapped"] = draft(engine)
     return made
 
 

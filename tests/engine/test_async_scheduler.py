@@ -8,12 +8,12 @@ from __future__ import annotations
 import time
 from collections import deque
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
-from paceline.engine.async_scheduler import OverlappingScheduler
+from paceline.engine.async_scheduler import OverlappingScheduler, _Step
 from paceline.types import StepObservation
 
 STEP = StepObservation(2, 0, 0, 0, 0.0)
@@ -63,6 +63,41 @@ def test_a_step_whose_time_is_not_its_own_is_reported_and_not_learned_from(
     made._time(STEP)
     assert seen == [is_typical]
     assert made.observations[0].step_s >= 1.0
+
+
+def proposal(**attributes: Any) -> Any:
+    rows = np.array([[5, 6, 7], [5, 9, 7], [5, 6, 7]], np.int32)
+    batch = SimpleNamespace(tokens=rows, num_tokens=np.array([3, 3, 2], np.int32))
+    return SimpleNamespace(
+        **{"batch": batch, "branches": None, "num_left": None, "takes_free": None, **attributes}
+    )
+
+
+@pytest.mark.parametrize(
+    ("left", "takes_free", "is_left", "in_vain"),
+    [
+        (None, None, [False] * 3, [False, True, True]),
+        ([2, 2, 2], [True, True, True], [False, True, True], [False] * 3),
+        ([2, 2, 2], [False, False, True], [True, True, True], [False] * 3),
+        ([0, 0, 1], [True, True, True], [False, False, True], [False, True, False]),
+    ],
+    ids=["no model", "where the trees do not go on", "where the model is better", "for one"],
+)
+def test_whose_drafts_are_verified_is_known_when_the_step_before_is_over(
+    left: list[int] | None, takes_free: list[bool] | None, is_left: list[bool], in_vain: list[bool]
+) -> None:
+    """Of the second the draft does not begin with what was decided, of the third nothing is left behind that."""
+    made = proposal(
+        num_left=None if left is None else np.array(left),
+        takes_free=None if takes_free is None else np.array(takes_free),
+    )
+    names = ["a", "b", "c"]
+    step = _Step(cast(Any, None), made, [], names, [], np.array([2, 2, 2], np.int32), 0, 0.0)
+    assert step.is_in_vain.tolist() == [False] * 3
+    step.tell([[5, 6], [5, 6], [5, 6]])
+    assert step.is_left.tolist() == is_left
+    assert step.is_in_vain.tolist() == in_vain
+    assert step.behind([[7], [8, 9], []]) == [[5, 6, 7], [5, 6, 8, 9], [5, 6]]
 
 
 def request(eos: int | None, *stops: int) -> Any:

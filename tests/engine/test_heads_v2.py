@@ -47,7 +47,7 @@ def test_tokens_are_plain_vllms(made: dict[str, Any], head: str) -> None:
     """Of a target with the same seeds, with the head's drafts alone and with others between them."""
     assert "CoupledHead" in made[head]["speculator"]
     assert len(set(map(tuple, made[head]["plain"]))) > 1
-    for way in ("alone", "mixed"):
+    for way in ("alone", "mixed", "overlapped"):
         assert made[head][way]["tokens"] == made[head]["plain"], way
 
 
@@ -56,6 +56,13 @@ def test_heads_throw_the_targets_dice(made: dict[str, Any], head: str) -> None:
     """Both know as little as the target is sure of: with other dice one token in 64 would be right."""
     assert made[head]["alone"]["accepted"] > 0.6 * made[head]["alone"]["drafted"] > 12
     assert made[head]["mixed"]["accepted"] < made[head]["mixed"]["drafted"]
+
+
+@pytest.mark.parametrize("head", ["eagle3", "mtp"])
+def test_heads_draft_behind_steps_that_overlap(made: dict[str, Any], head: str) -> None:
+    """Their tokens stay on the device, and are as good as those that went through the host."""
+    assert made[head]["overlapped"]["accepted"] > 0.6 * made[head]["overlapped"]["drafted"] > 12
+    assert made[head]["overlapped"]["model"] == made[head]["overlapped"]["accepted"]
 
 
 @pytest.mark.parametrize("head", ["eagle", "eagle3"])

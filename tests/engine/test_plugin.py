@@ -192,12 +192,18 @@ def test_engines_without_graphs_are_given_no_sizes(
 
 
 @pytest.mark.parametrize(
-    ("is_v2", "drafter", "kept"), [(True, None, True), (True, "small", False), (False, None, False)]
+    ("is_v2", "settings", "kept"),
+    [
+        (True, {}, True),
+        (True, {"model_drafter": "small"}, True),
+        (True, {"model_drafter": "small", "draft_worker": True}, False),
+        (False, {}, False),
+    ],
 )
 def test_steps_overlap_where_the_user_says_so_and_they_can(
-    monkeypatch: pytest.MonkeyPatch, is_v2: bool, drafter: str | None, kept: bool
+    monkeypatch: pytest.MonkeyPatch, is_v2: bool, settings: dict[str, object], kept: bool
 ) -> None:
-    monkeypatch.setenv("PACELINE_SETTINGS", json.dumps({"model_drafter": drafter}))
+    monkeypatch.setenv("PACELINE_SETTINGS", json.dumps(settings))
     monkeypatch.setattr("paceline.engine.arguments._check_head", lambda *_: None)
     monkeypatch.setattr("paceline.engine.compat.uses_v2", lambda: is_v2)
     for wanted in (True, None):

@@ -22,6 +22,7 @@ HERE = Path(__file__).parent
 INSIDE = ("suffix", "garbage", "scripted", "mixed", "model")
 OVERLAPPED = (
     "overlapped", "overlapped suffix", "overlapped branches", "overlapped garbage", "overlapped scripted",
+    "overlapped model", "overlapped mixed",
 )  # fmt: skip
 MODES = ("none", *INSIDE, "sample", "watched", "worker", "worker and suffix", *OVERLAPPED)
 pytestmark = [
@@ -88,6 +89,14 @@ def test_steps_overlap_where_it_is_asked_for(made: dict[str, Any]) -> None:
     assert all(drafted[mode] > 50 for mode in OVERLAPPED[1:]), drafted
     assert accepted["overlapped garbage"] < 0.1 * drafted["overlapped garbage"]
     assert accepted["overlapped scripted"] > 0.3 * drafted["overlapped scripted"]
+
+
+def test_a_draft_model_drafts_behind_steps_that_overlap(made: dict[str, Any]) -> None:
+    """Its tokens stay on the device; the trees' go before them where they go on."""
+    alone, mixed = made["overlapped model"], made["overlapped mixed"]
+    assert alone["num_accepted_tokens"] > 0.4 * alone["num_draft_tokens"]
+    assert alone["num_model_tokens"] == alone["num_accepted_tokens"]
+    assert 0 < mixed["num_model_tokens"] < mixed["num_accepted_tokens"]
 
 
 def test_drafts_are_begun_while_vllm_hands_out_tokens(made: dict[str, Any]) -> None:

@@ -328,13 +328,15 @@ def test_steps_overlap_on_v2_where_drafts_need_no_known_token() -> None:
     config = make_config(use_v2_model_runner=True, scheduler_config=SimpleNamespace(async_scheduling=True))
     config.speculative_config.method = "ngram_gpu"
     check_engine(config)
+    config.additional_config = {"paceline": {"model_drafter": "small"}}
+    check_engine(config)
     for name, value in (
-        ("model_drafter", "small"),
+        ("draft_worker", True),
         ("adopt_leads", True),
         ("budget", {"policy": "bandit"}),
         ("kv_pool", {"directory": "/dev/shm/x"}),
     ):
-        config.additional_config = {"paceline": {name: value}}
+        config.additional_config = {"paceline": {"model_drafter": "small", name: value}}
         with pytest.raises(UnsupportedError, match="async_scheduling=False"):
             check_engine(config)
 

@@ -153,6 +153,92 @@ def test_branches_that_were_drafted_early_are_those_of_the_step() -> None:
     assert late.propose(wide, 0, ahead=np.full(9, 2, np.int32)).branches is None, "more than max_alternatives"
 
 
+def left_batch(tokens: list[list[int]], position: int) -> ModelDrafts:
+    """What a model has drafted behind a step that is over."""
+    made = batch(tokens, 0.9)
+    count = len(tokens)
+    growth = DraftGrowth(made.tokens.shape[1], made.tokens.size, 0.004)
+    return ModelDrafts(np.arange(count), np.full(count, position), made, growth, 0.004)
+
+
+def overlapping_loop(drafter: str = "none") -> FastLoop:
+    fields = {"drafter": drafter, "model_drafter": "somewhere", "budget": FIXED, "draft_floor": 0.0}
+    loop = FastLoop(EngineSettings.model_validate(fields))
+    loop.overlaps = True
+    return loop
+
+
+def test_drafts_on_the_device_are_counted_on_unseen() -> None:
+    loop, ahead = overlapping_loop(), np.full(3, 2, np.int32)
+    assert loop.propose(query(room=6), 0, ahead=ahead).lengths.tolist() == [0, 0, 0]
+    made = loop.propose(query(room=6), 0, ahead=ahead, num_left=np.array([3, 1, 0], np.int32))
+    assert made.lengths.tolist() == [3, 1, 0]
+    assert made.takes_free is not None
+    assert not made.takes_free.any()
+    short = loop.propose(query(room=3), 0, ahead=ahead, num_left=np.array([3, 1, 0], np.int32))
+    assert short.lengths.tolist() == [1, 1, 0], "behind what is being decided there is room for one"
+
+
+def test_the_trees_drafts_go_before_those_on_the_device_where_they_are_better() -> None:
+    loop, ahead = overlapping_loop("suffix"), np.ones(3, np.int32)
+    fill(loop)
+    made = loop.propose(query(), 0, ahead=ahead, num_left=np.full(3, 4, np.int32))
+    assert made.takes_free is not None
+    assert made.takes_free.all()
+    for _ in range(60):  # the model is always right
+        loop.receive_left(
+            left_batch([[8, 5, 6, 7]] * 3, 10),
+            np.arange(3),
+            np.full(3, 10),
+            table_of([[8, 5, 6, 7, 9]] * 3),
+            12,
+        )
+    unsure = replace(query(), groups=np.full(3, 1))  # of a group that nothing is known of
+    made = loop.propose(unsure, 0, ahead=ahead, num_left=np.full(3, 4, np.int32))
+    assert made.takes_free is not None
+    assert not made.takes_free.any()
+    assert made.lengths.tolist() == [4, 4, 4]
+
+
+def test_drafts_from_the_device_are_judged_whoever_was_verified() -> None:
+    loop = overlapping_loop()
+    before = loop.model.calibration[0]
+    decided = table_of([[7, 8, 9], [4], [5, 6]])
+    loop.receive_left(
+        left_batch([[7, 8], [9, 9], [5, 1]], 10), np.array([1, 0, 5]), np.full(3, 10), decided, 2
+    )
+    assert loop.drafter_score().tried == 2, "of the third nothing was drafted"
+    assert loop.drafter_score().right == 0
+    loop.receive_left(left_batch([[7, 8], [4, 9], [5, 1]], 10), np.arange(3), np.full(3, 10), decided, 2)
+    assert loop.drafter_score().right == 3
+    assert loop.model.calibration[0] != before
+    told = loop.observe(step(3, 6, 3, seconds=0.010))
+    assert (told.num_model_tokens, told.step_s) == (2, 0.010)
+    curve = dict(zip(*_curve(loop), strict=True))
+    assert curve[9.0] == pytest.approx(0.006), "what drafting took is none of the target's time"
+
+
+def _curve(loop: FastLoop) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    model = loop.policy_state.budget.decode_time
+    return model.curve_tokens, model.curve_s
+
+
+def test_all_are_drafted_for_as_deep_as_the_last_drafts_paid() -> None:
+    loop = overlapping_loop()
+    depths = []
+    for right in (True, True, True, False):
+        loop.propose(query(), 0, ahead=np.ones(3, np.int32))
+        order = loop.order()
+        assert order is not None
+        assert order.is_exact
+        assert order.most_requests is None
+        depths.append(order.depth)
+        tokens = [[7] * order.depth] * 3
+        decided = table_of([[7] * order.depth if right else [1]] * 3)
+        loop.receive_left(left_batch(tokens, 10), np.arange(3), np.full(3, 10), decided, 0)
+    assert depths == [1, 2, 4, 4], "at most the fixed length"
+
+
 def test_a_step_of_untypical_time_is_told_and_not_learned_from() -> None:
     loop = FastLoop(EngineSettings(budget=FIXED, draft_floor=0.0))
     fill(loop)

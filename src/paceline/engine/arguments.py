@@ -119,8 +119,8 @@ def overlap_obstacle(settings: EngineSettings, is_v2: bool) -> str | None:
     """Why steps cannot overlap (vLLM's async scheduling); None if they can."""
     if not is_v2:
         return "on model runner V1 drafts are made from the tokens of the step before"
-    if settings.model_drafter is not None or settings.draft_help or settings.adopt_leads:
-        return "model drafters, draft workers and racers draft behind tokens that are known"
+    if settings.draft_worker or settings.draft_help or settings.adopt_leads:
+        return "draft workers and racers draft behind tokens that are known"
     if settings.budget.policy == "bandit":
         return "the bandit is paid for the step before the one that it chose for"
     if settings.kv_pool is not None:

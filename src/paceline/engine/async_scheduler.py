@@ -3,8 +3,8 @@
 PacelineScheduler turns into it where the engine schedules asynchronously. What a step under way decides is not known
 when the next one's drafts are made. So they are drafted through it: from the last known token over the ones that are
 being decided to those that the next step verifies. The device compares the first part with what was decided, and
-verifies the rest where that is the same, else nothing that could be accepted (v2/ahead.py). The host does the same
-comparison one step later, to know what its drafts were worth.
+verifies the rest where that is the same, else what a model drafter has left there, or nothing that could
+be accepted (v2/ahead.py). The host does the same comparison one step later, to know what its drafts were worth.
 
 Invariant: as everywhere, drafts change no token. Cost per step is O(batch).
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from itertools import compress
 from typing import Any
@@ -32,6 +33,7 @@ from paceline.engine.fast_loop import Proposal, leading_matches, table_of
 from paceline.engine.live import LiveBatch, ScheduledResponse
 from paceline.engine.runner import (
     AheadDrafts,
+    drafts_of,
     give_order,
     order_of,
     report_undrawable,
@@ -40,7 +42,7 @@ from paceline.engine.runner import (
     withdrawn_of,
 )
 from paceline.engine.scheduler import PacelineScheduler, lengths_of, rows_of
-from paceline.types import Int32Array, Int64Array, StepObservation
+from paceline.types import Int32Array, Int64Array, ModelDrafts, StepObservation
 
 AWAY_SHARE = 0.25
 """Of the time between two steps' ends, spent outside the engine, up to which it is taken for the later step's."""
@@ -80,7 +82,8 @@ class _Step:
         self.num_before = np.fromiter(map(len, before), np.int32, len(before))
         if self.proposal is not None:
             decided, branches = table_of(before), self.proposal.branches
-            self.goes_on = self._begins(self.proposal.batch.tokens, decided)
+            batch = self.proposal.batch
+            self.goes_on = self._begins(batch.tokens, decided) & (batch.num_tokens > self.num_before)
             self.is_void = ~self.goes_on
             if branches is not None:
                 for tokens, num_tokens in zip(
@@ -95,9 +98,19 @@ class _Step:
         return [[*early, *late] for early, late in zip(self.before, rows, strict=True)]
 
     @property
+    def is_left(self) -> NDArray[np.bool_]:
+        """For whom tokens that the model drafter has left on the device are verified. [len(names)]"""
+        if self.proposal is None or self.proposal.num_left is None:
+            return np.zeros(len(self.names), np.bool_)
+        takes_left = (
+            self.is_void if self.proposal.takes_free is None else self.is_void | ~self.proposal.takes_free
+        )
+        return takes_left & (self.proposal.num_left > 0)
+
+    @property
     def is_in_vain(self) -> NDArray[np.bool_]:
         """Whose draft tokens are known not to go on with what has been decided since. [len(names)]"""
-        return self.is_void & (self.num_sent > 0)
+        return self.is_void & (self.num_sent > 0) & ~self.is_left
 
     def _begins(self, drafts: Int32Array, decided: Int32Array) -> NDArray[np.bool_]:
         """Which drafts begin with `before`. drafts: [len(names), any]"""
@@ -109,14 +122,20 @@ class OverlappingScheduler(PacelineScheduler, AsyncScheduler):  # type: ignore[m
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.loop.overlaps = True
         self._steps: deque[_Step] = deque()
         self._names: list[str] = []  # of `_ready`
         self._stop_ids: Int32Array | None = None  # at which one of `_ready` may end; None: not looked up
+        self._drafts: ModelDrafts | None = None  # the model's, made before the step whose tokens have come
         self._is_same = False  # whether the step whose tokens have come was one of `_ready`
         self._ahead = np.empty(0, np.int32)  # [len(_queried)] tokens of each that are being decided, at most
         self._likely_ahead = self._ahead  # the same without drafts under way that are known to be void
         self._ended_s = 0.0
         self._away_s = 0.0  # between the last step's end and the making of the next
+        self._on_device: tuple[Collection[str], int] = (
+            (),
+            0,
+        )  # whom the model drafts for behind the last step, how far
         self._uncounted: set[str] = set()  # requests of which the present step's tokens do not count
         self._left: dict[str, tuple[list[int], ...]] = {}  # KV blocks of who left while a step computes them
 
@@ -132,6 +151,8 @@ class OverlappingScheduler(PacelineScheduler, AsyncScheduler):  # type: ignore[m
             if int(num_sent.sum()) != sum(map(len, drafts.values())):  # vLLM has cut some
                 num_sent = np.array([len(drafts.get(name, ())) for name in names], np.int32)
             give_order(output, replace(order_of(output), ahead=self._order(proposal, num_sent)))
+        drafts_wanted = order_of(output).drafts
+        self._on_device = output.num_scheduled_tokens, 0 if drafts_wanted is None else drafts_wanted.depth
         assert self._ready is not None
         responses = self._batch.responses
         self._steps.append(
@@ -139,9 +160,16 @@ class OverlappingScheduler(PacelineScheduler, AsyncScheduler):  # type: ignore[m
         )
         return output
 
-    def _order(self, proposal: Proposal, num_sent: Int32Array) -> AheadDrafts:
-        """The drafts of the requests that have any in the step, from the last known token on."""
-        rows = np.flatnonzero(num_sent)
+    def _order(self, proposal: Proposal, num_sent: Int32Array) -> AheadDrafts | None:
+        """The drafts of the requests that have any in the step, from the last known token on; None: the model drafter's
+        alone.
+        """
+        is_free = num_sent > 0
+        if proposal.takes_free is not None:
+            is_free &= proposal.takes_free
+        rows = np.flatnonzero(is_free)
+        if not len(rows):
+            return None
         most = int((self._ahead + num_sent)[rows].max())
         tokens, num_tokens = proposal.batch.tokens[rows, None], proposal.batch.num_tokens[rows, None]
         if (branches := proposal.branches) is not None:
@@ -152,6 +180,7 @@ class OverlappingScheduler(PacelineScheduler, AsyncScheduler):  # type: ignore[m
             self._positions[rows],
             tokens[:, :, :most],
             np.minimum(num_tokens, most).astype(np.int32),
+            np.zeros(len(rows), np.bool_) if proposal.num_left is None else proposal.num_left[rows] > 0,
         )
 
     def _divide(self) -> tuple[list[Request], list[Request]]:
@@ -186,12 +215,18 @@ class OverlappingScheduler(PacelineScheduler, AsyncScheduler):  # type: ignore[m
         longest = self._longest(self._positions, self._ahead, self._likely_ahead)
         num_other_tokens = self._num_other_tokens(len(ready), others)
         weights, left = self._weights(self._batch), self._ends - self._positions
-        proposal = self.loop.propose(
-            self._query(self._batch, longest), num_other_tokens, 0, weights, left, self._likely_ahead
-        )
+        query, ahead = self._query(self._batch, longest), self._likely_ahead
+        proposal = self.loop.propose(query, num_other_tokens, 0, weights, left, ahead, self._num_left())
         for request, length in zip(ready, proposal.lengths.tolist(), strict=True):
             request.spec_token_ids = [-1] * length
         return proposal
+
+    def _num_left(self) -> Int32Array | None:
+        """Tokens of the model drafter's that the device will have for each of `_ready`. None: for nobody any."""
+        names, depth = self._on_device
+        if not depth:
+            return None
+        return np.array([depth if name in names else 0 for name in self._names], np.int32)
 
     def _longest(self, positions: Int64Array, ahead: Int32Array, likely_ahead: Int32Array) -> Int32Array:
         """What to draft for each of `_ready`, through the tokens that are being decided. [len(_ready)]"""
@@ -229,6 +264,7 @@ class OverlappingScheduler(PacelineScheduler, AsyncScheduler):  # type: ignore[m
         if not self._is_same:  # its responses are counted one by one
             self._batch.settle()
             self._batch = LiveBatch.of([])
+        self._drafts = drafts_of(model_runner_output)
         result: dict[int, EngineCoreOutputs] = super().update_from_output(
             scheduler_output, model_runner_output
         )
@@ -271,6 +307,18 @@ class OverlappingScheduler(PacelineScheduler, AsyncScheduler):  # type: ignore[m
         for name in [name for name in self._left if not any(name in tokens for tokens in under_way)]:
             del self._left[name]
 
+    def _learn_left(self, drafts: ModelDrafts, rows: list[list[int]]) -> None:
+        """Learn from what the model has drafted before the step. rows: what that has decided for its requests."""
+        step = self._step
+        accepted = np.fromiter(map(len, rows), np.int64, len(rows)) - 1
+        num_accepted = int(accepted[step.is_left & (accepted > 0)].sum())
+        numbers = np.array([live.response for live in step.responses], np.int64)
+        positions = self._positions
+        if not self._is_same:
+            found = map(self.requests.get, step.names)
+            positions = np.array([-1 if one is None else one.num_tokens for one in found], np.int64)
+        self.loop.receive_left(drafts, numbers, positions, table_of(rows), num_accepted)
+
     def _judge(self, scheduled: SchedulerOutput, rows: list[list[int]]) -> StepObservation | None:
         step, tokens = self._step, scheduled.num_scheduled_tokens
         num_sent = step.num_sent
@@ -278,9 +326,12 @@ class OverlappingScheduler(PacelineScheduler, AsyncScheduler):  # type: ignore[m
             counted = [name not in self._uncounted for name in step.names]
             rows = [row if counts else [] for counts, row in zip(counted, rows, strict=True)]
             num_sent = np.where(counted, num_sent, 0).astype(np.int32)
+        if self._drafts is not None and rows:
+            self._learn_left(self._drafts, rows)
         made = np.fromiter(map(len, rows), np.int64, len(rows))
         if step.proposal is not None and rows:
-            verified = step.num_before + np.where(step.goes_on, step.num_sent, 0).astype(np.int32)
+            is_verified = step.goes_on & ~step.is_left
+            verified = step.num_before + np.where(is_verified, step.num_sent, 0).astype(np.int32)
             self.loop.learn(step.proposal, verified, table_of(step.behind(rows)))
             if self._is_same:
                 self._batch.num_draft_tokens[:] += num_sent

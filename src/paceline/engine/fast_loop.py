@@ -31,6 +31,7 @@ from paceline.drafting.tree import DraftTrees, Source
 from paceline.drafting.worker_wire import DraftCounts
 from paceline.engine.draft_ahead import UNKNOWN_SIZES, TargetSizes, start_draft_ahead
 from paceline.engine.leads import Leads
+from paceline.engine.left_drafts import LeftDrafts
 from paceline.engine.loop_log import open_log
 from paceline.engine.model_steering import ModelSteering
 from paceline.engine.model_watch import ModelWatch
@@ -39,6 +40,7 @@ from paceline.engine.sharing import SharedDrafts, drafter_number
 from paceline.errors import RequestError
 from paceline.planning import budget, sharpness
 from paceline.planning.acceptance import Outcomes, count_outcomes, judge
+from paceline.planning.drafter_worth import choose_depth
 from paceline.planning.latency import predict_one_s
 from paceline.planning.length import Endings
 from paceline.planning.paths import most_paths
@@ -96,6 +98,10 @@ class Proposal:
     responses: Int64Array  # [num_requests]
     expected_accepted: float = 0.0
     """Of the tokens to verify."""
+    num_left: Int32Array | None = None
+    """Of each request, tokens of the model drafter's that are left on the device. [num_requests] None: nowhere any."""
+    takes_free: NDArray[np.bool_] | None = None
+    """Whose draft is verified where it goes on; of the others what is left on the device is. [num_requests]"""
     branches: DraftPaths | None = None
     """Paths that leave each request's draft among the tokens that a step under way decides; None: there are none."""
 
@@ -110,10 +116,10 @@ class _EarlyDrafts(NamedTuple):
     def lined_up(self, query: DraftQuery) -> tuple[DraftBatch, DraftPaths | None] | None:
         """What was drafted for these requests; None if it was for none at its present position. Waits for it."""
         batch, paths = self.wait()
-        places = _places(self.query.responses, self.query.positions, query)
+        places = _places(self.query.responses, self.query.positions, query.responses, query.positions)
         if places is not None and not places[1].any():
             return None
-        return _lined_up(batch, paths, places, query)
+        return _lined_up(batch, paths, places, query.max_tokens)
 
 
 @dataclass(slots=True)
@@ -182,6 +188,11 @@ class FastLoop:
         self._steering = ModelSteering()
         self._arrived: ModelDrafts | None = None
         self._early: _EarlyDrafts | None = None
+        self.overlaps = False
+        """Whether steps do: model drafts are left on the device then (left_drafts.py)."""
+        self._left = LeftDrafts()
+        self._limits: tuple[float, Float32Array] = 0.0, NO_COSTS  # of the last order
+        self._late_s = 0.0  # what model drafts took of the present step's time
         self._place = 0  # in the settings, of the model drafter inside the engine
         self._pending: tuple[StepObservation, float] | None = None
         self._draft_s = 0.0  # what the model drafts of the present step took
@@ -412,6 +423,7 @@ class FastLoop:
         is_other = place is not None and place != self._place
         self._place = self._place if place is None else place
         self._recent.forget_drafts()
+        self._left.forget()
         self.model = Learned(_model_prior(self._settings), self._settings.sharpness)
         self.watch.renew(None if place is None else self._settings.model_drafters[place])
         self._steering.renew(is_other=is_other)
@@ -469,6 +481,7 @@ class FastLoop:
             self._settings.budget.policy == "marginal"
             and self.pause.holds(num_requests)
             and self._arrived is None
+            and not (self.overlaps and self.watch.is_used)
             and not self._leads
             and not self._is_helped
         ):
@@ -484,6 +497,7 @@ class FastLoop:
         weight: Float64Array | None = None,
         left: Int64Array | None = None,
         ahead: Int32Array | None = None,
+        num_left: Int32Array | None = None,
     ) -> Proposal:
         """Draft for every request of `query` and let the budget cut.
 
@@ -496,12 +510,13 @@ class FastLoop:
             left: tokens to each request's limit; None: not known. [num_requests]
             ahead: first tokens of each request's draft that a step under way decides: they are drafted to get behind
                 them, and the budget counts from there. None: no step is under way. [num_requests] int32
+            num_left: tokens of the model drafter's that the device will have behind those. [num_requests] int32
         """
         self._flush()
         num_context_tokens = int(query.positions.sum())
         self._begin(query.responses)
         self._batch_size = len(query.groups)
-        has_model_drafts = self._arrived is not None
+        has_model_drafts = self._arrived is not None or num_left is not None
         self._now = self.budget.at_context(num_context_tokens, has_model_drafts)
         if self.watch.is_used:
             self._steering.outlook.steps_left = self._steps_of(left)
@@ -515,6 +530,11 @@ class FastLoop:
         path = _behind(batch.path_probability, ahead)
         if branches is not None:
             path = np.minimum(path + _any_behind(branches, ahead), np.float32(1.0))
+        takes_free = None
+        if num_left is not None and ahead is not None:
+            num_left = np.minimum(num_left, np.maximum(query.max_tokens - ahead, 0)).astype(np.int32)
+            mixture = self._left.mix(path, _goes_on(batch, branches, ahead), num_left)
+            path, takes_free = mixture.path, mixture.takes_free
         snapshot = self._snapshot(path, num_other_tokens, weight)
         lengths = budget.decide(snapshot, self._now, self._settings.budget)
         self._expected = budget.expected_accepted(snapshot, lengths)
@@ -525,7 +545,7 @@ class FastLoop:
         if judged and free is not None:
             cells = free.cells  # behind a draft there may be any number
             acceptance = self.free.alone.take(cells, mode="clip")
-            free_path = replace(free, acceptance=acceptance).path_probability
+            free_path = _behind(replace(free, acceptance=acceptance).path_probability, ahead)
         self._log.write_budget(
             num_context_tokens,
             has_model_drafts,
@@ -551,7 +571,15 @@ class FastLoop:
         if alternatives is not None:
             self._expected += alternatives.expected_accepted * self._paths.worth
         return Proposal(
-            batch, lengths, (free, model), alternatives, query.responses, self._expected, branches
+            batch,
+            lengths,
+            (free, model),
+            alternatives,
+            query.responses,
+            self._expected,
+            num_left,
+            takes_free,
+            branches,
         )
 
     def _steps_of(self, num_tokens: NDArray[np.integer] | int | None) -> float:
@@ -692,8 +720,8 @@ class FastLoop:
         if arrived is None:
             return None, None
         self._draft_s = arrived.total_s
-        places = _places(arrived.responses, arrived.positions, query)
-        return _lined_up(arrived.batch, arrived.paths, places, query)
+        places = _places(arrived.responses, arrived.positions, query.responses, query.positions)
+        return _lined_up(arrived.batch, arrived.paths, places, query.max_tokens)
 
     def receive(self, drafts: ModelDrafts) -> None:
         """Take the model drafter's work; its time is taken out of the step's, so that T(n) is the target's alone."""
@@ -706,6 +734,43 @@ class FastLoop:
         if self._pending is not None:
             step, expected = self._pending
             self._pending = replace(step, step_s=max(step.step_s - drafts.total_s, 1e-6)), expected
+
+    def receive_left(
+        self,
+        drafts: ModelDrafts,
+        responses: Int64Array,
+        positions: Int64Array,
+        decided: Int32Array,
+        num_accepted: int,
+    ) -> None:
+        """Learn from model drafts that the device had before the step that is over, verified or not.
+
+        Args:
+            drafts: what they were.
+            responses, positions: those of the step, and from where on it has decided. [num_requests]
+            decided: its tokens, -1 behind them. [num_requests, most]
+            num_accepted: tokens of the drafts that the step has accepted.
+        """
+        width = np.full(len(responses), drafts.batch.tokens.shape[1], np.int32)
+        places = _places(drafts.responses, drafts.positions, responses, positions)
+        batch, _ = _lined_up(drafts.batch, None, places, width)
+        num_decided = (decided >= 0).sum(axis=1, dtype=np.int32)
+        seen = np.minimum(batch.num_tokens, num_decided)
+        right = leading_matches(batch.tokens, seen, decided)
+        outcomes = count_outcomes(batch.cells, seen, right, self.model.num_cells)
+        self._recent.note_drafts(outcomes)
+        self.watch.observe(batch, decided[:, 0])
+        self.model.learn(outcomes)
+        self._left.learn(seen, right)
+        path, (floor, costs) = drafts.batch.path_probability, self._limits
+        self._left.depth = choose_depth(path, floor, costs, self._settings.max_draft_tokens)
+        self._begin(drafts.responses)
+        self._log.write_growth(drafts.growth, len(drafts.responses), 0.0, self._steering.outlook)
+        self._steering.receive(drafts.growth, len(drafts.responses), 0.0)
+        self._late_s = drafts.total_s
+        if num_accepted:
+            self._accepted = NO_TOKENS.copy()
+            self._accepted[Source.MODEL - self._place] = num_accepted
 
     def order(self) -> DraftOrder | None:
         """What the model drafter shall do after the coming step; None without one, and while it rests.
@@ -736,6 +801,10 @@ class FastLoop:
         else:
             limits = self._steering.limits(batch, self._num_drafted, step_time, self._settings.draft_floor)
             self._log.write_drafter(limits, batch, outlook, self.watch.is_alive)
+        if self.overlaps:
+            self._limits = limits[:2]
+            depth = min(self._left.depth, longest)
+            return DraftOrder(depth, self.model.beta, self.model.calibration, *limits[:2], is_exact=True)
         most = self._settings.num_paths if self._has_room else 1
         num_paths = most_paths(self._now, self._settings.budget, batch, most)
         rivals = self.model.rivals * np.float32(self._paths.worth) if num_paths > 1 else None
@@ -823,12 +892,13 @@ class FastLoop:
                 num_adopted_tokens=int(self._accepted[Source.LEAD]),
             )
             self._accepted = NO_TOKENS
-        draft_s, self._draft_s = self._draft_s + wait_s, 0.0
+        draft_s, self._draft_s = self._draft_s + self._late_s + wait_s, 0.0
+        late_s, self._late_s = self._late_s, 0.0
         if not is_typical:
             return step
         alone = step
         if draft_s:
-            alone = replace(step, step_s=max(step.step_s - wait_s, 1e-6), draft_s=draft_s)
+            alone = replace(step, step_s=max(step.step_s - late_s - wait_s, 1e-6), draft_s=draft_s)
         self._pending = alone, self._expected if step.num_draft_tokens else 0.0
         return step
 
@@ -888,32 +958,32 @@ class FastLoop:
 
 
 def _places(
-    responses: Int64Array, positions: Int64Array, query: DraftQuery
+    responses: Int64Array, positions: Int64Array, wanted: Int64Array, wanted_positions: Int64Array
 ) -> tuple[Int64Array, NDArray[np.bool_]] | None:
-    """Where the drafts for these responses at these positions are, of which the query asks for some: (row of each of
-    the query's requests, whether it is drafts for its present position). None: just those, in order.
+    """Where those of the wanted responses are among drafts for these responses at these positions: (row of each that is
+    wanted, whether its drafts are for the wanted position). None: just the wanted ones, in order.
     """
-    if np.array_equal(responses, query.responses) and np.array_equal(positions, query.positions):
+    if np.array_equal(responses, wanted) and np.array_equal(positions, wanted_positions):
         return None
     order = np.argsort(responses, kind="stable")
-    found = np.searchsorted(responses[order], query.responses)
+    found = np.searchsorted(responses[order], wanted)
     row = order[np.minimum(found, len(order) - 1)]
-    return row, (responses[row] == query.responses) & (positions[row] == query.positions)
+    return row, (responses[row] == wanted) & (positions[row] == wanted_positions)
 
 
 def _lined_up(
     batch: DraftBatch,
     paths: DraftPaths | None,
     places: tuple[Int64Array, NDArray[np.bool_]] | None,
-    query: DraftQuery,
+    max_tokens: Int32Array,
 ) -> tuple[DraftBatch, DraftPaths | None]:
-    """The drafts of `_places`, none where they do not fit, and no longer than the query allows."""
+    """The drafts of `_places`, none where they do not fit, and of at most so many tokens. max_tokens: [num_wanted]"""
     if places is None:  # most often nobody has come or gone
         if paths is not None:
-            paths = replace(paths, num_tokens=np.minimum(paths.num_tokens, query.max_tokens[:, None]))
-        return replace(batch, num_tokens=np.minimum(batch.num_tokens, query.max_tokens)), paths
+            paths = replace(paths, num_tokens=np.minimum(paths.num_tokens, max_tokens[:, None]))
+        return replace(batch, num_tokens=np.minimum(batch.num_tokens, max_tokens)), paths
     row, fits = places
-    most = np.where(fits, query.max_tokens, 0).astype(np.int32)
+    most = np.where(fits, max_tokens, 0).astype(np.int32)
     lengths = np.minimum(batch.num_tokens[row], most)
     probes = np.where(fits[:, None], batch.probes[row], -1)
     columns = batch.tokens[row], lengths, batch.acceptance[row], batch.cells[row], probes
@@ -986,6 +1056,15 @@ def leading_matches(tokens: Int32Array, lengths: Int32Array, decided: Int32Array
 def _behind(path_probability: Float32Array, ahead: Int32Array | None) -> Float32Array:
     """Path probabilities from behind the first `ahead` tokens of each draft on, 0 beyond them. [num_drafts, any]"""
     return path_probability if ahead is None else _step.behind(path_probability, ahead)
+
+
+def _goes_on(batch: DraftChains, branches: DraftPaths | None, ahead: Int32Array) -> Float32Array:
+    """Probability that one of a request's drafts is right in its first `ahead` tokens. [num_requests]"""
+    before = np.maximum(ahead - 1, 0).astype(np.int32)
+    right = _step.behind(batch.path_probability, before)[:, 0]
+    if branches is not None:
+        right = np.minimum(right + _any_behind(branches, before)[:, 0], np.float32(1.0))
+    return np.where(ahead > 0, right, np.float32(1.0))
 
 
 def _any_behind(branches: DraftPaths, ahead: Int32Array | None) -> Float32Array:

@@ -10,6 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from paceline.engine.compat import DraftTokenIds, ModelRunnerOutput, SchedulerOutput
 from paceline.engine.multipath.layout import PathPlan
 from paceline.engine.state_collector import StateCollector
@@ -47,7 +50,7 @@ class Runner(Protocol):
 @dataclass(frozen=True, slots=True)
 class AheadDrafts:
     """Drafts made while the step before was under way: where a request's tokens of that step are the first ones of a
-    path, the rest of that is verified, else nothing. Which, the device finds out.
+    path, the rest of that is verified, else nothing, or what the model drafter has made. Which, the device finds out.
     """
 
     names: list[str]
@@ -55,6 +58,7 @@ class AheadDrafts:
     starts: Int64Array  # [num_requests] tokens of each that the draft was made behind
     tokens: Int32Array  # [num_requests, num_paths, most]
     num_tokens: Int32Array  # [num_requests, num_paths]
+    keeps: NDArray[np.bool_]  # [num_requests] whether else the model drafter's, which are there, are verified
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +72,8 @@ class StepOrder:
     stained: tuple[Sequence[int], ...] = ()
     """KV blocks of requests whose last step gave NaN, to be cleared before somebody else has them."""
     ahead: AheadDrafts | None = None
-    """V2, with async scheduling: what `scheduled_spec_decode_tokens` counts."""
+    """V2, with async scheduling: what `scheduled_spec_decode_tokens` counts, but for what the model drafter has left on
+    the device."""
 
 
 @dataclass
@@ -87,6 +92,17 @@ def order_of(output: SchedulerOutput) -> StepOrder:
     """The order that came with the message; an empty one for a step that Paceline's scheduler did not make."""
     order: StepOrder = getattr(output, "paceline_order", None) or StepOrder()
     return order
+
+
+def report_drafts(output: ModelRunnerOutput, drafts: ModelDrafts | None) -> None:
+    """Send along what the model drafter made after the step before, where steps overlap."""
+    output.paceline_drafts = drafts
+
+
+def drafts_of(output: ModelRunnerOutput) -> ModelDrafts | None:
+    """What the model drafter made after the step before; None for nothing."""
+    drafts: ModelDrafts | None = getattr(output, "paceline_drafts", None)
+    return drafts
 
 
 def report_undrawable(output: ModelRunnerOutput, causes: dict[str, str]) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from vllm.triton_utils import tl, triton
 from vllm.utils.torch_utils import async_tensor_h2d
 
@@ -18,13 +19,15 @@ from paceline.types import Int32Array
 
 NOTHING = 0
 """Stands where a draft does not go on. Any token may: it is accepted if it is the one that the target draws."""
-NUM_NUMBERS = 2
-"""Of a request's row in the table, before its paths: V2's row, tokens that they were made behind."""
+NUM_NUMBERS = 3
+"""Of a request's row in the table, before its paths: V2's row, tokens that they were made behind, whether what is there
+stays where none goes on."""
 
 
 def table_of(
     rows: Int32Array,
     starts: Int32Array,
+    keeps: NDArray[np.bool_],
     num_tokens: Int32Array,
     tokens: Int32Array,
     most_drafts: int,
@@ -33,7 +36,7 @@ def table_of(
     """Drafts as the kernel reads them, of one width in all steps. [num_requests, row_width(most_drafts, num_paths)]
 
     Args:
-        rows, starts: as in NUM_NUMBERS. [num_requests]
+        rows, starts, keeps: as in NUM_NUMBERS. [num_requests]
         num_tokens: of each path. [num_requests, up to num_paths]
         tokens: of at most one token that the step under way decides in any case, `most_drafts` drafts of it, and as
             many of the next. [num_requests, up to num_paths, any]
@@ -41,7 +44,7 @@ def table_of(
         num_paths: that a request can have.
     """
     table = np.zeros((len(rows), row_width(most_drafts, num_paths)), np.int32)
-    table[:, 0], table[:, 1] = rows, starts
+    table[:, 0], table[:, 1], table[:, 2] = rows, starts, keeps
     paths = table[:, NUM_NUMBERS:].reshape(len(rows), num_paths, -1)  # a view
     count = num_tokens.shape[1]
     paths[:, :count, 0] = num_tokens
@@ -59,7 +62,7 @@ def put_ahead(drafts: AheadDrafts, num_paths: int, states: Any, device: torch.de
     count, most_drafts = len(drafts.names), states.draft_tokens.shape[1]
     rows = np.fromiter(map(states.req_id_to_index.__getitem__, drafts.names), np.int32, count)
     starts = drafts.starts.astype(np.int32)
-    table = table_of(rows, starts, drafts.num_tokens, drafts.tokens, most_drafts, num_paths)
+    table = table_of(rows, starts, drafts.keeps, drafts.num_tokens, drafts.tokens, most_drafts, num_paths)
     _continue(async_tensor_h2d(table, device=device), num_paths, states)
 
 
@@ -77,7 +80,8 @@ def _continue(table: torch.Tensor, num_paths: int, states: Any) -> None:
 def continue_drafts(
     target: torch.Tensor, table: torch.Tensor, known: torch.Tensor, lengths: torch.Tensor, num_paths: int
 ) -> None:
-    """Write to a request's row what the first of its paths that goes on goes on with; NOTHING where none does.
+    """Write to a request's row what the first of its paths that goes on goes on with; NOTHING where none does, unless
+    what is there is kept.
 
     Args:
         target: draft tokens of each row. [max_requests, most_drafts] int64
@@ -119,6 +123,7 @@ def _continue_kernel(  # type: ignore[no-untyped-def]
     request_ptr = table_ptr + tl.program_id(0) * (NUM_NUMBERS + NUM_PATHS * PATH_WIDTH)
     row = tl.load(request_ptr).to(tl.int64)
     start = tl.load(request_ptr + 1)
+    is_written = tl.load(request_ptr + 2) == 0
     num_decided = tl.load(lengths_ptr + row) - start
     offset = tl.arange(0, BLOCK_SIZE)
     place = num_decided + offset
@@ -135,4 +140,5 @@ def _continue_kernel(  # type: ignore[no-untyped-def]
         end = tl.where(is_next, num_tokens, 0)
         rest = tl.where(is_next, tl.load(path_ptr + 1 + place, mask=place < end, other=NOTHING), rest)
         goes_on = goes_on | is_next
-    tl.store(target_ptr + row * target_stride + offset, rest.to(tl.int64), mask=offset < MOST_DRAFTS)
+    is_place = (offset < MOST_DRAFTS) & (goes_on | is_written)
+    tl.store(target_ptr + row * target_stride + offset, rest.to(tl.int64), mask=is_place)

@@ -13,7 +13,8 @@ import torch
 from vllm.v1.worker.gpu.async_utils import AsyncOutput, async_copy_to_np
 
 from paceline.engine.compat import ModelRunnerOutput
-from paceline.engine.runner import report_undrawable, report_withdrawn
+from paceline.engine.runner import report_drafts, report_undrawable, report_withdrawn
+from paceline.engine.v2.speculator import LateDrafts
 
 NO_TOKEN = (
     "the model gave NaN for its next token, or its sampling options leave no token to draw; check the weights and the "
@@ -41,9 +42,9 @@ class Missing:
 class CheckedOutput(AsyncOutput):  # type: ignore[misc]
     """vLLM's message, on its way to the host, with the requests whose last token is none."""
 
-    def check(self, missing: Missing, drafted: Collection[str]) -> None:
-        """Finish the change of class. drafted: requests whose drafts were verified, by id."""
-        self._missing, self._drafted = missing, drafted
+    def check(self, missing: Missing, drafted: Collection[str], late: LateDrafts | None) -> None:
+        """Finish the change of class. Arguments as of the function `check`."""
+        self._missing, self._drafted, self._late = missing, drafted, late
 
     def get_output(self) -> ModelRunnerOutput:
         """vLLM's own, in which such a request has no token.
@@ -52,6 +53,8 @@ class CheckedOutput(AsyncOutput):  # type: ignore[misc]
         NaN is NaN. Its step is withdrawn, and it computes its next token without drafts.
         """
         output: Any = super().get_output()
+        if self._late is not None:
+            report_drafts(output, self._late.read())
         rows = [row for row in self._missing.rows() if output.sampled_token_ids[row]]
         if rows:  # a prompt that is not finished needs no token
             names = [output.req_ids[row] for row in rows]
@@ -68,8 +71,11 @@ def has_arrived(output: Any) -> bool:
     return query is None or bool(query())
 
 
-def check(output: Any, missing: Missing, drafted: Collection[str]) -> Any:
-    """Make vLLM's message one that is checked."""
+def check(output: Any, missing: Missing, drafted: Collection[str], late: LateDrafts | None = None) -> Any:
+    """Make vLLM's message one that is checked.
+
+    drafted: requests whose drafts were verified, by id. late: the model drafter's, made before the step.
+    """
     output.__class__ = CheckedOutput
-    output.check(missing, drafted)
+    output.check(missing, drafted, late)
     return output

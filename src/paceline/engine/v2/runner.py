@@ -27,7 +27,7 @@ from paceline.engine.v2.graphs import graphs_for_ragged_steps
 from paceline.engine.v2.hidden_states import DeviceCollector
 from paceline.engine.v2.outputs import Missing, check, has_arrived
 from paceline.engine.v2.sampler import CheckedSampler, ExactVerifier
-from paceline.engine.v2.speculator import NoSpeculator, couple
+from paceline.engine.v2.speculator import LateDrafts, NoSpeculator, couple
 from paceline.errors import UnsupportedError
 from paceline.types import Int64Array
 
@@ -49,12 +49,13 @@ class KeyedRunnerV2:
     missing: Missing  # of the present step
     collector: DeviceCollector | None
     step: Any  # vLLM's ExecuteModelState of the present step
+    late: LateDrafts | None  # made after the step before, where steps overlap
 
     def adopt(self: Any) -> None:
         """Finish the change of class: say where drafts come from."""
         self.responses = np.zeros(self.max_num_reqs, np.int64)
         self.num_paths = read_settings(self.vllm_config).num_paths
-        self.collector = self.step = None
+        self.collector = self.step = self.late = None
         self.nan_blocks = NanBlocks([], 1, [])  # a GPU's memory is profiled before there is a KV cache
         if isinstance(self.speculator, DraftModelSpeculator):
             self.speculator = couple(self.speculator, self.req_states)
@@ -140,9 +141,12 @@ class KeyedRunnerV2:
         output = super().sample_tokens(*args, **kwargs)  # type: ignore[misc]
         self.step = None
         if isinstance(output, AsyncOutput):
-            if not has_arrived(output):
-                self.speculator.forgive_launch()
-            return check(output, self.missing, self.drafted)
+            if not self.scheduler_config.async_scheduling:
+                if not has_arrived(output):
+                    self.speculator.forgive_launch()
+                return check(output, self.missing, self.drafted)
+            late, self.late = self.late, self.speculator.hand_over(self)
+            return check(output, self.missing, self.drafted, late)
         return output
 
     def prepare_inputs(
@@ -153,7 +157,7 @@ class KeyedRunnerV2:
         """
         if (ahead := order_of(scheduler_output).ahead) is not None:
             put_ahead(ahead, self.num_paths, self.req_states, self.device)
-        else:
+        elif not self.scheduler_config.async_scheduling:
             self.put_drafts(scheduler_output.scheduled_spec_decode_tokens)
         made = super().prepare_inputs(scheduler_output, batch, graph, *args, **kwargs)  # type: ignore[misc]
         if graph.max_query_len is not None:

@@ -71,6 +71,9 @@ class NoSpeculator(BaseSpeculator):  # type: ignore[misc]
     def take(self, runner: Any) -> None:
         """There never are fresh drafts."""
 
+    def hand_over(self, runner: Any) -> None:
+        """There never are fresh drafts."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Made:
@@ -85,9 +88,35 @@ class _Made:
     evidence: (
         Float32Array  # [2, depth, num_requests] log q of the token; its lead over the rival, without noise
     )
+    began: Any
+    """When the device began with them; None where it keeps no time."""
     copied: Any
     launch_s: float
     """Of the step's time; 0 where the target was still at work when the drafts had been launched."""
+
+
+@dataclass(frozen=True, slots=True)
+class LateDrafts:
+    """Drafts of a step that the next one overlaps, with what has to be known of the requests when they are made."""
+
+    made: _Made
+    responses: Int64Array  # [num_requests]
+    keys: UInt64Array  # [num_requests]
+    temperatures: Float32Array  # [num_requests]
+
+    def read(self) -> ModelDrafts:
+        """What was drafted, and what it took the device. To be called when it is long done."""
+        made = self.made
+        made.copied.synchronize()
+        count, depth = made.tokens.shape
+        seconds = made.launch_s if made.began is None else made.began.elapsed_time(made.copied) / 1e3
+        return ModelDrafts(
+            self.responses,
+            made.positions.astype(np.int64),
+            _judge(made, self.keys, self.temperatures),
+            DraftGrowth(depth, depth * count, seconds),
+            seconds,
+        )
 
 
 class CoupledSpeculator(DraftModelSpeculator):  # type: ignore[misc]
@@ -124,10 +153,12 @@ class CoupledSpeculator(DraftModelSpeculator):  # type: ignore[misc]
         Where the order is for a sample of the requests, the first level is all the same made for every one. A step
         without requests of anybody's, to measure memory or to warm up, does all that a step may have to.
         """
-        began_s = time.perf_counter()
+        began_s, began = time.perf_counter(), self._note_time()
         order: DraftOrder | None = self.order
         self._rehearses = bool(kwargs.get("dummy_run"))
-        depth = 1 if order is None else min(self._depth, order.depth)
+        depth = 1
+        if order is not None:
+            depth = order.depth if order.is_exact else min(self._depth, order.depth)
         if self._rehearses:
             depth = self._longest
         self._sharpness.fill_(1.0 if order is None else order.sharpness)
@@ -137,9 +168,18 @@ class CoupledSpeculator(DraftModelSpeculator):  # type: ignore[misc]
         )
         self.num_speculative_steps = self._longest
         if order is not None and not self._rehearses:
-            made = drafts[: order.most_requests if self.drafts_for_some else None, :depth]
-            self._send(order, input_batch, made, time.perf_counter() - began_s)
+            is_part = self.drafts_for_some and not order.is_exact
+            made = drafts[: order.most_requests if is_part else None, :depth]
+            self._send(order, input_batch, made, began, time.perf_counter() - began_s)
         return drafts
+
+    def _note_time(self) -> Any:
+        """An event that the device notes the time of; None where it cannot."""
+        if self.device.type != "cuda":
+            return None
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
 
     def sample_draft(
         self,
@@ -179,13 +219,15 @@ class CoupledSpeculator(DraftModelSpeculator):  # type: ignore[misc]
         self._evidence[:, :, :count].index_copy_(1, step, evidence[:, None])
         return tokens
 
-    def _send(self, order: DraftOrder, input_batch: Any, drafts: torch.Tensor, launch_s: float) -> None:
+    def _send(
+        self, order: DraftOrder, input_batch: Any, drafts: torch.Tensor, began: Any, launch_s: float
+    ) -> None:
         """Start copying the drafts, those of the first requests, to the host."""
         count, depth = drafts.shape
         positions = async_copy_to_np(self._lengths.gpu[input_batch.idx_mapping[:count]])
         arrays = (drafts, self._rivals[:depth, :count], self._evidence[:, :depth, :count])
         tokens, rivals, evidence = map(async_copy_to_np, arrays)
-        copied = torch.cuda.Event(blocking=True)
+        copied = torch.cuda.Event(enable_timing=True, blocking=True)
         copied.record()
         self._made = _Made(
             order,
@@ -195,6 +237,7 @@ class CoupledSpeculator(DraftModelSpeculator):  # type: ignore[misc]
             tokens,
             rivals,
             evidence,
+            began,
             copied,
             launch_s,
         )
@@ -225,6 +268,20 @@ class CoupledSpeculator(DraftModelSpeculator):  # type: ignore[misc]
             made.launch_s,
         )
         return FreshDrafts(made.names, [[] for _ in made.names], drafts)
+
+    def hand_over(self, runner: Any) -> LateDrafts | None:
+        """The drafts that have just been launched, once, for whoever reads them later. Waits for nothing."""
+        made: _Made | None = self._made
+        self._made = None
+        if made is None:
+            return None
+        states = runner.sampler.sampling_states
+        return LateDrafts(
+            made,
+            runner.responses[made.rows],
+            states.seeds.np[made.rows].view(np.uint64),
+            states.temperature.np[made.rows],
+        )
 
     def reload(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Take over new weights, by the checkpoint's names, all of them, tied copies optional. Keys and values of the
@@ -262,7 +319,7 @@ class CoupledModel(CoupledSpeculator):
         self, input_batch: Any, num_rejected: torch.Tensor, num_reqs: int, *args: Any, **kwargs: Any
     ) -> None:
         """vLLM's own levels behind the first, for the requests that the order is for."""
-        if self.order is not None and self.order.most_requests is not None:
+        if self.order is not None and self.order.most_requests is not None and not self.order.is_exact:
             num_reqs = min(num_reqs, self.order.most_requests)
             input_batch = replace(input_batch, idx_mapping=input_batch.idx_mapping[:num_reqs])
         super()._multi_step_decode(input_batch, num_rejected, num_reqs, *args, **kwargs)
