@@ -7,7 +7,7 @@ step reads as much memory as one of a model of that size; its vocabulary stays s
 **Rivals** are what vLLM 0.32 has on V2 without a trained head: its draft model (the same small model as ours) with
 several numbers of tokens, its proposals greedy or drawn, and n-grams on the GPU. Plain vLLM and its speculators
 schedule asynchronously, as they do by default; of Paceline's engines `paceline_overlapped` does, with suffix trees
-alone.
+alone, and `paceline_overlapped_model` with the draft model too.
 
 `ratio` is plain vLLM's time over that of the system for as many tokens in each response: after every rollout plain vLLM
 generates responses of the same lengths, and is timed. Rivals have other random numbers and so other responses, Paceline
@@ -39,7 +39,7 @@ from paceline.config import EngineSettings
 SIZES = {"hidden": 4096, "intermediate": 11_008, "layers": 12, "heads": 64, "kv_heads": 32}
 CASES = {"8x16": (8, 16, 1), "4x8": (4, 8, 1), "2x4": (2, 4, 2), "1x1": (1, 1, 6)}
 """(prompts, samples, rollouts in a repetition)."""
-OURS = ("paceline_suffix", "paceline_overlapped", "paceline")
+OURS = ("paceline_suffix", "paceline_overlapped", "paceline", "paceline_overlapped_model")
 OFF = {"paceline_suffix": "paceline_off", "paceline_overlapped": "overlapped_off"}
 """What a system is called without drafts."""
 MAX_BRANCHES = 48
@@ -87,9 +87,10 @@ def make_system(
     if system.rival is not None:
         extra["speculative_config"] = speculation(system.rival, drafter)
     elif system.name != "plain":
-        overlaps = system.name == "paceline_overlapped"
+        overlaps = system.name.startswith("paceline_overlapped")
+        has_model = system.name in ("paceline", "paceline_overlapped_model")
         settings = EngineSettings(
-            model_drafter=drafter if system.name == "paceline" else None,
+            model_drafter=drafter if has_model else None,
             compiled=True,
             num_paths=4 if overlaps else 1,
             max_alternatives=MAX_BRANCHES,
