@@ -193,6 +193,8 @@ class StepObservation:
     """Requests that the engine has taken but not begun, or preempted."""
     num_context_tokens: int = 0
     """Tokens that attention reads: of the decoding requests so far, and once more for each alternative."""
+    is_typical: bool = True
+    """Whether the time is that of such a step: T(n) is learned from it."""
     num_model_tokens: int = 0
     """Accepted draft tokens for which a model drafter's estimate stood."""
     further_tokens: tuple[int, ...] = ()

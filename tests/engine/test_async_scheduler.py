@@ -13,7 +13,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from paceline.engine.async_scheduler import OverlappingScheduler, _Step
+from paceline.engine.async_scheduler import MOST_UNTYPICAL, OverlappingScheduler, _Step, _stop_ids_of
 from paceline.types import StepObservation
 
 STEP = StepObservation(2, 0, 0, 0, 0.0)
@@ -45,24 +45,35 @@ def sent(*numbers: int) -> Any:
 def test_a_step_whose_time_is_not_its_own_is_reported_and_not_learned_from(
     own: Any, following: list[Any], away_s: float, is_typical: bool
 ) -> None:
-    seen: list[bool] = []
-
-    def observe(step: StepObservation, *, is_typical: bool) -> StepObservation:
-        seen.append(is_typical)
-        return step
-
     made = scheduler(
         _step=own,
         _steps=deque(following),
         _away_s=away_s,
         _started_s=time.perf_counter() - 1.0,
+        _num_untypical=0,
         kv_pool=None,
-        loop=SimpleNamespace(observe=observe),
+        loop=SimpleNamespace(observe=lambda step: step),
         observations=deque(),
     )
     made._time(STEP)
-    assert seen == [is_typical]
+    assert made.observations[0].is_typical == is_typical
     assert made.observations[0].step_s >= 1.0
+
+
+def test_where_every_other_step_drafts_times_are_learned_after_all() -> None:
+    made = scheduler(
+        _step=sent(0),
+        _steps=deque([sent(1)]),
+        _away_s=0.0,
+        _num_untypical=0,
+        kv_pool=None,
+        loop=SimpleNamespace(observe=lambda step: step),
+        observations=deque(),
+    )
+    for _ in range(MOST_UNTYPICAL + 2):
+        made._started_s = time.perf_counter() - 1.0
+        made._time(STEP)
+    assert [step.is_typical for step in made.observations] == [False] * MOST_UNTYPICAL + [True] * 2
 
 
 def proposal(**attributes: Any) -> Any:
@@ -100,8 +111,11 @@ def test_whose_drafts_are_verified_is_known_when_the_step_before_is_over(
     assert step.behind([[7], [8, 9], []]) == [[5, 6, 7], [5, 6, 8, 9], [5, 6]]
 
 
-def request(eos: int | None, *stops: int) -> Any:
-    return SimpleNamespace(sampling_params=SimpleNamespace(eos_token_id=eos, stop_token_ids=list(stops)))
+def request(eos: int | None, *stops: int, repetition_detection: Any = None) -> Any:
+    params = SimpleNamespace(
+        eos_token_id=eos, stop_token_ids=list(stops), repetition_detection=repetition_detection
+    )
+    return SimpleNamespace(sampling_params=params)
 
 
 @pytest.mark.parametrize(
@@ -119,11 +133,32 @@ def test_tokens_are_cut_as_vllm_will_cut_them(
     rows: list[list[int]], ends: list[int], expected: list[list[int]]
 ) -> None:
     requests = [request(2, 9), request(2)]
-    made = scheduler(_stop_ids=None, _ends=np.array(ends))
+    made = scheduler(_ends=np.array(ends))
     assert made._cut(requests, np.array([10, 10]), rows) == expected
-    assert made._stops(requests).tolist() == [2, 9]
 
 
-def test_without_stop_tokens_none_is_one() -> None:
-    made = scheduler(_stop_ids=None)
-    assert made._stops([request(None), request(None)]).tolist() == []
+def test_what_responses_may_end_at() -> None:
+    found = _stop_ids_of([request(2, 9), request(2), request(None)])
+    assert found is not None
+    assert found.tolist() == [2, 9]
+    found = _stop_ids_of([request(None)])
+    assert found is not None
+    assert found.tolist() == []
+    assert _stop_ids_of([request(2), request(2, repetition_detection=object())]) is None
+
+
+def test_who_left_is_forgotten_with_the_last_step_that_computed_them() -> None:
+    """Also where they are in the next steps again: preempted and resumed."""
+    steps = [SimpleNamespace(scheduled=SimpleNamespace(num_scheduled_tokens={"a": 1})) for _ in range(3)]
+    made = scheduler(
+        _steps=deque(steps[:2]), _left={}, requests={}, _blocks_of=lambda name: ([7],), _stained=[]
+    )
+    made._remember(SimpleNamespace(request_id="a"))
+    output = SimpleNamespace()
+    for number in range(2):
+        made._steps.popleft()
+        made._steps.append(steps[2])
+        assert made._left
+        made._drop_stale(SimpleNamespace(num_scheduled_tokens={"a": 1}), output)
+        assert made._uncounted == {"a"}
+        assert bool(made._left) == (number == 0)

@@ -86,7 +86,9 @@ def grown(loop: FastLoop, responses: list[int], tokens: list[int], wanted: Draft
         np.arange(count + 1, dtype=np.int32) * len(tokens),
         np.array(tokens * count, np.int32),
     )
-    is_told = loop.draft_early(*arrays, wanted)
+    is_told = loop.drafts_early
+    if is_told:
+        loop.draft_early(*arrays, wanted)
     loop.grow(*arrays, drafter_knows=is_told)
     return is_told
 
@@ -149,6 +151,15 @@ def test_branches_that_were_drafted_early_are_those_of_the_step() -> None:
     assert found[0].num_tokens.tolist() == found[1].num_tokens.tolist()
     inside = np.arange(found[0].tokens.shape[2]) < found[0].num_tokens[..., None]
     assert found[0].tokens[inside].tolist() == found[1].tokens[inside].tolist()
+    shrunk = replace(query(1, position=11), groups=np.zeros(1, np.int64), max_tokens=np.full(1, 3, np.int32))
+    settings = EngineSettings(budget=FIXED, draft_floor=0.0, num_paths=3, max_alternatives=2)
+    narrow = FastLoop(settings)  # branches for one request alone
+    for response, text in enumerate(texts):
+        narrow.open(0, response, [1, 2, 3], [])
+        narrow.append([(0, response, [*text, 5])])
+    assert narrow.propose(query(position=9), 0, ahead=ahead).lengths.any()
+    assert grown(narrow, [0, 1, 2], [6, 7], query(position=11, room=9))
+    assert narrow.propose(shrunk, 0, ahead=ahead[:1]).branches is not None
     wide = replace(query(9, position=9), groups=np.zeros(9, np.int64))
     assert late.propose(wide, 0, ahead=np.full(9, 2, np.int32)).branches is None, "more than max_alternatives"
 
@@ -239,13 +250,32 @@ def test_all_are_drafted_for_as_deep_as_the_last_drafts_paid() -> None:
     assert depths == [1, 2, 4, 4], "at most the fixed length"
 
 
+def test_drafts_of_another_model_teach_nothing() -> None:
+    """Those under way when it was exchanged."""
+    loop = overlapping_loop()
+    loop.renew_model()
+    decided = table_of([[7, 8]] * 3)
+    for expected in (0, 0, 3):
+        loop.receive_left(left_batch([[7, 8]] * 3, 10), np.arange(3), np.full(3, 10), decided, 0)
+        assert loop.drafter_score().tried == expected
+
+
+def test_early_drafts_do_not_outlive_the_tokens_that_they_were_made_from() -> None:
+    loop, _ = drafting_loops()
+    assert grown(loop, [0, 1, 2], [8, 5], query(position=12))
+    loop.forget_tokens()
+    assert not loop.propose(query(position=12), 0).lengths.any()
+
+
 def test_a_step_of_untypical_time_is_told_and_not_learned_from() -> None:
     loop = FastLoop(EngineSettings(budget=FIXED, draft_floor=0.0))
     fill(loop)
     loop.propose(query(), 0)
     before = loop.policy_state.budget
-    assert loop.observe(step(3, 3, 1), is_typical=False).num_accepted_tokens == 1
-    assert loop.policy_state.budget == before
+    assert loop.observe(replace(step(3, 3, 1), is_typical=False)).num_accepted_tokens == 1
+    after = loop.policy_state.budget
+    assert after.decode_time == before.decode_time
+    assert (after.num_steps, after.accepted_tokens) == (before.num_steps + 1, 1.0), "what it accepted is"
     loop.observe(step(3, 3, 1))
     assert loop.policy_state.budget.decode_time.num_observations == 1
 

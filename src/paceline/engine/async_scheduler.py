@@ -48,6 +48,10 @@ AWAY_SHARE = 0.25
 """Of the time between two steps' ends, spent outside the engine, up to which it is taken for the later step's."""
 
 
+MOST_UNTYPICAL = 8
+"""Steps in a row of whose time nothing is learned because only one of two has drafts."""
+
+
 @dataclass(slots=True)
 class _Step:
     """A step that has been scheduled and whose tokens have not come."""
@@ -125,7 +129,9 @@ class OverlappingScheduler(PacelineScheduler, AsyncScheduler):  # type: ignore[m
         self.loop.overlaps = True
         self._steps: deque[_Step] = deque()
         self._names: list[str] = []  # of `_ready`
-        self._stop_ids: Int32Array | None = None  # at which one of `_ready` may end; None: not looked up
+        self._stop_ids: Int32Array | None = (
+            None  # at which one of `_ready` may end; None: that cannot be foreseen
+        )
         self._drafts: ModelDrafts | None = None  # the model's, made before the step whose tokens have come
         self._is_same = False  # whether the step whose tokens have come was one of `_ready`
         self._ahead = np.empty(0, np.int32)  # [len(_queried)] tokens of each that are being decided, at most
@@ -137,7 +143,9 @@ class OverlappingScheduler(PacelineScheduler, AsyncScheduler):  # type: ignore[m
             0,
         )  # whom the model drafts for behind the last step, how far
         self._uncounted: set[str] = set()  # requests of which the present step's tokens do not count
-        self._left: dict[str, tuple[list[int], ...]] = {}  # KV blocks of who left while a step computes them
+        # KV blocks of who left while a step computes them, and the last such step
+        self._left: dict[str, tuple[tuple[list[int], ...], _Step]] = {}
+        self._num_untypical = 0  # steps in a row of whose time nothing was learned
 
     # -- a step is made
 
@@ -190,7 +198,7 @@ class OverlappingScheduler(PacelineScheduler, AsyncScheduler):  # type: ignore[m
         ready, others = super()._divide()
         self._ahead = np.array([request.num_output_placeholders for request in ready], np.int32)
         if ready is not known:
-            self._names, self._stop_ids = self._queried, None
+            self._names, self._stop_ids = self._queried, _stop_ids_of(ready)
         self._likely_ahead = np.where(self._in_vain(), 1, self._ahead).astype(np.int32)
         return ready, others
 
@@ -245,7 +253,7 @@ class OverlappingScheduler(PacelineScheduler, AsyncScheduler):  # type: ignore[m
 
     def _remember(self, request: Request) -> None:
         if self._steps:
-            self._left[request.request_id] = self._blocks_of(request.request_id)
+            self._left[request.request_id] = self._blocks_of(request.request_id), self._steps[-1]
 
     # -- a step's tokens have come
 
@@ -269,11 +277,11 @@ class OverlappingScheduler(PacelineScheduler, AsyncScheduler):  # type: ignore[m
             scheduler_output, model_runner_output
         )
         if not self._is_same:
-            self._read_ready()
+            self._refresh_ready()
         self._ended_s = time.perf_counter()
         return result
 
-    def _read_ready(self) -> None:
+    def _refresh_ready(self) -> None:
         """Go on with `_ready`, some of which have grown in a step of others too."""
         if self._ready is not None and all(name in self.live for name in self._names):
             self._positions = lengths_of(self._ready)
@@ -300,11 +308,12 @@ class OverlappingScheduler(PacelineScheduler, AsyncScheduler):  # type: ignore[m
         if stale:
             undrawable, withdrawn = undrawable_of(output), withdrawn_of(output)
             for name in stale.intersection((*undrawable, *withdrawn)):
-                self._stained += self._left.get(name, ())
+                if name in self._left:
+                    self._stained += self._left[name][0]
             report_undrawable(output, {name: why for name, why in undrawable.items() if name not in stale})
             report_withdrawn(output, [name for name in withdrawn if name not in stale])
-        under_way = [step.scheduled.num_scheduled_tokens for step in self._steps]
-        for name in [name for name in self._left if not any(name in tokens for tokens in under_way)]:
+        under_way = set(map(id, self._steps))
+        for name in [name for name, (_, last) in self._left.items() if id(last) not in under_way]:
             del self._left[name]
 
     def _learn_left(self, drafts: ModelDrafts, rows: list[list[int]]) -> None:
@@ -368,27 +377,24 @@ class OverlappingScheduler(PacelineScheduler, AsyncScheduler):  # type: ignore[m
         following = self._steps[-1] if self._steps else None
         if following is None or requests is not self._ready or following.ready is not requests or self._left:
             return
-        if not self.loop.drafts_early or list(following.scheduled.num_scheduled_tokens) != following.names:
+        if not self.loop.drafts_early or self._stop_ids is None:
+            return
+        if list(following.scheduled.num_scheduled_tokens) != following.names:
             return
         made = np.fromiter(map(len, rows), np.int64, len(rows))
         if not made.all():
             return
         offsets, tokens = joined(rows, made > 0)
         positions = before + made
-        if (positions > self._ends).any() or (tokens[:, None] == self._stops(requests)).any():
+        if (positions > self._ends).any() or (tokens[:, None] == self._stop_ids).any():
             rows = self._cut(requests, before, rows)
             offsets, tokens = joined(rows, made > 0)
             positions = before + np.diff(offsets)
         ahead = 1 + following.num_sent
         likely_ahead = np.where(following.is_in_vain, 1, ahead).astype(np.int32)
         query = self._query(batch, self._longest(positions, ahead, likely_ahead), positions)
-        self._is_told = self.loop.draft_early(batch.groups, batch.numbers, offsets, tokens, query)
-
-    def _stops(self, requests: list[Request]) -> Int32Array:
-        """Tokens at which one of `_ready` may end."""
-        if self._stop_ids is None:
-            self._stop_ids = np.array(sorted(set().union(*map(_stop_ids_of, requests))), np.int32)
-        return self._stop_ids
+        self.loop.draft_early(batch.groups, batch.numbers, offsets, tokens, query)
+        self._is_told = True
 
     def _cut(self, requests: list[Request], before: Int64Array, rows: list[list[int]]) -> list[list[int]]:
         """A step's tokens as far as they belong to the responses, as vLLM will cut them."""
@@ -396,7 +402,7 @@ class OverlappingScheduler(PacelineScheduler, AsyncScheduler):  # type: ignore[m
         for request, row, length, end in zip(
             requests, rows, before.tolist(), self._ends.tolist(), strict=True
         ):
-            stops, inside = _stop_ids_of(request), row[: end - length]
+            stops, inside = _stops_of(request), row[: end - length]
             cut.append(
                 inside[: next((at for at, token in enumerate(inside, 1) if token in stops), len(inside))]
             )
@@ -404,15 +410,25 @@ class OverlappingScheduler(PacelineScheduler, AsyncScheduler):  # type: ignore[m
 
     def _time(self, step: StepObservation | None, *, is_typical: bool = True) -> None:
         """Nothing is learned of the engine's time where whoever takes the tokens was long away, nor from one of two
-        steps of which only the other has drafts: what making and launching that one took is in this one's time.
+        steps of which only the other has drafts: what making and launching that one took is in this one's time. Unless
+        that goes on, step after step.
         """
         away_s, self._away_s = self._away_s, 0.0
         is_there = away_s <= AWAY_SHARE * (time.perf_counter() - self._started_s)
-        drafted = {bool(one.num_sent.any()) for one in (self._step, *self._steps)}
-        super()._time(step, is_typical=is_typical and is_there and len(drafted) == 1)
+        differ = len({bool(one.num_sent.any()) for one in (self._step, *self._steps)}) > 1
+        self._num_untypical = self._num_untypical + 1 if differ else 0
+        is_learned = is_there and (not differ or self._num_untypical > MOST_UNTYPICAL)
+        super()._time(step, is_typical=is_typical and is_learned)
 
 
-def _stop_ids_of(request: Request) -> set[int]:
+def _stop_ids_of(requests: list[Request]) -> Int32Array | None:
+    """Tokens at which one of these may end; None where one may end for what it repeats."""
+    if any(request.sampling_params.repetition_detection is not None for request in requests):
+        return None
+    return np.array(sorted(set().union(*map(_stops_of, requests))), np.int32)
+
+
+def _stops_of(request: Request) -> set[int]:
     """Tokens at which a request ends."""
     params = request.sampling_params
     found = {params.eos_token_id, *(params.stop_token_ids or ())}

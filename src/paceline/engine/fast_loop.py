@@ -25,13 +25,13 @@ from numpy.typing import NDArray
 
 from paceline import _step
 from paceline.config import BudgetSettings, EngineSettings
-from paceline.drafting.drafter import Drafter, PathDrafter
+from paceline.drafting.drafter import Drafter, PathDrafter, ThreadedDrafter
 from paceline.drafting.learned import Learned
 from paceline.drafting.tree import DraftTrees, Source
 from paceline.drafting.worker_wire import DraftCounts
 from paceline.engine.draft_ahead import UNKNOWN_SIZES, TargetSizes, start_draft_ahead
 from paceline.engine.leads import Leads
-from paceline.engine.left_drafts import LeftDrafts
+from paceline.engine.left_drafts import KEPT, LeftDrafts
 from paceline.engine.loop_log import open_log
 from paceline.engine.model_steering import ModelSteering
 from paceline.engine.model_watch import ModelWatch
@@ -77,8 +77,8 @@ NO_RESPONSES = np.empty(0, np.int64)
 FAR_TOKENS = 8
 """Draft tokens of each request up to which the cost of a further one is told."""
 
-_KEPT = 0.98
-"""Of decayed sums, from step to step."""
+_MOST_UNDER_WAY = 2
+"""Steps whose model drafts may be on their way to the host."""
 
 FIRST_COPY = 1 << 62
 """Numbers in the drafter begin here for responses whose key is running in their group already."""
@@ -137,14 +137,14 @@ class _Recent:
     def note_step(self, step: StepObservation) -> None:
         """A measured step."""
         if step.num_requests:
-            self.num_decoded = _KEPT * self.num_decoded + step.num_requests
-            self.num_drafted = _KEPT * self.num_drafted + step.num_draft_tokens
-            self.num_accepted = _KEPT * self.num_accepted + step.num_accepted_tokens
+            self.num_decoded = KEPT * self.num_decoded + step.num_requests
+            self.num_drafted = KEPT * self.num_drafted + step.num_draft_tokens
+            self.num_accepted = KEPT * self.num_accepted + step.num_accepted_tokens
 
     def note_drafts(self, outcomes: Outcomes) -> None:
         """Of the model's drafts."""
-        self.num_right = _KEPT * self.num_right + float(outcomes.accepted.sum())
-        self.num_told = _KEPT * self.num_told + float(outcomes.verified.sum())
+        self.num_right = KEPT * self.num_right + float(outcomes.accepted.sum())
+        self.num_told = KEPT * self.num_told + float(outcomes.verified.sum())
 
     def forget_drafts(self) -> None:
         """Another model drafts."""
@@ -188,10 +188,15 @@ class FastLoop:
         self._steering = ModelSteering()
         self._arrived: ModelDrafts | None = None
         self._early: _EarlyDrafts | None = None
+        self._threaded: tuple[Drafter | None, ThreadedDrafter | None] = (
+            None,
+            None,
+        )  # looked up, and what it can
         self.overlaps = False
         """Whether steps do: model drafts are left on the device then (left_drafts.py)."""
         self._left = LeftDrafts()
         self._limits: tuple[float, Float32Array] = 0.0, NO_COSTS  # of the last order
+        self._num_stale = 0  # of the next drafts from the device, those that another model may have made
         self._late_s = 0.0  # what model drafts took of the present step's time
         self._place = 0  # in the settings, of the model drafter inside the engine
         self._pending: tuple[StepObservation, float] | None = None
@@ -310,15 +315,16 @@ class FastLoop:
         offsets: Int32Array,
         tokens: Int32Array,
         query: DraftQuery,
-    ) -> bool:
+    ) -> None:
         """Let the model-free drafter take the arguments of `grow` and then draft for `query`, on a thread of its own:
-        the next `propose` takes what has come of it. False where it cannot.
+        the next `propose` takes what has come of it. Only where `drafts_early` says so.
         """
-        if not self.drafts_early:
-            return False
-        if self._sharing is not None and self.drafter is not None:
-            self._sharing.take_over(self.drafter)
-        wait = self.drafter.draft_later(  # type: ignore[union-attr]
+        drafter = self._threaded[1]
+        assert drafter is not None
+        if self._sharing is not None:
+            self._sharing.take_over(drafter)
+        self._free_calibration = self._believed(query)
+        wait = drafter.draft_later(
             groups,
             self._drafter_numbers(responses),
             offsets,
@@ -327,13 +333,16 @@ class FastLoop:
             **self._draft_settings(),
             num_paths=1 + self._num_branches(len(query.groups)),
         )
-        self._early = _EarlyDrafts(self.drafter, query, wait)
-        return True
+        self._early = _EarlyDrafts(drafter, query, wait)
 
     @property
     def drafts_early(self) -> bool:
-        """Whether `draft_early` can; not where the last drafts were not worth verifying, or nothing is drafted."""
-        return bool(self.drafting and self._num_drafted) and hasattr(self.drafter, "draft_later")
+        """Whether `draft_early` can, and the last drafts were worth verifying."""
+        if not (self.drafting and self._num_drafted):
+            return False
+        if self._threaded[0] is not self.drafter:  # which costs some microseconds to find out
+            self._threaded = self.drafter, self.drafter if isinstance(self.drafter, ThreadedDrafter) else None
+        return self._threaded[1] is not None
 
     def _draft_settings(self) -> dict[str, Any]:
         """Of the model-free drafter."""
@@ -400,7 +409,7 @@ class FastLoop:
             self.ahead.forget()
         if self._leads is not None:
             self._leads.clear()
-        self._arrived, self.pause = None, Pause()
+        self._arrived, self._early, self.pause = None, None, Pause()
 
     def use_epoch(self, epoch: int) -> None:
         """Share drafts with the workers of this epoch; by default each `forget_tokens` begins the next."""
@@ -424,6 +433,7 @@ class FastLoop:
         self._place = self._place if place is None else place
         self._recent.forget_drafts()
         self._left.forget()
+        self._num_stale = _MOST_UNDER_WAY
         self.model = Learned(_model_prior(self._settings), self._settings.sharpness)
         self.watch.renew(None if place is None else self._settings.model_drafters[place])
         self._steering.renew(is_other=is_other)
@@ -513,6 +523,7 @@ class FastLoop:
             num_left: tokens of the model drafter's that the device will have behind those. [num_requests] int32
         """
         self._flush()
+        self._late_s = 0.0  # of a step that was not worth observing
         num_context_tokens = int(query.positions.sum())
         self._begin(query.responses)
         self._batch_size = len(query.groups)
@@ -520,8 +531,7 @@ class FastLoop:
         self._now = self.budget.at_context(num_context_tokens, has_model_drafts)
         if self.watch.is_used:
             self._steering.outlook.steps_left = self._steps_of(left)
-        is_resting = self.watch.is_used and not self._is_helped and not self._has_others(query)
-        self._free_calibration = self.free.alone if is_resting else self.free.calibration
+        self._free_calibration = self._believed(query)
         drafter_query = replace(query, responses=self._drafter_numbers(query.responses))
         free, paths = self._draft_free(query, drafter_query, num_other_tokens, weight, ahead)
         model, model_paths = self._match_model(query)
@@ -582,6 +592,11 @@ class FastLoop:
             branches,
         )
 
+    def _believed(self, query: DraftQuery) -> Float32Array:
+        """The model-free drafter's acceptance by cell, with or without others beside it. [num_cells]"""
+        is_resting = self.watch.is_used and not self._is_helped and not self._has_others(query)
+        return self.free.alone if is_resting else self.free.calibration
+
     def _steps_of(self, num_tokens: NDArray[np.integer] | int | None) -> float:
         """Steps to the limit or likely end of responses with so much room, in the mean; None: with any room."""
         likely = self.endings.mean_tokens
@@ -632,12 +647,10 @@ class FastLoop:
         if self.drafter is None:
             return None, None
         early, self._early = self._early, None
-        if (
-            early is not None
-            and early.drafter is self.drafter
-            and (made := early.lined_up(query)) is not None
-        ):
-            return made
+        if early is not None and early.drafter is self.drafter:
+            made = early.lined_up(query)
+            if made is not None and (made[1] is not None or not self._num_branches(len(query.groups))):
+                return made
         if self._sharing is not None:
             self._sharing.take_over(self.drafter)
         if not self._may_pay(query, num_other_tokens, weight, ahead):
@@ -751,6 +764,9 @@ class FastLoop:
             decided: its tokens, -1 behind them. [num_requests, most]
             num_accepted: tokens of the drafts that the step has accepted.
         """
+        if self._num_stale:
+            self._num_stale -= 1
+            return
         width = np.full(len(responses), drafts.batch.tokens.shape[1], np.int32)
         places = _places(drafts.responses, drafts.positions, responses, positions)
         batch, _ = _lined_up(drafts.batch, None, places, width)
@@ -799,7 +815,9 @@ class FastLoop:
             self._log.write_drafter(None, batch, outlook, self.watch.is_alive)
             return None
         else:
-            limits = self._steering.limits(batch, self._num_drafted, step_time, self._settings.draft_floor)
+            limits = self._steering.limits(
+                batch, self._num_drafted, step_time, self._settings.draft_floor, for_all=self.overlaps
+            )
             self._log.write_drafter(limits, batch, outlook, self.watch.is_alive)
         if self.overlaps:
             self._limits = limits[:2]
@@ -868,9 +886,8 @@ class FastLoop:
                     self._unbegun_tokens -= num_tokens
                     self._steering.open(num_tokens)
 
-    def observe(self, step: StepObservation, *, is_typical: bool = True) -> StepObservation:
-        """A measured step, returned with what the loop knows of it: whose drafts were accepted, what waiting took. Its
-        time is learned from if it is typical of such a step.
+    def observe(self, step: StepObservation) -> StepObservation:
+        """A measured step, returned with what the loop knows of it: whose drafts were accepted, what waiting took.
 
         Kept until the next begins, because a model drafter's share may still be taken out of its time. While nothing
         may be drafted nothing is learned either: plain decoding costs what vLLM's does.
@@ -894,8 +911,6 @@ class FastLoop:
             self._accepted = NO_TOKENS
         draft_s, self._draft_s = self._draft_s + self._late_s + wait_s, 0.0
         late_s, self._late_s = self._late_s, 0.0
-        if not is_typical:
-            return step
         alone = step
         if draft_s:
             alone = replace(step, step_s=max(step.step_s - late_s - wait_s, 1e-6), draft_s=draft_s)

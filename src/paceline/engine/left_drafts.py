@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from paceline.types import Float32Array, Int32Array
 
-_KEPT = 0.98
+KEPT = 0.98
 """Of decayed sums, from step to step."""
 _PRIOR = 1.0, 2.0
 """Right ones of so many tokens of each place, before there are any."""
@@ -84,6 +84,6 @@ class LeftDrafts:
 
 def _decayed(before: NDArray[np.floating], news: NDArray[np.integer]) -> NDArray[np.float64]:
     total = np.zeros(max(len(before), len(news)))
-    total[: len(before)] = _KEPT * before
+    total[: len(before)] = KEPT * before
     total[: len(news)] += news
     return total

@@ -156,12 +156,12 @@ class ModelSteering:
         return saved >= reading_s
 
     def limits(
-        self, batch: int, num_drafted: int, step_time: StepTimeModel, lowest: float
+        self, batch: int, num_drafted: int, step_time: StepTimeModel, lowest: float, *, for_all: bool = False
     ) -> tuple[float, Float32Array, int | None]:
-        """(floor, level costs, most requests) of the drafts to come, as in `DraftOrder`."""
+        """(floor, level costs, most requests) of the drafts to come, as in `DraftOrder`. for_all: a trial's too."""
         token_s = self._worth.token_s(batch) or predict_one_s(step_time, batch) / batch
         floor = drafter_worth.choose_floor(batch, num_drafted, token_s, step_time, lowest)
-        drafting = self._rest.sample or None
+        drafting = None if for_all else self._rest.sample or None
         return (
             floor,
             drafter_worth.level_costs(batch, token_s, self._level_time, step_time, drafting),

@@ -473,7 +473,7 @@ class PacelineScheduler(Scheduler):  # type: ignore[misc]
             groups = batch.groups if everyone else batch.groups[grew]
             numbers = batch.numbers if everyone else batch.numbers[grew]
             self.loop.grow(groups, numbers, offsets, tokens, drafter_knows=self._is_told)
-            self._is_told = False
+        self._is_told = False
         if self._ready is requests:
             self._positions = after
         if self._ended or batch is not self._batch:
@@ -532,7 +532,7 @@ class PacelineScheduler(Scheduler):  # type: ignore[misc]
             step_s -= self.kv_pool.take_spent_s()
         if step is None:
             return
-        self.observations.append(self.loop.observe(replace(step, step_s=step_s), is_typical=is_typical))
+        self.observations.append(self.loop.observe(replace(step, step_s=step_s, is_typical=is_typical)))
 
 
 def lengths_of(requests: list[Request]) -> Int64Array:

@@ -265,12 +265,14 @@ def update(
     expected_tokens: `expected_accepted` of the decision; None leaves the confidence in the estimates alone.
 
     Steps with prefill tokens teach only the prefill model, so they disturb neither T(n) nor the bandit's
-    rewards.
+    rewards; steps of untypical time teach neither.
     """
     if observation.num_tokens == 0:
         return state
     decode_time, prefill_time, arms = state.decode_time, state.prefill_time, state.bandit
-    if observation.num_prefill_tokens > 0:
+    if not observation.is_typical:
+        arms = bandit.skip(arms) if settings.policy == "bandit" else arms
+    elif observation.num_prefill_tokens > 0:
         prefill_time = update_step_time(prefill_time, observation)
         if settings.policy == "bandit":
             arms = bandit.skip(arms)
