@@ -115,6 +115,8 @@ def test_a_ragged_graph_is_replayed_with_metadata_for_its_longest_query() -> Non
     """On an H100 a step without drafts went wrong with metadata for its own longest query, of one token."""
 
     class TheirRunner:
+        scheduler_config = SimpleNamespace(async_scheduling=False)
+
         def prepare_inputs(self, scheduled: Any, batch: Any, graph: Any, loras: int) -> Any:
             return SimpleNamespace(max_query_len=None)  # vLLM takes the step's
 

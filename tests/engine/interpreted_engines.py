@@ -113,14 +113,14 @@ def run(
     return {"responses": responses, "told": told, **numbers}
 
 
-def count_early(engine: RolloutEngine) -> list[bool]:
-    """Fills with whether each step's drafts were begun while vLLM handed out the tokens of the one before."""
-    begun: list[bool] = []
+def count_early(engine: RolloutEngine) -> list[int]:
+    """Fills with a number for each step whose drafts were begun while vLLM handed out the tokens of the one before."""
+    begun: list[int] = []
     draft_early = engine.scheduler.loop.draft_early
 
-    def note(*args: Any) -> bool:
-        begun.append(draft_early(*args))
-        return begun[-1]
+    def note(*args: Any) -> None:
+        begun.append(len(begun))
+        draft_early(*args)
 
     engine.scheduler.loop.draft_early = note
     return begun
@@ -424,7 +424,7 @@ def main(target: str, drafter: str, file: str) -> None:
         made["overlap"] = [cls.__module__ for cls in type(engine.scheduler).__mro__]
         made["overlapped"] = run(engine, None)
         begun = count_early(engine)
-        made["overlapped suffix"] = {**run(engine, engine.scheduler.loop.drafter), "early": begun.copy()}
+        made["overlapped suffix"] = {**run(engine, engine.scheduler.loop.drafter), "early": len(begun)}
         made["overlapped garbage"] = run(engine, ScriptedDrafter(known, 0.0, VOCAB, 9))
         made["overlapped scripted"] = run(engine, ScriptedDrafter(known, 0.9, VOCAB, 9))
         made["overlapped resumed"] = {"cut": cut, **run(engine, ScriptedDrafter(known, 0.9, VOCAB, 9), cut)}

@@ -50,7 +50,7 @@ def never_rests(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside so small a target no drafter is worth its time."""
     monkeypatch.setattr(ModelSteering, "advance", lambda *_: True)
     limits = 0.0, np.zeros(1, np.float32), None
-    monkeypatch.setattr(ModelSteering, "limits", lambda *_: limits)
+    monkeypatch.setattr(ModelSteering, "limits", lambda *_, **__: limits)
 
 
 def drafting_model(engine: RolloutEngine) -> str:

@@ -102,7 +102,7 @@ def test_a_draft_model_drafts_behind_steps_that_overlap(made: dict[str, Any]) ->
 def test_drafts_are_begun_while_vllm_hands_out_tokens(made: dict[str, Any]) -> None:
     """With the tokens as vLLM cuts them: at the end of a response too, or the trees would hold others."""
     overlapped = made["overlapped suffix"]
-    assert sum(overlapped["early"]) > 10
+    assert overlapped["early"] > 10
     assert overlapped["told"] == made["suffix"]["told"] > 300
 
 
