@@ -257,9 +257,10 @@ def main() -> None:
                 found = measure(children[name], plain, works, own if ours else None)
                 parts.setdefault((case, name), []).append(found)
             off = [replace(work, drafting=False) for work in works]
-            for system in OFF.keys() & children:
-                found = measure(children[system], plain, off, own)
-                parts.setdefault((case, OFF[system]), []).append(found)
+            for system, name in OFF.items():
+                if system in children:
+                    found = measure(children[system], plain, off, own)
+                    parts.setdefault((case, name), []).append(found)
             rows = summarise(parts)
             save("gpu", rows, options)
             print(

@@ -72,8 +72,8 @@ SYSTEMS = (
     System("drafts", None), System("drafts", "fixed"), System("drafts", "marginal"),
     System("dear", None), System("dear", "marginal"),
 )  # fmt: skip
-OVERLAPPED = tuple(replace(made, overlaps=True) for made in SYSTEMS)
 """Of each case plain vLLM first."""
+OVERLAPPED = tuple(replace(made, overlaps=True) for made in SYSTEMS)
 
 
 class Device:

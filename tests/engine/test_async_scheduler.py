@@ -79,9 +79,7 @@ def test_where_every_other_step_drafts_times_are_learned_after_all() -> None:
 def proposal(**attributes: Any) -> Any:
     rows = np.array([[5, 6, 7], [5, 9, 7], [5, 6, 7]], np.int32)
     batch = SimpleNamespace(tokens=rows, num_tokens=np.array([3, 3, 2], np.int32))
-    return SimpleNamespace(
-        **{"batch": batch, "branches": None, "num_left": None, "takes_free": None, **attributes}
-    )
+    return SimpleNamespace(**{"batch": batch, "branches": None, "left": None, **attributes})
 
 
 @pytest.mark.parametrize(
@@ -99,8 +97,9 @@ def test_whose_drafts_are_verified_is_known_when_the_step_before_is_over(
 ) -> None:
     """Of the second the draft does not begin with what was decided, of the third nothing is left behind that."""
     made = proposal(
-        num_left=None if left is None else np.array(left),
-        takes_free=None if takes_free is None else np.array(takes_free),
+        left=None
+        if left is None
+        else SimpleNamespace(num_left=np.array(left), takes_free=np.array(takes_free)),
     )
     names = ["a", "b", "c"]
     step = _Step(cast(Any, None), made, [], names, [], np.array([2, 2, 2], np.int32), 0, 0.0)

@@ -184,8 +184,8 @@ def test_drafts_on_the_device_are_counted_on_unseen() -> None:
     assert loop.propose(query(room=6), 0, ahead=ahead).lengths.tolist() == [0, 0, 0]
     made = loop.propose(query(room=6), 0, ahead=ahead, num_left=np.array([3, 1, 0], np.int32))
     assert made.lengths.tolist() == [3, 1, 0]
-    assert made.takes_free is not None
-    assert not made.takes_free.any()
+    assert made.left is not None
+    assert not made.left.takes_free.any()
     short = loop.propose(query(room=3), 0, ahead=ahead, num_left=np.array([3, 1, 0], np.int32))
     assert short.lengths.tolist() == [1, 1, 0], "behind what is being decided there is room for one"
 
@@ -194,8 +194,8 @@ def test_the_trees_drafts_go_before_those_on_the_device_where_they_are_better() 
     loop, ahead = overlapping_loop("suffix"), np.ones(3, np.int32)
     fill(loop)
     made = loop.propose(query(), 0, ahead=ahead, num_left=np.full(3, 4, np.int32))
-    assert made.takes_free is not None
-    assert made.takes_free.all()
+    assert made.left is not None
+    assert made.left.takes_free.all()
     for _ in range(60):  # the model is always right
         loop.receive_left(
             left_batch([[8, 5, 6, 7]] * 3, 10),
@@ -206,8 +206,8 @@ def test_the_trees_drafts_go_before_those_on_the_device_where_they_are_better() 
         )
     unsure = replace(query(), groups=np.full(3, 1))  # of a group that nothing is known of
     made = loop.propose(unsure, 0, ahead=ahead, num_left=np.full(3, 4, np.int32))
-    assert made.takes_free is not None
-    assert not made.takes_free.any()
+    assert made.left is not None
+    assert not made.left.takes_free.any()
     assert made.lengths.tolist() == [4, 4, 4]
 
 

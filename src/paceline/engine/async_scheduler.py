@@ -47,7 +47,6 @@ from paceline.types import Int32Array, Int64Array, ModelDrafts, StepObservation
 AWAY_SHARE = 0.25
 """Of the time between two steps' ends, spent outside the engine, up to which it is taken for the later step's."""
 
-
 MOST_UNTYPICAL = 8
 """Steps in a row of whose time nothing is learned because only one of two has drafts."""
 
@@ -104,12 +103,9 @@ class _Step:
     @property
     def is_left(self) -> NDArray[np.bool_]:
         """For whom tokens that the model drafter has left on the device are verified. [len(names)]"""
-        if self.proposal is None or self.proposal.num_left is None:
+        if self.proposal is None or (left := self.proposal.left) is None:
             return np.zeros(len(self.names), np.bool_)
-        takes_left = (
-            self.is_void if self.proposal.takes_free is None else self.is_void | ~self.proposal.takes_free
-        )
-        return takes_left & (self.proposal.num_left > 0)
+        return (self.is_void | ~left.takes_free) & (left.num_left > 0)
 
     @property
     def is_in_vain(self) -> NDArray[np.bool_]:
@@ -130,7 +126,7 @@ class OverlappingScheduler(PacelineScheduler, AsyncScheduler):  # type: ignore[m
         self._steps: deque[_Step] = deque()
         self._names: list[str] = []  # of `_ready`
         self._stop_ids: Int32Array | None = (
-            None  # at which one of `_ready` may end; None: that cannot be foreseen
+            None  # where one of `_ready` may end; None: that cannot be foreseen
         )
         self._drafts: ModelDrafts | None = None  # the model's, made before the step whose tokens have come
         self._is_same = False  # whether the step whose tokens have come was one of `_ready`
@@ -141,7 +137,7 @@ class OverlappingScheduler(PacelineScheduler, AsyncScheduler):  # type: ignore[m
         self._on_device: tuple[Collection[str], int] = (
             (),
             0,
-        )  # whom the model drafts for behind the last step, how far
+        )  # whom a model drafts for behind the last step, how far
         self._uncounted: set[str] = set()  # requests of which the present step's tokens do not count
         # KV blocks of who left while a step computes them, and the last such step
         self._left: dict[str, tuple[tuple[list[int], ...], _Step]] = {}
@@ -172,10 +168,8 @@ class OverlappingScheduler(PacelineScheduler, AsyncScheduler):  # type: ignore[m
         """The drafts of the requests that have any in the step, from the last known token on; None: the model drafter's
         alone.
         """
-        is_free = num_sent > 0
-        if proposal.takes_free is not None:
-            is_free &= proposal.takes_free
-        rows = np.flatnonzero(is_free)
+        left = proposal.left
+        rows = np.flatnonzero(num_sent if left is None else (num_sent > 0) & left.takes_free)
         if not len(rows):
             return None
         most = int((self._ahead + num_sent)[rows].max())
@@ -188,7 +182,7 @@ class OverlappingScheduler(PacelineScheduler, AsyncScheduler):  # type: ignore[m
             self._positions[rows],
             tokens[:, :, :most],
             np.minimum(num_tokens, most).astype(np.int32),
-            np.zeros(len(rows), np.bool_) if proposal.num_left is None else proposal.num_left[rows] > 0,
+            np.zeros(len(rows), np.bool_) if left is None else left.num_left[rows] > 0,
         )
 
     def _divide(self) -> tuple[list[Request], list[Request]]:

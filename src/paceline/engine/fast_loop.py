@@ -30,8 +30,9 @@ from paceline.drafting.learned import Learned
 from paceline.drafting.tree import DraftTrees, Source
 from paceline.drafting.worker_wire import DraftCounts
 from paceline.engine.draft_ahead import UNKNOWN_SIZES, TargetSizes, start_draft_ahead
+from paceline.engine.early_drafts import EarlyDrafts, find_places, line_up
 from paceline.engine.leads import Leads
-from paceline.engine.left_drafts import KEPT, LeftDrafts
+from paceline.engine.left_drafts import KEPT, LeftDrafts, Mixture
 from paceline.engine.loop_log import open_log
 from paceline.engine.model_steering import ModelSteering
 from paceline.engine.model_watch import ModelWatch
@@ -98,28 +99,10 @@ class Proposal:
     responses: Int64Array  # [num_requests]
     expected_accepted: float = 0.0
     """Of the tokens to verify."""
-    num_left: Int32Array | None = None
-    """Of each request, tokens of the model drafter's that are left on the device. [num_requests] None: nowhere any."""
-    takes_free: NDArray[np.bool_] | None = None
-    """Whose draft is verified where it goes on; of the others what is left on the device is. [num_requests]"""
+    left: Mixture | None = None
+    """What the model drafter leaves on the device behind a step under way, beside the drafts; None: nothing."""
     branches: DraftPaths | None = None
     """Paths that leave each request's draft among the tokens that a step under way decides; None: there are none."""
-
-
-class _EarlyDrafts(NamedTuple):
-    """Drafts that a thread of the drafter's makes."""
-
-    drafter: Drafter | None
-    query: DraftQuery
-    wait: Callable[[], tuple[DraftBatch, DraftPaths | None]]
-
-    def lined_up(self, query: DraftQuery) -> tuple[DraftBatch, DraftPaths | None] | None:
-        """What was drafted for these requests; None if it was for none at its present position. Waits for it."""
-        batch, paths = self.wait()
-        places = _places(self.query.responses, self.query.positions, query.responses, query.positions)
-        if places is not None and not places[1].any():
-            return None
-        return _lined_up(batch, paths, places, query.max_tokens)
 
 
 @dataclass(slots=True)
@@ -187,11 +170,9 @@ class FastLoop:
         self._now = self.budget
         self._steering = ModelSteering()
         self._arrived: ModelDrafts | None = None
-        self._early: _EarlyDrafts | None = None
-        self._threaded: tuple[Drafter | None, ThreadedDrafter | None] = (
-            None,
-            None,
-        )  # looked up, and what it can
+        self._early: EarlyDrafts | None = None
+        # a drafter, and the same if it is one: it is not looked up in every step
+        self._threaded: tuple[Drafter | None, ThreadedDrafter | None] = None, None
         self.overlaps = False
         """Whether steps do: model drafts are left on the device then (left_drafts.py)."""
         self._left = LeftDrafts()
@@ -333,14 +314,14 @@ class FastLoop:
             **self._draft_settings(),
             num_paths=1 + self._num_branches(len(query.groups)),
         )
-        self._early = _EarlyDrafts(drafter, query, wait)
+        self._early = EarlyDrafts(drafter, query, wait)
 
     @property
     def drafts_early(self) -> bool:
         """Whether `draft_early` can, and the last drafts were worth verifying."""
         if not (self.drafting and self._num_drafted):
             return False
-        if self._threaded[0] is not self.drafter:  # which costs some microseconds to find out
+        if self._threaded[0] is not self.drafter:
             self._threaded = self.drafter, self.drafter if isinstance(self.drafter, ThreadedDrafter) else None
         return self._threaded[1] is not None
 
@@ -540,11 +521,11 @@ class FastLoop:
         path = _behind(batch.path_probability, ahead)
         if branches is not None:
             path = np.minimum(path + _any_behind(branches, ahead), np.float32(1.0))
-        takes_free = None
+        mixture = None
         if num_left is not None and ahead is not None:
             num_left = np.minimum(num_left, np.maximum(query.max_tokens - ahead, 0)).astype(np.int32)
             mixture = self._left.mix(path, _goes_on(batch, branches, ahead), num_left)
-            path, takes_free = mixture.path, mixture.takes_free
+            path = mixture.path
         snapshot = self._snapshot(path, num_other_tokens, weight)
         lengths = budget.decide(snapshot, self._now, self._settings.budget)
         self._expected = budget.expected_accepted(snapshot, lengths)
@@ -587,8 +568,7 @@ class FastLoop:
             alternatives,
             query.responses,
             self._expected,
-            num_left,
-            takes_free,
+            mixture,
             branches,
         )
 
@@ -733,8 +713,8 @@ class FastLoop:
         if arrived is None:
             return None, None
         self._draft_s = arrived.total_s
-        places = _places(arrived.responses, arrived.positions, query.responses, query.positions)
-        return _lined_up(arrived.batch, arrived.paths, places, query.max_tokens)
+        places = find_places(arrived.responses, arrived.positions, query.responses, query.positions)
+        return line_up(arrived.batch, arrived.paths, places, query.max_tokens)
 
     def receive(self, drafts: ModelDrafts) -> None:
         """Take the model drafter's work; its time is taken out of the step's, so that T(n) is the target's alone."""
@@ -768,8 +748,8 @@ class FastLoop:
             self._num_stale -= 1
             return
         width = np.full(len(responses), drafts.batch.tokens.shape[1], np.int32)
-        places = _places(drafts.responses, drafts.positions, responses, positions)
-        batch, _ = _lined_up(drafts.batch, None, places, width)
+        places = find_places(drafts.responses, drafts.positions, responses, positions)
+        batch, _ = line_up(drafts.batch, None, places, width)
         num_decided = (decided >= 0).sum(axis=1, dtype=np.int32)
         seen = np.minimum(batch.num_tokens, num_decided)
         right = leading_matches(batch.tokens, seen, decided)
@@ -970,43 +950,6 @@ class FastLoop:
             self._log.write_step(step, expected)
             self.budget = budget.update(self.budget, step, self._settings.budget, expected)
             self._pending = None
-
-
-def _places(
-    responses: Int64Array, positions: Int64Array, wanted: Int64Array, wanted_positions: Int64Array
-) -> tuple[Int64Array, NDArray[np.bool_]] | None:
-    """Where those of the wanted responses are among drafts for these responses at these positions: (row of each that is
-    wanted, whether its drafts are for the wanted position). None: just the wanted ones, in order.
-    """
-    if np.array_equal(responses, wanted) and np.array_equal(positions, wanted_positions):
-        return None
-    order = np.argsort(responses, kind="stable")
-    found = np.searchsorted(responses[order], wanted)
-    row = order[np.minimum(found, len(order) - 1)]
-    return row, (responses[row] == wanted) & (positions[row] == wanted_positions)
-
-
-def _lined_up(
-    batch: DraftBatch,
-    paths: DraftPaths | None,
-    places: tuple[Int64Array, NDArray[np.bool_]] | None,
-    max_tokens: Int32Array,
-) -> tuple[DraftBatch, DraftPaths | None]:
-    """The drafts of `_places`, none where they do not fit, and of at most so many tokens. max_tokens: [num_wanted]"""
-    if places is None:  # most often nobody has come or gone
-        if paths is not None:
-            paths = replace(paths, num_tokens=np.minimum(paths.num_tokens, max_tokens[:, None]))
-        return replace(batch, num_tokens=np.minimum(batch.num_tokens, max_tokens)), paths
-    row, fits = places
-    most = np.where(fits, max_tokens, 0).astype(np.int32)
-    lengths = np.minimum(batch.num_tokens[row], most)
-    probes = np.where(fits[:, None], batch.probes[row], -1)
-    columns = batch.tokens[row], lengths, batch.acceptance[row], batch.cells[row], probes
-    made = ModelBatch(*columns, batch.rivals[row]) if isinstance(batch, ModelBatch) else DraftBatch(*columns)
-    if paths is None:
-        return made, None
-    lengths = np.minimum(paths.num_tokens[row], most[:, None])
-    return made, DraftPaths(paths.tokens[row], lengths, paths.acceptance[row], paths.cells[row])
 
 
 def _make_drafter(settings: EngineSettings) -> tuple[Drafter | None, Float32Array]:

@@ -28,6 +28,7 @@ class Mixture:
     """What a step can expect of both drafters."""
 
     path: Float32Array  # [num_requests, any] probability that so many tokens behind the decided ones are accepted
+    num_left: Int32Array  # [num_requests] the model's tokens
     takes_free: NDArray[np.bool_]  # [num_requests] whether the trees' tokens are verified where they go on
 
 
@@ -79,7 +80,7 @@ class LeftDrafts:
         both[:, : free.shape[1]] += free
         takes_free = both.sum(axis=1) > model.sum(axis=1)
         path = np.minimum(np.where(takes_free[:, None], both, model), np.float32(1.0))
-        return Mixture(path.astype(np.float32), takes_free)
+        return Mixture(path.astype(np.float32), num_left, takes_free)
 
 
 def _decayed(before: NDArray[np.floating], news: NDArray[np.integer]) -> NDArray[np.float64]:

@@ -270,10 +270,9 @@ def update(
     if observation.num_tokens == 0:
         return state
     decode_time, prefill_time, arms = state.decode_time, state.prefill_time, state.bandit
-    if not observation.is_typical:
-        arms = bandit.skip(arms) if settings.policy == "bandit" else arms
-    elif observation.num_prefill_tokens > 0:
-        prefill_time = update_step_time(prefill_time, observation)
+    if observation.num_prefill_tokens > 0 or not observation.is_typical:
+        if observation.is_typical:
+            prefill_time = update_step_time(prefill_time, observation)
         if settings.policy == "bandit":
             arms = bandit.skip(arms)
     else:

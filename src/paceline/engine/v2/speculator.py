@@ -153,8 +153,9 @@ class CoupledSpeculator(DraftModelSpeculator):  # type: ignore[misc]
         Where the order is for a sample of the requests, the first level is all the same made for every one. A step
         without requests of anybody's, to measure memory or to warm up, does all that a step may have to.
         """
-        began_s, began = time.perf_counter(), self._note_time()
+        began_s = time.perf_counter()
         order: DraftOrder | None = self.order
+        began = self._note_time() if order is not None and order.is_exact else None
         self._rehearses = bool(kwargs.get("dummy_run"))
         depth = 1
         if order is not None:
@@ -168,8 +169,7 @@ class CoupledSpeculator(DraftModelSpeculator):  # type: ignore[misc]
         )
         self.num_speculative_steps = self._longest
         if order is not None and not self._rehearses:
-            is_part = self.drafts_for_some and not order.is_exact
-            made = drafts[: order.most_requests if is_part else None, :depth]
+            made = drafts[: order.most_requests if self.drafts_for_some else None, :depth]
             self._send(order, input_batch, made, began, time.perf_counter() - began_s)
         return drafts
 
@@ -319,7 +319,7 @@ class CoupledModel(CoupledSpeculator):
         self, input_batch: Any, num_rejected: torch.Tensor, num_reqs: int, *args: Any, **kwargs: Any
     ) -> None:
         """vLLM's own levels behind the first, for the requests that the order is for."""
-        if self.order is not None and self.order.most_requests is not None and not self.order.is_exact:
+        if self.order is not None and self.order.most_requests is not None:
             num_reqs = min(num_reqs, self.order.most_requests)
             input_batch = replace(input_batch, idx_mapping=input_batch.idx_mapping[:num_reqs])
         super()._multi_step_decode(input_batch, num_rejected, num_reqs, *args, **kwargs)
