@@ -20,7 +20,7 @@ from paceline.drafting.drafter import is_draft_head
 from paceline.drafting.model import ModelDrafter
 from paceline.engine.loop_replay import replay_engine
 from paceline.engine.rollout_engine import RolloutEngine
-from paceline.errors import ConfigError, RecordError, UnsupportedError
+from paceline.errors import ConfigError, RecordError
 from paceline.record import (
     Comparison,
     DrafterSession,
@@ -247,17 +247,6 @@ def test_a_run_with_a_head_that_grows_is_the_same_run(
     assert last.collected_tokens > 0
     assert last.collection_s > 0
     assert is_draft_head(folder / "drafter" / "model")
-
-
-def test_a_drafter_that_grows_is_refused_where_it_cannot_be_swapped(
-    policy_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("paceline.engine.compat.uses_v2", lambda: True)
-    with pytest.raises(UnsupportedError, match="remove the section"):
-        TrainingRun(
-            make_recipe(policy_dir, adaptive_drafter={}), tmp_path / "run", Console(file=io.StringIO())
-        )
-    assert not (tmp_path / "run").exists(), "no work was begun"
 
 
 def trained_on(step: TrainStep) -> dict[str, float | None]:

@@ -20,7 +20,7 @@ from paceline.config import EngineSettings, RewardSettings
 from paceline.engine.compiled import check_compiler
 from paceline.engine.rollout_engine import RolloutEngine, check_checkpoint, prepare_environment
 from paceline.engine.rungs import measure_ladder
-from paceline.errors import ConfigError, PacelineError, UnsupportedError
+from paceline.errors import ConfigError, PacelineError
 from paceline.record import (
     FILE_NAME,
     Failure,
@@ -86,8 +86,6 @@ class TrainingRun:
         if recipe.engine.compiled:
             check_compiler()
         prepare_environment()
-        if recipe.adaptive_drafter is not None:
-            _check_swaps()
         self._task = load_task(recipe.task.name, **recipe.task.options)
         model = check_checkpoint(recipe.model)
         for drafter in recipe.engine.drafter_folders:
@@ -350,15 +348,3 @@ class TrainingRun:
         from paceline.report import build_report
 
         return build_report(self.folder)
-
-
-def _check_swaps() -> None:
-    """Raise UnsupportedError where no drafter has grown yet."""
-    from paceline.engine.compat import uses_v2
-
-    if uses_v2():
-        raise UnsupportedError(
-            "adaptive_drafter trains on the processor's free cores and was never run beside vLLM's model runner V2, "
-            "the one for GPUs: remove the section, and give a drafter that `paceline drafter train` has made as "
-            "engine.model_drafter; on the CPU unset VLLM_USE_V2_MODEL_RUNNER"
-        )
