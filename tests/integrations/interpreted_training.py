@@ -1,4 +1,4 @@
-"""Trains a tiny policy on model runner V2, without drafts and beside drafters that grow, and writes what came of it as JSON.
+"""Trains a tiny policy on model runner V2, without drafts and beside growing drafters, and writes what came of it.
 
 Arguments: folder of the policy, folder for the runs, file to write.
 """

@@ -153,8 +153,39 @@ def test_e4_speculation_is_probed_again_after_a_long_rest() -> None:
         drafted = sum(lengths(rows, slow, settings))
         chosen.append(drafted)
         slow = update(slow, StepObservation(8, drafted, 0, 0, 0.010 * (8 + drafted)), settings)
-    assert 2 <= sum(drafted > 0 for drafted in chosen) <= 4
-    assert max(chosen) <= 4
+    trials = [step for step, drafted in enumerate(chosen) if drafted]
+    firsts = [step for step in trials if step - 1 not in trials]
+    assert 2 <= len(firsts) <= 4
+    assert all(chosen[step] <= 4 for step in firsts)
+    assert len(trials) <= 2 * len(firsts), "the second step has shown that tokens cost their share"
+    assert max(chosen) <= 10
+
+
+@pytest.mark.parametrize("batch", [8, 64, 128])
+@pytest.mark.parametrize("acceptance", [0.5, 0.6])
+def test_e5_a_cost_of_any_draft_hides_no_gain(batch: int, acceptance: float) -> None:
+    """A step with drafts takes a third longer, however many they are: half a token each does not pay, and six do."""
+    rows = [[acceptance**place for place in range(1, 9)]] * batch
+    state, tokens, seconds = BudgetState.initial(MARGINAL), [], []
+    for _ in range(40):
+        drafts = lengths(rows, state, MARGINAL)
+        tokens.append(batch + sum(sum(row[:count]) for row, count in zip(rows, drafts, strict=True)))
+        seconds.append(0.0035 + (0.0012 if sum(drafts) else 0.0))
+        accepted = round(tokens[-1]) - batch
+        state = update(state, StepObservation(batch, sum(drafts), accepted, 0, seconds[-1]), MARGINAL)
+    best = (batch + sum(map(sum, rows))) / max(seconds)
+    assert sum(tokens[20:]) / sum(seconds[20:]) > 0.9 * best > 1.05 * batch / min(seconds)
+
+
+def test_e5_a_trial_ends_where_tokens_cost_their_share() -> None:
+    """What is explored: larger by a factor from step to step, then given up."""
+    state, rows, seen = BudgetState.initial(MARGINAL), [[0.9] * 8] * 8, []
+    for _ in range(8):
+        drafted = sum(lengths(rows, state, MARGINAL))
+        state = update(state, StepObservation(8, drafted, 0, 0, 0.010 * (8 + drafted)), MARGINAL)
+        seen.append((drafted, *state.trial[:2]))
+    assert seen[:4] == [(0, 0, 0), (0, 0, 0), (4, 0, 12), (10, 12, 18)]
+    assert seen[4:] == [(0, 0, 0)] * 4
 
 
 def test_steps_with_prefill_have_their_own_model() -> None:

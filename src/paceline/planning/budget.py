@@ -26,8 +26,12 @@ T is learned from the very steps the policy chooses, so it explores, at a bounde
     E3 optimism   beyond what was measured T rises slowly (UNKNOWN_SLOPE): larger steps are tried
     E4 probe      after `refresh_steps` steps without drafts, one step forgets what is known above B tokens
                   (E3 from there, up to `max_growth` x B tokens): a T once measured too high is corrected
-E1 and E4 cost at most about one step's difference in `refresh_steps` steps, 0.2 % at the defaults; E2 and E3
-a few steps per doubling of the step size, once.
+    E5 outwards   what E2 and E4 begin goes on, `max_growth` times as far in each step, while more would pay: by E3
+                  from the first step, with half the slope, and by the slope between the last two afterwards. Where
+                  every step with drafts costs something extra, however few they are (the host, a kernel), a short
+                  trial alone says that none pays
+E1 and E4 cost at most about one step's difference in `refresh_steps` steps, 0.2 % at the defaults, E5 as much again
+where tokens cost time; E2 and E3 a few steps per doubling of the step size, once.
 
 The probabilities are a drafter's estimates: if fewer tokens are accepted than promised, all are scaled down
 (`BudgetState.confidence`), which matters at large batch, where a draft has little to gain.
@@ -36,6 +40,7 @@ The probabilities are a drafter's estimates: if fewer tokens are accepted than p
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -58,7 +63,23 @@ from paceline.types import Float32Array, Float64Array, Int32Array, StepObservati
 _BASELINE_OBSERVATIONS = 2
 _FAIR_STEPS = 32.0
 _TRUSTED_TOKENS = 32.0  # promised tokens that are believed before any evidence counts
+_FURTHER_SLOPE = UNKNOWN_SLOPE / 2  # what any draft costs has been measured, so the rest rises less
+_SAME_SIZE = 1.1  # of two steps of a trial: drafts differ a little from step to step
 _CONFIDENCE_DECAY = 0.99  # per step, drafts or not, so that lost confidence comes back and is tried again
+
+
+class Trial(NamedTuple):
+    """E5: steps with drafts, each larger than the one before."""
+
+    before: int
+    """Tokens of the step before the last, 0: there was none."""
+    last: int
+    """Tokens of the last step, 0: no trial goes on."""
+    is_repeated: bool = False
+    """Whether it was taken twice."""
+
+
+NO_TRIAL = Trial(0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +116,7 @@ class BudgetState:
     """Accepted tokens that the path probabilities promised, decayed."""
     accepted_tokens: float
     """Accepted tokens that came of them, decayed."""
+    trial: Trial = NO_TRIAL
 
     @property
     def confidence(self) -> float:
@@ -293,7 +315,8 @@ def update(
     expected, accepted = state.expected_tokens * _CONFIDENCE_DECAY, state.accepted_tokens * _CONFIDENCE_DECAY
     if expected_tokens is not None:
         expected, accepted = expected + expected_tokens, accepted + observation.num_accepted_tokens
-    return BudgetState(decode_time, prefill_time, arms, now, last, expected, accepted)
+    trial = _next_trial(state, observation, settings)
+    return BudgetState(decode_time, prefill_time, arms, now, last, expected, accepted, trial)
 
 
 def _allowed_s(
@@ -309,9 +332,12 @@ def _allowed_s(
     probe = (
         snapshot.num_other_tokens == 0 and state.num_steps - state.last_drafted_step >= settings.refresh_steps
     )
-    known = base if probe else max(base, largest_known_tokens(model))
+    before, last, _ = Trial(0, base) if probe else state.trial
+    is_trial = probe or (snapshot.num_other_tokens == 0 and last > base)
+    known = last if is_trial else max(base, largest_known_tokens(model))
     room = min(room, max(int(known * settings.max_growth) - base, 1))
-    return _probe_s(model, base, room) if probe else predict_s(model, np.arange(base, base + room + 1))
+    tokens = np.arange(base, base + room + 1)
+    return _beyond_s(model, tokens, before, last) if is_trial else predict_s(model, tokens)
 
 
 def _is_known(model: StepTimeModel, base: int) -> bool:
@@ -319,9 +345,33 @@ def _is_known(model: StepTimeModel, base: int) -> bool:
     return observations_between(model, 0.5 * base, 1.5 * base)[0] >= _BASELINE_OBSERVATIONS
 
 
-def _probe_s(model: StepTimeModel, base: int, count: int) -> Float64Array:
-    """E4: the time of 0..count draft tokens if everything above the baseline were unknown."""
-    return predict_s(model, base) * (1.0 + UNKNOWN_SLOPE / base * np.arange(count + 1))
+def _beyond_s(model: StepTimeModel, num_tokens: NDArray[np.integer], before: int, last: int) -> Float64Array:
+    """E4, E5: T at each entry, from B on, if everything above `last` tokens were unknown. before: as `Trial`."""
+    last_s = float(predict_s(model, last))
+    if before:
+        slope = max(last_s - float(predict_s(model, before)), 0.0) / (last - before)
+    else:
+        slope = (UNKNOWN_SLOPE if last == num_tokens[0] else _FURTHER_SLOPE) * last_s / last
+    return predict_s(model, np.minimum(num_tokens, last)) + slope * np.maximum(num_tokens - last, 0)
+
+
+def _next_trial(state: BudgetState, observation: StepObservation, settings: BudgetSettings) -> Trial:
+    """E5: a trial begins with the first drafts, or the first after a rest (E4), and ends with a step that is no larger
+    than the one before. Where steps overlap, two are decided alike.
+    """
+    trial, tokens = state.trial, observation.num_tokens
+    if observation.num_prefill_tokens > 0:
+        return trial
+    if not observation.num_draft_tokens:
+        return NO_TRIAL
+    rested = state.num_steps - state.last_drafted_step >= settings.refresh_steps
+    if rested or not state.last_drafted_step:
+        return Trial(0, tokens)
+    if not trial.last or tokens < trial.last / _SAME_SIZE:
+        return NO_TRIAL
+    if tokens > trial.last * _SAME_SIZE:
+        return Trial(trial.last, tokens)
+    return NO_TRIAL if trial.is_repeated else trial._replace(is_repeated=True)
 
 
 def _best_count(
