@@ -352,7 +352,9 @@ def _beyond_s(model: StepTimeModel, num_tokens: NDArray[np.integer], before: int
         slope = max(last_s - float(predict_s(model, before)), 0.0) / (last - before)
     else:
         slope = (UNKNOWN_SLOPE if last == num_tokens[0] else _FURTHER_SLOPE) * last_s / last
-    return predict_s(model, np.minimum(num_tokens, last)) + slope * np.maximum(num_tokens - last, 0)
+    return np.asarray(
+        predict_s(model, np.minimum(num_tokens, last)) + slope * np.maximum(num_tokens - last, 0)
+    )
 
 
 def _next_trial(state: BudgetState, observation: StepObservation, settings: BudgetSettings) -> Trial:
