@@ -20,14 +20,14 @@ TARGET = tiny_target()
 SHARED = share(TARGET)
 
 
-def make_trainer(method: Method, seed: int = 0, averaging: float = 0.0) -> Trainer:
+def make_trainer(method: Method, seed: int = 0, averaging: float = 0.0, is_fresh: bool = True) -> Trainer:
     torch.manual_seed(seed)
     network: Network
     if method.network is SmallModel:
         network = SmallModel(tiny_target(seed + 1).requires_grad_(True))
     else:
         network = build_network(method, SHARED, None)
-    return Trainer(network, SHARED, method.objective, averaging=averaging)
+    return Trainer(network, SHARED, method.objective, averaging=averaging, is_fresh=is_fresh)
 
 
 @pytest.fixture(scope="module")
@@ -132,3 +132,14 @@ def test_a_small_model_belongs_to_osd_alone() -> None:
         build_network(METHODS["eagle"], SHARED, Path("small"))
     with pytest.raises(ConfigError, match="forward_kl"):
         METHODS["eagle"].with_loss("l2")
+
+
+def test_what_a_drafter_had_learned_before_stays_in_the_average(pack: Pack) -> None:
+    trainer = make_trainer(METHODS["eagle"], averaging=0.25, is_fresh=False)
+    averages = {key: t.clone() for key, t in trainer.tensors().items() if key.startswith(NETWORK)}
+    for _ in range(3):
+        trainer.step(pack, 1e-3)
+        for key, average in averages.items():
+            average.lerp_(trainer.tensors()[key.replace(NETWORK, MOVING)], 0.25)
+    for key, average in averages.items():
+        torch.testing.assert_close(trainer.tensors()[key], average)

@@ -32,6 +32,7 @@ from paceline.distillation.spot import (
     is_held_out,
     make_lesson,
     read_drafter,
+    share_of_rate,
 )
 from paceline.distillation.spot_link import SpotLink
 from paceline.distillation.target import choose_layers, load_model, read_samples
@@ -130,6 +131,36 @@ def test_the_drafter_as_it_was_is_measured_beside_the_present_one(settings: Spot
     assert made.agreement is not None
     assert made.first_agreement is not None
     assert 0.0 < made.first_agreement < made.agreement
+
+
+def test_what_has_learned_learns_in_smaller_steps() -> None:
+    fresh = [share_of_rate(tokens, is_fresh=True) for tokens in (0, 20_000, 40_000, 1 << 21, 1 << 23)]
+    assert fresh == [0.05, 0.5, 1.0, 1.0, 0.5]
+    given = [share_of_rate(tokens, is_fresh=False) for tokens in (0, 40_000, 1 << 23)]
+    assert given == pytest.approx([0.005, 0.1, 0.098], abs=1e-4)
+
+
+def test_a_drafter_that_was_given_is_not_spoilt(settings: SpotSettings, tmp_path: Path) -> None:
+    """On the policy that it knows there is nothing to gain, and a fresh drafter's steps would undo what it knows."""
+    tell(settings, step=1)
+    first = SpotTrainer(settings, ticking(1.0).__next__)
+    for _ in range(150):
+        assert first.learn()
+    first.close()
+    found = read_folder(Path(settings.folder)) or pytest.fail("nothing was saved")
+    export(*found, tmp_path / "given", "huggingface", settings.target)
+    (tmp_path / "again").mkdir()
+    settings = msgspec.structs.replace(
+        settings, folder=str(tmp_path / "again"), drafter=str(tmp_path / "given"), compares=True
+    )
+    tell(settings, step=1)
+    second, measured = SpotTrainer(settings, ticking(1.0).__next__), []
+    for _ in range(60):
+        assert second.learn()
+        if (made := second._made).agreement is not None and made.first_agreement is not None:
+            measured.append(made.agreement - made.first_agreement)
+    second.close()
+    assert min(measured) > -0.005, "at the full rate 0.012 are lost"
 
 
 def test_nobody_learns_from_what_a_drafter_is_measured_on(

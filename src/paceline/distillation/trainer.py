@@ -20,7 +20,8 @@ NETWORK = "network."
 MOVING = "moving."
 """Before the names of the weights that are trained, where those of the network are their average."""
 EARLY_MOVES = 10
-"""After n moves an average takes EARLY_MOVES / (EARLY_MOVES + n) of the next one, if that is more than its share."""
+"""After n moves of a fresh network an average takes EARLY_MOVES / (EARLY_MOVES + n) of the next one, if that is more
+than its share."""
 
 
 class Trainer:
@@ -30,13 +31,21 @@ class Trainer:
 
     averaging: above 0 the weights that `tensors` gives are a moving average of those that are trained, which takes this
     share of each new one (Polyak and Juditsky 1992). It is for training without an end, at a constant learning rate:
-    the average is worth what lowering the rate at the end would bring.
+    the average is worth what lowering the rate at the end would bring. is_fresh: what the network begins with is worth
+    nothing, and is left out of it soon.
     """
 
     def __init__(
-        self, network: Network, shared: Shared, objective: Objective, *, averaging: float = 0.0
+        self,
+        network: Network,
+        shared: Shared,
+        objective: Objective,
+        *,
+        averaging: float = 0.0,
+        is_fresh: bool = True,
     ) -> None:
         self.network, self._averaging, self._num_moves = network, averaging, 0
+        self._early_moves = EARLY_MOVES if is_fresh else 0
         self._averages = (
             {name: p.detach().clone() for name, p in network.named_parameters()} if averaging else {}
         )
@@ -68,7 +77,7 @@ class Trainer:
                 group["lr"] = rate
             optimizer.step()
             optimizer.zero_grad()
-        share = max(self._averaging, EARLY_MOVES / (EARLY_MOVES + self._num_moves))
+        share = max(self._averaging, self._early_moves / max(self._early_moves + self._num_moves, 1))
         self._num_moves += 1
         for name, average in self._averages.items():
             average.lerp_(self.network.get_parameter(name).detach(), share)
