@@ -157,8 +157,8 @@ class AdaptiveDrafterSection(Section):
     states_share: float = Field(default=0.25, gt=0.0, le=1.0)
     """A draft head learns from the hidden states of so many of the responses, of 32 of a step at least."""
     learning_rate: float = Field(default=2e-3, gt=0.0, le=1.0)
-    """Of the drafter, if it is fresh; a tenth of it where one is given, which has learned already. After 2 million tokens
-    it falls slowly."""
+    """Of the drafter, if it is fresh; a tenth of it where one is given, which has learned already. It falls slowly from
+    2 million tokens on."""
     max_running: int = Field(default=8, ge=0)
     """On one engine it is trained in the tail of each rollout, while at most so many responses run. On a fleet it is
     trained while a worker has none."""
