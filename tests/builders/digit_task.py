@@ -42,23 +42,26 @@ def kill_run(recipe: Any, folder: Path, *, step: int, num_finished: int) -> None
 
 
 def pause_after_a_save(folder: Path, pause: Any, killed: list[int] | None = None) -> Any:
-    """Sessions of a run this short would end before anything was learned: they last until something is saved.
+    """Sessions of a run this short would end before anything was learned: they last until a trainer saves something.
 
     killed: takes the first trainer that saved something; None: nobody is killed.
     """
-    saved = folder / "drafter" / "training.safetensors"
     lesson = folder / "drafter" / "lesson.safetensors"
 
+    def saved_ns() -> int:
+        files = (folder / "drafter").glob("training*.safetensors")
+        return max((file.stat().st_mtime_ns for file in files), default=0)
+
     def wait(link: SpotLink, lender: str, leader: str | None) -> Any:
-        before = saved.stat().st_mtime_ns if saved.is_file() else 0
+        before = saved_ns()
         trainer = link._children[link._lent[lender]] if lender in link._lent else None
         for _ in range(2400):
-            if not lesson.is_file() or (saved.is_file() and saved.stat().st_mtime_ns > before):
+            if not lesson.is_file() or saved_ns() > before:
                 break
             if trainer is None or trainer.core_s() is None:
                 break  # nobody trains: who was killed is back in another session
             time.sleep(0.05)
-        if saved.is_file() and killed == []:
+        if saved_ns() and killed == []:
             killed.extend(link.pids)
             for process in killed:
                 os.kill(process, signal.SIGKILL)

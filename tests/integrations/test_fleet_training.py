@@ -200,12 +200,12 @@ def test_a_killed_driver_goes_on_within_the_rollout(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["osd", "eagle"])
+@pytest.mark.parametrize(("method", "trainers"), [("osd", 2), ("eagle", 1)])
 def test_a_fleet_whose_drafter_grows_trains_the_same_policy(
-    policy_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+    policy_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, trainers: int
 ) -> None:
-    """From nothing, on the time of free workers; swapped into every engine and used. The tokens are those of one engine
-    that does not draft.
+    """From nothing, on the time of free workers, of two at once where there are two trainers; swapped into every engine
+    and used. The tokens are those of one engine that does not draft.
     """
     import torch
 
@@ -217,8 +217,14 @@ def test_a_fleet_whose_drafter_grows_trains_the_same_policy(
     recipe = make_recipe(
         policy_dir,
         steps=4,
-        fleet={"workers": 2, "chunk_tokens": 16, "progress_ms": 5.0},
-        adaptive_drafter={"method": method, "layers": 1, "learning_rate": 0.01, "states_share": 1.0},
+        fleet={"workers": 1 + trainers, "chunk_tokens": 16, "progress_ms": 5.0},
+        adaptive_drafter={
+            "method": method,
+            "layers": 1,
+            "learning_rate": 0.01,
+            "states_share": 1.0,
+            "trainers": trainers,
+        },
         compare={"every": 2},
         record={"decisions": True},
     )
@@ -234,7 +240,12 @@ def test_a_fleet_whose_drafter_grows_trains_the_same_policy(
     assert last.version >= 1
     assert last.tried > 0
     assert (last.collected_tokens > 0) == (last.collection_s > 0) == (method == "eagle")
-    assert {session.worker for session in read(many, DrafterSession)} <= {"w0", "w1"}
+    sessions = read(many, DrafterSession)
+    assert {session.worker for session in sessions} <= {f"w{number}" for number in range(1 + trainers)}
+    at_once = [
+        sum(other.t_start_s <= one.t_start_s < other.t_end_s for other in sessions) for one in sessions
+    ]
+    assert max(at_once) == trainers
     assert "trained the drafter" in (many / "report.html").read_text()
     [log] = [path for path in find_decisions(many) if path.name.startswith("controller")]
     with DecisionReader(log) as reader:

@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
+from math import sqrt
 from pathlib import Path
 from random import Random
 
@@ -309,7 +310,7 @@ def share_of_rate(trained_tokens: int, *, is_fresh: bool) -> float:
     """Of the highest learning rate, after so many tokens beside the run."""
     warmth = max(min(trained_tokens / WARM_UP_TOKENS, 1.0), 0.05)
     learned_from = trained_tokens if is_fresh else GIVEN_TOKENS + trained_tokens
-    return warmth * min(LONG_TOKENS / max(learned_from, 1), 1.0) ** 0.5
+    return warmth * sqrt(min(LONG_TOKENS / max(learned_from, 1), 1.0))
 
 
 def is_held_out(step: int, number: int, count: int, *, is_first: bool) -> bool:
