@@ -13,6 +13,7 @@ from paceline.config import BudgetSettings
 from paceline.planning.budget import (
     BudgetSnapshot,
     BudgetState,
+    Climb,
     best_lengths,
     decide,
     fair_gains,
@@ -213,6 +214,7 @@ def histories(draw: st.DrawFn) -> BudgetState:
         state,
         num_steps=1000,
         last_drafted_step=1000 - since,
+        climb=draw(st.sampled_from([None, Climb(), Climb(0, 6), Climb(6, 9), Climb(6, 9, is_repeated=True)])),
         expected_tokens=expected,
         accepted_tokens=expected * kept,
     )

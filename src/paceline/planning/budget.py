@@ -26,12 +26,13 @@ T is learned from the very steps the policy chooses, so it explores, at a bounde
     E3 optimism   beyond what was measured T rises slowly (UNKNOWN_SLOPE): larger steps are tried
     E4 probe      after `refresh_steps` steps without drafts, one step forgets what is known above B tokens
                   (E3 from there, up to `max_growth` x B tokens): a T once measured too high is corrected
-    E5 outwards   what E2 and E4 begin goes on, `max_growth` times as far in each step, while more would pay: by E3
-                  from the first step, with half the slope, and by the slope between the last two afterwards. Where
-                  every step with drafts costs something extra, however few they are (the host, a kernel), a short
-                  trial alone says that none pays
-E1 and E4 cost at most about one step's difference in `refresh_steps` steps, 0.2 % at the defaults, E5 as much again
-where tokens cost time; E2 and E3 a few steps per doubling of the step size, once.
+    E5 outwards   the first drafts, and the first after STALE_STEPS steps without, go on in larger steps while more
+                  would pay, `max_growth` times as far each: by E3 from the first of them, with half the slope, and by
+                  the slope between the last two afterwards. Where every step with drafts costs something extra, however
+                  few they are (the host, a kernel), one short step alone says that none pays
+E1 and E4 cost at most about one step's difference in `refresh_steps` steps, 0.2 % at the defaults; E2 and E3 a few
+steps per doubling of the step size, once. Where tokens cost their share E5 costs a step of twice the usual size in
+STALE_STEPS steps, two where steps overlap, and noise may take it a step further.
 
 The probabilities are a drafter's estimates: if fewer tokens are accepted than promised, all are scaled down
 (`BudgetState.confidence`), which matters at large batch, where a draft has little to gain.
@@ -49,11 +50,13 @@ from paceline.config import BudgetSettings
 from paceline.errors import EngineError
 from paceline.planning import bandit
 from paceline.planning.latency import (
+    STALE_STEPS,
     UNKNOWN_SLOPE,
     StepTimeModel,
     after_model,
     at_context,
     largest_known_tokens,
+    nearest_knot,
     observations_between,
     predict_s,
     update_step_time,
@@ -64,22 +67,21 @@ _BASELINE_OBSERVATIONS = 2
 _FAIR_STEPS = 32.0
 _TRUSTED_TOKENS = 32.0  # promised tokens that are believed before any evidence counts
 _FURTHER_SLOPE = UNKNOWN_SLOPE / 2  # what any draft costs has been measured, so the rest rises less
-_SAME_SIZE = 1.1  # of two steps of a trial: drafts differ a little from step to step
 _CONFIDENCE_DECAY = 0.99  # per step, drafts or not, so that lost confidence comes back and is tried again
 
 
-class Trial(NamedTuple):
-    """E5: steps with drafts, each larger than the one before."""
+class Climb(NamedTuple):
+    """E5: steps with drafts, each larger than the one before. Sizes differ if their knots of the step-time model do."""
 
-    before: int
+    before: int = 0
     """Tokens of the step before the last, 0: there was none."""
-    last: int
-    """Tokens of the last step, 0: no trial goes on."""
+    last: int = 0
+    """Tokens of the last step, 0: the next drafts begin it."""
     is_repeated: bool = False
-    """Whether it was taken twice."""
+    """Whether the last size was taken twice."""
 
 
-NO_TRIAL = Trial(0, 0)
+FIRST_CLIMB = Climb()
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,12 +113,13 @@ class BudgetState:
     bandit: bandit.BanditState
     num_steps: int
     last_drafted_step: int
-    """Value of num_steps after the last step with draft tokens, 0 = none."""
+    """Value of num_steps after the last step with draft tokens that T(n) was learned from, 0 = none."""
     expected_tokens: float
     """Accepted tokens that the path probabilities promised, decayed."""
     accepted_tokens: float
     """Accepted tokens that came of them, decayed."""
-    trial: Trial = NO_TRIAL
+    climb: Climb | None = FIRST_CLIMB
+    """E5; None: steps are as large as pays by what is known."""
 
     @property
     def confidence(self) -> float:
@@ -310,19 +313,20 @@ def update(
                 observation.draft_s,
             )
             arms = _judge_drafts(arms, observation, decode_time, settings)
-    now = state.num_steps + 1
-    last = now if observation.num_draft_tokens > 0 else state.last_drafted_step
+    now, last, climb = state.num_steps + 1, state.last_drafted_step, state.climb
+    if observation.is_typical and not observation.num_prefill_tokens:
+        climb = _next_climb(state, observation)
+        last = now if observation.num_draft_tokens else last
     expected, accepted = state.expected_tokens * _CONFIDENCE_DECAY, state.accepted_tokens * _CONFIDENCE_DECAY
     if expected_tokens is not None:
         expected, accepted = expected + expected_tokens, accepted + observation.num_accepted_tokens
-    trial = _next_trial(state, observation, settings)
-    return BudgetState(decode_time, prefill_time, arms, now, last, expected, accepted, trial)
+    return BudgetState(decode_time, prefill_time, arms, now, last, expected, accepted, climb)
 
 
 def _allowed_s(
     snapshot: BudgetSnapshot, num_proposed: int, state: BudgetState, settings: BudgetSettings
 ) -> Float64Array:
-    """`marginal`: time of the step with 0, 1, .. of the proposed tokens, as many as E1 to E4 and the room allow."""
+    """`marginal`: time of the step with 0, 1, .. of the proposed tokens, as many as E1 to E5 and the room allow."""
     base = snapshot.num_requests + snapshot.num_other_tokens
     model = state.prefill_time if snapshot.num_other_tokens else state.decode_time
     _, age = observations_between(model, 0.5 * base, 1.5 * base)
@@ -332,12 +336,20 @@ def _allowed_s(
     probe = (
         snapshot.num_other_tokens == 0 and state.num_steps - state.last_drafted_step >= settings.refresh_steps
     )
-    before, last, _ = Trial(0, base) if probe else state.trial
-    is_trial = probe or (snapshot.num_other_tokens == 0 and last > base)
-    known = last if is_trial else max(base, largest_known_tokens(model))
+    climb = None if snapshot.num_other_tokens else state.climb
+    if probe:
+        from_tokens, slope = base, UNKNOWN_SLOPE * float(predict_s(model, base)) / base
+    elif climb is not None and climb.last > base:
+        from_tokens, slope = climb.last, _climbing_slope(model, climb)
+    else:
+        from_tokens, slope = 0, 0.0
+    known = from_tokens or max(base, largest_known_tokens(model))
     room = min(room, max(int(known * settings.max_growth) - base, 1))
     tokens = np.arange(base, base + room + 1)
-    return _beyond_s(model, tokens, before, last) if is_trial else predict_s(model, tokens)
+    if not from_tokens:
+        return predict_s(model, tokens)
+    measured_s = predict_s(model, np.minimum(tokens, from_tokens))
+    return np.asarray(measured_s + slope * np.maximum(tokens - from_tokens, 0))
 
 
 def _is_known(model: StepTimeModel, base: int) -> bool:
@@ -345,35 +357,31 @@ def _is_known(model: StepTimeModel, base: int) -> bool:
     return observations_between(model, 0.5 * base, 1.5 * base)[0] >= _BASELINE_OBSERVATIONS
 
 
-def _beyond_s(model: StepTimeModel, num_tokens: NDArray[np.integer], before: int, last: int) -> Float64Array:
-    """E4, E5: T at each entry, from B on, if everything above `last` tokens were unknown. before: as `Trial`."""
-    last_s = float(predict_s(model, last))
-    if before:
-        slope = max(last_s - float(predict_s(model, before)), 0.0) / (last - before)
-    else:
-        slope = (UNKNOWN_SLOPE if last == num_tokens[0] else _FURTHER_SLOPE) * last_s / last
-    return np.asarray(
-        predict_s(model, np.minimum(num_tokens, last)) + slope * np.maximum(num_tokens - last, 0)
-    )
+def _climbing_slope(model: StepTimeModel, climb: Climb) -> float:
+    """E5: seconds per token that are expected beyond the last step."""
+    last_s = float(predict_s(model, climb.last))
+    if not climb.before:
+        return _FURTHER_SLOPE * last_s / climb.last
+    return max(last_s - float(predict_s(model, climb.before)), 0.0) / (climb.last - climb.before)
 
 
-def _next_trial(state: BudgetState, observation: StepObservation, settings: BudgetSettings) -> Trial:
-    """E5: a trial begins with the first drafts, or the first after a rest (E4), and ends with a step that is no larger
-    than the one before. Where steps overlap, two are decided alike.
+def _next_climb(state: BudgetState, observation: StepObservation) -> Climb | None:
+    """E5 after a step that T(n) was learned from. Ends with a step without drafts, with a smaller one, and with one of
+    the same size; where steps overlap two are decided alike, so of these only with the second.
     """
-    trial, tokens = state.trial, observation.num_tokens
-    if observation.num_prefill_tokens > 0:
-        return trial
+    climb = state.climb
     if not observation.num_draft_tokens:
-        return NO_TRIAL
-    rested = state.num_steps - state.last_drafted_step >= settings.refresh_steps
-    if rested or not state.last_drafted_step:
-        return Trial(0, tokens)
-    if not trial.last or tokens < trial.last / _SAME_SIZE:
-        return NO_TRIAL
-    if tokens > trial.last * _SAME_SIZE:
-        return Trial(trial.last, tokens)
-    return NO_TRIAL if trial.is_repeated else trial._replace(is_repeated=True)
+        has_rested = state.num_steps + 1 - state.last_drafted_step >= STALE_STEPS
+        return FIRST_CLIMB if has_rested or (climb is not None and not climb.last) else None
+    if climb is None:
+        return None
+    size = nearest_knot(observation.num_tokens)
+    if size > nearest_knot(climb.last or observation.num_requests):
+        return Climb(climb.last, observation.num_tokens)
+    if not climb.last:
+        return climb
+    is_smaller = size < nearest_knot(climb.last)
+    return None if is_smaller or climb.is_repeated else climb._replace(is_repeated=True)
 
 
 def _best_count(
