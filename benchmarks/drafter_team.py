@@ -4,7 +4,7 @@
 
 As beside a run: processes of one core each, which learn from responses of the Countdown policy to --prompts problems,
 in state TRAINING all the while. A fresh drafter is trained by one of them, then another by as many as --trainers, for
---seconds by the clock after they have loaded. At each mark the newest drafter is measured on responses to other
+--seconds by the clock after all have met. At each mark the newest drafter is measured on responses to other
 prompts, in chains of --depth tokens; `core_s` is the processor time of all its trainers' steps so far, `tokens` what it
 has learned from. Repetitions begin with other random weights, and take turns. Give each trainer a core.
 """
@@ -30,6 +30,7 @@ from paceline.distillation.packing import Sample
 from paceline.distillation.spot import LESSON, SpotSettings, make_lesson
 from paceline.distillation.spot_link import SpotLink
 from paceline.distillation.target import load_model, share
+from paceline.distillation.team import ROUND, Round, read_json
 from paceline.distillation.training_folder import find_newest, read_folder, rebuild_network
 
 SAMPLES = 2
@@ -66,9 +67,9 @@ def train(options: argparse.Namespace, settings: SpotSettings, num_trainers: int
         for number in range(num_trainers):
             link.resume(f"w{number}", "w0")
         until_s = time.monotonic() + PATIENCE_S
-        while read_folder(folder, find_newest(folder)) is None:  # they load, and learn for two seconds
+        while not have_begun(folder, num_trainers):
             if time.monotonic() > until_s:
-                raise SystemExit(f"no drafter was saved in {PATIENCE_S:.0f} s")
+                raise SystemExit(f"{num_trainers} trainers have not met in {PATIENCE_S:.0f} s")
             time.sleep(POLL_S)
         begin_s = time.monotonic()
         for mark in options.seconds:
@@ -77,6 +78,15 @@ def train(options: argparse.Namespace, settings: SpotSettings, num_trainers: int
     finally:
         link.close()
     return found
+
+
+def have_begun(folder: Path, num_trainers: int) -> bool:
+    """Whether all train together, and something was saved."""
+    if num_trainers > 1:
+        together = read_json(folder / ROUND, Round)
+        if together is None or len(together.members) < num_trainers:
+            return False
+    return read_folder(folder, find_newest(folder)) is not None
 
 
 def main() -> None:

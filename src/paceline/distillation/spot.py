@@ -22,7 +22,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
-from math import sqrt
 from pathlib import Path
 from random import Random
 
@@ -64,11 +63,6 @@ PACK_TOKENS = 1024
 """Of an optimizer step."""
 WARM_UP_TOKENS = 40_000
 """Tokens over which the learning rate rises."""
-LONG_TOKENS = 1 << 21
-"""Tokens after which it falls, with the square root of their number: steps that are right for a drafter that knows
-nothing would undo what one has learned."""
-GIVEN_TOKENS = 100 * LONG_TOKENS
-"""What a drafter that was given counts as having learned from."""
 AVERAGING = 0.02
 """Share of each step in the weights that are saved and used (`Trainer`)."""
 SAVE_EVERY_S = 2.0
@@ -105,9 +99,10 @@ class SpotSettings(msgspec.Struct, frozen=True):
     temperature: float
     """At which responses are sampled."""
     rate: float
-    """Highest learning rate."""
-    compares: bool = False
-    """The drafter was given: measure it as it was at first beside the present one, which shows what training brings."""
+    """Learning rate."""
+    is_given: bool = False
+    """The drafter has learned before the run. As it was at first it is measured beside the present one, which shows
+    what training brings."""
     index: int = 0
     """Of this trainer among the run's."""
     num_trainers: int = 1
@@ -148,11 +143,14 @@ class SpotTrainer:
         method = growing_method(settings.method, settings.temperature)
         self._build = partial(_load_drafter, method, self._shared, Path(settings.drafter))
         network = self._build()
-        self._first = self._build() if settings.compares else None
+        self._first = self._build() if settings.is_given else None
         self._used = self._first
-        is_fresh = not settings.compares
         self._trainer = Trainer(
-            network, self._shared, method.objective, averaging=AVERAGING, is_fresh=is_fresh
+            network,
+            self._shared,
+            method.objective,
+            averaging=AVERAGING,
+            is_fresh=not settings.is_given,
         )
         fused = read_fused_layers(Path(settings.drafter)) if self._is_head else ()
         self._made = describe(network, settings.method, method.objective.loss, settings.temperature, fused)
@@ -201,9 +199,8 @@ class SpotTrainer:
             return True
         self._counted_s = now_s
         if num_tokens:
-            self._trainer.move(
-                self._rate * share_of_rate(self._made.trained_tokens, is_fresh=self._first is None)
-            )
+            warmth = min(self._made.trained_tokens / WARM_UP_TOKENS, 1.0)
+            self._trainer.move(self._rate * max(warmth, 0.05))
         self._made = msgspec.structs.replace(
             self._made,
             trained_tokens=self._made.trained_tokens + num_tokens,
@@ -304,13 +301,6 @@ class SpotTrainer:
             self._exam = pack_samples(self._held if self._is_head else self._think(self._held))
         with torch.no_grad():
             return 1.0 - float(compute_loss(network, self._shared, self._exam, self._disagreement))
-
-
-def share_of_rate(trained_tokens: int, *, is_fresh: bool) -> float:
-    """Of the highest learning rate, after so many tokens beside the run."""
-    warmth = max(min(trained_tokens / WARM_UP_TOKENS, 1.0), 0.05)
-    learned_from = trained_tokens if is_fresh else GIVEN_TOKENS + trained_tokens
-    return warmth * sqrt(min(LONG_TOKENS / max(learned_from, 1), 1.0))
 
 
 def is_held_out(step: int, number: int, count: int, *, is_first: bool) -> bool:

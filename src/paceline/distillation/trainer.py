@@ -77,7 +77,9 @@ class Trainer:
                 group["lr"] = rate
             optimizer.step()
             optimizer.zero_grad()
-        share = max(self._averaging, self._early_moves / max(self._early_moves + self._num_moves, 1))
+        share = self._averaging
+        if self._early_moves:
+            share = max(share, self._early_moves / (self._early_moves + self._num_moves))
         self._num_moves += 1
         for name, average in self._averages.items():
             average.lerp_(self.network.get_parameter(name).detach(), share)

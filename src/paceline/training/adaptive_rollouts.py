@@ -58,6 +58,8 @@ KINDS: dict[MethodName, str] = {
     "hass": "an EAGLE head",
     "eagle3": "an EAGLE-3 head",
 }
+FRESH_RATE, GIVEN_RATE = 2e-3, 2e-4
+"""Learning rates: what a fresh drafter needs would undo what one that was given has learned."""
 LEAST_RESPONSES = 32
 """Of a step whose hidden states are kept, where it has so many, however small the share."""
 STATES_BYTES = 256 << 20
@@ -121,8 +123,8 @@ class AdaptiveDrafter:
             method=section.method,
             drafter=str(self.model),
             temperature=recipe.sampling.temperature,
-            rate=section.learning_rate,
-            compares=not self.is_fresh,
+            rate=section.learning_rate or (FRESH_RATE if self.is_fresh else GIVEN_RATE),
+            is_given=not self.is_fresh,
         )
         self._folder.mkdir(parents=True, exist_ok=True)
         self.link = SpotLink(settings, section.trainers)

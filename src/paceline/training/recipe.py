@@ -156,9 +156,9 @@ class AdaptiveDrafterSection(Section):
     """Layers of a new small language model."""
     states_share: float = Field(default=0.25, gt=0.0, le=1.0)
     """A draft head learns from the hidden states of so many of the responses, of 32 of a step at least."""
-    learning_rate: float = Field(default=2e-3, gt=0.0, le=1.0)
-    """Of the drafter, if it is fresh; a tenth of it where one is given, which has learned already. It falls slowly from
-    2 million tokens on."""
+    learning_rate: float | None = Field(default=None, gt=0.0, le=1.0)
+    """Of the drafter, constant, as the policy that it follows does not stand still. None: 2e-3 for a fresh one, 2e-4
+    for one that is given, which has learned already."""
     max_running: int = Field(default=8, ge=0)
     """On one engine it is trained in the tail of each rollout, while at most so many responses run. On a fleet it is
     trained while a worker has none."""
