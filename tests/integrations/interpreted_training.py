@@ -30,7 +30,6 @@ ALWAYS = {"compiled": False, "budget": {"policy": "fixed", "fixed_tokens": 2}}  
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {"engine": {"compiled": False, "drafter": "none", "budget": {"policy": "off"}}},
     "osd": {"engine": ALWAYS, "adaptive_drafter": {"method": "osd", **GROWS}},
-    "eagle": {"engine": ALWAYS, "adaptive_drafter": {"method": "eagle", **GROWS}},
     "overlapped": {
         "engine": ALWAYS,
         "adaptive_drafter": {"method": "eagle", **GROWS},
