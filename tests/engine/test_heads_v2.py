@@ -5,15 +5,11 @@ One process runs all engines (interpreted_heads.py), because Triton has to be pr
 
 from __future__ import annotations
 
-import importlib.util
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from interpreted_run import MARKS, run_interpreted
 
 from paceline.config import MTP, EngineSettings
 from paceline.engine.arguments import engine_arguments
@@ -22,23 +18,14 @@ from paceline.errors import ConfigError, UnsupportedError
 
 HERE = Path(__file__).parent
 HEADS = ("eagle", "eagle3", "mtp")
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed"),
-]
+pytestmark = MARKS
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What the engines made, by head."""
-    file = tmp_path_factory.mktemp("heads") / "made.json"
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PACELINE")}
-    paths = [str(HERE.parent / "builders"), os.environ.get("PYTHONPATH")]
-    environment |= {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "VLLM_LOGGING_LEVEL": "WARNING"}
-    command = [sys.executable, str(HERE / "interpreted_heads.py"), str(file)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0, done.stderr[-5000:]
-    return dict(json.loads(file.read_text()))
+    folder = tmp_path_factory.mktemp("heads")
+    return run_interpreted(HERE / "interpreted_heads.py", folder=folder, timeout_s=900)
 
 
 @pytest.mark.timeout(1000)

@@ -5,16 +5,12 @@ One process runs all engines (interpreted_engines.py), because Triton has to be 
 
 from __future__ import annotations
 
-import importlib.util
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from interpreted_run import MARKS, run_interpreted
 
 from paceline.engine.installed import is_cpu_build
 
@@ -25,25 +21,16 @@ OVERLAPPED = (
     "overlapped model", "overlapped mixed",
 )  # fmt: skip
 MODES = ("none", *INSIDE, "sample", "watched", "worker", "worker and suffix", *OVERLAPPED)
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed"),
-]
+pytestmark = MARKS
 
 
 @pytest.fixture(scope="module")
 def made(model_dir: Path, drafter_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What the engines made, by mode."""
-    file = tmp_path_factory.mktemp("v2") / "made.json"
-    command = [sys.executable, HERE / "interpreted_engines.py", model_dir, drafter_dir, file]
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PACELINE")}
-    paths = [str(HERE.parent / "builders"), os.environ.get("PYTHONPATH")]
-    environment |= {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "VLLM_LOGGING_LEVEL": "WARNING"}
-    done = subprocess.run(
-        list(map(str, command)), env=environment, capture_output=True, text=True, timeout=1500
+    folder = tmp_path_factory.mktemp("v2")
+    return run_interpreted(
+        HERE / "interpreted_engines.py", model_dir, drafter_dir, folder=folder, timeout_s=1500
     )
-    assert done.returncode == 0, done.stderr[-5000:]
-    return {**json.loads(file.read_text()), "log": done.stdout + done.stderr}
 
 
 def tokens(run: dict[str, Any]) -> dict[str, list[int]]:

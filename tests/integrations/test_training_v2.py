@@ -5,35 +5,21 @@ One process runs everything (interpreted_training.py), because Triton has to be 
 
 from __future__ import annotations
 
-import importlib.util
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from interpreted_run import MARKS, run_interpreted
 
 HERE = Path(__file__).parent
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed"),
-]
+pytestmark = MARKS
 
 
 @pytest.fixture(scope="module")
 def made(policy_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What came of the runs, by way of drafting."""
     folder = tmp_path_factory.mktemp("training")
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PACELINE")}
-    paths = [str(HERE.parent / "engine"), str(HERE.parent / "builders"), os.environ.get("PYTHONPATH")]
-    environment |= {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "VLLM_LOGGING_LEVEL": "WARNING"}
-    file = folder / "made.json"
-    command = [sys.executable, str(HERE / "interpreted_training.py"), policy_dir, folder, file]
-    done = subprocess.run(map(str, command), env=environment, capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0, done.stderr[-5000:]
-    return dict(json.loads(file.read_text()))
+    return run_interpreted(HERE / "interpreted_training.py", policy_dir, folder, folder=folder, timeout_s=900)
 
 
 @pytest.mark.timeout(1000)

@@ -149,18 +149,14 @@ def test_e2_a_step_grows_by_the_factor_at_most() -> None:
 
 def test_e4_speculation_is_probed_again_after_a_long_rest() -> None:
     settings = BudgetSettings(refresh_steps=32)
-    slow = state_with(settings, lambda n: 0.010 * n)
+    slow = replace(state_with(settings, lambda n: 0.010 * n), climb=None)
     rows, chosen = [[0.9] * 8] * 8, []
     for _ in range(100):
         drafted = sum(lengths(rows, slow, settings))
         chosen.append(drafted)
         slow = update(slow, StepObservation(8, drafted, 0, 0, 0.010 * (8 + drafted)), settings)
-    trials = [step for step, drafted in enumerate(chosen) if drafted]
-    firsts = [step for step in trials if step - 1 not in trials]
-    assert 2 <= len(firsts) <= 4
-    assert all(chosen[step] <= 4 for step in firsts)
-    assert len(trials) <= 2 * len(firsts), "the second step has shown that tokens cost their share"
-    assert max(chosen) <= 10
+    assert 2 <= sum(drafted > 0 for drafted in chosen) <= 4
+    assert max(chosen) <= 4
 
 
 def drafting_at_any_price(

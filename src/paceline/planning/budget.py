@@ -31,7 +31,7 @@ T is learned from the very steps the policy chooses, so it explores, at a bounde
                   the slope between the last two afterwards. Where every step with drafts costs something extra, however
                   few they are (the host, a kernel), one short step alone says that none pays
 E1 and E4 cost at most about one step's difference in `refresh_steps` steps, 0.2 % at the defaults; E2 and E3 a few
-steps per doubling of the step size, once. Where tokens cost their share E5 costs a step of twice the usual size in
+steps per doubling of the step size, once. Where tokens cost their share E5 costs a step of `max_growth`^2 x B tokens in
 STALE_STEPS steps, two where steps overlap, and noise may take it a step further.
 
 The probabilities are a drafter's estimates: if fewer tokens are accepted than promised, all are scaled down
@@ -295,6 +295,7 @@ def update(
     if observation.num_tokens == 0:
         return state
     decode_time, prefill_time, arms = state.decode_time, state.prefill_time, state.bandit
+    now, last, climb = state.num_steps + 1, state.last_drafted_step, state.climb
     if observation.num_prefill_tokens > 0 or not observation.is_typical:
         if observation.is_typical:
             prefill_time = update_step_time(prefill_time, observation)
@@ -302,6 +303,8 @@ def update(
             arms = bandit.skip(arms)
     else:
         decode_time = update_step_time(decode_time, observation)
+        climb = _next_climb(state, observation)
+        last = now if observation.num_draft_tokens else last
         if settings.policy == "bandit":
             elapsed_s = observation.step_s + observation.draft_s
             arms = bandit.record(
@@ -313,10 +316,6 @@ def update(
                 observation.draft_s,
             )
             arms = _judge_drafts(arms, observation, decode_time, settings)
-    now, last, climb = state.num_steps + 1, state.last_drafted_step, state.climb
-    if observation.is_typical and not observation.num_prefill_tokens:
-        climb = _next_climb(state, observation)
-        last = now if observation.num_draft_tokens else last
     expected, accepted = state.expected_tokens * _CONFIDENCE_DECAY, state.accepted_tokens * _CONFIDENCE_DECAY
     if expected_tokens is not None:
         expected, accepted = expected + expected_tokens, accepted + observation.num_accepted_tokens
@@ -366,8 +365,8 @@ def _climbing_slope(model: StepTimeModel, climb: Climb) -> float:
 
 
 def _next_climb(state: BudgetState, observation: StepObservation) -> Climb | None:
-    """E5 after a step that T(n) was learned from. Ends with a step without drafts, with a smaller one, and with one of
-    the same size; where steps overlap two are decided alike, so of these only with the second.
+    """E5 after a step that T(n) was learned from. It ends with a step without drafts, with a smaller one, and with the
+    third of a size: where steps overlap, two are decided alike.
     """
     climb = state.climb
     if not observation.num_draft_tokens:
