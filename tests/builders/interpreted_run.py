@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 
 BUILDERS = Path(__file__).parent
-MARKS = (
+MARKS = [
     pytest.mark.slow,
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed"),
-)
+]
 
 
 def run_interpreted(program: Path, *arguments: object, folder: Path, timeout_s: float) -> dict[str, Any]:
