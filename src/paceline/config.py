@@ -87,9 +87,11 @@ class EngineSettings(Section):
     """Number format of the model drafter's weights. `auto` is the fastest: on a CPU a draft head's are kept in bfloat16
     or 8 bits by Paceline's own kernels, and in any format that is named by torch."""
 
-    draft_worker: bool = False
+    draft_worker: bool | Literal["auto"] = False
     """Run the model drafter in a process of its own, which drafts ahead while the target verifies
-    (docs/draft-worker.md). For a drafter that takes a tenth of the target's time or more, where a core is free."""
+    (docs/draft-worker.md). For a drafter that takes a tenth of the target's time or more, where a core is free. `auto`:
+    inside the engine too, and whichever is faster drafts; the engine computes with all of its threads while the one
+    inside drafts, else with one less. Only under the `marginal` budget; it stays inside under any other."""
 
     further_drafters: tuple[str, ...] = Field(default=(), max_length=3)
     """Folders of further small models. With `draft_worker` each drafts in a process of its own for every response, and
@@ -211,6 +213,11 @@ class EngineSettings(Section):
         return bool(self.further_drafters) and not self.draft_worker
 
     @property
+    def drafts_inside(self) -> bool:
+        """Whether the engine loads the model drafter, if there is one."""
+        return self.draft_worker is not True
+
+    @property
     def most_ahead(self) -> int:
         """Undecided tokens of a response that a draft worker drafts, until they are planned anew."""
         return self.draft_window if self.draft_by_turns else 2 * self.draft_window
@@ -249,6 +256,13 @@ class EngineSettings(Section):
                 f"the drafter {MTP!r} is a part of the target, which drafts in the engine, as the only model: switch "
                 "draft_worker and draft_help off, without further_drafters, or give the folder of a small model"
             )
+        if self.draft_worker == "auto" and self.further_drafters:
+            raise ValueError(
+                f"draft_worker='auto' chooses where one model drafts, not which: remove further_drafters "
+                f"{list(self.further_drafters)}, or set draft_worker to true"
+            )
+        if self.draft_by_turns and self.draft_worker == "auto":
+            raise ValueError("draft_by_turns is for a worker that always drafts: set draft_worker to true")
         if self.draft_by_turns and (not self.draft_worker or self.further_drafters):
             raise ValueError(
                 "draft_by_turns is for an engine with one draft worker: set draft_worker, and no others"

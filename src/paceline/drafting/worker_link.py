@@ -218,9 +218,16 @@ class WorkerLink:
         return 0 if self._is_resting else self._most_ahead
 
     def rest(self) -> None:
-        """Have nothing drafted until `forget`, neither for responses that run nor for those to come."""
+        """Have nothing drafted until `forget` or `wake`, neither for responses that run nor for those to come."""
         self._is_resting = True
         self.allow(list(self._running), [0] * len(self._running))
+
+    def wake(self) -> list[int]:
+        """End a rest: running responses go on with the window that others begin with. Returns them."""
+        self._is_resting = False
+        running = list(self._running)
+        self.allow(running, [self.first_ahead] * len(running))
+        return running
 
     def most_ahead(self, responses: Sequence[int]) -> Int32Array:
         """Undecided tokens of each response that this worker may draft. [num_responses]"""

@@ -211,6 +211,9 @@ def _v2_remedies(vllm_config: Any, settings: EngineSettings) -> dict[str, bool]:
         "no watermark_config": vllm_config.watermark_config is not None,
         "enable_trace_replay=False": model.enable_trace_replay,
         "enable_batch_sharded_sampling=False": vllm_config.parallel_config.enable_batch_sharded_sampling,
+        "EngineSettings.draft_worker=True or False ('auto' moves cores, which on model runner V2 is not tried)": (
+            settings.draft_worker == "auto"
+        ),
         "EngineSettings.draft_worker=True (further_drafters inside the engine are for model runner V1)": (
             settings.chooses_drafter
         ),
@@ -266,7 +269,7 @@ def _method_of(folder: Path) -> str:
 
 def _method(settings: EngineSettings) -> str | None:
     """The same for the model that drafts inside the engine; None where there is none."""
-    if settings.model_drafter is None or settings.draft_worker:
+    if settings.model_drafter is None or not settings.drafts_inside:
         return None
     return MTP if settings.model_drafter == MTP else _method_of(Path(settings.model_drafter))
 

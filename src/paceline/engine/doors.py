@@ -660,6 +660,7 @@ DOORS: tuple[Door, ...] = (
         mentions=('"cpp.dynamic_threads": True', '"TORCHINDUCTOR_CPP_DYNAMIC_THREADS"'),
     ),
     Door("torch._inductor.config:cpp", "set to the same", members="dynamic_threads"),
+    Door("torch._C:set_num_threads", "leaves a core to the draft worker; vLLM makes torch's own do nothing"),
     # -- the KV pool's connector
     Door(
         CONNECTOR,

@@ -119,6 +119,7 @@ class DraftAhead:
         """
         self.links, self._trees, self._log = tuple(links), trees, log
         self._by_turns = by_turns
+        self._is_resting = False
         self._workers = []
         for place, link in enumerate(links):
             source = Source.MODEL - place
@@ -161,6 +162,21 @@ class DraftAhead:
             worker.watch.begin_trial()
             if worker.windows is not None:
                 worker.windows.clear()
+        if self._is_resting:
+            self.rest()
+
+    def rest(self) -> None:
+        """Have nothing drafted until `wake`: the engine drafts by itself."""
+        self._is_resting = True
+        for link in self.links:
+            link.rest()
+
+    def wake(self) -> None:
+        """Go on drafting ahead, of all that runs, with the windows of the last plan."""
+        self._is_resting = False
+        running = [worker.link.wake() for worker in self._workers if worker.watch.is_used]
+        if running:
+            self._allow(running[0])
 
     def shut_down(self) -> None:
         """End the workers."""
@@ -172,6 +188,11 @@ class DraftAhead:
     @property
     def is_there(self) -> bool:
         """Whether any worker may be counted on."""
+        return not self._is_resting and any(worker.is_there for worker in self._workers)
+
+    @property
+    def has_come(self) -> bool:
+        """Whether any worker could draft, resting or not."""
         return any(worker.is_there for worker in self._workers)
 
     @property
@@ -181,7 +202,7 @@ class DraftAhead:
 
     def has(self, place: int) -> bool:
         """Whether the worker that drafts with the model drafter of this place may be counted on."""
-        return self._workers[place].is_there
+        return not self._is_resting and self._workers[place].is_there
 
     @property
     def num_alarms(self) -> int:
@@ -207,7 +228,7 @@ class DraftAhead:
         """
         has_changed = False
         for worker in self._workers:
-            if worker.windows is None:
+            if worker.windows is None or self._is_resting:
                 continue
             if worker.is_there:
                 has_changed |= worker.windows.advance(responses, step_time, worker.level_s)
@@ -223,6 +244,8 @@ class DraftAhead:
 
     def learn(self, responses: Int64Array, decided: Int32Array) -> None:
         """What a step has decided, as `DraftTrees.judge`: each worker is judged by what it has proposed itself."""
+        if self._is_resting:
+            return
         for worker in self._workers:
             worker.learn(responses, *self._trees.judge(worker.source, responses, decided))
 
@@ -262,6 +285,8 @@ class DraftAhead:
 
     def _soonest(self) -> tuple[_Worker, Drafts, float] | None:
         """Whose drafts are expected first, what it has said last, and when they come; of equal ones the first."""
+        if self._is_resting:
+            return None
         now_s = time.perf_counter()
         expected = [
             (worker, worker.latest, worker.arrival_s(worker.latest, now_s))
@@ -325,7 +350,7 @@ def start_draft_ahead(
         links = []
         for folder in settings.model_drafters:
             own = replace(wanted, model=folder)
-            links.append(WorkerLink(own, settings.most_ahead, trees, has_child=settings.draft_worker))
+            links.append(WorkerLink(own, settings.most_ahead, trees, has_child=bool(settings.draft_worker)))
             started.callback(links[-1].shut_down)
         started.pop_all()
     longest = min(settings.max_draft_tokens, settings.budget.max_draft_tokens)

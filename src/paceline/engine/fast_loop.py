@@ -33,6 +33,7 @@ from paceline.engine.draft_ahead import UNKNOWN_SIZES, TargetSizes, start_draft_
 from paceline.engine.early_drafts import EarlyDrafts, find_places, line_up
 from paceline.engine.leads import Leads
 from paceline.engine.left_drafts import KEPT, LeftDrafts, Mixture
+from paceline.engine.live_coupling import LiveCoupling
 from paceline.engine.loop_log import open_log
 from paceline.engine.model_steering import ModelSteering
 from paceline.engine.model_watch import ModelWatch
@@ -192,6 +193,12 @@ class FastLoop:
         self.ahead = (
             None if self._trees is None else start_draft_ahead(settings, sizes, self._trees, self._log)
         )
+        self.coupling = None
+        """Whether the model drafts inside or ahead; None: that is not to be chosen."""
+        if self.ahead is not None and settings.draft_worker == "auto":
+            self.coupling = LiveCoupling(
+                self.ahead, lambda: budget.BudgetState.initial(self._settings.budget)
+            )
         self._leads = Leads(self._trees) if settings.adopt_leads and self._trees is not None else None
         self._recent = _Recent()
         self._ahead_before = () if self.ahead is None else self.ahead.counts
@@ -401,6 +408,7 @@ class FastLoop:
         """Switch all drafting off (plain decoding) or on again; only between responses. What was learned stays."""
         if wanted != self.drafting:
             self.forget_tokens()
+            self._draft_coupled()
             self.drafter, self._resting = self._resting, self.drafter
             self.drafting = wanted
 
@@ -432,6 +440,7 @@ class FastLoop:
     def policy_state(self) -> PolicyState:
         """What the present budget policy has learned, for a later `use_budget`."""
         self._flush()
+        self._draft_coupled()
         return PolicyState(self.budget, self._steering)
 
     def use_budget(self, settings: BudgetSettings, state: PolicyState | None = None) -> None:
@@ -442,11 +451,25 @@ class FastLoop:
         self._flush()
         self._log.close()
         self._settings = self._settings.model_copy(update={"budget": settings})
+        if self.coupling is not None:
+            self._draft_coupled()
+            self.coupling.forget()
         fresh = PolicyState(budget.BudgetState.initial(settings), ModelSteering())
         outlook = self._steering.outlook  # of the responses, whatever the policy
         self.budget, self._steering = fresh if state is None else state
         self._steering.outlook = outlook
         self._now, self._arrived, self.pause = self.budget, None, Pause()
+
+    def _draft_coupled(self) -> None:
+        """Nothing is to be drafted ahead until that has paid again."""
+        if self.coupling is not None:
+            self._flush()
+            self.budget = self.coupling.leave(self.budget, self._log)
+
+    @property
+    def _chooses(self) -> bool:
+        """Whether it is chosen where the model drafts."""
+        return self.coupling is not None and self._settings.budget.policy == "marginal"
 
     # -- a step
 
@@ -504,6 +527,9 @@ class FastLoop:
             num_left: tokens of the model drafter's that the device will have behind those. [num_requests] int32
         """
         self._flush()
+        if self._chooses:
+            assert self.coupling is not None
+            self.budget = self.coupling.advance(self.budget, self._log)
         self._late_s = 0.0  # of a step that was not worth observing
         num_context_tokens = int(query.positions.sum())
         self._begin(query.responses)
@@ -773,7 +799,8 @@ class FastLoop:
 
         Under a fixed budget it never rests: that is speculation as it is commonly done.
         """
-        is_elsewhere = self._settings.draft_worker or (self.ahead is not None and self.ahead.has(self._place))
+        is_elsewhere = self.ahead is not None and self.ahead.has(self._place)
+        is_elsewhere |= not self._settings.drafts_inside
         if not self.watch.is_used or is_elsewhere or not self.may_draft:
             return None
         batch, step_time = max(self._batch_size, 1), self._now.decode_time
@@ -949,6 +976,9 @@ class FastLoop:
             step, expected = self._pending
             self._log.write_step(step, expected)
             self.budget = budget.update(self.budget, step, self._settings.budget, expected)
+            if self._chooses:
+                assert self.coupling is not None
+                self.coupling.observe(step)
             self._pending = None
 
 
@@ -989,7 +1019,7 @@ def _model_prior(settings: EngineSettings) -> Float32Array:
 
 def _has_several_drafts(settings: EngineSettings) -> bool:
     """Whether drafts have to meet: of two drafters, or of a draft worker or racer, whose drafts come late and early."""
-    others = settings.drafter != "none" or settings.draft_worker or settings.draft_help
+    others = settings.drafter != "none" or bool(settings.draft_worker) or settings.draft_help
     return settings.adopt_leads or (settings.model_drafter is not None and others)
 
 

@@ -20,6 +20,7 @@ from paceline.planning.wait import WaitSnapshot
 from paceline.planning.window import StepTimes
 from paceline.record.decisions import (
     BudgetLine,
+    CouplingLine,
     DecisionHeader,
     DecisionWriter,
     DrafterLine,
@@ -134,6 +135,12 @@ class EngineLog:
             drafter=Source.MODEL - source,
         )
         self._writer.write(line)
+
+    def write_coupling(self, is_ahead: bool, has_worker: bool = True, *, begins_again: bool = False) -> None:
+        """How the coming step's drafts are made."""
+        if self._writer is not None:
+            line = CouplingLine(is_ahead=is_ahead, has_worker=has_worker, begins_again=begins_again)
+            self._writer.write(line)
 
     def write_drafter(
         self,

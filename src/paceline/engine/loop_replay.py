@@ -19,11 +19,13 @@ from paceline.planning.budget import (
     expected_accepted,
     update,
 )
+from paceline.planning.coupling import Coupling, after_step, begin_again, without_worker
 from paceline.planning.reconfigure import replan
 from paceline.planning.wait import WaitSnapshot, decide_wait
 from paceline.planning.window import StepTimes
 from paceline.record.decisions import (
     BudgetLine,
+    CouplingLine,
     DecisionReader,
     DrafterLine,
     GrowthLine,
@@ -66,6 +68,8 @@ def replay_engine(reader: DecisionReader) -> list[Tally]:
                 replay.plan_wait(line)
             case WindowsLine():
                 replay.plan_windows(line)
+            case CouplingLine():
+                replay.plan_coupling(line)
             case StepLine():
                 replay.learn(line)
             case GrowthLine():
@@ -97,7 +101,17 @@ class _Replay:
         self._orders = Tally("model drafter")
         self._waits = Tally("wait for drafts")
         self._windows = Tally("draft windows")
-        self.tallies = [self._budgets, self._alternatives, self._orders, self._waits, self._windows]
+        self._couplings = Tally("coupled or ahead")
+        self.tallies = [
+            self._budgets,
+            self._alternatives,
+            self._orders,
+            self._waits,
+            self._windows,
+            self._couplings,
+        ]
+        self._coupling, self._is_ahead = Coupling(), False
+        self._other: BudgetState | None = None
 
     def plan_budget(self, line: BudgetLine) -> None:
         """Draft lengths of a step."""
@@ -193,9 +207,22 @@ class _Replay:
         planned: Windows = tuple(plan.windows.tolist()), tuple(plan.is_coupled.tolist())
         self._windows.compare((line.windows, line.is_coupled), planned, _tell_windows)
 
+    def plan_coupling(self, line: CouplingLine) -> None:
+        """How a step's drafts are made: what the budget knows depends on it."""
+        if line.begins_again:
+            self._coupling = begin_again(self._coupling)
+        if not line.has_worker:
+            self._coupling = without_worker(self._coupling)
+        self._couplings.compare(line.is_ahead, self._coupling.is_ahead, _tell_coupling)
+        if line.is_ahead != self._is_ahead:
+            self._is_ahead = line.is_ahead
+            fresh = BudgetState.initial(self._settings.budget)
+            self._budget, self._other = self._other or fresh, self._budget
+
     def learn(self, line: StepLine) -> None:
         """A step was measured."""
         self._budget = update(self._budget, line.step, self._settings.budget, line.expected_tokens)
+        self._coupling = after_step(self._coupling, line.step)
 
 
 def _tell_lengths(one: tuple[int, ...], other: tuple[int, ...]) -> str:
@@ -231,6 +258,10 @@ def _tell_drafter(one: Order, _: Order) -> str:
 
 def _tell_wait(one: float, _: float) -> str:
     return f"it waits at most {1e3 * one:.9g} ms" if one else "it does not wait"
+
+
+def _tell_coupling(one: bool, _: bool) -> str:
+    return "the worker drafts ahead" if one else "the engine drafts by turns, on all cores"
 
 
 def _tell_windows(one: Windows, other: Windows) -> str:

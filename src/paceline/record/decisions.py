@@ -209,6 +209,17 @@ class WindowsLine(_Line, frozen=True, tag="windows"):
     """Plans before this one, in a row, that found nothing worth drafting."""
 
 
+class CouplingLine(_Line, frozen=True, tag="coupling"):
+    """How the coming step's drafts are made, in an engine that chooses (planning/coupling.py)."""
+
+    is_ahead: bool = False
+    """The decision: ahead, on a core that the target lacks; or by turns, with all cores."""
+    has_worker: bool = True
+    """Whether anybody could draft ahead."""
+    begins_again: bool = False
+    """Drafting was switched off."""
+
+
 class StepLine(_Line, frozen=True, tag="step"):
     """A measured step, as the budget learns from it."""
 
@@ -238,6 +249,7 @@ EngineLine = (
     | NewDrafterLine
     | WaitLine
     | WindowsLine
+    | CouplingLine
     | StepLine
 )
 DecisionLine = EngineLine | ControllerLine

@@ -59,7 +59,7 @@ class Proposer:
     def load_model(self, target: Any, *args: Any, **kwargs: Any) -> None:
         """Load the model drafter, if one is to draft here. Raises CheckpointError when it does not fit the target."""
         folder = self.settings.model_drafter
-        if folder is None or self.settings.draft_worker:
+        if folder is None or not self.settings.drafts_inside:
             return
         from paceline.drafting.drafter import is_draft_head
         from paceline.drafting.head import HeadDrafter

@@ -1,0 +1,76 @@
+"""The fast loop's end of planning/coupling.py: a model drafter in the engine and one in a worker, of which one rests.
+
+Owns what goes with a mode: whether the worker drafts, how many threads the engine computes with, and which step times
+and confidence the draft budget has learned. Called by the fast loop, in the thread that runs the target: OpenMP has a
+number of threads for each of those that it is called from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from paceline.engine.draft_ahead import DraftAhead
+from paceline.engine.loop_log import EngineLog
+from paceline.planning.budget import BudgetState
+from paceline.planning.coupling import Coupling, after_step, begin_again, without_worker
+from paceline.types import StepObservation
+
+
+class LiveCoupling:
+    """One per engine with `draft_worker="auto"`."""
+
+    def __init__(self, ahead: DraftAhead, fresh: Callable[[], BudgetState]) -> None:
+        """fresh: what a budget knows that was never used."""
+        self._ahead, self._fresh = ahead, fresh
+        self.state = Coupling()
+        self._is_ahead = False  # what has been carried out
+        self._other: BudgetState | None = None  # of the mode that is not in use
+        self._threads: int | None = None  # all of the engine's
+        self.num_changes = 0
+        """Changes between coupled and ahead."""
+        ahead.rest()
+
+    def observe(self, step: StepObservation) -> None:
+        """A measured step."""
+        self.state = after_step(self.state, step)
+
+    def advance(self, budget: BudgetState, log: EngineLog) -> BudgetState:
+        """A step begins: decide how its drafts are made, and return what the budget knows of such steps."""
+        has_worker = self._ahead.has_come
+        if not has_worker:
+            self.state = without_worker(self.state)
+        log.write_coupling(self.state.is_ahead, has_worker)
+        return self._carry_out(budget)
+
+    def leave(self, budget: BudgetState, log: EngineLog) -> BudgetState:
+        """Go back to coupled with all threads, as for plain decoding. What was learned stays."""
+        self.state = begin_again(self.state)
+        log.write_coupling(self.state.is_ahead, begins_again=True)
+        return self._carry_out(budget)
+
+    def forget(self) -> None:
+        """Another policy decides about drafts: nothing learned under the last one counts. Only when coupled."""
+        self.state, self._other = Coupling(), None
+
+    def _carry_out(self, budget: BudgetState) -> BudgetState:
+        is_ahead = self.state.is_ahead
+        if is_ahead == self._is_ahead:
+            return budget
+        self._is_ahead = is_ahead
+        self.num_changes += 1
+        if is_ahead:
+            self._ahead.wake()
+        else:
+            self._ahead.rest()
+        self._share_cores()
+        other, self._other = self._other, budget
+        return self._fresh() if other is None else other
+
+    def _share_cores(self) -> None:
+        """Leave a core to each worker that drafts. vLLM has made `torch.set_num_threads` do nothing."""
+        import torch
+
+        if self._threads is None:
+            self._threads = torch.get_num_threads()
+        left = self._threads - len(self._ahead.links) if self._is_ahead else self._threads
+        torch._C.set_num_threads(max(left, 1))

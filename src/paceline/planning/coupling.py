@@ -1,0 +1,178 @@
+"""Coupled or decoupled: does an engine's model drafter take turns with the target, each with all cores, or draft ahead?
+
+Ahead it has a core of its own, which the target then lacks (SpecActor 4.1). Which is faster depends on batch, drafter
+and machine, so both are measured: the tokens per second of whole steps, by batch size in powers of two.
+
+* What is better so far is the engine's home. The other is tried now and then: `TRIAL_STEPS` steps that count, behind
+  `SETTLING_STEPS` that do not, as caches are read up and step times learned. A trial that falls far behind ends early.
+* The better of the two is home afterwards. The next trial comes when one like it would cost `TRIAL_COST` of the time:
+  what is about as good is tried often, what is far worse seldom.
+* A size has to last before its trial begins. A new size goes on with its own home, or with what there is where that
+  was never found out.
+
+Differs: SpecActor's algorithm 2 compares both modes by formulas, from one D and one V. Here V has other cores in either
+mode, and D may be another device's; decision 0035.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TypeAlias
+
+from paceline.types import StepObservation
+
+SETTLING_STEPS = 12
+"""Steps after a change that tell nothing."""
+
+TRIAL_STEPS = 48
+"""Steps of a trial that count; a batch size has to last for as many before one begins."""
+
+EARLY_STEPS = 16
+"""Steps after which a trial may end early, if it is `FAR_BEHIND`."""
+
+FAR_BEHIND = 0.75
+"""Of the home's tokens per second."""
+
+TRIAL_COST = 1.0 / 64.0
+"""Share of the time that trials may cost."""
+
+LEAST_STEPS = 192
+"""From a trial to the next."""
+
+MEMORY = 1.0 - 1.0 / 128.0
+"""What a step counts for one step later."""
+
+BEFORE_TRIAL = 0.25
+"""What older steps of a mode count for when its trial begins."""
+
+_NUM_SIZES = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """Decayed sums over steps of one size and mode."""
+
+    tokens: float = 0.0
+    seconds: float = 0.0
+
+    def add(self, tokens: float, seconds: float) -> Rate:
+        return Rate(self.tokens * MEMORY + tokens, self.seconds * MEMORY + seconds)
+
+    def faded(self) -> Rate:
+        """As its mode's next trial begins."""
+        return Rate(self.tokens * BEFORE_TRIAL, self.seconds * BEFORE_TRIAL)
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.seconds
+
+
+_Rates: TypeAlias = tuple[Rate, Rate]
+"""Coupled, ahead."""
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """What is known of a batch size."""
+
+    rates: _Rates = (Rate(), Rate())
+    is_ahead: bool | None = None
+    """Its home; None: no trial has been decided."""
+    until_trial: int = TRIAL_STEPS
+    """Steps of this size to the next one, that count."""
+
+
+@dataclass(frozen=True, slots=True)
+class Coupling:
+    """Where an engine stands; it begins coupled."""
+
+    is_ahead: bool = False
+    """How the next step drafts."""
+    settling: int = SETTLING_STEPS
+    """Steps still to come that do not count."""
+    trial_left: int = 0
+    """Steps of a trial still to come; 0: there is none."""
+    lasted: int = 0
+    """Steps in a row of the present size."""
+    at: int = -1
+    """The present size; -1: there was no step."""
+    sizes: tuple[Size, ...] = field(default=(Size(),) * _NUM_SIZES)
+
+    @property
+    def size(self) -> Size:
+        """What is known of the present size."""
+        return self.sizes[self.at]
+
+
+def after_step(coupling: Coupling, step: StepObservation) -> Coupling:
+    """Where the engine stands after a measured step, the drafter's time in it told apart; others than typical ones
+    without prefill tell nothing.
+    """
+    if not step.num_requests or step.num_prefill_tokens or not step.is_typical:
+        return coupling
+    tokens, seconds = step.num_requests + step.num_accepted_tokens, step.step_s + step.draft_s
+    at = min(step.num_requests.bit_length() - 1, _NUM_SIZES - 1)
+    if at != coupling.at:
+        coupling = _resized(coupling, at)
+    coupling = replace(coupling, lasted=coupling.lasted + 1)
+    if coupling.settling:
+        return replace(coupling, settling=coupling.settling - 1)
+    size, is_ahead = coupling.size, coupling.is_ahead
+    coupled, ahead = size.rates
+    rates = (coupled, ahead.add(tokens, seconds)) if is_ahead else (coupled.add(tokens, seconds), ahead)
+    until = max(size.until_trial - 1, 0)
+    coupling = _known(coupling, replace(size, rates=rates, until_trial=until))
+    if coupling.trial_left:
+        return _on_trial(coupling)
+    if until or coupling.lasted < TRIAL_STEPS:
+        return coupling
+    rates = (rates[0], rates[1].faded()) if not is_ahead else (rates[0].faded(), rates[1])
+    coupling = _known(coupling, replace(coupling.size, rates=rates))
+    return replace(coupling, is_ahead=not is_ahead, settling=SETTLING_STEPS, trial_left=TRIAL_STEPS)
+
+
+def without_worker(coupling: Coupling) -> Coupling:
+    """Where the engine stands while nobody can draft ahead: whoever comes is tried anew."""
+    sizes = tuple(Size((size.rates[0], Rate())) for size in coupling.sizes)
+    settling = SETTLING_STEPS if coupling.is_ahead else coupling.settling
+    return Coupling(settling=settling, lasted=coupling.lasted, at=coupling.at, sizes=sizes)
+
+
+def begin_again(coupling: Coupling) -> Coupling:
+    """Where the engine stands where drafting was switched off: coupled, with what it knows."""
+    return Coupling(sizes=coupling.sizes)
+
+
+def _on_trial(coupling: Coupling) -> Coupling:
+    """Go on with a trial, or decide it."""
+    left, size = coupling.trial_left - 1, coupling.size
+    coupled, ahead = (rate.tokens_per_s for rate in size.rates)
+    own, home = (ahead, coupled) if coupling.is_ahead else (coupled, ahead)
+    is_lost = TRIAL_STEPS - left >= EARLY_STEPS and own < FAR_BEHIND * home
+    if left and not is_lost:
+        return replace(coupling, trial_left=left)
+    steps = 2 * SETTLING_STEPS + TRIAL_STEPS - left
+    loss = 1.0 - min(own, home) / max(own, home)
+    until = max(LEAST_STEPS, int(steps * loss / TRIAL_COST))
+    is_ahead = ahead > coupled
+    decided = _known(coupling, replace(size, is_ahead=is_ahead, until_trial=until))
+    settling = SETTLING_STEPS if is_ahead != coupling.is_ahead else 0
+    return replace(decided, is_ahead=is_ahead, settling=settling, trial_left=0)
+
+
+def _resized(coupling: Coupling, at: int) -> Coupling:
+    """The batch has another size now: a trial ends undecided."""
+    home = coupling.is_ahead
+    if coupling.trial_left:
+        home = not home
+        coupling = _known(coupling, replace(coupling.size, until_trial=LEAST_STEPS))
+    own = coupling.sizes[at].is_ahead
+    wanted = home if own is None else own
+    settling = SETTLING_STEPS if wanted != coupling.is_ahead else coupling.settling
+    return replace(coupling, is_ahead=wanted, settling=settling, trial_left=0, lasted=0, at=at)
+
+
+def _known(coupling: Coupling, size: Size) -> Coupling:
+    """With this about the present size."""
+    at = coupling.at
+    return replace(coupling, sizes=(*coupling.sizes[:at], size, *coupling.sizes[at + 1 :]))

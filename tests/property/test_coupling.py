@@ -1,0 +1,143 @@
+"""Properties of planning/coupling.py: what it costs to find out which mode is faster, and that it is found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.planning.coupling import (
+    LEAST_STEPS,
+    SETTLING_STEPS,
+    TRIAL_STEPS,
+    Coupling,
+    after_step,
+    begin_again,
+    without_worker,
+)
+from paceline.types import StepObservation
+
+World = Callable[[int, bool, int], tuple[int, float]]
+"""Tokens and seconds of a step, by its number, mode and batch."""
+
+
+def step_of(batch: int, tokens: int, seconds: float, **more: object) -> StepObservation:
+    fields = {
+        "num_requests": batch,
+        "num_draft_tokens": 0,
+        "num_accepted_tokens": tokens - batch,
+        "num_prefill_tokens": 0,
+        "step_s": seconds,
+        **more,
+    }
+    return StepObservation(**fields)  # type: ignore[arg-type]
+
+
+def run(
+    world: World, batches: Sequence[int], coupling: Coupling | None = None
+) -> tuple[Coupling, list[bool]]:
+    """Where an engine stands in the end, and how each step drafted."""
+    modes, coupling = [], coupling or Coupling()
+    for number, batch in enumerate(batches):
+        modes.append(coupling.is_ahead)
+        coupling = after_step(coupling, step_of(batch, *world(number, coupling.is_ahead, batch)))
+    return coupling, modes
+
+
+def steady(ahead: float, seed: int = 0, spread: float = 0.5) -> World:
+    """`ahead` times as many tokens per second ahead as coupled, every step with a noise of its own."""
+    rng = np.random.default_rng(seed)
+
+    def world(number: int, is_ahead: bool, batch: int) -> tuple[int, float]:
+        tokens = batch + int(rng.binomial(8 * batch, spread))
+        return tokens, 0.01 * tokens / (1.0 + 8 * spread) / (ahead if is_ahead else 1.0) * rng.uniform(
+            0.5, 1.5
+        )
+
+    return world
+
+
+@given(st.floats(0.3, 3.0), st.integers(0, 1000), st.sampled_from([1, 3, 16, 128]))
+def test_the_better_mode_has_nearly_all_steps(ahead: float, seed: int, batch: int) -> None:
+    count = 6000
+    _, modes = run(steady(ahead, seed), [batch] * count)
+    share = np.mean(modes[count // 6 :])
+    loss = max(ahead, 1 / ahead) - 1.0
+    wrong = share if ahead < 1.0 else 1.0 - share
+    # what the wrong steps cost: trials are paid, near ties may go either way
+    assert wrong * loss / (1.0 + loss) < 0.03
+    if loss > 0.25:
+        assert wrong < 0.08
+
+
+def test_a_change_of_the_machine_is_noticed() -> None:
+    before, after = steady(0.7, 1), steady(1.5, 2)
+    _, modes = run(lambda at, *mode: (before if at < 3000 else after)(at, *mode), [4] * 9000)
+    assert np.mean(modes[1000:3000]) < 0.1
+    assert np.mean(modes[-3000:]) > 0.9
+
+
+def test_each_size_has_its_home() -> None:
+    single, many = steady(1.5, 3), steady(0.6, 4)
+    batches = ([1] * 400 + [16] * 400) * 6
+    coupling, modes = run(
+        lambda at, ahead, batch: (single if batch == 1 else many)(at, ahead, batch), batches
+    )
+    late = np.array(modes).reshape(-1, 400)[-4:]
+    assert late[0::2].mean() > 0.9
+    assert late[1::2].mean() < 0.1
+    assert [coupling.sizes[at].is_ahead for at in (0, 4)] == [True, False]
+
+
+@given(st.lists(st.integers(1, 20), min_size=1, max_size=30), st.integers(1, TRIAL_STEPS - 1))
+def test_sizes_that_do_not_last_are_not_tried(sizes: list[int], length: int) -> None:
+    powers = [size.bit_length() for size in sizes]
+    lasting = [size for at, size in enumerate(sizes) if not at or powers[at] != powers[at - 1]]
+    _, modes = run(steady(2.0), [size for size in lasting for _ in range(length)])
+    assert not any(modes)
+
+
+def test_a_trial_far_behind_ends_early() -> None:
+    coupling, modes = run(steady(0.3, 5), [2] * 400)
+    tried = sum(modes)
+    assert 0 < tried < SETTLING_STEPS + TRIAL_STEPS // 2 + 1
+    assert coupling.size.until_trial > LEAST_STEPS
+
+
+def test_a_trial_cut_short_is_put_off() -> None:
+    coupling, modes = run(
+        steady(0.9, 6), [2] * (SETTLING_STEPS + TRIAL_STEPS + 4) + [9] * 3 + [2] * TRIAL_STEPS
+    )
+    assert any(modes)
+    assert not modes[-TRIAL_STEPS:].count(True)
+    assert coupling.sizes[1].is_ahead is None
+
+
+def test_prefill_and_odd_steps_tell_nothing() -> None:
+    for odd in ({"num_prefill_tokens": 5}, {"is_typical": False}):
+        assert after_step(Coupling(), step_of(2, 4, 0.1, **odd)) == Coupling()
+    assert after_step(Coupling(), step_of(0, 0, 0.1)) == Coupling()
+
+
+def test_drafting_by_the_engine_counts_as_time() -> None:
+    world = steady(1.3, 7)
+    coupling = Coupling()
+    for number in range(3000):
+        tokens, seconds = world(number, coupling.is_ahead, 1)
+        draft_s = 0.0 if coupling.is_ahead else 0.4 * seconds
+        coupling = after_step(coupling, step_of(1, tokens, seconds - draft_s, draft_s=draft_s))
+    assert coupling.sizes[0].is_ahead
+
+
+@pytest.mark.parametrize("is_gone", [True, False])
+def test_without_a_worker_the_engine_drafts(is_gone: bool) -> None:
+    coupling, _ = run(steady(2.0, 8), [1] * 1000)
+    assert coupling.is_ahead
+    coupling = without_worker(coupling) if is_gone else begin_again(coupling)
+    assert not coupling.is_ahead
+    assert coupling.settling == SETTLING_STEPS
+    assert (coupling.sizes[0].is_ahead is None) == is_gone
+    assert run(steady(2.0, 9), [1] * 200, coupling)[0].is_ahead
