@@ -20,7 +20,7 @@ import numpy as np
 from paceline.drafting.worker_link import WorkerLink
 from paceline.engine.loop_log import EngineLog
 from paceline.planning.draft_ahead import most_ahead
-from paceline.planning.latency import StepTimeModel, predict_s
+from paceline.planning.latency import StepTimeModel, largest_known_tokens, predict_s
 from paceline.planning.reconfigure import is_due, reconfigure, replan
 from paceline.planning.window import StepTimes
 from paceline.types import Float64Array, Int32Array, Int64Array
@@ -97,7 +97,9 @@ class DraftWindows:
         self._num_steps, self._planned_batch = 0, count
         names = responses.tolist()
         acceptance, mean = self._estimate(names)
-        times = StepTimes(1, draft_s, predict_s(step_time, count * (self._windows + 1)))
+        # what was never verified is taken for no dearer: without drafts so long the budget would never find out
+        sizes = np.minimum(count * (self._windows + 1), max(largest_known_tokens(step_time), count))
+        times = StepTimes(1, draft_s, predict_s(step_time, sizes))
         plan = replan(acceptance, times, self._num_idle)
         self._log.write_windows(acceptance, times, self._num_idle, plan, self._source)
         self._num_idle = 0 if plan.windows.any() and not plan.is_trial else self._num_idle + 1

@@ -7,8 +7,8 @@ and machine, so both are measured: the tokens per second of whole steps, by batc
   `SETTLING_STEPS` that do not, as caches are read up and step times learned. A trial that falls far behind ends early.
 * The better of the two is home afterwards. The next trial comes when one like it would cost `TRIAL_COST` of the time:
   what is about as good is tried often, what is far worse seldom.
-* A size has to last before its trial begins. A new size goes on with its own home, or with what there is where that
-  was never found out.
+* A new size goes on with its own home, or with what there is where that was never found out. A trial that a new size
+  interrupts is put off, each time for twice as long, and goes on from where it was.
 
 Differs: SpecActor's algorithm 2 compares both modes by formulas, from one D and one V. Here V has other cores in either
 mode, and D may be another device's; decision 0035.
@@ -25,7 +25,7 @@ SETTLING_STEPS = 12
 """Steps after a change that tell nothing."""
 
 TRIAL_STEPS = 48
-"""Steps of a trial that count; a batch size has to last for as many before one begins."""
+"""Steps of a trial that count; as many come before the first."""
 
 EARLY_STEPS = 16
 """Steps after which a trial may end early, if it is `FAR_BEHIND`."""
@@ -39,6 +39,9 @@ TRIAL_COST = 1.0 / 64.0
 LEAST_STEPS = 192
 """From a trial to the next."""
 
+PUT_OFF_STEPS = 32
+"""Until a trial goes on that was interrupted for the first time."""
+
 MEMORY = 1.0 - 1.0 / 128.0
 """What a step counts for one step later."""
 
@@ -46,6 +49,7 @@ BEFORE_TRIAL = 0.25
 """What older steps of a mode count for when its trial begins."""
 
 _NUM_SIZES = 12
+_MOST_INTERRUPTIONS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +83,11 @@ class Size:
     is_ahead: bool | None = None
     """Its home; None: no trial has been decided."""
     until_trial: int = TRIAL_STEPS
-    """Steps of this size to the next one, that count."""
+    """Steps of this size, that count, until the next one begins or goes on."""
+    trial_left: int = 0
+    """Steps of a trial that has begun still to come."""
+    interruptions: int = 0
+    """Of that trial."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +98,8 @@ class Coupling:
     """How the next step drafts."""
     settling: int = SETTLING_STEPS
     """Steps still to come that do not count."""
-    trial_left: int = 0
-    """Steps of a trial still to come; 0: there is none."""
+    is_trial: bool = False
+    """Whether that is tried out."""
     lasted: int = 0
     """Steps in a row of the present size."""
     at: int = -1
@@ -122,13 +130,14 @@ def after_step(coupling: Coupling, step: StepObservation) -> Coupling:
     rates = (coupled, ahead.add(tokens, seconds)) if is_ahead else (coupled.add(tokens, seconds), ahead)
     until = max(size.until_trial - 1, 0)
     coupling = _known(coupling, replace(size, rates=rates, until_trial=until))
-    if coupling.trial_left:
+    if coupling.is_trial:
         return _on_trial(coupling)
-    if until or coupling.lasted < TRIAL_STEPS:
+    if until or coupling.lasted < SETTLING_STEPS:
         return coupling
-    rates = (rates[0], rates[1].faded()) if not is_ahead else (rates[0].faded(), rates[1])
-    coupling = _known(coupling, replace(coupling.size, rates=rates))
-    return replace(coupling, is_ahead=not is_ahead, settling=SETTLING_STEPS, trial_left=TRIAL_STEPS)
+    if not size.trial_left:
+        rates = (rates[0], rates[1].faded()) if not is_ahead else (rates[0].faded(), rates[1])
+        coupling = _known(coupling, replace(coupling.size, rates=rates, trial_left=TRIAL_STEPS))
+    return replace(coupling, is_ahead=not is_ahead, settling=SETTLING_STEPS, is_trial=True)
 
 
 def without_worker(coupling: Coupling) -> Coupling:
@@ -145,31 +154,33 @@ def begin_again(coupling: Coupling) -> Coupling:
 
 def _on_trial(coupling: Coupling) -> Coupling:
     """Go on with a trial, or decide it."""
-    left, size = coupling.trial_left - 1, coupling.size
+    size = coupling.size
+    left = size.trial_left - 1
     coupled, ahead = (rate.tokens_per_s for rate in size.rates)
     own, home = (ahead, coupled) if coupling.is_ahead else (coupled, ahead)
     is_lost = TRIAL_STEPS - left >= EARLY_STEPS and own < FAR_BEHIND * home
     if left and not is_lost:
-        return replace(coupling, trial_left=left)
+        return _known(coupling, replace(size, trial_left=left))
     steps = 2 * SETTLING_STEPS + TRIAL_STEPS - left
     loss = 1.0 - min(own, home) / max(own, home)
     until = max(LEAST_STEPS, int(steps * loss / TRIAL_COST))
     is_ahead = ahead > coupled
-    decided = _known(coupling, replace(size, is_ahead=is_ahead, until_trial=until))
+    decided = _known(coupling, Size(size.rates, is_ahead, until))
     settling = SETTLING_STEPS if is_ahead != coupling.is_ahead else 0
-    return replace(decided, is_ahead=is_ahead, settling=settling, trial_left=0)
+    return replace(decided, is_ahead=is_ahead, settling=settling, is_trial=False)
 
 
 def _resized(coupling: Coupling, at: int) -> Coupling:
-    """The batch has another size now: a trial ends undecided."""
+    """The batch has another size now: a trial is interrupted."""
     home = coupling.is_ahead
-    if coupling.trial_left:
-        home = not home
-        coupling = _known(coupling, replace(coupling.size, until_trial=LEAST_STEPS))
+    if coupling.is_trial:
+        home, num = not home, coupling.size.interruptions
+        until = PUT_OFF_STEPS << min(num, _MOST_INTERRUPTIONS)
+        coupling = _known(coupling, replace(coupling.size, until_trial=until, interruptions=num + 1))
     own = coupling.sizes[at].is_ahead
     wanted = home if own is None else own
     settling = SETTLING_STEPS if wanted != coupling.is_ahead else coupling.settling
-    return replace(coupling, is_ahead=wanted, settling=settling, trial_left=0, lasted=0, at=at)
+    return replace(coupling, is_ahead=wanted, settling=settling, is_trial=False, lasted=0, at=at)
 
 
 def _known(coupling: Coupling, size: Size) -> Coupling:
