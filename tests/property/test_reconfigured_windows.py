@@ -178,6 +178,20 @@ def test_a_response_that_begins_later_has_the_window_of_the_mean(draft_s: float)
     assert windows.num_changes == changes, "it begins so, which is no change"
 
 
+def test_steps_that_were_never_tried_do_not_shorten_windows() -> None:
+    """Two sizes alone are known, one of them from a slow moment: a line through them would have no draft pay."""
+    model = StepTimeModel.initial()
+    for tokens, seconds in ((1, 0.018), (2, 0.027)) * 8:
+        model = update_measured_time(model, tokens, seconds)
+    link = Link()
+    windows = DraftWindows(link, Source.MODEL, 1000, 32, open_log(EngineSettings()))  # type: ignore[arg-type]
+    names = np.array([3], np.int64)
+    for _ in range(LEAST_STEPS):
+        windows.learn(names, np.array([8], np.int32), np.array([8], np.int32))
+        windows.advance(names, model, 0.002)
+    assert link.allowed[3] >= 2 * 0.027 / 0.002 - 4
+
+
 def plan_with(windows: DraftWindows, num_right: int) -> None:
     """The first plan of a worker whose drafts of 8 tokens are right so far."""
     names, model = np.array([3], np.int64), step_time(0.01, 0.0003)
