@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from plain_tokens import plain_tokens
+from pydantic import ValidationError
 from vllm import SamplingParams
 
 from paceline.config import BudgetSettings, EngineSettings
@@ -163,3 +164,17 @@ def test_the_log_is_planned_again(engine: RolloutEngine) -> None:
 def test_its_drafter_cannot_be_changed(engine: RolloutEngine) -> None:
     with pytest.raises(UnsupportedError, match="draft_worker"):
         engine.use_drafter(0)
+
+
+@pytest.mark.parametrize(
+    ("fields", "remedy"),
+    [
+        ({"further_drafters": ["b"]}, "remove further_drafters"),
+        ({"draft_by_turns": True}, "set draft_worker to true"),
+        ({"draft_help": True}, "no draft_worker"),
+        ({"model_drafter": None}, "needs a model_drafter"),
+    ],
+)
+def test_what_it_does_not_go_with_is_refused(fields: dict[str, Any], remedy: str) -> None:
+    with pytest.raises(ValidationError, match=remedy):
+        EngineSettings.model_validate({"model_drafter": "a", "draft_worker": "auto", **fields})

@@ -308,6 +308,7 @@ def test_v1_is_for_the_cpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
         (None, "watermark_config", object(), "no watermark_config"),
         (None, "additional_config", {"num_paths": 2}, "num_paths=1"),
         (None, "additional_config", {"compiled": True}, "compiled unset"),
+        (None, "additional_config", {"draft_worker": "auto"}, "draft_worker=True or False"),
         (None, "additional_config", {"model_drafter_dtype": "bfloat16"}, "model_drafter_dtype='auto'"),
     ],
 )

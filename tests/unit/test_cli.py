@@ -104,6 +104,8 @@ def test_a_traceback_is_there_for_who_asks(
         (["--plain", "--resume"], 2, "too many would be short"),
         (["--plain", "--model-drafter", "x"], 2, "drop one of them"),
         (["--draft-worker"], 2, "draft_worker needs a model_drafter"),
+        (["--draft-worker-auto"], 2, "draft_worker needs a model_drafter"),
+        (["--model-drafter", "b", "--draft-worker-auto", "--further-drafter", "c"], 2, "--draft-worker"),
         (["--further-drafter", "b"], 2, "give --draft-worker, or --ladder"),
         (["--model-drafter", "b", "--ladder", "x"], 2, "--further-drafter: give both"),
         (["--model-drafter", "b", "--draft-worker", "--further-drafter", "b"], 2, "name a folder twice"),

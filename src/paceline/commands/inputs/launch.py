@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import ValidationError
 
@@ -176,7 +176,7 @@ def build_settings(
     decisions: Path | None = None,
     *,
     compiled: bool,
-    draft_worker: bool = False,
+    draft_worker: bool | Literal["auto"] = False,
     further_drafters: Sequence[Path] = (),
     linear_kernel: str | None = None,
 ) -> EngineSettings:

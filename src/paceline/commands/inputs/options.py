@@ -62,6 +62,15 @@ DraftWorker = Annotated[
         rich_help_panel="Engine",
     ),
 ]
+DraftWorkerAuto = Annotated[
+    bool,
+    typer.Option(
+        "--draft-worker-auto",
+        help="A draft worker that rests while the model drafts faster inside the engine, by turns with the target and "
+        "with all cores for either.",
+        rich_help_panel="Engine",
+    ),
+]
 FurtherDrafter = Annotated[
     list[Path] | None,
     typer.Option(

@@ -22,6 +22,7 @@ from paceline.commands.inputs.model_folder import load_tokenizer, read_checkpoin
 from paceline.commands.inputs.options import (
     Compiled,
     DraftWorker,
+    DraftWorkerAuto,
     Dtype,
     FurtherDrafter,
     KvCacheGib,
@@ -76,6 +77,7 @@ def rollout(
     ] = "suffix",
     model_drafter: ModelDrafter = None,
     draft_worker: DraftWorker = False,
+    draft_worker_auto: DraftWorkerAuto = False,
     further_drafter: FurtherDrafter = None,
     ladder: Annotated[
         Path | None,
@@ -255,7 +257,7 @@ def rollout(
         draft_secret_file,
         decisions,
         compiled=compiled,
-        draft_worker=draft_worker,
+        draft_worker="auto" if draft_worker_auto else draft_worker,
         further_drafters=further_drafter or (),
         linear_kernel=linear_kernel,
     )
