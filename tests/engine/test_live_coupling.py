@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,10 @@ def engine(
             before = torch.get_num_threads()
             torch._C.set_num_threads(THREADS)
             yield made
-            torch._C.set_num_threads(before)
+            coupling_of(made).state = replace(coupling_of(made).state, is_ahead=True)
+            next(iter(made.stream(REQUESTS, PARAMS)))
+        assert torch.get_num_threads() == THREADS, "a closed engine keeps no core"
+        torch._C.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

@@ -325,6 +325,14 @@ def test_what_v2_cannot_do_exactly_is_refused(
         check_engine(config)
 
 
+def test_threads_are_moved_in_one_process_alone() -> None:
+    config = make_config(additional_config={"paceline": {"model_drafter": "small", "draft_worker": "auto"}})
+    check_engine(config)
+    config.parallel_config.world_size = 2
+    with pytest.raises(UnsupportedError, match="in the engine's own process"):
+        check_engine(config)
+
+
 def test_steps_overlap_on_v2_where_drafts_need_no_known_token() -> None:
     config = make_config(use_v2_model_runner=True, scheduler_config=SimpleNamespace(async_scheduling=True))
     config.speculative_config.method = "ngram_gpu"

@@ -170,10 +170,16 @@ def check_engine(vllm_config: Any) -> None:
     """Raise UnsupportedError for an engine mode in which sampling by key cannot work. Before the model is loaded."""
     from paceline.engine.compat import is_cpu
 
-    obstacle = overlap_obstacle(read_settings(vllm_config), vllm_config.use_v2_model_runner)
+    settings = read_settings(vllm_config)
+    obstacle = overlap_obstacle(settings, vllm_config.use_v2_model_runner)
     remedies = {
         f"async_scheduling=False ({obstacle})": bool(
             vllm_config.scheduler_config.async_scheduling and obstacle
+        ),
+        "EngineSettings.draft_worker=True or False ('auto' moves threads between target and drafter: for model runner "
+        "V1, with the target in the engine's own process)": (
+            settings.draft_worker == "auto"
+            and (vllm_config.use_v2_model_runner or vllm_config.parallel_config.world_size > 1)
         ),
         "pipeline_parallel_size=1": vllm_config.parallel_config.pipeline_parallel_size > 1,
         "enable_prompt_embeds=False": vllm_config.model_config.enable_prompt_embeds,
@@ -183,7 +189,7 @@ def check_engine(vllm_config: Any) -> None:
         ),
     }
     if vllm_config.use_v2_model_runner:
-        remedies |= _v2_remedies(vllm_config, read_settings(vllm_config))
+        remedies |= _v2_remedies(vllm_config, settings)
     for remedy, is_needed in remedies.items():
         if is_needed:
             raise UnsupportedError(f"Paceline does not run on this engine: start it with {remedy}")
@@ -211,9 +217,6 @@ def _v2_remedies(vllm_config: Any, settings: EngineSettings) -> dict[str, bool]:
         "no watermark_config": vllm_config.watermark_config is not None,
         "enable_trace_replay=False": model.enable_trace_replay,
         "enable_batch_sharded_sampling=False": vllm_config.parallel_config.enable_batch_sharded_sampling,
-        "EngineSettings.draft_worker=True or False ('auto' moves cores, which on model runner V2 is not tried)": (
-            settings.draft_worker == "auto"
-        ),
         "EngineSettings.draft_worker=True (further_drafters inside the engine are for model runner V1)": (
             settings.chooses_drafter
         ),

@@ -375,7 +375,9 @@ class FastLoop:
         return self._numbered[1]
 
     def shut_down(self) -> None:
-        """Disconnect from the draft servers, end the draft worker and the decision log."""
+        """Disconnect from the draft servers, end the draft worker and the decision log, take all threads back."""
+        self._draft_coupled()
+        self.coupling = None
         if self.ahead is not None:
             self.ahead.shut_down()
             self.ahead = None
