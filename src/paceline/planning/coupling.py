@@ -6,7 +6,8 @@ and machine, so both are measured: the tokens per second of whole steps, by batc
 * What is better so far is the engine's home. The other is tried now and then: `TRIAL_STEPS` steps that count, behind
   `SETTLING_STEPS` that do not, as caches are read up and step times learned. A trial that falls far behind ends early.
 * The better of the two is home afterwards. The next trial comes when one like it would cost `TRIAL_COST` of the time:
-  what is about as good is tried often, what is far worse seldom.
+  what is about as good is tried often, what is far worse seldom. A home that is new has to be confirmed sooner, after
+  `LEAST_STEPS`, twice as many and so on: the machine may have been busy during its trial, or before.
 * A new size goes on with its own home, or with what there is where that was never found out. A trial that a new size
   interrupts is put off, each time for twice as long, and goes on from where it was.
 
@@ -23,6 +24,9 @@ from paceline.types import StepObservation
 
 SETTLING_STEPS = 12
 """Steps after a change that tell nothing."""
+
+FIRST_STEPS = 48
+"""The same when a worker has come: a process that begins is busy on a core, and steps were measured then."""
 
 TRIAL_STEPS = 48
 """Steps of a trial that count; as many come before the first."""
@@ -49,7 +53,7 @@ BEFORE_TRIAL = 0.25
 """What older steps of a mode count for when its trial begins."""
 
 _NUM_SIZES = 12
-_MOST_INTERRUPTIONS = 8
+_MOST_DOUBLINGS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +92,8 @@ class Size:
     """Steps of a trial that has begun still to come."""
     interruptions: int = 0
     """Of that trial."""
+    confirmations: int = 0
+    """Trials in a row that have found the same home."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +102,7 @@ class Coupling:
 
     is_ahead: bool = False
     """How the next step drafts."""
-    settling: int = SETTLING_STEPS
+    settling: int = FIRST_STEPS
     """Steps still to come that do not count."""
     is_trial: bool = False
     """Whether that is tried out."""
@@ -142,14 +148,12 @@ def after_step(coupling: Coupling, step: StepObservation) -> Coupling:
 
 def without_worker(coupling: Coupling) -> Coupling:
     """Where the engine stands while nobody can draft ahead: whoever comes is tried anew."""
-    sizes = tuple(Size((size.rates[0], Rate())) for size in coupling.sizes)
-    settling = SETTLING_STEPS if coupling.is_ahead else coupling.settling
-    return Coupling(settling=settling, lasted=coupling.lasted, at=coupling.at, sizes=sizes)
+    return replace(Coupling(), at=coupling.at)
 
 
 def begin_again(coupling: Coupling) -> Coupling:
     """Where the engine stands where drafting was switched off: coupled, with what it knows."""
-    return Coupling(sizes=coupling.sizes)
+    return Coupling(settling=SETTLING_STEPS, sizes=coupling.sizes)
 
 
 def _on_trial(coupling: Coupling) -> Coupling:
@@ -163,9 +167,10 @@ def _on_trial(coupling: Coupling) -> Coupling:
         return _known(coupling, replace(size, trial_left=left))
     steps = 2 * SETTLING_STEPS + TRIAL_STEPS - left
     loss = 1.0 - min(own, home) / max(own, home)
-    until = max(LEAST_STEPS, int(steps * loss / TRIAL_COST))
     is_ahead = ahead > coupled
-    decided = _known(coupling, Size(size.rates, is_ahead, until))
+    confirmations = min(size.confirmations + 1, _MOST_DOUBLINGS) if is_ahead == size.is_ahead else 0
+    until = max(LEAST_STEPS, min(int(steps * loss / TRIAL_COST), LEAST_STEPS << confirmations))
+    decided = _known(coupling, Size(size.rates, is_ahead, until, confirmations=confirmations))
     settling = SETTLING_STEPS if is_ahead != coupling.is_ahead else 0
     return replace(decided, is_ahead=is_ahead, settling=settling, is_trial=False)
 
@@ -175,7 +180,7 @@ def _resized(coupling: Coupling, at: int) -> Coupling:
     home = coupling.is_ahead
     if coupling.is_trial:
         home, num = not home, coupling.size.interruptions
-        until = PUT_OFF_STEPS << min(num, _MOST_INTERRUPTIONS)
+        until = PUT_OFF_STEPS << min(num, _MOST_DOUBLINGS)
         coupling = _known(coupling, replace(coupling.size, until_trial=until, interruptions=num + 1))
     own = coupling.sizes[at].is_ahead
     wanted = home if own is None else own
