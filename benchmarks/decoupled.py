@@ -242,10 +242,12 @@ def measure(cost: float, target: str, options: Any) -> Iterator[tuple[int, dict[
 
 
 def blocks(systems: list[str]) -> Iterator[list[str]]:
-    """Those of the systems that are alive together, the coupled pair always the first of them."""
-    for block in BLOCKS:
-        if wanted := [system for system in block if system in systems]:
-            yield [COUPLED, *wanted]
+    """Those of the systems that are alive together, the coupled pair always the first of them; none in vain."""
+    wanted = [[system for system in block if system in systems] for block in BLOCKS]
+    for place, block in enumerate(wanted):
+        others = (set(other) for at, other in enumerate(wanted) if at > place)
+        if block and not any(set(block) <= other for other in others):
+            yield [COUPLED, *block]
 
 
 def inflate_drafter(cost: float, folder: Path) -> str:

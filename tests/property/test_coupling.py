@@ -99,22 +99,22 @@ def test_sizes_that_do_not_last_cost_little(sizes: list[int], length: int, seed:
     batches = [size for size in sizes * (6000 // (len(sizes) * length) + 1) for _ in range(length)]
     _, modes = run(steady(0.5, seed), batches)
     used = {size.bit_length() for size in sizes}
-    first = 3 * (SETTLING_STEPS + TRIAL_STEPS) * len(used)
+    first = FIRST_STEPS + 3 * (SETTLING_STEPS + TRIAL_STEPS) * len(used)
     assert sum(modes) < first + 0.06 * len(batches)
 
 
 def test_a_trial_far_behind_ends_early() -> None:
     coupling, modes = run(steady(0.3, 5), [2] * 400)
     tried = sum(modes)
-    assert 0 < tried < 2 * (SETTLING_STEPS + TRIAL_STEPS // 2 + 1)
+    assert 0 < tried < FIRST_STEPS + SETTLING_STEPS + 2 * (TRIAL_STEPS // 2 + 1)
     assert coupling.size.until_trial > 0
 
 
 def test_an_interrupted_trial_goes_on_later() -> None:
     begins = FIRST_STEPS + TRIAL_STEPS
-    batches = [2] * (begins + SETTLING_STEPS + 10) + [9] * 3 + [2] * PUT_OFF_STEPS
+    batches = [2] * (begins + FIRST_STEPS + 10) + [9] * 3 + [2] * PUT_OFF_STEPS
     coupling, modes = run(steady(0.9, 6), batches)
-    tried = SETTLING_STEPS + 10
+    tried = FIRST_STEPS + 10
     assert modes == [False] * begins + [True] * (tried + 1) + [False] * (PUT_OFF_STEPS + 2)
     size = coupling.sizes[1]
     assert size.is_ahead is None
@@ -122,6 +122,21 @@ def test_an_interrupted_trial_goes_on_later() -> None:
     coupling, modes = run(steady(0.9, 6), [2] * 2 * begins, coupling)
     assert coupling.sizes[1].is_ahead is False
     assert sum(modes) < SETTLING_STEPS + TRIAL_STEPS
+
+
+def test_a_trial_goes_on_in_a_size_that_has_one_before_it() -> None:
+    batches = [5, 2] * 8 + ([5] * 30 + [2] * 30) * 2 + [5] * 90 + [2] * 20
+    coupling, modes = run(steady(1.3, 6), batches)
+    assert all(modes[modes.index(True) :]), "no size of it sends the engine back"
+    assert coupling.sizes[2].is_ahead
+    assert coupling.sizes[1].trial_left < TRIAL_STEPS
+
+
+@given(st.integers(0, 50), st.sampled_from([0.6, 1.6]))
+def test_sizes_that_come_and_go_are_found_out(seed: int, ahead: float) -> None:
+    """A rollout's tails: batches of four, of which one after the other ends."""
+    _, modes = run(steady(ahead, seed), ([4] * 25 + [3] * 10 + [2] * 10 + [1] * 15) * 60)
+    assert np.mean(modes[len(modes) // 2 :]) == pytest.approx(float(ahead > 1.0), abs=0.15)
 
 
 def test_prefill_and_odd_steps_tell_nothing() -> None:
@@ -149,9 +164,9 @@ def test_a_slow_beginning_is_not_believed_for_long() -> None:
         return tokens, seconds * (3.0 if number < FIRST_STEPS + TRIAL_STEPS else 1.0)
 
     _, modes = run(world, [1] * 2000)
-    assert modes[FIRST_STEPS + 2 * TRIAL_STEPS + 2 * SETTLING_STEPS], "it is believed at first"
-    assert np.mean(modes[:500]) < 0.75
-    assert np.mean(modes[500:]) < 0.2
+    assert modes[2 * (FIRST_STEPS + TRIAL_STEPS) + SETTLING_STEPS], "it is believed at first"
+    assert np.mean(modes[:600]) < 0.75
+    assert np.mean(modes[600:]) < 0.2
 
 
 @pytest.mark.parametrize("is_gone", [True, False])

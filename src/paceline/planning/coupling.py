@@ -8,8 +8,9 @@ and machine, so both are measured: the tokens per second of whole steps, by batc
 * The better of the two is home afterwards. The next trial comes when one like it would cost `TRIAL_COST` of the time:
   what is about as good is tried often, what is far worse seldom. A home that is new has to be confirmed sooner, after
   `LEAST_STEPS`, twice as many and so on: the machine may have been busy during its trial, or before.
-* A new size goes on with its own home, or with what there is where that was never found out. A trial that a new size
-  interrupts is put off, each time for twice as long, and goes on from where it was.
+* A new size goes on with its own home, or with what there is where that was never found out. A trial goes on in it if
+  it has one before it too; one that is interrupted is put off, for twice as long each time, and goes on from where it
+  was.
 
 Differs: SpecActor's algorithm 2 compares both modes by formulas, from one D and one V. Here V has other cores in either
 mode, and D may be another device's; decision 0035.
@@ -26,7 +27,8 @@ SETTLING_STEPS = 12
 """Steps after a change that tell nothing."""
 
 FIRST_STEPS = 48
-"""The same when a worker has come: a process that begins is busy on a core, and steps were measured then."""
+"""The same when a worker has come, as a process that begins is busy on a core and steps were measured then; and of the
+first steps ahead, in which the worker learns how sure it is, and the budget what steps take."""
 
 TRIAL_STEPS = 48
 """Steps of a trial that count; as many come before the first."""
@@ -90,6 +92,8 @@ class Size:
     """Steps of this size, that count, until the next one begins or goes on."""
     trial_left: int = 0
     """Steps of a trial that has begun still to come."""
+    tries_ahead: bool = True
+    """What it tries."""
     interruptions: int = 0
     """Of that trial."""
     confirmations: int = 0
@@ -106,8 +110,12 @@ class Coupling:
     """Steps still to come that do not count."""
     is_trial: bool = False
     """Whether that is tried out."""
+    goes_back_ahead: bool = False
+    """How the engine drafts where the trial is interrupted."""
     lasted: int = 0
     """Steps in a row of the present size."""
+    num_ahead: int = 0
+    """Steps that were drafted for ahead."""
     at: int = -1
     """The present size; -1: there was no step."""
     sizes: tuple[Size, ...] = field(default=(Size(),) * _NUM_SIZES)
@@ -128,7 +136,8 @@ def after_step(coupling: Coupling, step: StepObservation) -> Coupling:
     at = min(step.num_requests.bit_length() - 1, _NUM_SIZES - 1)
     if at != coupling.at:
         coupling = _resized(coupling, at)
-    coupling = replace(coupling, lasted=coupling.lasted + 1)
+    lasted, num_ahead = coupling.lasted + 1, coupling.num_ahead + coupling.is_ahead
+    coupling = replace(coupling, lasted=lasted, num_ahead=num_ahead)
     if coupling.settling:
         return replace(coupling, settling=coupling.settling - 1)
     size, is_ahead = coupling.size, coupling.is_ahead
@@ -140,10 +149,8 @@ def after_step(coupling: Coupling, step: StepObservation) -> Coupling:
         return _on_trial(coupling)
     if until or coupling.lasted < SETTLING_STEPS:
         return coupling
-    if not size.trial_left:
-        rates = (rates[0], rates[1].faded()) if not is_ahead else (rates[0].faded(), rates[1])
-        coupling = _known(coupling, replace(coupling.size, rates=rates, trial_left=TRIAL_STEPS))
-    return replace(coupling, is_ahead=not is_ahead, settling=SETTLING_STEPS, is_trial=True)
+    tried = size.tries_ahead if size.trial_left else not is_ahead
+    return _go(_known(coupling, _begun(coupling.size, tried)), tried, is_trial=True)
 
 
 def without_worker(coupling: Coupling) -> Coupling:
@@ -153,7 +160,7 @@ def without_worker(coupling: Coupling) -> Coupling:
 
 def begin_again(coupling: Coupling) -> Coupling:
     """Where the engine stands where drafting was switched off: coupled, with what it knows."""
-    return Coupling(settling=SETTLING_STEPS, sizes=coupling.sizes)
+    return Coupling(settling=SETTLING_STEPS, num_ahead=coupling.num_ahead, sizes=coupling.sizes)
 
 
 def _on_trial(coupling: Coupling) -> Coupling:
@@ -171,21 +178,43 @@ def _on_trial(coupling: Coupling) -> Coupling:
     confirmations = min(size.confirmations + 1, _MOST_DOUBLINGS) if is_ahead == size.is_ahead else 0
     until = max(LEAST_STEPS, min(int(steps * loss / TRIAL_COST), LEAST_STEPS << confirmations))
     decided = _known(coupling, Size(size.rates, is_ahead, until, confirmations=confirmations))
-    settling = SETTLING_STEPS if is_ahead != coupling.is_ahead else 0
-    return replace(decided, is_ahead=is_ahead, settling=settling, is_trial=False)
+    return _go(decided, is_ahead)
 
 
 def _resized(coupling: Coupling, at: int) -> Coupling:
-    """The batch has another size now: a trial is interrupted."""
-    home = coupling.is_ahead
+    """The batch has another size now."""
+    new, home = coupling.sizes[at], coupling.is_ahead
+    coupling = replace(coupling, lasted=0)
     if coupling.is_trial:
-        home, num = not home, coupling.size.interruptions
+        home, num = coupling.goes_back_ahead, coupling.size.interruptions
+        is_other = not new.trial_left or new.tries_ahead == coupling.is_ahead
+        is_known = new.until_trial <= TRIAL_STEPS // 2 and new.rates[not coupling.is_ahead].seconds > 0.0
+        if new.is_ahead is None and is_known and is_other:
+            coupling = replace(coupling, at=at)
+            return _known(coupling, _begun(new, coupling.is_ahead))
         until = PUT_OFF_STEPS << min(num, _MOST_DOUBLINGS)
         coupling = _known(coupling, replace(coupling.size, until_trial=until, interruptions=num + 1))
-    own = coupling.sizes[at].is_ahead
-    wanted = home if own is None else own
-    settling = SETTLING_STEPS if wanted != coupling.is_ahead else coupling.settling
-    return replace(coupling, is_ahead=wanted, settling=settling, is_trial=False, lasted=0, at=at)
+    return _go(replace(coupling, at=at), home if new.is_ahead is None else new.is_ahead)
+
+
+def _begun(size: Size, is_ahead: bool) -> Size:
+    """A trial of this mode begins, or goes on."""
+    if size.trial_left:
+        return size
+    coupled, ahead = size.rates
+    rates = (coupled, ahead.faded()) if is_ahead else (coupled.faded(), ahead)
+    return replace(size, rates=rates, trial_left=TRIAL_STEPS, tries_ahead=is_ahead)
+
+
+def _go(coupling: Coupling, is_ahead: bool, *, is_trial: bool = False) -> Coupling:
+    """Draft so from now on."""
+    settling = coupling.settling
+    if is_ahead != coupling.is_ahead:
+        settling = max(SETTLING_STEPS, FIRST_STEPS - coupling.num_ahead) if is_ahead else SETTLING_STEPS
+    goes_back = coupling.is_ahead if is_trial else is_ahead
+    return replace(
+        coupling, is_ahead=is_ahead, settling=settling, is_trial=is_trial, goes_back_ahead=goes_back
+    )
 
 
 def _known(coupling: Coupling, size: Size) -> Coupling:
