@@ -427,6 +427,21 @@ def list_decoupled(rows: Rows) -> str:
     return _list_variants(rows("decoupled"), "system", "running", "ratio", "responses")
 
 
+def list_auto(rows: Rows) -> str:
+    """One engine that chooses where its drafter drafts, beside what it could be: tokens per second."""
+    found = {(row["cost"], row["running"], row["system"]): row for row in rows("decoupled_auto")}
+    lines = []
+    for cost, running, system in found:
+        if system == "auto":
+            row = found[cost, running, system]
+            others = ("suffix only", "decoupled", "coupled, two threads", "auto")
+            speeds = (f"{found[cost, running, other]['tokens_per_s']:.0f}" for other in others)
+            over = f"{row['over_best']:.2f}{_show_range(row['over_best_range'])}"
+            lines.append((f"{cost:g}", str(running), *speeds, over, f"{row['share_ahead']:.0%}"))
+    heads = ("suffix only", "decoupled", "two threads", "auto", "auto over the best", "steps ahead")
+    return format_table(("D/V, about", "responses", *heads), lines)
+
+
 def list_decoupled_bars(rows: Rows) -> str:
     """What was to be reached and what was."""
     return _list_named_bars(rows("decoupled.bars"))
@@ -599,6 +614,7 @@ TABLES: dict[str, Callable[[Rows], str]] = {
     "exactness.control": tell_control,
     "decoupled": list_decoupled,
     "decoupled.bars": list_decoupled_bars,
+    "decoupled_auto": list_auto,
     "racing": list_racing,
     "racing.bars": list_racing_bars,
     "gpu": list_gpu,

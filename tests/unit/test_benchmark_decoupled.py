@@ -16,14 +16,22 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import decoupled
 
 
-def test_every_system_is_in_one_block_beside_the_coupled_pair() -> None:
+def test_what_is_compared_is_in_one_block_beside_the_coupled_pair() -> None:
     blocks = list(decoupled.blocks(list(decoupled.SYSTEMS)))
     assert all(block[0] == decoupled.COUPLED and len(block) <= 5 for block in blocks)
-    others = [system for block in blocks for system in block[1:]]
-    assert sorted([decoupled.COUPLED, *others]) == sorted(decoupled.SYSTEMS)
-    compared = {decoupled.CHAIN, decoupled.RECONFIGURED, decoupled.DECOUPLED, decoupled.TWO_THREADS}
-    assert any(compared <= set(block) for block in blocks)
+    assert {system for block in blocks for system in block} == set(decoupled.SYSTEMS)
+    parts = {decoupled.CHAIN, decoupled.RECONFIGURED, decoupled.DECOUPLED}
+    choices = {decoupled.AUTO, decoupled.TWO_THREADS, decoupled.DECOUPLED, decoupled.SUFFIX_ONLY}
+    for compared in (parts, choices):
+        assert any(compared <= set(block) for block in blocks)
+    assert {decoupled.AUTO, *decoupled.REACHED} == choices | {decoupled.PLAIN}
     assert list(decoupled.blocks([decoupled.PLAIN])) == [[decoupled.COUPLED, decoupled.PLAIN]]
+
+
+def test_no_block_is_run_in_vain() -> None:
+    wanted = [decoupled.DECOUPLED, decoupled.AUTO]
+    assert list(decoupled.blocks(wanted)) == [[decoupled.COUPLED, *wanted]]
+    assert list(decoupled.blocks([decoupled.DECOUPLED])) == [[decoupled.COUPLED, decoupled.DECOUPLED]]
 
 
 def result(repetition: int = 0, **changes: Any) -> dict[str, Any]:
@@ -32,7 +40,7 @@ def result(repetition: int = 0, **changes: Any) -> dict[str, Any]:
         "tokens_per_s": 90.0, "full_tokens_per_s": 100.0, "over": {"coupled, one core": 1.2}, "repetition": repetition,
         "acceptance_length": 3.0, "wasted_tokens": 5, "branches": 0, "branch_hits": 0, "wait_s": 0.1,
         "model_share": 1.0, "d_over_v": 0.1, "acceptance_rate": 0.8, "draft_ms": 2.0, "verify_ms": 20.0,
-        "mode_changes": 2,
+        "mode_changes": 2, "share_ahead": None,
         "verified": [(1, 0.020), (5, 0.024), (9, 0.028)], "ids": [(1, 2, 3)],
     }  # fmt: skip
     return {**found, **changes}
@@ -94,3 +102,25 @@ def test_other_tokens_than_plain_meet_no_bar() -> None:
 def test_a_drafter_that_supplied_too_little_meets_no_bar() -> None:
     met = verdicts(model_share=-0.9)
     assert [case for case, one in met.items() if one] == ["changes of mode"]
+
+
+def test_auto_is_compared_with_the_best_of_each_repetition() -> None:
+    ways = {
+        decoupled.COUPLED: 2.0,
+        decoupled.TWO_THREADS: 0.99,
+        decoupled.DECOUPLED: 1.5,
+        decoupled.SUFFIX_ONLY: 3.0,
+    }
+    own = [result(over=ways), result(1, over={**ways, decoupled.DECOUPLED: 0.94})]
+    found = {decoupled.AUTO: own, decoupled.PLAIN: [result(0), result(1)]}
+    row = decoupled.summarise(decoupled.AUTO, 4, 0.2, 8, found)
+    assert row["over_best_range"] == [0.94, 0.99]
+    [bar] = [bar for bar in decoupled.check_rows([row]) if "auto" in bar["case"]]
+    assert bar["met"] == (row["over_best"] >= 0.95)
+    own[0]["over"][decoupled.SUFFIX_ONLY] = 0.8
+    [bar] = [
+        bar
+        for bar in decoupled.check_rows([decoupled.summarise(decoupled.AUTO, 4, 0.2, 8, found)])
+        if "auto" in bar["case"]
+    ]
+    assert not bar["met"]
