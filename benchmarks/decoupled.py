@@ -155,7 +155,7 @@ def generate(engine: Any, requests: list[Any], running: int) -> dict[str, Any]:
     steps = engine.take_observations()
     tokens = sum(len(response.tokens) for response in responses)
     accepted = sum(step.num_accepted_tokens for step in steps)
-    drafting = None if ahead is None else ahead.drafting(0)
+    drafting = None if ahead is None or coupling is not None else ahead.drafting(0)
     full = [step for step in steps if step.num_requests == running and not step.num_prefill_tokens]
     verified = [(step.num_tokens, step.step_s - step.wait_s) for step in full]
     verify_s = median([s for _, s in verified]) if drafting and full else None

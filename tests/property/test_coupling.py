@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.planning.coupling import (
@@ -62,6 +62,7 @@ def steady(ahead: float, seed: int = 0, spread: float = 0.5) -> World:
 
 
 @given(st.floats(0.3, 3.0), st.integers(0, 1000), st.sampled_from([1, 3, 16, 128]))
+@settings(max_examples=40)
 def test_the_better_mode_has_nearly_all_steps(ahead: float, seed: int, batch: int) -> None:
     count = 6000
     _, modes = run(steady(ahead, seed), [batch] * count)
@@ -94,6 +95,7 @@ def test_each_size_has_its_home() -> None:
 
 
 @given(st.lists(st.integers(1, 20), min_size=50, max_size=100), st.integers(1, 60), st.integers(0, 99))
+@settings(max_examples=40)
 def test_sizes_that_do_not_last_cost_little(sizes: list[int], length: int, seed: int) -> None:
     """Ahead is half as fast. Of each size's steps few are on trial, or settle behind it, however it comes and goes."""
     batches = [size for size in sizes * (6000 // (len(sizes) * length) + 1) for _ in range(length)]
@@ -133,6 +135,7 @@ def test_a_trial_goes_on_in_a_size_that_has_one_before_it() -> None:
 
 
 @given(st.integers(0, 50), st.sampled_from([0.6, 1.6]))
+@settings(max_examples=40)
 def test_sizes_that_come_and_go_are_found_out(seed: int, ahead: float) -> None:
     """A rollout's tails: batches of four, of which one after the other ends."""
     _, modes = run(steady(ahead, seed), ([4] * 25 + [3] * 10 + [2] * 10 + [1] * 15) * 60)
