@@ -31,8 +31,9 @@ class LiveCoupling:
         ahead.rest()
 
     def observe(self, step: StepObservation) -> None:
-        """A measured step."""
-        self.state = after_step(self.state, step)
+        """A measured step. One that went without a proposal, after a change was decided, was drafted for as before."""
+        if self.state.is_ahead == self._is_ahead:
+            self.state = after_step(self.state, step)
 
     def advance(self, budget: BudgetState, log: EngineLog) -> BudgetState:
         """A step begins: decide how its drafts are made, and return what the budget knows of such steps."""

@@ -222,7 +222,8 @@ class _Replay:
     def learn(self, line: StepLine) -> None:
         """A step was measured."""
         self._budget = update(self._budget, line.step, self._settings.budget, line.expected_tokens)
-        self._coupling = after_step(self._coupling, line.step)
+        if self._coupling.is_ahead == self._is_ahead:
+            self._coupling = after_step(self._coupling, line.step)
 
 
 def _tell_lengths(one: tuple[int, ...], other: tuple[int, ...]) -> str:
