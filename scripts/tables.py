@@ -442,6 +442,17 @@ def list_auto(rows: Rows) -> str:
     return format_table(("D/V, about", "responses", *heads), lines)
 
 
+def list_planned(rows: Rows) -> str:
+    """What the planner expects and what was measured: tokens per second."""
+    lines = []
+    for row in rows("planned"):
+        low, high = row["measured_range"]
+        measured = f"{row['measured']:.0f} ({low:.0f} to {high:.0f})"
+        error = f"{100 * row['error']:+.0f} %"
+        lines.append((row["system"], str(row["running"]), f"{row['planned']:.0f}", measured, error))
+    return format_table(("", "responses", "planned", "measured", "planned over measured"), lines)
+
+
 def list_decoupled_bars(rows: Rows) -> str:
     """What was to be reached and what was."""
     return _list_named_bars(rows("decoupled.bars"))
@@ -615,6 +626,7 @@ TABLES: dict[str, Callable[[Rows], str]] = {
     "decoupled": list_decoupled,
     "decoupled.bars": list_decoupled_bars,
     "decoupled_auto": list_auto,
+    "planned": list_planned,
     "racing": list_racing,
     "racing.bars": list_racing_bars,
     "gpu": list_gpu,
