@@ -44,6 +44,7 @@ def engine(
             "TRIAL_STEPS": 5,
             "EARLY_STEPS": 9,
             "LEAST_STEPS": 6,
+            "FIRST_STEPS": 4,
         }.items():
             patch.setattr(coupling, name, value)
         patch.setattr(coupling, "TRIAL_COST", 10.0)

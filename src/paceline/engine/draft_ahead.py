@@ -60,11 +60,18 @@ class _Worker:
         """When it was told of the last step, or said something about it."""
         self.is_late = False
         """Whether the last wait for it was in vain."""
+        self.is_resting = False
+        """The engine drafts by itself."""
+
+    @property
+    def has_come(self) -> bool:
+        """Whether it could draft: it has come, and its drafter is not dead."""
+        return self.link.is_there and self.watch.is_used
 
     @property
     def is_there(self) -> bool:
-        """Whether it may be counted on: it has come, and its drafter is not dead."""
-        return self.link.is_there and self.watch.is_used
+        """Whether it may be counted on."""
+        return self.has_come and not self.is_resting
 
     @property
     def level_s(self) -> float:
@@ -119,7 +126,6 @@ class DraftAhead:
         """
         self.links, self._trees, self._log = tuple(links), trees, log
         self._by_turns = by_turns
-        self._is_resting = False
         self._workers = []
         for place, link in enumerate(links):
             source = Source.MODEL - place
@@ -162,21 +168,23 @@ class DraftAhead:
             worker.watch.begin_trial()
             if worker.windows is not None:
                 worker.windows.clear()
-        if self._is_resting:
-            self.rest()
+            if worker.is_resting:
+                worker.link.rest()
 
     def rest(self) -> None:
         """Have nothing drafted until `wake`: the engine drafts by itself."""
-        self._is_resting = True
-        for link in self.links:
-            link.rest()
+        for worker in self._workers:
+            worker.is_resting = True
+            worker.link.rest()
 
     def wake(self) -> None:
         """Go on drafting ahead, of all that runs, with the windows of the last plan."""
-        self._is_resting = False
-        running = [worker.link.wake() for worker in self._workers if worker.watch.is_used]
-        if running:
-            self._allow(running[0])
+        running: list[int] = []
+        for worker in self._workers:
+            worker.is_resting = False
+            if worker.watch.is_used:
+                running = worker.link.wake()  # the same for all
+        self._allow(running)
 
     def shut_down(self) -> None:
         """End the workers."""
@@ -188,12 +196,12 @@ class DraftAhead:
     @property
     def is_there(self) -> bool:
         """Whether any worker may be counted on."""
-        return not self._is_resting and any(worker.is_there for worker in self._workers)
+        return any(worker.is_there for worker in self._workers)
 
     @property
     def has_come(self) -> bool:
         """Whether any worker could draft, resting or not."""
-        return any(worker.is_there for worker in self._workers)
+        return any(worker.has_come for worker in self._workers)
 
     @property
     def counts(self) -> tuple[DraftCounts, ...]:
@@ -202,7 +210,7 @@ class DraftAhead:
 
     def has(self, place: int) -> bool:
         """Whether the worker that drafts with the model drafter of this place may be counted on."""
-        return not self._is_resting and self._workers[place].is_there
+        return self._workers[place].is_there
 
     @property
     def num_alarms(self) -> int:
@@ -228,7 +236,7 @@ class DraftAhead:
         """
         has_changed = False
         for worker in self._workers:
-            if worker.windows is None or self._is_resting:
+            if worker.windows is None or worker.is_resting:
                 continue
             if worker.is_there:
                 has_changed |= worker.windows.advance(responses, step_time, worker.level_s)
@@ -244,10 +252,9 @@ class DraftAhead:
 
     def learn(self, responses: Int64Array, decided: Int32Array) -> None:
         """What a step has decided, as `DraftTrees.judge`: each worker is judged by what it has proposed itself."""
-        if self._is_resting:
-            return
         for worker in self._workers:
-            worker.learn(responses, *self._trees.judge(worker.source, responses, decided))
+            if not worker.is_resting:
+                worker.learn(responses, *self._trees.judge(worker.source, responses, decided))
 
     def listen(self) -> bool:
         """Take what has arrived; returns whether any worker may be counted on."""
@@ -285,8 +292,6 @@ class DraftAhead:
 
     def _soonest(self) -> tuple[_Worker, Drafts, float] | None:
         """Whose drafts are expected first, what it has said last, and when they come; of equal ones the first."""
-        if self._is_resting:
-            return None
         now_s = time.perf_counter()
         expected = [
             (worker, worker.latest, worker.arrival_s(worker.latest, now_s))

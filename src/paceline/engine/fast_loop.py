@@ -469,9 +469,9 @@ class FastLoop:
             self.budget = self.coupling.leave(self.budget, self._log)
 
     @property
-    def _chooses(self) -> bool:
-        """Whether it is chosen where the model drafts."""
-        return self.coupling is not None and self._settings.budget.policy == "marginal"
+    def _chooser(self) -> LiveCoupling | None:
+        """What chooses where the model drafts; None where that is not to be chosen, or not now."""
+        return self.coupling if self._settings.budget.policy == "marginal" else None
 
     # -- a step
 
@@ -529,9 +529,8 @@ class FastLoop:
             num_left: tokens of the model drafter's that the device will have behind those. [num_requests] int32
         """
         self._flush()
-        if self._chooses:
-            assert self.coupling is not None
-            self.budget = self.coupling.advance(self.budget, self._log)
+        if (chooser := self._chooser) is not None:
+            self.budget = chooser.advance(self.budget, self._log)
         self._late_s = 0.0  # of a step that was not worth observing
         num_context_tokens = int(query.positions.sum())
         self._begin(query.responses)
@@ -978,9 +977,8 @@ class FastLoop:
             step, expected = self._pending
             self._log.write_step(step, expected)
             self.budget = budget.update(self.budget, step, self._settings.budget, expected)
-            if self._chooses:
-                assert self.coupling is not None
-                self.coupling.observe(step)
+            if (chooser := self._chooser) is not None:
+                chooser.observe(step)
             self._pending = None
 
 

@@ -222,7 +222,7 @@ class _Replay:
     def learn(self, line: StepLine) -> None:
         """A step was measured."""
         self._budget = update(self._budget, line.step, self._settings.budget, line.expected_tokens)
-        if self._coupling.is_ahead == self._is_ahead:
+        if self._settings.draft_worker == "auto" and self._coupling.is_ahead == self._is_ahead:
             self._coupling = after_step(self._coupling, line.step)
 
 

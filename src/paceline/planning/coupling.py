@@ -13,13 +13,12 @@ and machine, so both are measured: the tokens per second of whole steps, by batc
   was.
 
 Differs: SpecActor's algorithm 2 compares both modes by formulas, from one D and one V. Here V has other cores in either
-mode, and D may be another device's; decision 0035.
+mode, and D may be another device's; decision 0040.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import TypeAlias
 
 from paceline.types import StepObservation
 
@@ -77,15 +76,12 @@ class Rate:
         return self.tokens / self.seconds
 
 
-_Rates: TypeAlias = tuple[Rate, Rate]
-"""Coupled, ahead."""
-
-
 @dataclass(frozen=True, slots=True)
 class Size:
     """What is known of a batch size."""
 
-    rates: _Rates = (Rate(), Rate())
+    rates: tuple[Rate, Rate] = (Rate(), Rate())
+    """Coupled, ahead."""
     is_ahead: bool | None = None
     """Its home; None: no trial has been decided."""
     until_trial: int = TRIAL_STEPS
@@ -98,6 +94,11 @@ class Size:
     """Of that trial."""
     confirmations: int = 0
     """Trials in a row that have found the same home."""
+
+    def put(self, is_ahead: bool, rate: Rate) -> Size:
+        """With this rate of a mode."""
+        coupled, ahead = self.rates
+        return replace(self, rates=(coupled, rate) if is_ahead else (rate, ahead))
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,16 +142,15 @@ def after_step(coupling: Coupling, step: StepObservation) -> Coupling:
     if coupling.settling:
         return replace(coupling, settling=coupling.settling - 1)
     size, is_ahead = coupling.size, coupling.is_ahead
-    coupled, ahead = size.rates
-    rates = (coupled, ahead.add(tokens, seconds)) if is_ahead else (coupled.add(tokens, seconds), ahead)
-    until = max(size.until_trial - 1, 0)
-    coupling = _known(coupling, replace(size, rates=rates, until_trial=until))
+    size = size.put(is_ahead, size.rates[is_ahead].add(tokens, seconds))
+    size = replace(size, until_trial=max(size.until_trial - 1, 0))
+    coupling = _known(coupling, size)
     if coupling.is_trial:
         return _on_trial(coupling)
-    if until or coupling.lasted < SETTLING_STEPS:
+    if size.until_trial or lasted < SETTLING_STEPS:
         return coupling
     tried = size.tries_ahead if size.trial_left else not is_ahead
-    return _go(_known(coupling, _begun(coupling.size, tried)), tried, is_trial=True)
+    return _go(_known(coupling, _begun(size, tried)), tried, is_trial=True)
 
 
 def without_worker(coupling: Coupling) -> Coupling:
@@ -165,16 +165,15 @@ def begin_again(coupling: Coupling) -> Coupling:
 
 def _on_trial(coupling: Coupling) -> Coupling:
     """Go on with a trial, or decide it."""
-    size = coupling.size
+    size, tried = coupling.size, coupling.is_ahead
     left = size.trial_left - 1
-    coupled, ahead = (rate.tokens_per_s for rate in size.rates)
-    own, home = (ahead, coupled) if coupling.is_ahead else (coupled, ahead)
+    own, home = size.rates[tried].tokens_per_s, size.rates[not tried].tokens_per_s
     is_lost = TRIAL_STEPS - left >= EARLY_STEPS and own < FAR_BEHIND * home
     if left and not is_lost:
         return _known(coupling, replace(size, trial_left=left))
     steps = 2 * SETTLING_STEPS + TRIAL_STEPS - left
     loss = 1.0 - min(own, home) / max(own, home)
-    is_ahead = ahead > coupled
+    is_ahead = tried if own > home else not tried
     confirmations = min(size.confirmations + 1, _MOST_DOUBLINGS) if is_ahead == size.is_ahead else 0
     until = max(LEAST_STEPS, min(int(steps * loss / TRIAL_COST), LEAST_STEPS << confirmations))
     decided = _known(coupling, Size(size.rates, is_ahead, until, confirmations=confirmations))
@@ -201,9 +200,8 @@ def _begun(size: Size, is_ahead: bool) -> Size:
     """A trial of this mode begins, or goes on."""
     if size.trial_left:
         return size
-    coupled, ahead = size.rates
-    rates = (coupled, ahead.faded()) if is_ahead else (coupled.faded(), ahead)
-    return replace(size, rates=rates, trial_left=TRIAL_STEPS, tries_ahead=is_ahead)
+    size = size.put(is_ahead, size.rates[is_ahead].faded())
+    return replace(size, trial_left=TRIAL_STEPS, tries_ahead=is_ahead)
 
 
 def _go(coupling: Coupling, is_ahead: bool, *, is_trial: bool = False) -> Coupling:
