@@ -14,14 +14,16 @@ The last cases are drafters that run ahead, and help between workers. They are c
 process, rollout by rollout, until there are `--least-tokens` tokens and enough of what the case is about (`counts`), or
 `--minutes` are over:
 
-    decoupled      a draft worker beside suffix trees; a tenth of the accepted tokens must be its own
-    enumeration    a draft worker alone; a tenth of the accepted tokens must have been drafted behind a likely
-                   correction, before that came
-    races          two workers, the free one copies a straggler; 100 times one of the two must take the lead
-    role changes   two workers, the free one drafts for the other; 50 times one must begin or end to do so
+    decoupled        a draft worker beside suffix trees; a tenth of the accepted tokens must be its own
+    enumeration      a draft worker alone; a tenth of the accepted tokens must have been drafted behind a likely
+                     correction, before that came
+    inside or ahead  an engine on two threads that changes live between a drafter inside and a draft worker, beside
+                     suffix trees; it must change 10 times, and a tenth of the accepted tokens must be the drafter's
+    races            two workers, the free one copies a straggler; 100 times one of the two must take the lead
+    role changes     two workers, the free one drafts for the other; 50 times one must begin or end to do so
 
 `share`: of the accepted tokens, those of the mechanism (races: what the other worker had before). `changes`: of the
-lead, or of roles.
+lead, of roles, or of where the drafter is.
 """
 
 from __future__ import annotations
@@ -49,10 +51,14 @@ COLUMNS = (
 CHUNK_TOKENS = 48
 SPLIT_KV = "VLLM_CPU_ATTN_SPLIT_KV"
 """What an invariant engine sets in the environment (engine/invariance.py)."""
-RUNNING = {"decoupled": 8, "enumeration": 2, "races": 4, "role changes": 2}
+RUNNING = {"decoupled": 8, "enumeration": 2, "inside or ahead": 2, "races": 4, "role changes": 2}
 """Responses that run at once; of a fleet, in the tail."""
 LEAST_SHARE = 0.1
-LEAST_CHANGES = {"races": 100, "role changes": 50}
+LEAST_CHANGES = {"inside or ahead": 10, "races": 100, "role changes": 50}
+OWN_SHARE = ("decoupled", "enumeration", "inside or ahead")
+"""A tenth of the accepted tokens must be the mechanism's."""
+TO_THE_LIMIT = ("races", "role changes")
+"""Responses that go on to their limits."""
 
 
 def make_requests(model: str, num_prompts: int, samples: int, max_tokens: int, seed: int = 31) -> list[Any]:
@@ -266,33 +272,38 @@ def make_plain(model: str, dtype: str) -> Callable[[list[Any], bool], list[tuple
 @contextmanager
 def draft_worker(case: str, dtype: str, options: argparse.Namespace) -> Iterator[Callable[[int], Found]]:
     """An engine with a draft worker; yields what rolls out, by seed."""
+    import torch
     from vllm import SamplingParams
 
     from paceline.config import EngineSettings
     from paceline.engine.rollout_engine import RolloutEngine
 
     settings = EngineSettings(
-        drafter="suffix" if case == "decoupled" else "none",
+        drafter="none" if case == "enumeration" else "suffix",
         model_drafter=options.drafter,
-        draft_worker=True,
+        draft_worker="auto" if case == "inside or ahead" else True,
         reconfigure_steps=64,
         batch_invariant=True,
     )
     with RolloutEngine(options.model, settings, dtype=dtype) as engine:
-        ahead = engine.scheduler.loop.ahead
+        ahead, coupling = engine.scheduler.loop.ahead, engine.scheduler.loop.coupling
+        if coupling is not None:
+            torch._C.set_num_threads(2)  # one less while the worker drafts
 
         def roll_out(seed: int) -> Found:
             requests = make_requests(options.model, RUNNING[case], 1, options.max_tokens, seed)
             engine.reset_prefix_cache()
             engine.take_observations()
             before = ahead.counts[0].num_branch_tokens
+            changes_before = coupling.num_changes if coupling else 0
             responses = engine.generate(requests, SamplingParams(temperature=1.0))
             steps = engine.take_observations()
             accepted = sum(step.num_accepted_tokens for step in steps)
             supplied = sum(step.num_model_tokens for step in steps)
             if case == "enumeration":
                 supplied = ahead.counts[0].num_branch_tokens - before
-            return Found(requests, [response.tokens for response in responses], accepted, supplied)
+            changes = coupling.num_changes - changes_before if coupling else 0
+            return Found(requests, [response.tokens for response in responses], accepted, supplied, changes)
 
         yield roll_out
 
@@ -330,6 +341,7 @@ def helping_fleet(case: str, dtype: str, options: argparse.Namespace) -> Iterato
 MECHANISMS = {
     "decoupled": draft_worker,
     "enumeration": draft_worker,
+    "inside or ahead": draft_worker,
     "races": helping_fleet,
     "role changes": helping_fleet,
 }
@@ -344,7 +356,7 @@ def compare(case: str, dtype: str, options: argparse.Namespace) -> dict[str, Any
         begin_s = time.monotonic()
         for seed in itertools.count(1):
             found = roll_out(seed)
-            wanted = plain.call(found.requests, case in LEAST_CHANGES)
+            wanted = plain.call(found.requests, case in TO_THE_LIMIT)
             tally["tokens"] += sum(map(len, wanted))
             tally["diverged_tokens"] += sum(diverged(*pair) for pair in zip(wanted, found.ids, strict=True))
             tally["accepted_drafts"] += found.accepted
@@ -369,10 +381,9 @@ def compare(case: str, dtype: str, options: argparse.Namespace) -> dict[str, Any
 
 def is_enough(case: str, tally: Counter[str], least_tokens: int) -> bool:
     """Whether a row counts: enough tokens, and enough of what the case is about."""
-    if case in LEAST_CHANGES:
-        return tally["tokens"] >= least_tokens and tally["changes"] >= LEAST_CHANGES[case]
-    least = max(LEAST_SHARE * tally["accepted_drafts"], 1)
-    return tally["tokens"] >= least_tokens and tally["supplied"] >= least
+    least = max(LEAST_SHARE * tally["accepted_drafts"], 1) if case in OWN_SHARE else 0
+    has_share, has_changes = tally["supplied"] >= least, tally["changes"] >= LEAST_CHANGES.get(case, 0)
+    return tally["tokens"] >= least_tokens and has_share and has_changes
 
 
 def check_rows(rows: list[dict[str, Any]], least_tokens: int) -> list[dict[str, Any]]:
@@ -384,11 +395,10 @@ def check_rows(rows: list[dict[str, Any]], least_tokens: int) -> list[dict[str, 
         name, lost = f"{row['case']}, {row['dtype']}", row["diverged_tokens"]
         met = not lost and row.get("counts", row["tokens"] >= least_tokens)
         bars.append({"case": f"{name}: diverged tokens", "needed": 0, "reached": lost, "met": met})
-        if row["case"] in MECHANISMS:
-            what = "changes" if row["case"] in LEAST_CHANGES else "share"
-            needed = LEAST_CHANGES.get(row["case"], LEAST_SHARE)
-            bar = {"case": f"{name}: {what}", "needed": needed, "reached": row[what]}
-            bars.append({**bar, "met": row[what] >= needed})
+        for what, needed in (("share", dict.fromkeys(OWN_SHARE, LEAST_SHARE)), ("changes", LEAST_CHANGES)):
+            if (least := needed.get(row["case"])) is not None:
+                bar = {"case": f"{name}: {what}", "needed": least, "reached": row[what]}
+                bars.append({**bar, "met": row[what] >= least})
     return bars
 
 

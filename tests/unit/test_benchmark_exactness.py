@@ -28,6 +28,9 @@ import stragglers
         ("decoupled", {"tokens": 499, "accepted_drafts": 300, "supplied": 300}, False),
         ("enumeration", {"tokens": 500, "accepted_drafts": 300, "supplied": 29}, False),
         ("enumeration", {"tokens": 500, "accepted_drafts": 0, "supplied": 0}, False),
+        ("inside or ahead", {"tokens": 500, "accepted_drafts": 300, "supplied": 30, "changes": 10}, True),
+        ("inside or ahead", {"tokens": 500, "accepted_drafts": 300, "supplied": 30, "changes": 9}, False),
+        ("inside or ahead", {"tokens": 500, "accepted_drafts": 300, "supplied": 29, "changes": 10}, False),
         ("races", {"tokens": 500, "changes": 100}, True),
         ("races", {"tokens": 500, "changes": 99}, False),
         ("role changes", {"tokens": 500, "changes": 50}, True),
@@ -48,6 +51,7 @@ def test_bars_ask_for_equal_tokens_enough_of_them_and_the_mechanism() -> None:
         {**row, "case": "garbage drafts, invariance off", "invariant": False, "diverged_tokens": 9},
         {**row, "case": "decoupled", "share": 0.05, "counts": False},
         {**row, "case": "races", "changes": 100, "counts": True, "diverged_tokens": 1},
+        {**row, "case": "inside or ahead", "share": 0.05, "changes": 10, "counts": False},
     ]
     bars = exactness.check_rows(rows, 500)
     assert [(bar["case"].partition(": ")[2], bar["met"]) for bar in bars] == [
@@ -56,6 +60,9 @@ def test_bars_ask_for_equal_tokens_enough_of_them_and_the_mechanism() -> None:
         ("diverged tokens", False),
         ("share", False),
         ("diverged tokens", False),
+        ("changes", True),
+        ("diverged tokens", False),
+        ("share", False),
         ("changes", True),
     ]
 

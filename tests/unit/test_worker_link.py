@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -246,6 +247,27 @@ def test_a_silent_worker_is_replaced_while_responses_run(
     assert link.child.pid == 2
     link.take()
     assert link.child.pid == 2, "the new one has time to start"
+
+
+def test_silence_counts_over_short_rollouts_and_not_between_them(
+    link: WorkerLink, trees: DraftTrees, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rollouts shorter than the patience would never replace a hung worker if each began to count anew."""
+    now_s = time.monotonic()
+    monkeypatch.setattr(worker_link, "time", SimpleNamespace(monotonic=lambda: now_s))
+    Worker(link).greet(link)
+    pids = []
+    for response in range(6):
+        open_response(link, trees, response, [1, 2])
+        link.take()
+        now_s += 0.3 * worker_link.SILENCE_S
+        link.take()
+        pids.append(link.child.pid)
+        trees.close(response)
+        link.close(response)
+        now_s += 10 * worker_link.SILENCE_S
+        link.close(response)  # nothing by that name runs any more
+    assert pids == [1, 1, 1, 2, 2, 2]
 
 
 def test_a_silent_helper_is_counted_on_again_when_it_speaks(

@@ -27,7 +27,7 @@ that are lost while it is alone in that, so something else that ends workers cos
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -709,12 +709,12 @@ class Controller:
         if not isinstance(event, Tick) or event.now_s - self._helped_s < HELP_S:
             return actions
         self._helped_s = event.now_s
-        idle = [worker for worker in self._workers.values() if worker.name in self._idle]
-        actions += helping.assign([worker.place for worker in idle if worker.is_drafter])
+        if self._settings.num_drafters:
+            actions += helping.assign([worker.place for worker in self._idlers() if worker.is_drafter])
         if not helping.kinds or self._dispatcher.num_waiting:
             return actions
-        free = [worker for worker in idle if not worker.is_drafter and not helping.find(worker.name)]
-        for pair in helping.choose({worker.place: worker.costs for worker in free}):
+        free = (one for one in self._idlers() if not one.is_drafter and not helping.find(one.name))
+        for pair in helping.choose((worker.place, worker.costs) for worker in free):
             helper, helped = self._workers[pair.helper.worker], self._workers[pair.helped.worker]
             match pair.kind:
                 case Help.COPY:
@@ -724,6 +724,10 @@ class Controller:
                 case _:
                     actions.append(helping.draft(pair))
         return actions
+
+    def _idlers(self) -> Iterator[_Worker]:
+        """The idle workers, in the fleet's order."""
+        return (worker for name, worker in self._workers.items() if name in self._idle)
 
     def _take_changed(self, event: Event) -> Iterable[str]:
         """The workers that may have other standings, or other responses left, than at the last call."""

@@ -12,7 +12,7 @@ look at each worker once. An end is predicted from what was known when the worke
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from typing import NamedTuple, TypeAlias
@@ -229,13 +229,15 @@ class Helping:
         if (busy := self._busy.get(worker)) is not None:
             self._busy[worker] = busy._replace(load=replace(busy.load, is_helped=True))
 
-    def choose(self, free: Mapping[Place, StepCosts | None]) -> list[Pair]:
+    def choose(self, free: Iterable[tuple[Place, StepCosts | None]]) -> list[Pair]:
         """Whom free workers help so that the rollout ends sooner.
 
-        free: who helps nobody yet, with what their own steps cost when they had some.
+        free: who helps nobody yet, with what their own steps cost when they had some; read as far as help pays.
         """
         pairs: list[Pair] = []
-        for helper, costs in free.items():
+        if self._ends.latest() is None:
+            return pairs
+        for helper, costs in free:
             if (latest := self._ends.latest()) is None:
                 break
             helped = self._busy[latest]

@@ -121,7 +121,7 @@ class WorkerLink:
         self._begun = 0
         self.number = 0
         """Of the last `Step` that was sent."""
-        self._looked_s = self._silent_since_s = time.monotonic()
+        self._looked_s = self._silent_since_s = self._idle_since_s = time.monotonic()
         self._is_silent = self._is_resting = False
         self._past = DraftCounts()  # of what was begun before
         self._latest: Drafts | None = None
@@ -149,9 +149,12 @@ class WorkerLink:
 
         The worker is told when it grows for the first time.
         """
+        if (
+            not self._waiting and not self._running
+        ):  # silence counts while responses run, in one rollout or several
+            now_s = time.monotonic()
+            self._silent_since_s += now_s - max(self._idle_since_s, self._silent_since_s)
         self._waiting[response] = _Response(key, temperature, limit)
-        if len(self._waiting) + len(self._running) == 1:
-            self._silent_since_s = time.monotonic()
 
     def grow(
         self, responses: Int64Array, offsets: Int32Array, tokens: Int32Array, step_s: float
@@ -237,7 +240,7 @@ class WorkerLink:
 
     def close(self, response: int) -> None:
         """A response has ended. The worker hears of it with the next step, or now if nothing runs any more."""
-        self._waiting.pop(response, None)
+        was_waiting = self._waiting.pop(response, None) is not None
         was_running = self._running.pop(response, None) is not None
         if was_running and self._worker is not None:
             self._allowed.pop(response, None)
@@ -245,6 +248,8 @@ class WorkerLink:
             if not self._running:
                 nothing = np.zeros(1, np.int32)
                 self._tell_step(np.empty(0, np.int64), nothing, nothing[1:], 0.0)
+        if (was_waiting or was_running) and not self._waiting and not self._running:
+            self._idle_since_s = time.monotonic()
 
     def forget(self) -> None:
         """Forget all responses: the policy has changed."""
