@@ -115,6 +115,33 @@ def test_tokens_stay_the_same_through_changes_of_mode_and_threads(
     assert sum(step.num_model_tokens for step in steps if any(step.ahead_tokens)) > 0
 
 
+def test_between_rollouts_all_threads_are_the_callers(engine: RolloutEngine, wanted: list[Any]) -> None:
+    """A trainer in this process computes with them."""
+    while not coupling_of(engine).state.is_ahead:
+        generate_until(engine, wanted, 1)
+        assert torch.get_num_threads() == THREADS
+    assert coupling_of(engine).state.is_ahead
+    _, modes = generate(engine)
+    assert (True, THREADS - 1) in modes
+    assert torch.get_num_threads() == THREADS
+
+
+def test_a_window_of_nothing_does_not_outlive_a_rest(engine: RolloutEngine, wanted: list[Any]) -> None:
+    """What was planned in the first steps ahead would else stand for all trials to come."""
+    generate_until(engine, wanted, 1)
+    ahead = engine.scheduler.loop.ahead
+    [link], [worker] = ahead.links, ahead._workers
+    worker.windows._planned_batch = 4
+    link.begin_with(0)
+    ahead.rest()
+    ahead.wake()
+    try:
+        assert link.first_ahead == engine.settings.most_ahead
+    finally:
+        if not coupling_of(engine).state.is_ahead:
+            ahead.rest()
+
+
 def test_a_killed_worker_gives_its_core_back(engine: RolloutEngine, wanted: list[Any]) -> None:
     generate_until(engine, wanted, 1)
     while not coupling_of(engine).state.is_ahead:

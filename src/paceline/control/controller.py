@@ -823,7 +823,8 @@ class Controller:
         listened_s = self._listen(now_s)
         actions: list[Action] = []
         for worker in self._workers.values():
-            is_up, drafts = worker.state == "up", self._drafts(worker)
+            is_up = worker.state == "up"
+            drafts = is_up and not worker.chunks and self._drafts(worker.name)
             if worker.state == "given up" or (is_up and not worker.chunks and not drafts):
                 worker.waiting_since_s = None
                 continue
@@ -837,9 +838,10 @@ class Controller:
                 actions += self._lose(worker, f"it {what} after {limit_s:g} s")
         return actions
 
-    def _drafts(self, worker: _Worker) -> bool:
+    def _drafts(self, name: str) -> bool:
         """Whether a worker drafts for others."""
-        return any(pair.kind is Help.DRAFT for pair in self.pairs_of(worker.name))
+        pairs = self.pairs_of(name)  # of one kind
+        return bool(pairs) and pairs[0].kind is Help.DRAFT
 
     def _listen(self, now_s: float) -> float:
         """Time goes on; gives the seconds that the driver has listened so far."""

@@ -248,7 +248,7 @@ class WorkerLink:
             if not self._running:
                 nothing = np.zeros(1, np.int32)
                 self._tell_step(np.empty(0, np.int64), nothing, nothing[1:], 0.0)
-        if (was_waiting or was_running) and not self._waiting and not self._running:
+        if (was_waiting or was_running) and self.is_idle:
             self._idle_since_s = time.monotonic()
 
     def forget(self) -> None:
@@ -256,6 +256,11 @@ class WorkerLink:
         self._is_resting = False
         for response in [*self._waiting, *self._running]:
             self.close(response)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no response runs, nor waits to."""
+        return not self._waiting and not self._running
 
     @property
     def is_there(self) -> bool:
@@ -320,7 +325,7 @@ class WorkerLink:
             if self._seal.open(frame) == self._hello:
                 self._greet(worker)
                 self._silent_since_s, self._is_silent = now_s, False
-        if not self._waiting and not self._running:
+        if self.is_idle:
             return
         silent_s = now_s - self._silent_since_s
         if self.child is None:

@@ -178,13 +178,22 @@ class DraftAhead:
             worker.link.rest()
 
     def wake(self) -> None:
-        """Go on drafting ahead, of all that runs, with the windows of the last plan."""
+        """Go on drafting ahead, of all that runs, with the windows of the beginning: a plan of no drafts would stand
+        for long.
+        """
         running: list[int] = []
         for worker in self._workers:
             worker.is_resting = False
+            if worker.windows is not None:
+                worker.windows.leave()
             if worker.watch.is_used:
                 running = worker.link.wake()  # the same for all
         self._allow(running)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no response runs, nor waits to."""
+        return all(link.is_idle for link in self.links)
 
     def shut_down(self) -> None:
         """End the workers."""

@@ -358,6 +358,8 @@ class FastLoop:
             self._trees.close(response)
         if self.ahead is not None:
             self.ahead.close(response)
+            if self.coupling is not None and self.ahead.is_idle:
+                self.coupling.take_all_threads()
         if self._leads is not None:
             self._leads.close(response)
 
@@ -483,7 +485,9 @@ class FastLoop:
     @property
     def may_draft(self) -> bool:
         """Whether `propose` can draft anything; without it a step is plain decoding and needs no proposal."""
-        has_others = self.ahead is not None and len(self.ahead.links) > 1
+        has_others = self.ahead is not None and (
+            len(self.ahead.links) > 1 or (self.coupling is not None and self.ahead.has_come)
+        )
         has_drafter = self.drafter is not None or self.watch.is_used or has_others or bool(self._leads)
         return self.drafting and has_drafter and self._settings.budget.policy != "off"
 

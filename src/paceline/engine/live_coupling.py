@@ -1,8 +1,8 @@
 """The fast loop's end of planning/coupling.py: a model drafter in the engine and one in a worker, of which one rests.
 
-Owns what goes with a mode: whether the worker drafts, how many threads the engine computes with, and which step times
-and confidence the draft budget has learned. Called by the fast loop, in the thread that runs the target: OpenMP has a
-number of threads for each of those that it is called from.
+Owns what goes with a mode: whether the worker drafts, how many threads the engine computes with while responses run,
+and which step times and confidence the draft budget has learned. Called by the fast loop, in the thread that runs the
+target: OpenMP has a number of threads for each of those that it is called from.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ class LiveCoupling:
         self.state = Coupling()
         self._is_ahead = False  # what has been carried out
         self._other: BudgetState | None = None  # of the mode that is not in use
-        self._threads: int | None = None  # all of the engine's
+        self._threads = 1  # all of the engine's, while a core is shared
+        self._has_all_threads = True
         self.num_changes = 0
         """Changes between coupled and ahead."""
         ahead.rest()
@@ -41,13 +42,22 @@ class LiveCoupling:
         if not has_worker:
             self.state = without_worker(self.state)
         log.write_coupling(self.state.is_ahead, has_worker)
-        return self._carry_out(budget)
+        budget = self._carry_out(budget)
+        if self._is_ahead == self._has_all_threads:
+            self._share_cores(self._is_ahead)
+        return budget
 
     def leave(self, budget: BudgetState, log: EngineLog) -> BudgetState:
         """Go back to coupled with all threads, as for plain decoding. What was learned stays."""
         self.state = begin_again(self.state)
         log.write_coupling(self.state.is_ahead, begins_again=True)
+        self.take_all_threads()
         return self._carry_out(budget)
+
+    def take_all_threads(self) -> None:
+        """Nothing runs, or nothing is drafted: whoever computes in this process until the next step has all threads."""
+        if not self._has_all_threads:
+            self._share_cores(False)
 
     def forget(self) -> None:
         """Another policy decides about drafts: nothing learned under the last one counts. Only when coupled."""
@@ -63,15 +73,15 @@ class LiveCoupling:
             self._ahead.wake()
         else:
             self._ahead.rest()
-        self._share_cores()
         other, self._other = self._other, budget
         return self._fresh() if other is None else other
 
-    def _share_cores(self) -> None:
-        """Leave a core to each worker that drafts. vLLM has made `torch.set_num_threads` do nothing."""
+    def _share_cores(self, is_shared: bool) -> None:
+        """Leave a core to each worker that drafts, or to none. vLLM has made `torch.set_num_threads` do nothing."""
         import torch
 
-        if self._threads is None:
+        if self._has_all_threads:
             self._threads = torch.get_num_threads()
-        left = self._threads - len(self._ahead.links) if self._is_ahead else self._threads
+        left = self._threads - len(self._ahead.links) if is_shared else self._threads
         torch._C.set_num_threads(max(left, 1))
+        self._has_all_threads = not is_shared

@@ -1,16 +1,19 @@
 """Coupled or decoupled: does an engine's model drafter take turns with the target, each with all cores, or draft ahead?
 
 Ahead it has a core of its own, which the target then lacks (SpecActor 4.1). Which is faster depends on batch, drafter
-and machine, so both are measured: the tokens per second of whole steps, by batch size in powers of two.
+and machine, so both are measured: the tokens per second of whole steps.
 
-* What is better so far is the engine's home. The other is tried now and then: `TRIAL_STEPS` steps that count, behind
-  `SETTLING_STEPS` that do not, as caches are read up and step times learned. A trial that falls far behind ends early.
+* What is better so far is the home of a size, which is a power of two of requests. The other mode is tried now and
+  then: `TRIAL_STEPS` steps that count, behind some that do not (`_is_settled`). A trial that falls far behind ends
+  early.
+* A trial is compared with what the home would have brought in the same time at the same numbers of requests. Steps at
+  numbers at which the home was not measured say nothing, and send the engine back.
 * The better of the two is home afterwards. The next trial comes when one like it would cost `TRIAL_COST` of the time:
   what is about as good is tried often, what is far worse seldom. A home that is new has to be confirmed sooner, after
   `LEAST_STEPS`, twice as many and so on: the machine may have been busy during its trial, or before.
-* A new size goes on with its own home, or with what there is where that was never found out. A trial goes on in it if
-  it has one before it too; one that is interrupted is put off, for twice as long each time, and goes on from where it
-  was.
+* A new size goes on with its own home, once it lasts, or with what there is where that was never found out. A trial
+  goes on in it if one is due there too; one that is interrupted is put off, for twice as long each time, and what it
+  has found is kept.
 
 Differs: SpecActor's algorithm 2 compares both modes by formulas, from one D and one V. Here V has other cores in either
 mode, and D may be another device's; decision 0040.
@@ -23,20 +26,26 @@ from dataclasses import dataclass, field, replace
 from paceline.types import StepObservation
 
 SETTLING_STEPS = 12
-"""Steps after a change that tell nothing."""
+"""Steps after a change that tell nothing; a size that has lasted so long may change the mode."""
 
 FIRST_STEPS = 48
 """The same when a worker has come, as a process that begins is busy on a core and steps were measured then; and of the
 first steps ahead, in which the worker learns how sure it is, and the budget what steps take."""
 
+MOST_READING_STEPS = 128
+"""Steps ahead without a draft, in which the worker reads what was written while it rested; beyond, they count."""
+
 TRIAL_STEPS = 48
 """Steps of a trial that count; as many come before the first."""
+
+MOST_AWAY_STEPS = 4 * TRIAL_STEPS + MOST_READING_STEPS
+"""Steps that a trial takes at most, others than those that tell something among them."""
 
 EARLY_STEPS = 16
 """Steps after which a trial may end early, if it is `FAR_BEHIND`."""
 
 FAR_BEHIND = 0.75
-"""Of the home's tokens per second."""
+"""Of what the home would have brought."""
 
 TRIAL_COST = 1.0 / 64.0
 """Share of the time that trials may cost."""
@@ -50,55 +59,59 @@ PUT_OFF_STEPS = 32
 MEMORY = 1.0 - 1.0 / 128.0
 """What a step counts for one step later."""
 
-BEFORE_TRIAL = 0.25
-"""What older steps of a mode count for when its trial begins."""
+KNOWN_STEPS = 12.0
+"""A mode is known at a number of requests that has had so many steps."""
+
+LONGEST_STEP = 3.0
+"""A step counts for so many times the mean at most: a machine may stand still for a moment."""
 
 _NUM_SIZES = 12
+_NUM_COUNTS = 16 + 4 * (_NUM_SIZES - 4)
 _MOST_DOUBLINGS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """Decayed sums over steps of one size and mode."""
+    """Decayed sums over steps of one mode."""
 
+    steps: float = 0.0
     tokens: float = 0.0
     seconds: float = 0.0
 
     def add(self, tokens: float, seconds: float) -> Rate:
-        return Rate(self.tokens * MEMORY + tokens, self.seconds * MEMORY + seconds)
-
-    def faded(self) -> Rate:
-        """As its mode's next trial begins."""
-        return Rate(self.tokens * BEFORE_TRIAL, self.seconds * BEFORE_TRIAL)
+        return Rate(self.steps * MEMORY + 1.0, self.tokens * MEMORY + tokens, self.seconds * MEMORY + seconds)
 
     @property
-    def tokens_per_s(self) -> float:
-        return self.tokens / self.seconds
+    def is_known(self) -> bool:
+        return self.steps >= KNOWN_STEPS
+
+    def clip(self, seconds: float) -> float:
+        """The seconds of a step, as they count."""
+        return min(seconds, LONGEST_STEP * self.seconds / self.steps) if self.is_known else seconds
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """What is known of a batch size."""
+    """What is known of batches of a power of two of requests, or more."""
 
-    rates: tuple[Rate, Rate] = (Rate(), Rate())
-    """Coupled, ahead."""
     is_ahead: bool | None = None
-    """Its home; None: no trial has been decided."""
+    """Home; None: no trial has been decided."""
     until_trial: int = TRIAL_STEPS
-    """Steps of this size, that count, until the next one begins or goes on."""
-    trial_left: int = 0
-    """Steps of a trial that has begun still to come."""
+    """Steps at home, that count, until the next one begins or goes on."""
     tries_ahead: bool = True
-    """What it tries."""
+    """What the present trial, which may have had parts before, tries."""
+    tried: int = 0
+    """Its steps that count."""
+    tokens: float = 0.0
+    """What they have brought."""
+    home_tokens: float = 0.0
+    """What the home would have."""
+    away: int = 0
+    """Steps that its earlier parts have taken."""
     interruptions: int = 0
     """Of that trial."""
     confirmations: int = 0
     """Trials in a row that have found the same home."""
-
-    def put(self, is_ahead: bool, rate: Rate) -> Size:
-        """With this rate of a mode."""
-        coupled, ahead = self.rates
-        return replace(self, rates=(coupled, rate) if is_ahead else (rate, ahead))
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,12 +120,16 @@ class Coupling:
 
     is_ahead: bool = False
     """How the next step drafts."""
+    is_home_ahead: bool = False
+    """How the present size drafts where nothing is tried."""
+    is_trial: bool = False
+    """Whether the engine is away from home to find out."""
     settling: int = FIRST_STEPS
     """Steps still to come that do not count."""
-    is_trial: bool = False
-    """Whether that is tried out."""
-    goes_back_ahead: bool = False
-    """How the engine drafts where the trial is interrupted."""
+    reading: int = 0
+    """The same, at most, until the worker has drafted."""
+    away: int = 0
+    """Steps of the present part of a trial."""
     lasted: int = 0
     """Steps in a row of the present size."""
     num_ahead: int = 0
@@ -120,6 +137,8 @@ class Coupling:
     at: int = -1
     """The present size; -1: there was no step."""
     sizes: tuple[Size, ...] = field(default=(Size(),) * _NUM_SIZES)
+    rates: tuple[tuple[Rate, Rate], ...] = field(default=((Rate(), Rate()),) * _NUM_COUNTS)
+    """Coupled and ahead, by number of requests: up to 16 each, beyond four to a power of two."""
 
     @property
     def size(self) -> Size:
@@ -131,26 +150,24 @@ def after_step(coupling: Coupling, step: StepObservation) -> Coupling:
     """Where the engine stands after a measured step, the drafter's time in it told apart; others than typical ones
     without prefill tell nothing.
     """
-    if not step.num_requests or step.num_prefill_tokens or not step.is_typical:
+    if coupling.is_trial:
+        coupling = replace(coupling, away=coupling.away + 1)
+        if coupling.away > MOST_AWAY_STEPS:
+            return _go(_put_off(coupling), coupling.is_home_ahead)
+    count = step.num_requests
+    if not count or step.num_prefill_tokens or not step.is_typical:
         return coupling
-    tokens, seconds = step.num_requests + step.num_accepted_tokens, step.step_s + step.draft_s
-    at = min(step.num_requests.bit_length() - 1, _NUM_SIZES - 1)
+    at = min(count.bit_length() - 1, _NUM_SIZES - 1)
     if at != coupling.at:
         coupling = _resized(coupling, at)
-    lasted, num_ahead = coupling.lasted + 1, coupling.num_ahead + coupling.is_ahead
-    coupling = replace(coupling, lasted=lasted, num_ahead=num_ahead)
+    num_ahead = coupling.num_ahead + coupling.is_ahead
+    coupling = replace(coupling, lasted=coupling.lasted + 1, num_ahead=num_ahead)
+    if coupling.reading:
+        has_read = any(step.ahead_tokens)
+        return replace(coupling, reading=0 if has_read else coupling.reading - 1)
     if coupling.settling:
         return replace(coupling, settling=coupling.settling - 1)
-    size, is_ahead = coupling.size, coupling.is_ahead
-    size = size.put(is_ahead, size.rates[is_ahead].add(tokens, seconds))
-    size = replace(size, until_trial=max(size.until_trial - 1, 0))
-    coupling = _known(coupling, size)
-    if coupling.is_trial:
-        return _on_trial(coupling)
-    if size.until_trial or lasted < SETTLING_STEPS:
-        return coupling
-    tried = size.tries_ahead if size.trial_left else not is_ahead
-    return _go(_known(coupling, _begun(size, tried)), tried, is_trial=True)
+    return _count(coupling, count, count + step.num_accepted_tokens, step.step_s + step.draft_s)
 
 
 def without_worker(coupling: Coupling) -> Coupling:
@@ -160,59 +177,101 @@ def without_worker(coupling: Coupling) -> Coupling:
 
 def begin_again(coupling: Coupling) -> Coupling:
     """Where the engine stands where drafting was switched off: coupled, with what it knows."""
-    return Coupling(settling=SETTLING_STEPS, num_ahead=coupling.num_ahead, sizes=coupling.sizes)
+    return Coupling(
+        settling=SETTLING_STEPS,
+        num_ahead=coupling.num_ahead,
+        sizes=coupling.sizes,
+        rates=coupling.rates,
+    )
 
 
-def _on_trial(coupling: Coupling) -> Coupling:
-    """Go on with a trial, or decide it."""
-    size, tried = coupling.size, coupling.is_ahead
-    left = size.trial_left - 1
-    own, home = size.rates[tried].tokens_per_s, size.rates[not tried].tokens_per_s
-    is_lost = TRIAL_STEPS - left >= EARLY_STEPS and own < FAR_BEHIND * home
-    if left and not is_lost:
-        return _known(coupling, replace(size, trial_left=left))
-    steps = 2 * SETTLING_STEPS + TRIAL_STEPS - left
-    loss = 1.0 - min(own, home) / max(own, home)
-    is_ahead = tried if own > home else not tried
+def _count(coupling: Coupling, count: int, tokens: int, seconds: float) -> Coupling:
+    """A step of so many requests tells what the present mode brings."""
+    place = _place(count)
+    own, home = (coupling.rates[place][mode] for mode in (coupling.is_ahead, coupling.is_home_ahead))
+    seconds = own.clip(seconds)
+    coupling = _learn(coupling, place, own.add(tokens, seconds))
+    size, is_settled = coupling.size, coupling.lasted >= SETTLING_STEPS
+    if coupling.is_ahead == coupling.is_home_ahead:
+        size = replace(size, until_trial=max(size.until_trial - 1, 0))
+        coupling = _known(coupling, size)
+        is_due = not size.until_trial and is_settled and home.is_known
+        return _go(coupling, not coupling.is_ahead, is_trial=True) if is_due else coupling
+    if home.is_known:
+        if size.tries_ahead != coupling.is_ahead:  # no home of its own, and others' has changed since
+            size = replace(
+                size,
+                tries_ahead=coupling.is_ahead,
+                tokens=size.home_tokens,
+                home_tokens=size.tokens,
+            )
+        home_tokens = size.home_tokens + home.tokens / home.seconds * seconds
+        size = replace(size, tried=size.tried + 1, tokens=size.tokens + tokens, home_tokens=home_tokens)
+        coupling = _known(coupling, size)
+        is_lost = size.tried >= EARLY_STEPS and size.tokens < FAR_BEHIND * home_tokens
+        if is_lost or size.tried >= TRIAL_STEPS:
+            return _decide(coupling)
+    elif coupling.is_trial:
+        return _go(_put_off(coupling), coupling.is_home_ahead)
+    return coupling if coupling.is_trial or not is_settled else _go(coupling, coupling.is_home_ahead)
+
+
+def _decide(coupling: Coupling) -> Coupling:
+    """The present size's trial is over: the better mode is its home."""
+    size = coupling.size
+    is_better = size.tokens > size.home_tokens
+    is_ahead = coupling.is_ahead if is_better else coupling.is_home_ahead
     confirmations = min(size.confirmations + 1, _MOST_DOUBLINGS) if is_ahead == size.is_ahead else 0
-    until = max(LEAST_STEPS, min(int(steps * loss / TRIAL_COST), LEAST_STEPS << confirmations))
-    decided = _known(coupling, Size(size.rates, is_ahead, until, confirmations=confirmations))
-    return _go(decided, is_ahead)
+    loss = 1.0 - min(size.tokens, size.home_tokens) / max(size.tokens, size.home_tokens)
+    price = int((size.away + coupling.away + SETTLING_STEPS) * loss / TRIAL_COST)
+    until = max(LEAST_STEPS, min(price, LEAST_STEPS << confirmations))
+    coupling = _known(coupling, Size(is_ahead, until, confirmations=confirmations))
+    return _go(replace(coupling, is_home_ahead=is_ahead), is_ahead)
 
 
 def _resized(coupling: Coupling, at: int) -> Coupling:
     """The batch has another size now."""
-    new, home = coupling.sizes[at], coupling.is_ahead
-    coupling = replace(coupling, lasted=0)
-    if coupling.is_trial:
-        home, num = coupling.goes_back_ahead, coupling.size.interruptions
-        is_other = not new.trial_left or new.tries_ahead == coupling.is_ahead
-        is_known = new.until_trial <= TRIAL_STEPS // 2 and new.rates[not coupling.is_ahead].seconds > 0.0
-        if new.is_ahead is None and is_known and is_other:
-            coupling = replace(coupling, at=at)
-            return _known(coupling, _begun(new, coupling.is_ahead))
-        until = PUT_OFF_STEPS << min(num, _MOST_DOUBLINGS)
-        coupling = _known(coupling, replace(coupling.size, until_trial=until, interruptions=num + 1))
-    return _go(replace(coupling, at=at), home if new.is_ahead is None else new.is_ahead)
+    new = coupling.sizes[at]
+    home = coupling.is_home_ahead if new.is_ahead is None else new.is_ahead
+    is_trial = coupling.is_trial
+    if is_trial and coupling.is_ahead != home and new.until_trial <= TRIAL_STEPS // 2:
+        coupling = _known(coupling, replace(coupling.size, away=coupling.size.away + coupling.away))
+        return replace(coupling, at=at, is_home_ahead=home, lasted=0, away=0)
+    if is_trial:
+        coupling = _put_off(coupling)
+    coupling = replace(coupling, at=at, is_home_ahead=home, is_trial=False, lasted=0, away=0)
+    return _go(coupling, home) if is_trial else coupling
 
 
-def _begun(size: Size, is_ahead: bool) -> Size:
-    """A trial of this mode begins, or goes on."""
-    if size.trial_left:
-        return size
-    size = size.put(is_ahead, size.rates[is_ahead].faded())
-    return replace(size, trial_left=TRIAL_STEPS, tries_ahead=is_ahead)
+def _put_off(coupling: Coupling) -> Coupling:
+    """The present size's trial goes on later."""
+    size = coupling.size
+    until, away = PUT_OFF_STEPS << min(size.interruptions, _MOST_DOUBLINGS), size.away + coupling.away
+    return _known(coupling, replace(size, until_trial=until, away=away, interruptions=size.interruptions + 1))
 
 
 def _go(coupling: Coupling, is_ahead: bool, *, is_trial: bool = False) -> Coupling:
     """Draft so from now on."""
-    settling = coupling.settling
+    settling, reading = coupling.settling, coupling.reading
     if is_ahead != coupling.is_ahead:
         settling = max(SETTLING_STEPS, FIRST_STEPS - coupling.num_ahead) if is_ahead else SETTLING_STEPS
-    goes_back = coupling.is_ahead if is_trial else is_ahead
-    return replace(
-        coupling, is_ahead=is_ahead, settling=settling, is_trial=is_trial, goes_back_ahead=goes_back
-    )
+        reading = MOST_READING_STEPS if is_ahead else 0
+    return replace(coupling, is_ahead=is_ahead, is_trial=is_trial, settling=settling, reading=reading, away=0)
+
+
+def _place(count: int) -> int:
+    """Where the rates of so many requests are."""
+    if count <= 16:
+        return count - 1
+    power = min(count.bit_length() - 1, _NUM_SIZES - 1)
+    return min(15 + 4 * (power - 4) + (count >> (power - 2)) - 4, _NUM_COUNTS - 1)
+
+
+def _learn(coupling: Coupling, place: int, rate: Rate) -> Coupling:
+    """With this rate of the present mode."""
+    inside, ahead = coupling.rates[place]
+    both = (inside, rate) if coupling.is_ahead else (rate, ahead)
+    return replace(coupling, rates=(*coupling.rates[:place], both, *coupling.rates[place + 1 :]))
 
 
 def _known(coupling: Coupling, size: Size) -> Coupling:
