@@ -133,17 +133,43 @@ def make_engine(system: str, target: str, drafter: str, options: Any) -> Callabl
     engine = RolloutEngine(
         target, settings, dtype="bfloat16", max_num_seqs=max(options.running), kv_cache_bytes=1 << 30
     )
+    judged = Judged()
     if has_worker:
         os.sched_setaffinity(engine.scheduler.loop.ahead.links[0].child.pid, cores[-1:])
-    return lambda requests, running: generate(engine, requests, running)
+        judged.watch(engine.scheduler.loop._trees)
+    return lambda requests, running: generate(engine, requests, running, judged)
 
 
-def generate(engine: Any, requests: list[Any], running: int) -> dict[str, Any]:
+class Judged:
+    """Counts draft tokens that were decided, up to the first wrong one of each draft, and the right ones of them."""
+
+    def __init__(self) -> None:
+        self.told = self.right = 0
+
+    def watch(self, trees: Any) -> None:
+        judge = trees.judge
+
+        def judge_and_count(*of: Any) -> Any:
+            told, right = judge(*of)
+            self.told, self.right = self.told + int(told.sum()), self.right + int(right.sum())
+            return told, right
+
+        trees.judge = judge_and_count
+
+    def take(self) -> float | None:
+        """The acceptance rate since the last call."""
+        rate = self.right / self.told if self.told else None
+        self.told = self.right = 0
+        return rate
+
+
+def generate(engine: Any, requests: list[Any], running: int, judged: Judged) -> dict[str, Any]:
     """Generate all requests, `running` at a time."""
     from vllm import SamplingParams
 
     engine.reset_prefix_cache()
     engine.take_observations()
+    judged.take()
     ahead, coupling = engine.scheduler.loop.ahead, engine.scheduler.loop.coupling
     changing = coupling or (None if ahead is None else ahead._workers[0].windows)
     changes_before = changing.num_changes if changing else 0
@@ -172,7 +198,7 @@ def generate(engine: Any, requests: list[Any], running: int) -> dict[str, Any]:
         "draft_ms": drafting and 1e3 * drafting[0],
         "verify_ms": verify_s and 1e3 * verify_s,
         "d_over_v": drafting and verify_s and drafting[0] / verify_s,
-        "acceptance_rate": drafting and drafting[1],
+        "acceptance_rate": judged.take(),
         "verified": verified,
         "full_tokens_per_s": sum(step.num_requests + step.num_accepted_tokens for step in full)
         / sum(step.step_s for step in full)

@@ -1,11 +1,14 @@
 """Does the planner foresee what each way to draft gives? Planned and measured tokens per second, side by side.
 
 The planner gets what a user would give it: `paceline profile` of target and drafter, on one core, and the acceptance
-rate and lengths of an *earlier* rollout, of other prompts. It never sees the rollouts that it is compared with.
+rate and lengths of an *earlier* rollout, of other prompts. It never sees the rollouts that it is compared with. Where
+the drafter has the other core, that one was busy while the profile was taken (with a profile of its own): cores share
+their memory.
 
     plain     the target alone, on one core
     coupled   drafter and target take turns on that core; planned at the best window (SpecActor 4.1)
-    chain     the drafter ahead on the other core, at `--window`; planned as docs/decisions/0003-decoupled-rounds.md
+    chain     the drafter ahead on the other core, at `--window`; planned as docs/decisions/0003-decoupled-rounds.md, at
+              the best window up to that: the engine verifies of a window what pays
 
 `measured`: of the steps in which all `running` responses ran. The pair is that of decoupled.py.
 """
@@ -17,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 from argparse import Namespace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,28 +57,39 @@ def plan(
     if system == COUPLED:
         best = best_window(earlier["acceptance"], times, Mode.COUPLED)
         return int(best.window), running * float(best.tokens_per_s)
-    chain = StepTimes(running, times.draft_s, times.verify_s[options.window])
-    rate = tokens_per_s(earlier["acceptance"], options.window, chain, Mode.DECOUPLED)
-    return options.window, running * float(rate)
+    windows = np.arange(1, options.window + 1)
+    chain = StepTimes(running, times.draft_s, times.verify_s[windows])
+    rates = tokens_per_s(earlier["acceptance"], windows, chain, Mode.DECOUPLED)
+    return int(windows[rates.argmax()]), running * float(rates.max())
 
 
-def profile(target: str, drafter: str, options: Namespace, folder: Path) -> tuple[StepLatency, LatencyModel]:
-    """What `paceline profile` finds on one core, with the models that the planner makes of it."""
-    out = folder / "profile.json"
-    core = sorted(os.sched_getaffinity(0))[:1]
-    subprocess.run(
-        [
-            *(Path(sys.executable).with_name("paceline"), "profile", target, "--drafter", drafter),
+def profile(
+    target: str, drafter: str, options: Namespace, folder: Path, num_cores: int
+) -> tuple[StepLatency, LatencyModel]:
+    """What `paceline profile` finds on one core, with the models that the planner makes of it.
+
+    num_cores: of these cores each takes a profile at the same time.
+    """
+    running, outs = [], []
+    for core in sorted(os.sched_getaffinity(0))[:num_cores]:
+        outs.append(folder / f"{num_cores}-{core}.json")
+        command = [
+            *(sys.executable, "-m", "paceline.cli", "profile", target, "--drafter", drafter),
             *("--batches", ",".join(map(str, options.running)), "--tokens", "1,2,4,6,8,12,16"),
-            *("--contexts", "64,256", "--dtype", "bfloat16", "--out", out),
-        ],
-        check=True,
-        cwd=ROOT,
-        stdout=subprocess.DEVNULL,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"},
-        preexec_fn=lambda: os.sched_setaffinity(0, core),
-    )
-    _, step, drafters = load_fits(out)
+            *("--contexts", "64,256", "--dtype", "bfloat16", "--out", outs[-1]),
+        ]
+        running.append(
+            subprocess.Popen(
+                command,
+                cwd=ROOT,
+                stdout=subprocess.DEVNULL,
+                env=os.environ | {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"},
+                preexec_fn=partial(os.sched_setaffinity, 0, {core}),
+            )
+        )
+    if any(process.wait() for process in running):
+        raise SystemExit("paceline profile failed")
+    _, step, drafters = load_fits(outs[0])
     return step.model, drafters[Path(drafter).name].model
 
 
@@ -93,7 +108,7 @@ def main() -> None:
     target = PAIRS["countdown"].make_target(TARGETS / "countdown")
     drafter = inflate_drafter(options.cost, TARGETS / f"countdown-drafter-{options.cost:g}")
     with tempfile.TemporaryDirectory() as folder:
-        verify, draft = profile(target, drafter, options, Path(folder))
+        profiles = [profile(target, drafter, options, Path(folder), count) for count in (1, 2)]
     children = {system: Child(system, make_engine, system, target, drafter, options) for system in SYSTEMS}
     for child in children.values():
         child.ready()
@@ -101,7 +116,7 @@ def main() -> None:
     for running in options.running:
         earlier, found = measure(children, running, options)
         for system in SYSTEMS:
-            window, planned = plan(system, running, verify, draft, earlier, options)
+            window, planned = plan(system, running, *profiles[system == CHAIN], earlier, options)
             rates = [one["full_tokens_per_s"] for one in found[system]]
             rows.append(
                 {

@@ -298,11 +298,11 @@ class DrafterScore:
 
     def __add__(self, other: DrafterScore) -> DrafterScore:
         """What both have."""
-        return DrafterScore(*map(add, _values(self), _values(other)))
+        return DrafterScore(self.tried + other.tried, self.right + other.right, self.alarms + other.alarms)
 
     def __sub__(self, before: DrafterScore) -> DrafterScore:
         """What came since."""
-        return DrafterScore(*map(sub, _values(self), _values(before)))
+        return DrafterScore(self.tried - before.tried, self.right - before.right, self.alarms - before.alarms)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from paceline.drafting.worker_wire import DraftCounts, Drafts, WorkerSettings
 from paceline.engine.draft_windows import DraftWindows
 from paceline.engine.loop_log import EngineLog
 from paceline.engine.model_watch import ModelWatch
-from paceline.planning.latency import MAX_TOKENS, StepTimeModel, predict_s
+from paceline.planning.latency import MAX_TOKENS, StepTimeModel, predict_one_s
 from paceline.planning.wait import WaitSnapshot, decide_wait
 from paceline.types import DraftQuery, Int32Array, Int64Array, MetDrafts
 
@@ -96,7 +96,7 @@ class _Worker:
         if self.windows is not None:
             self.windows.learn(responses, told, right)
         if self.is_there:
-            self.watch.count(int((told > 0).sum()), int((right > 0).sum()))
+            self.watch.count(np.count_nonzero(told), np.count_nonzero(right))
             if not self.watch.is_used:
                 self.link.rest()
 
@@ -321,7 +321,7 @@ def _snapshot(
     count = len(query.responses)
     num_tokens = count + num_drafted
     more = latest.num_levels * drafts.num_open
-    step_s, longer_step_s = predict_s(step_time, [num_tokens, num_tokens + more]).tolist()
+    step_s, longer_step_s = (predict_one_s(step_time, size) for size in (num_tokens, num_tokens + more))
     return WaitSnapshot(
         count,
         drafts.open_probability,
