@@ -73,7 +73,7 @@ def profile(
     running, outs = [], []
     for core in sorted(os.sched_getaffinity(0))[:num_cores]:
         outs.append(folder / f"{num_cores}-{core}.json")
-        command = [
+        command: list[str | Path] = [
             *(sys.executable, "-m", "paceline.cli", "profile", target, "--drafter", drafter),
             *("--batches", ",".join(map(str, options.running)), "--tokens", "1,2,4,6,8,12,16"),
             *("--contexts", "64,256", "--dtype", "bfloat16", "--out", outs[-1]),

@@ -64,10 +64,13 @@ def straggling_requests(fleet: Any, count: int, max_tokens: int, seed: int) -> l
 
 @contextmanager
 def forced(kind: Help) -> Iterator[None]:
-    """Free workers help in this way wherever they can."""
+    """Free workers help in this way wherever they can, and go on with it."""
     from paceline.control import helping
 
-    with mock.patch.object(helping, "decide_help", partial(choose, kind)):
+    with (
+        mock.patch.object(helping, "decide_help", partial(choose, kind)),
+        mock.patch.object(helping, "judge_help", return_value=None),
+    ):
         yield
 
 

@@ -123,6 +123,25 @@ class StepCosts:
 
 
 @dataclass(frozen=True, slots=True)
+class Progress:
+    """What an engine has generated in its life, or in a part of it."""
+
+    num_tokens: int = 0
+    step_s: float = 0.0
+    """Of its steps, by the clock: drafting inside and waiting for drafts are part of them."""
+    response_s: float = 0.0
+    """The same, each step counted once for every response there."""
+
+    def __add__(self, other: Progress) -> Progress:
+        """Both together."""
+        return Progress(*map(add, _values(self), _values(other)))
+
+    def __sub__(self, before: Progress) -> Progress:
+        """What came since."""
+        return Progress(*map(sub, _values(self), _values(before)))
+
+
+@dataclass(frozen=True, slots=True)
 class DraftOrder:
     """What the scheduler wants of the model drafter after a step."""
 

@@ -54,6 +54,7 @@ def helped_fleet(ray: Any, logs: Path, weak_drafter: Path) -> Iterator[Fleet]:
     patch.setattr(
         helping, "decide_help", lambda load, helper: choice
     )  # this drafter is too dear for this policy
+    patch.setattr(helping, "judge_help", lambda before, after: None)
     settings = FleetSettings(workers=2, help="draft", chunk_tokens=128, progress_ms=20.0)
     engine = EngineSettings(
         run_seed=3,

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from paceline.planning.help import (
     MAX_WINDOW,
     MIN_GAIN,
+    MIN_GAIN_S,
     Drafting,
     Ends,
     Help,
@@ -20,7 +21,7 @@ from paceline.planning.help import (
     Load,
     decide_help,
 )
-from paceline.planning.window import Mode, StepTimes, tokens_per_s
+from paceline.planning.window import Mode, StepTimes, coupled_tokens, tokens_per_s
 
 draftings = st.builds(
     Drafting, st.floats(1e-5, 0.05), st.floats(0.0, 0.99), st.integers(0, 2), st.floats(0.0, 0.01)
@@ -75,6 +76,9 @@ def every_option(load: Load, helper: Helper) -> list[tuple[float, Help]]:
             draft_s = ahead.draft_s + (mean_batch - 1.0) * ahead.more_s
             times = StepTimes(1, draft_s, np.array(verify_s))
             rate = float(tokens_per_s(ahead.acceptance, w, times, Mode.DECOUPLED))
+            if not is_other and load.inside_s:  # promised as much too much as what is measured would be
+                q = load.step_tokens - 1.0
+                rate *= min(load.tokens_per_step / coupled_tokens(ahead.acceptance, q), 1.0)
             if is_other:  # what the worker's own drafter brings is there too
                 rate = max(rate, load.tokens_per_step / max(w * draft_s, verify_s))
             found.append((helper.switch_s + steps[0] * load.tokens_per_step / rate, Help.DRAFT))
@@ -107,10 +111,10 @@ def test_the_help_is_the_best_of_all_and_only_where_it_helps(load: Load, helper:
     best_s, kind = min(every_option(load, helper), default=(np.inf, Help.NOTHING))
     if choice.kind is Help.NOTHING:
         assert choice == HelpChoice(Help.NOTHING, load.end_s)
-        assert best_s >= (1.0 - MIN_GAIN) * load.end_s * (1.0 - 1e-9)
+        assert best_s >= (load.end_s - max(MIN_GAIN * load.end_s, MIN_GAIN_S)) * (1.0 - 1e-9)
     else:
         assert choice.end_s == pytest.approx(best_s)
-        assert choice.end_s <= (1.0 - MIN_GAIN) * load.end_s
+        assert choice.end_s <= load.end_s - max(MIN_GAIN * load.end_s, MIN_GAIN_S)
         assert choice.kind is kind or any(
             end_s == pytest.approx(best_s) and other is choice.kind
             for end_s, other in every_option(load, helper)
@@ -139,7 +143,7 @@ def test_nobody_else_could_be_helped_to_an_earlier_end_of_the_rollout(
         rollout_s(at, end_s) for at, load in enumerate(busy) for end_s, _ in every_option(load, helper)
     ]
     best_s = min(anyone_s, default=max(before_s))
-    assert after_s <= best_s / (1.0 - MIN_GAIN) * (1.0 + 1e-9)
+    assert after_s <= max(best_s / (1.0 - MIN_GAIN), best_s + MIN_GAIN_S) * (1.0 + 1e-9)
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.none() | st.integers(0, 9)), max_size=400))

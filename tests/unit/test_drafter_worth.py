@@ -137,16 +137,6 @@ def test_a_level_for_all_that_was_timed_on_a_busy_machine_does_not_end_a_trial()
     assert sampled[8] < level_costs(64, 0.002, level_time, step_time)[64] / 8 / 5
 
 
-def test_a_shrunken_batch_ends_a_rest_where_the_drafter_is_not_known_to_lose() -> None:
-    worth = learn(Worth(), 8, 3 * TRIAL_STEPS, BAD)
-    rest = next_rest(Rest(length=64), 8, worth.is_positive(8), STEADY)
-    assert rest.left == 64
-    assert next_rest(rest, 12, True, STEADY).left == 63, "not smaller, but as large"
-    assert next_rest(rest, 2, worth.is_positive(2), STEADY) == Rest()
-    worth = learn(worth, 2, TRIAL_STEPS, BAD)
-    assert next_rest(rest, 2, worth.is_positive(2), STEADY).left == 63
-
-
 def test_a_rest_that_began_on_a_busy_machine_ends_with_that() -> None:
     rest = next_rest(Rest(length=64), 8, False, timed(0.02, 0.002))
     assert rest.left == 64

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -29,9 +30,9 @@ from paceline.control.events import (
     WorkerLost,
     WorkerUp,
 )
-from paceline.planning.help import Drafting
+from paceline.planning.help import EARLY_S, TRIAL_S, Drafting, Helper, Load, decide_help, judge_help
 from paceline.planning.length import expected_rest
-from paceline.types import RolloutRequest, StepCosts
+from paceline.types import Progress, RolloutRequest, StepCosts
 
 SLOW = StepCosts(0.02, 0.0001, 0.0, 1.0, 1.0, 0.001, 0.8)
 """Plain decoding, with a drafter of a twentieth of its time."""
@@ -47,6 +48,7 @@ class Fleet:
         self.controller.decide(Opened())
         self.now_s = 0.0
         self.chunks: dict[int, RunChunk] = {}
+        self.progress = Progress()
         for number in range(workers):
             self.up(f"w{number}", 0)
 
@@ -69,6 +71,12 @@ class Fleet:
 
     def report(self, worker: str, costs: StepCosts | None = SLOW, life: int = 0) -> list[Action]:
         return self.tell(Reported(worker, life, Report(1, costs=costs)))
+
+    def run(self, worker: str, rate: float, seconds: float = HELP_S, batch: int = 1) -> list[Action]:
+        """The worker has generated so many tokens a second, of each response."""
+        response_s = batch * seconds
+        self.progress += Progress(round(rate * response_s), seconds, response_s)
+        return self.tell(Reported(worker, 0, Report(1, costs=SLOW, progress=self.progress)))
 
     def end(self, index: int, num_tokens: int) -> list[Action]:
         order = self.chunks.pop(index)
@@ -126,6 +134,73 @@ def test_a_free_worker_drafts_with_the_drafter_after_which_the_rollout_ends_firs
     fleet, busy, free = tail(drafter=drafter, others=(other,))
     door = f"ipc://{busy}/0" + "/further" * chosen
     assert fleet.tick() == [DraftFor(free, 0, (busy,), (door,), chosen)]
+
+
+def helped_tail() -> tuple[Fleet, str, str]:
+    """One in which it is known that the straggler had 100 tokens a second alone, and the free one helps it."""
+    fleet, busy, free = tail()
+    fleet.run(busy, 70.0)  # the other one was busy then
+    assert fleet.tick() == [], "how fast is it alone?"
+    fleet.run(busy, 100.0)
+    assert fleet.tick() == [DraftFor(free, 0, (busy,), (f"ipc://{busy}/0",))]
+    return fleet, busy, free
+
+
+@pytest.mark.parametrize(("rate", "seconds"), [(95.0, TRIAL_S), (60.0, EARLY_S)])
+def test_help_that_makes_the_straggler_slower_is_ended_and_not_offered_again(
+    rate: float, seconds: float
+) -> None:
+    fleet, busy, free = helped_tail()
+    assert fleet.run(busy, rate, 0.9 * seconds) == []
+    assert fleet.run(busy, rate, 0.2 * seconds) == [LoseDrafter(busy, 0), Rest(free, 0)]
+    assert fleet.controller.state_of(free) == "up"
+    for _ in range(4):
+        assert fleet.run(busy, 100.0) == fleet.tick() == []
+    fleet.end(0, 50)
+    fleet.submit(5000)
+    fleet.run(busy, 100.0)
+    assert fleet.tick() == []
+    fleet.run(busy, 100.0)
+    assert [type(one) for one in fleet.tick()] == [DraftFor], "another rollout, another trial"
+
+
+def test_help_that_makes_it_faster_stays() -> None:
+    fleet, busy, _ = helped_tail()
+    assert fleet.run(busy, 110.0, 1.1 * TRIAL_S) == []
+    assert fleet.run(busy, 50.0, 9.0) == [], "the trial is over: contexts grow"
+
+
+def test_who_has_just_fallen_free_waits_until_the_straggler_was_measured_without_it() -> None:
+    fleet = Fleet(3)
+    fleet.submit(5000, 100, 100)
+    busy, first, second = (fleet.chunks[at].worker for at in range(3))
+    fleet.end(1, 50)
+    fleet.run(busy, 100.0)
+    assert fleet.tick() == []
+    fleet.lose(first, 0)
+    fleet.end(2, 50)
+    fleet.run(busy, 100.0)
+    assert fleet.tick() == [], "it is measured, but the second one was busy"
+    fleet.run(busy, 100.0)
+    assert fleet.tick() == [DraftFor(second, 0, (busy,), (f"ipc://{busy}/0",))]
+
+
+def test_speeds_are_compared_at_equal_numbers_of_responses() -> None:
+    before = Progress(100, 1.0, 2.0)
+    assert judge_help(before, Progress(49, TRIAL_S, TRIAL_S)) is None
+    assert judge_help(before, Progress(98, TRIAL_S, 2 * TRIAL_S)) is False
+    assert judge_help(before, Progress(100, TRIAL_S, 2 * TRIAL_S)) is True
+    assert judge_help(Progress(0, 1.0, 2.0), Progress(0, TRIAL_S, 2 * TRIAL_S)) is False, (
+        "nothing comes of it"
+    )
+    assert judge_help(Progress(1, 0.01, 0.02), Progress(0, TRIAL_S, 2 * TRIAL_S)) is None
+
+
+@pytest.mark.parametrize(("steps", "helps"), [(20.0, False), (1000.0, True)])
+def test_a_tail_that_is_over_soon_is_left_alone(steps: float, helps: bool) -> None:
+    load = Load(np.array([steps]), np.array([9.0]), 1.0, 1.0, 0.02, 0.0001)
+    choice = decide_help(load, Helper(ahead=(Drafting(0.001, 0.8),), switch_s=0.1))
+    assert bool(choice.window) == helps
 
 
 def test_one_helper_is_enough_and_the_next_straggler_gets_the_next() -> None:

@@ -8,6 +8,7 @@ import pytest
 from paceline.config import BudgetSettings
 from paceline.engine.model_steering import ModelSteering
 from paceline.planning.budget import BudgetSnapshot, BudgetState, update
+from paceline.planning.drafter_worth import TRIAL_STEPS
 from paceline.types import DraftGrowth, StepObservation
 
 BATCH = 8
@@ -83,3 +84,28 @@ def test_what_has_been_read_is_read_once(known: BudgetState) -> None:
     assert steering.outlook.backlog == pytest.approx((BATCH - 1) * 75)
     steering.receive(DraftGrowth(1, BATCH - 1, 0.001), BATCH - 1, 0.06)
     assert steering.outlook.backlog == 0.0
+
+
+def test_each_batch_size_rests_for_itself(known: BudgetState) -> None:
+    """A tail, in which the drafter is not known to lose, does not make the next rollout try it anew."""
+    steering, modes = ModelSteering(), []
+    for _ in range(10):  # rollouts
+        steering.outlook.num_open = BATCH
+        for _ in range(40):
+            if not modes or modes[-1]:
+                draft(steering, known, accepted=0.1)
+            modes.append(steering.advance(BATCH, known.decode_time))
+        assert steering.advance(2, known.decode_time), "the tail"
+    drafted = np.array(modes).reshape(10, 40).sum(axis=1)
+    assert drafted[0] > TRIAL_STEPS
+    assert drafted[3:].sum() <= 3 * TRIAL_STEPS * 2, "a trial after at most 128 steps of rest"
+
+
+def test_a_size_that_loses_too_does_not_draft(known: BudgetState) -> None:
+    steering = ModelSteering()
+    for _ in range(3 * TRIAL_STEPS):
+        draft(steering, known, accepted=0.1)
+    assert not steering.advance(BATCH, known.decode_time)
+    assert not steering.advance(BATCH + 4, known.decode_time), "the same size"
+    assert steering.advance(2, known.decode_time), "nothing is known of it"
+    assert not steering.advance(BATCH, known.decode_time)

@@ -279,6 +279,9 @@ def test_a_silent_helper_is_counted_on_again_when_it_speaks(
     try:
         worker = Worker(link)
         worker.greet(link)
+        assert not link.is_there, "it reads"
+        worker.say()
+        assert link.take(5.0) is not None
         assert link.is_there
         open_response(link, trees, 7, [1, 2])
         time.sleep(0.1)

@@ -66,7 +66,7 @@ from paceline.control.training import TrainingSessions
 from paceline.errors import EngineError, PacelineError, RequestError
 from paceline.planning.dispatch import Assignment, Dispatcher, DispatchSettings
 from paceline.planning.help import Help
-from paceline.types import RolloutRequest, StepCosts
+from paceline.types import Progress, RolloutRequest, StepCosts
 
 WorkerState = Literal["starting", "loading", "up", "drafting", "racing", "training", "given up"]
 
@@ -100,6 +100,8 @@ class _Worker:
     facts: WorkerUp | None = None
     costs: StepCosts | None = None
     """Of its steps, as told last."""
+    progress: Progress | None = None
+    """Of its life, as told last."""
     num_steps: int = 0
     """Of its life, as told last."""
     has_run: bool = False
@@ -170,6 +172,7 @@ class Controller:
         self._helping = Helping(kinds) if kinds or settings.num_drafters else None
         self._changed: dict[str, None] = {}  # workers whose standing may not be what `_help` saw last
         self._idle: set[str] = set()
+        self._rested: set[str] = set()  # that were idle when helpers were looked for last, and ever since
         self._training = TrainingSessions()
         self._numbers = itertools.count()
         self._last_tick_s: float | None = None
@@ -401,6 +404,7 @@ class Controller:
         if report.num_steps > worker.num_steps:
             worker.num_steps, worker.waiting_since_s = report.num_steps, None
         worker.costs = report.costs or worker.costs
+        worker.progress = report.progress or worker.progress
         worker.may_help &= not report.has_failed_drafting
         actions: list[Action] = []
         for growth in report.growths:
@@ -624,7 +628,8 @@ class Controller:
             worker.num_fruitless += 1
         worker.life += 1
         self._changed[worker.name] = None
-        worker.facts, worker.costs, worker.waiting_since_s, worker.num_steps = None, None, None, 0
+        worker.facts, worker.costs, worker.progress = None, None, None
+        worker.waiting_since_s, worker.num_steps = None, 0
         worker.has_run, worker.has_generated, worker.may_help = False, False, True
         if worker.num_fruitless < self._settings.max_failed_starts:
             worker.state = "starting"
@@ -697,9 +702,15 @@ class Controller:
         for name in changed:
             place = self._workers[name].place
             standing = self._standing(place)
-            (self._idle.add if standing is Standing.IDLE else self._idle.discard)(name)
+            if standing is Standing.IDLE:
+                self._idle.add(name)
+            else:
+                self._idle.discard(name)
+                self._rested.discard(name)
             helping.note(name, self._door(place) if standing is Standing.BUSY else None)
         actions = helping.end(changed, self._standing)
+        if isinstance(event, Reported):
+            actions += helping.judge(event.worker, self._workers[event.worker].progress)
         if not self._idle or self._dispatcher is None:
             return actions
         for name in helping.take_stale():
@@ -709,12 +720,14 @@ class Controller:
         if not isinstance(event, Tick) or event.now_s - self._helped_s < HELP_S:
             return actions
         self._helped_s = event.now_s
-        if self._settings.num_drafters:
-            actions += helping.assign([worker.place for worker in self._idlers() if worker.is_drafter])
+        busy = ((one.name, one.progress) for one in self._workers.values() if one.chunks)
+        helping.look({name: progress for name, progress in busy if progress is not None})
+        rested, self._rested = self._rested, set(self._idle)
+        actions += helping.assign([worker.place for worker in self._idlers() if worker.is_drafter])
         if not helping.kinds or self._dispatcher.num_waiting:
             return actions
         free = (one for one in self._idlers() if not one.is_drafter and not helping.find(one.name))
-        for pair in helping.choose((worker.place, worker.costs) for worker in free):
+        for pair in helping.choose(((worker.place, worker.costs) for worker in free), rested):
             helper, helped = self._workers[pair.helper.worker], self._workers[pair.helped.worker]
             match pair.kind:
                 case Help.COPY:

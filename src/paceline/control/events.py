@@ -23,6 +23,7 @@ from paceline.types import (
     DraftSharingCounters,
     KvPoolCounters,
     KvUse,
+    Progress,
     Response,
     RolloutRequest,
     StepCosts,
@@ -141,6 +142,8 @@ class Report:
     telemetry: Telemetry | None = None
     costs: StepCosts | None = None
     """None: not measured, or of no use."""
+    progress: Progress | None = None
+    """Of this life; None as for `costs`."""
 
 
 # ---------------------------------------------------------------- events

@@ -12,7 +12,7 @@ look at each worker once. An end is predicted from what was known when the worke
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from typing import NamedTuple, TypeAlias
@@ -20,8 +20,18 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from paceline.control.events import Action, DraftFor, LoseDrafter, Rest
-from paceline.planning.help import Drafting, Ends, Help, HelpChoice, Helper, Load, decide_help
-from paceline.types import StepCosts
+from paceline.planning.help import (
+    EARLY_S,
+    Drafting,
+    Ends,
+    Help,
+    HelpChoice,
+    Helper,
+    Load,
+    decide_help,
+    judge_help,
+)
+from paceline.types import Progress, StepCosts
 
 SWITCH_S = 0.1
 """Until a free worker helps another one: its models are in memory, and have to read the running responses."""
@@ -82,6 +92,15 @@ class Pair:
     """draft: with which, by place."""
 
 
+class _Trial(NamedTuple):
+    """Drafting for a worker, until it is known whether that pays."""
+
+    before: Progress
+    """Of a stretch without help."""
+    begun: Progress
+    """Of the worker's life, when help was ordered."""
+
+
 class _Busy(NamedTuple):
     """A worker that may be helped."""
 
@@ -107,10 +126,36 @@ class Helping:
     _helped: dict[str, Pair] = field(default_factory=dict)
     _doors: dict[str, Door] = field(default_factory=dict)
     _stale: dict[str, None] = field(default_factory=dict)  # workers that may have other ends than predicted
+    _seen: dict[str, Progress] = field(default_factory=dict)  # of busy workers, at the last look
+    _seen_before: dict[str, Progress] = field(default_factory=dict)  # the same, at the look before
+    _trials: dict[str, _Trial] = field(default_factory=dict)  # by helped worker
+    _refused: set[str] = field(default_factory=set)  # that were slower when another one drafted for them
 
     def use_drafters(self, drafter: int, others: Sequence[Drafting]) -> None:
         """A rollout begins: with which drafter the engines draft, and what is known of the others (`Submitted`)."""
         self._drafter, self._others = drafter, tuple(others)
+        for found in (self._refused, self._seen, self._seen_before):
+            found.clear()
+
+    def look(self, told: Mapping[str, Progress]) -> None:
+        """Time has passed. told: of busy workers, what they have generated in their lives."""
+        self._seen_before, self._seen = self._seen, dict(told)
+
+    def judge(self, worker: str, now: Progress | None) -> list[Action]:
+        """A worker tells what it has generated: is it slower now that another one drafts for it? Then that is over, and
+        nobody drafts for it any more in this rollout.
+        """
+        trial = self._trials.get(worker)
+        pays = None if trial is None or now is None else judge_help(trial.before, now - trial.begun)
+        if pays is None:
+            return []
+        del self._trials[worker]
+        if pays:
+            return []
+        self._refused.add(worker)
+        pair = self._helped[worker]
+        self._remove(pair)
+        return [LoseDrafter(*pair.helped), self._order(pair.helper)]
 
     def note(self, worker: str, door: Door | None) -> None:
         """Something has happened to a worker: its prediction is stale. door: if it is busy and can be drafted for."""
@@ -194,7 +239,10 @@ class Helping:
 
     def draft(self, pair: Pair) -> Action:
         """A worker drafts for another one from now on."""
-        self.add(replace(pair, address=self._doors[pair.helped.worker][1][pair.drafter]))
+        name = pair.helped.worker
+        self.add(replace(pair, address=self._doors[name][1][pair.drafter]))
+        if (now := self._seen.get(name)) is not None:
+            self._trials[name] = _Trial(self._lately(name), now)
         return self._order(pair.helper)
 
     def _order(self, helper: Place) -> Action:
@@ -220,6 +268,7 @@ class Helping:
         pairs = self._pairs[pair.helper.worker]
         pairs.remove(pair)
         del self._helped[pair.helped.worker]
+        self._trials.pop(pair.helped.worker, None)
         self._stale[pair.helped.worker] = None
         if not pairs:
             del self._pairs[pair.helper.worker]
@@ -229,10 +278,14 @@ class Helping:
         if (busy := self._busy.get(worker)) is not None:
             self._busy[worker] = busy._replace(load=replace(busy.load, is_helped=True))
 
-    def choose(self, free: Iterable[tuple[Place, StepCosts | None]]) -> list[Pair]:
+    def choose(
+        self, free: Iterable[tuple[Place, StepCosts | None]], rested: Collection[str] | None = None
+    ) -> list[Pair]:
         """Whom free workers help so that the rollout ends sooner.
 
         free: who helps nobody yet, with what their own steps cost when they had some; read as far as help pays.
+        rested: those that did nothing since the last look but one: only they help a worker whose speed is measured, so
+        that it is known what it was without them. None: all.
         """
         pairs: list[Pair] = []
         if self._ends.latest() is None:
@@ -241,7 +294,14 @@ class Helping:
             if (latest := self._ends.latest()) is None:
                 break
             helped = self._busy[latest]
-            able = self._describe(helped, costs, can_draft=latest in self._doors)
+            if latest in self._seen and not helped.load.is_helped:
+                if self._lately(latest).step_s < EARLY_S:
+                    break
+                if rested is not None and helper.worker not in rested:
+                    continue
+            able = self._describe(
+                helped, costs, can_draft=latest in self._doors and latest not in self._refused
+            )
             choice = decide_help(helped.load, able)
             if choice.kind is Help.NOTHING:
                 break
@@ -254,6 +314,11 @@ class Helping:
                 self._ends.remove(latest)
             self._stale[latest] = None
         return pairs
+
+    def _lately(self, worker: str) -> Progress:
+        """What a busy worker has generated between the last two looks."""
+        now = self._seen[worker]
+        return now - self._seen_before.get(worker, now)
 
     def _describe(self, helped: _Busy, own: StepCosts | None, *, can_draft: bool) -> Helper:
         """What a free worker can do for that one. own: what its steps cost."""

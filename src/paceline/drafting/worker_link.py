@@ -264,8 +264,11 @@ class WorkerLink:
 
     @property
     def is_there(self) -> bool:
-        """Whether a worker has come, and may be counted on."""
-        return self._worker is not None and not self._is_silent
+        """Whether a worker has come, and may be counted on: one that is nobody's child once it has drafted, as the
+        engine drafts by itself while the helper reads.
+        """
+        has_read = self.child is not None or self._latest is not None
+        return self._worker is not None and not self._is_silent and has_read
 
     def let_go(self) -> None:
         """The worker drafts for this engine no more; what it may still say is not heard."""

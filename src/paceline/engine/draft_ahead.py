@@ -96,7 +96,7 @@ class _Worker:
         if self.windows is not None:
             self.windows.learn(responses, told, right)
         if self.is_there:
-            self.watch.count(np.count_nonzero(told), np.count_nonzero(right))
+            self.watch.count(int(np.count_nonzero(told)), int(np.count_nonzero(right)))
             if not self.watch.is_used:
                 self.link.rest()
 

@@ -54,6 +54,7 @@ class ModelSteering:
     def renew(self, *, is_other: bool) -> None:
         """The drafter has other weights: whether it pays is not known yet. is_other: nor is what it costs."""
         self._worth, self._rest = drafter_worth.Worth(), drafter_worth.Rest()
+        self._rests: dict[int, drafter_worth.Rest] = {}  # by batch size, as the rates
         if is_other:
             self._level_time = StepTimeModel.initial()
             self._drafting_s, self._num_drafting, self._reading_s = 0.0, 0, 0.0
@@ -137,11 +138,13 @@ class ModelSteering:
 
     def advance(self, batch: int, step_time: StepTimeModel, is_alive: bool = True) -> bool:
         """Go on to the next step; returns whether the drafter works after it. is_alive: see `next_rest`."""
-        before = self._rest
+        size = drafter_worth.size_of(batch)
+        before = self._rests.get(size, drafter_worth.Rest())
         is_positive = self._worth.is_positive(batch) and (
             before.sample > 0 or self._pays_reading(batch, step_time)
         )
         self._rest = drafter_worth.next_rest(before, batch, is_positive, step_time, is_alive=is_alive)
+        self._rests[size] = self._rest
         goes_to_rest = before.left == 0 and self._rest.left > 0
         if goes_to_rest or self._rest.sample != before.sample:
             self._worth = drafter_worth.fade(self._worth, batch)

@@ -40,6 +40,7 @@ from paceline.control.packed import Digest, Packed
 from paceline.engine.kv.use import read_kv_use
 from paceline.errors import EngineError, PacelineError
 from paceline.fleet.weights import PackedTensor, unpack_weights
+from paceline.types import Progress
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
@@ -160,6 +161,7 @@ class RolloutWorker:
         self._rejected: list[tuple[int, str]] = []
         self._steps: list[WorkerStep] = []
         self._num_steps = 0
+        self._progress = Progress()
         self._told_s = 0.0
         self._has_news = self._has_failed_drafting = False
         self._failure: BaseException | None = None
@@ -380,12 +382,16 @@ class RolloutWorker:
         self._is_stopping = True
 
     def _step(self) -> None:
+        began_s = time.perf_counter()
         events = self._engine.step()
         steps = self._engine.take_observations()
+        step_s = time.perf_counter() - began_s
         with self._changed:
             self._num_steps += 1
+            num_tokens = sum(len(event.tokens) for event in events)
+            self._progress += Progress(num_tokens, step_s, step_s * len(self._chunks))
             if steps:  # one, unless nothing was scheduled
-                self._steps.append(WorkerStep(steps[-1], sum(len(event.tokens) for event in events)))
+                self._steps.append(WorkerStep(steps[-1], num_tokens))
             for event in events:
                 self._book(event)
             self._has_news = True
@@ -446,6 +452,7 @@ class RolloutWorker:
                 self._engine.drafter_score(),
             ),
             costs=self._engine.step_costs() if self._spec.tells_costs else None,
+            progress=self._progress if self._spec.tells_costs else None,
             has_failed_drafting=self._has_failed_drafting,
         )
         for news in (self._endings, self._refused, self._rejected, self._steps):

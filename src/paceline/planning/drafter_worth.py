@@ -6,10 +6,10 @@ requests that verifies n draft tokens yields B + E tokens in T(B + n) seconds, a
 * It goes on while (B + E1) / (T(B + n1) + D) is above (B + E0) / T(B + n0), index 0 standing for what the budget would
   have done with the model-free drafts of the same steps. A drafter that loses rests, twice as long each time
   (`next_rest`), because its own time, the target's and the acceptance change with batch, context and
-  policy. A batch that has shrunk to a size at which it is not known to lose ends the rest: in a rollout's tail it
-  pays most. After a rest it has to read all that was written meanwhile, whether the trial ends well or not; so a trial
-  drafts for a sample of the requests first, and for twice as many as long as the gain of a time as long as the rest
-  pays for the reading.
+  policy. Each batch size rests for itself: in a rollout's tail the drafter pays most, and when the next rollout begins
+  it is not forgotten that it lost there. After a rest it has to read all that was written meanwhile, whether the
+  trial ends well or not; so a trial drafts for a sample of the requests first, and for twice as many as long as the
+  gain of a time as long as the rest pays for the reading.
 * It reads what responses have written so far, their prompts at first, only where that is worth it: where the gain at
   this batch size, over the steps that the responses still have, is more than reading takes.
 * One more level over m requests pays if the accepted tokens that it promises, beyond those that places in the step
@@ -109,7 +109,7 @@ class Worth:
         return None if known is None else known.seconds_with / known.tokens_with
 
     def _nearest(self, batch: int, least: int) -> Rates | None:
-        sizes = range(_size(batch), -1, -1)
+        sizes = range(size_of(batch), -1, -1)
         return next((self.rates[at] for at in sizes if self.rates[at].num_steps >= least), None)
 
 
@@ -141,7 +141,7 @@ def update_worth(
     with_drafts: (tokens, seconds) of the step as it is, the drafter's time included.
     without: (tokens, seconds) of the step as the budget would have made it of the model-free drafts.
     """
-    at = _size(batch)
+    at = size_of(batch)
     old = worth.rates[at].faded(MEMORY)
     new = Rates(
         old.tokens_with + with_drafts[0],
@@ -155,20 +155,20 @@ def update_worth(
 
 def fade(worth: Worth, batch: int) -> Worth:
     """The worth when the drafter goes to rest at this batch size: what was learned counts little after it."""
-    at = _size(batch)
+    at = size_of(batch)
     return _put(worth, at, worth.rates[at].faded(AFTER_REST))
 
 
 def next_rest(
     rest: Rest, batch: int, is_positive: bool, step_time: StepTimeModel, *, is_alive: bool = True
 ) -> Rest:
-    """Where the drafter stands in the next step: resting, on trial after a rest, or drafting while it pays.
+    """Where the drafter stands in the next step of this batch size: resting, on trial after a rest, or drafting while
+    it pays.
 
-    is_positive: whether it pays at this batch size, as far as is known. step_time: T. is_alive: False while it may be
-    dead (zero_acceptance.py): then it is heard again soon, so that this is settled.
+    rest: where it stood in the last one. is_positive: whether it pays at this batch size, as far as is known.
+    step_time: T. is_alive: False while it may be dead (zero_acceptance.py): then it is heard again soon, so that this
+    is settled.
     """
-    if rest.left and _size(batch) < _size(rest.batch) and is_positive:
-        return Rest()
     first = isqrt(batch) if batch > 1 else 0
     if rest.left and predict_one_s(step_time, rest.batch) < rest.step_s / RECOVERED:
         return Rest(trial_left=TRIAL_STEPS, sample=first, last=rest.last + 1 - rest.left)
@@ -256,5 +256,6 @@ def _put(worth: Worth, at: int, rates: Rates) -> Worth:
     return Worth((*worth.rates[:at], rates, *worth.rates[at + 1 :]))
 
 
-def _size(batch: int) -> int:
+def size_of(batch: int) -> int:
+    """The batch size's place in `Worth.rates`."""
     return min(max(batch, 1).bit_length() - 1, _NUM_SIZES - 1)

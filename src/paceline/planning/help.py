@@ -14,7 +14,11 @@ Predicted times: a step over n tokens takes `base_s + token_s n`. A response tha
 and others that need fewer end after base_s s + token_s q sum_i s_i seconds, as the batch shrinks by itself. Where a
 step brings tau tokens in place of r, all s_i become s_i r / tau. On the helper a step takes `slowness` times as long.
 
-Invariant: whoever helps shortens the predicted end of the worker that ends last by at least `MIN_GAIN`. Equal ends: in
+Predictions leave out what both workers cost each other (memory bandwidth above all), so drafting for a worker is a
+trial: `judge_help` ends it where the worker has become slower.
+
+Invariant: whoever helps shortens the predicted end of the worker that ends last by at least `MIN_GAIN` and
+`MIN_GAIN_S`, so a tail that is over soon is left alone. Equal ends: in
 the order above, the drafter that is named first, fewer responses taken, the shorter window. A decision is
 O(log workers + responses of one worker). Called by the controller, live and simulated.
 """
@@ -29,11 +33,26 @@ from heapq import heapify, heappop, heappush
 import numpy as np
 from numpy.typing import ArrayLike
 
-from paceline.planning.window import Mode, StepTimes, best_window, decoupled_tokens
-from paceline.types import Float64Array
+from paceline.planning.window import Mode, StepTimes, best_window, coupled_tokens, decoupled_tokens
+from paceline.types import Float64Array, Progress
 
 MIN_GAIN = 0.02
 """Share of the predicted time by which help must shorten it: predictions are no better."""
+
+MIN_GAIN_S = 0.25
+"""Seconds by which it must shorten it, too: what help that loses costs until it is ended (`judge_help`)."""
+
+EARLY_S = 0.3
+"""Seconds of steps that tell how fast a worker is, roughly; under help it must then not be `FAR_BEHIND`."""
+
+FAR_BEHIND = 0.75
+"""Of the speed without help."""
+
+TRIAL_S = 1.0
+"""Seconds of steps under help after which it is kept or ended. Later ones are slower anyway, as contexts grow."""
+
+SAME_BATCH = 0.05
+"""Speeds are compared at equal numbers of responses: the mean numbers differ by no larger share."""
 
 MAX_WINDOW = 16
 """Longest draft window that is considered, tokens."""
@@ -135,9 +154,25 @@ def decide_help(load: Load, helper: Helper) -> HelpChoice:
     """The best help for the worker that ends last. load: that worker's."""
     end_s = load.end_s
     best = min(_options(load, helper), key=lambda choice: choice.end_s, default=None)
-    if best is not None and best.end_s <= (1.0 - MIN_GAIN) * end_s:
+    if best is not None and best.end_s <= end_s - max(MIN_GAIN * end_s, MIN_GAIN_S):
         return best
     return HelpChoice(Help.NOTHING, end_s)
+
+
+def judge_help(before: Progress, after: Progress) -> bool | None:
+    """Whether a worker is at least as fast under help as it was before it; None: that cannot be said, or not yet.
+
+    before: without help, while who helps was free already. after: under help, from its order on.
+    """
+    if before.step_s < EARLY_S or after.step_s < EARLY_S:
+        return None
+    batch = before.response_s / before.step_s
+    if abs(after.response_s / after.step_s - batch) > SAME_BATCH * batch:
+        return None
+    share = after.num_tokens / after.response_s / max(before.num_tokens / before.response_s, 1e-9)
+    if after.step_s < TRIAL_S:
+        return False if share < FAR_BEHIND else None
+    return share >= 1.0
 
 
 def _options(load: Load, helper: Helper) -> Iterator[HelpChoice]:
@@ -164,11 +199,20 @@ def _draft(load: Load, drafting: Drafting, switch_s: float) -> HelpChoice:
     verify_s = load.base_s + load.token_s * batch * (windows + 1)
     verify_s += load.inside_s if is_other else 0.0
     refill = np.minimum(draft_s, verify_s) / np.maximum(draft_s, verify_s)
-    tokens = decoupled_tokens(drafting.acceptance, windows, refill)
+    tokens = decoupled_tokens(drafting.acceptance, windows, refill) * _formula_share(load, drafting)
     tokens = np.maximum(tokens, load.tokens_per_step) if is_other else tokens
     ends_s = switch_s + longest * load.tokens_per_step / tokens * np.maximum(draft_s, verify_s)
     best = int(ends_s.argmin())
     return HelpChoice(Help.DRAFT, float(ends_s[best]), window=best + 1, drafter=drafting.drafter)
+
+
+def _formula_share(load: Load, drafting: Drafting) -> float:
+    """What steps bring of what the formula says, at most 1, as far as the same drafter drafts in them: it knows one
+    acceptance, and real ones differ from place to place. What it promises too much now it promises elsewhere.
+    """
+    if drafting.drafter != load.drafter or not load.inside_s:
+        return 1.0
+    return min(load.tokens_per_step / float(coupled_tokens(drafting.acceptance, load.step_tokens - 1.0)), 1.0)
 
 
 def _take(load: Load, helper: Helper) -> HelpChoice:
