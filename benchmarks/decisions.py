@@ -192,8 +192,8 @@ def help_report(num_workers: int) -> Callable[[], object]:
     return decide
 
 
-def step_of_draft_worker(num_responses: int, every: int = 0) -> tuple[float, float]:
-    """Milliseconds of a step, and of these for windows, planned every so many steps.
+def step_of_draft_worker(num_responses: int, every: int = 0, num_steps: int = 200) -> tuple[float, float]:
+    """Milliseconds of a step, and of these for windows, planned every so many steps; medians over `num_steps`.
 
     The worker's end is played here: 16 tokens are always drafted ahead of every response.
     """
@@ -208,7 +208,7 @@ def step_of_draft_worker(num_responses: int, every: int = 0) -> tuple[float, flo
     steps.connect(link.settings.address)
     seal = Seal(None)
     steps.send(seal.close(hello(link.settings.address)))
-    while not link.is_there:
+    while not steps.poll(1):
         link.take()
     packed = seal.open(steps.recv())
     assert packed is not None
@@ -232,7 +232,7 @@ def step_of_draft_worker(num_responses: int, every: int = 0) -> tuple[float, flo
     for count in (1, 2, 16, 128, 2048):
         step_time = update_measured_time(step_time, count, 0.014 + 0.0001 * count)
     caches, seconds, planning_s = np.zeros(1 << 24, np.float32), [], []
-    for _ in range(200):
+    for _ in range(num_steps):
         tokens = ((positions[:, None] + decided) % 512).astype(np.int32)  # as they are drafted below
         caches += 1.0
         start_s = time.thread_time()

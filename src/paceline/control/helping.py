@@ -12,7 +12,7 @@ look at each worker once. An end is predicted from what was known when the worke
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from typing import NamedTuple, TypeAlias
@@ -137,9 +137,9 @@ class Helping:
         for found in (self._refused, self._seen, self._seen_before):
             found.clear()
 
-    def look(self, told: Mapping[str, Progress]) -> None:
+    def look(self, told: dict[str, Progress]) -> None:
         """Time has passed. told: of busy workers, what they have generated in their lives."""
-        self._seen_before, self._seen = self._seen, dict(told)
+        self._seen_before, self._seen = self._seen, told
 
     def judge(self, worker: str, now: Progress | None) -> list[Action]:
         """A worker tells what it has generated: is it slower now that another one drafts for it? Then that is over, and
