@@ -8,6 +8,7 @@
 #include <new>
 #include <numeric>
 
+#include "decoder_vectors.hpp"
 #include "simd.hpp"
 #include "threads.hpp"
 
@@ -21,14 +22,6 @@ constexpr float kSmallest = 1e-30f;  // of a group of weights: what it is divide
 constexpr int64_t kTile = 32;  // tokens that go through all layers together: their activations stay in the cache
 
 PACELINE_INLINE uint32_t pair(float low_half, float high_half) { return rounded(low_half) | rounded(high_half) << 16; }
-
-PACELINE_INLINE float sum(Lane value) {
-  float parts[kWidth];
-  store(parts, value);
-  for (int64_t half = kWidth / 2; half > 0; half /= 2)
-    for (int64_t i = 0; i < half; ++i) parts[i] += parts[i + half];
-  return parts[0];
-}
 
 // A panel's weights of one input after the other, as floats.
 struct Words {
@@ -130,6 +123,11 @@ PACELINE_PIECE(set_bytes, Bytes, false)
 PACELINE_PIECE(add_bytes, Bytes, true)
 #undef PACELINE_PIECE
 
+bool avx2_is_best() {
+  static const bool is = kDecoderAvx2Built && PACELINE_SUPPORTS_V3_ONLY();
+  return is;
+}
+
 // Each piece of a product, shared among threads where that is worth it: work(output it begins with).
 template <typename Work>
 void share_pieces(int64_t count, const PackedWeight& weight, int64_t threads, const Work& work) {
@@ -147,27 +145,24 @@ void multiply(const float* x, int64_t count, const PackedWeight& weight, bool ad
         multiply_octets(room, count, weight, first, add, y);
     });
   }
+  if (avx2_is_best())
+    return share_pieces(count, weight, threads, [&](int64_t first) {
+      multiply_avx2(x, count, weight, first, std::min(first + kPiece, weight.padded), add, y);
+    });
   const auto piece = weight.storage == Storage::kInt8 ? (add ? add_bytes : set_bytes) : (add ? add_words : set_words);
   share_pieces(count, weight, threads, [&](int64_t first) { piece(x, count, weight, first, y); });
 }
 
-// RMS norm without its weight, and smaller by sqrt(size): both are in the weights that follow.
-PACELINE_SIMD void normalise(const float* x, int64_t size, float eps, float* y) {
-  Lane squares{};
-  for (int64_t i = 0; i < size; i += kWidth) {
-    const Lane value = load(x + i);
-    squares += value * value;
-  }
-  const float factor = 1.0f / std::sqrt(sum(squares) + eps);
-  for (int64_t i = 0; i < size; i += kWidth) store(y + i, load(x + i) * factor);
+PACELINE_SIMD void normalise_widest(const float* x, int64_t size, float eps, float* y) { normalise<Lane>(x, size, eps, y); }
+PACELINE_SIMD void gate_widest(const float* gates, const float* ups, int64_t size, float* out) {
+  gate<Lane>(gates, ups, size, out);
 }
+PACELINE_SIMD void attend_widest(const Attention& job) { attend<Lane>(job); }
 
-// out [size] = silu(gate) * up
-PACELINE_SIMD void gate(const float* gates, const float* ups, int64_t size, float* out) {
-  for (int64_t i = 0; i < size; i += kWidth) {
-    const Lane value = load(gates + i);
-    store(out + i, value / (1.0f + exponential(-value)) * load(ups + i));
-  }
+// What is done between the products, by the vectors that suit the processor.
+const Between& between() {
+  static const Between best = avx2_is_best() ? between_avx2 : Between{normalise_widest, gate_widest, attend_widest};
+  return best;
 }
 
 // Rotary position of one head, in place.
@@ -192,92 +187,6 @@ PACELINE_SIMD void put_value(const float* value, int64_t head_dim, int64_t posit
     for (int64_t d = 0; d < head_dim; ++d) words[d] = rounded(value[d]);
   else
     for (int64_t d = 0; d < head_dim; ++d) words[d] = (words[d] & 0xFFFFu) | rounded(value[d]) << 16;
-}
-
-// scores of kHeads queries over kBlocks blocks of keys; scores of a head lie `stride` apart.
-template <int kHeads, int kBlocks>
-PACELINE_INLINE void score(const float* queries, const uint32_t* keys, int64_t half, float scaling, float* scores,
-                           int64_t stride) {
-  Lane first[kHeads][kBlocks] = {}, second[kHeads][kBlocks] = {};
-  for (int64_t d = 0; d < half; ++d)
-    for (int b = 0; b < kBlocks; ++b) {
-      const LaneWords words = load_ahead(keys + (b * half + d) * kWidth);
-      for (int h = 0; h < kHeads; ++h) {
-        first[h][b] += low(words) * queries[2 * h * half + d];
-        second[h][b] += high(words) * queries[(2 * h + 1) * half + d];
-      }
-    }
-  for (int h = 0; h < kHeads; ++h)
-    for (int b = 0; b < kBlocks; ++b)
-      store(scores + h * stride + b * kWidth, (first[h][b] + second[h][b]) * scaling);
-}
-
-// Turns `count` scores into weights, zeros behind them; returns 1 / their sum.
-PACELINE_INLINE float weigh(float* scores, int64_t count) {
-  const Lane places = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-  const Lane lowest = Lane{} - 3.0e38f;
-  Lane tops = lowest;
-  for (int64_t i = 0; i < count; i += kWidth) {
-    Lane found = load(scores + i);
-    found = places < static_cast<float>(count - i) ? found : lowest;
-    tops = found > tops ? found : tops;
-    store(scores + i, found);
-  }
-  float parts[kWidth];
-  store(parts, tops);
-  const float top = *std::max_element(parts, parts + kWidth);
-  Lane total{};
-  for (int64_t i = 0; i < count; i += kWidth) {
-    Lane weights = exponential(load(scores + i) - top);
-    weights = load(scores + i) > lowest ? weights : Lane{};
-    store(scores + i, weights);
-    total += weights;
-  }
-  return 1.0f / sum(total);
-}
-
-// out of each head [kCount * kWidth] = its share * sum over positions of weight * value.
-template <int kHeads, int kCount>
-PACELINE_INLINE void mix(const uint32_t* values, int64_t count, int64_t head_dim, const float* weights, int64_t stride,
-                         const float* shares, float* out) {
-  Lane acc[kHeads][kCount] = {};
-  for (int64_t i = 0; i < count; i += 2)
-    for (int j = 0; j < kCount; ++j) {
-      const LaneWords words = load_ahead(values + i / 2 * head_dim + j * kWidth);
-      for (int h = 0; h < kHeads; ++h) {
-        acc[h][j] += low(words) * weights[h * stride + i];
-        acc[h][j] += high(words) * weights[h * stride + i + 1];
-      }
-    }
-  for (int h = 0; h < kHeads; ++h)
-    for (int j = 0; j < kCount; ++j) store(out + h * head_dim + j * kWidth, acc[h][j] * shares[h]);
-}
-
-// kHeads query heads over the `count` keys and values of their key head. scores: room for kHeads * stride.
-template <int kHeads>
-PACELINE_INLINE void attend_heads(const float* queries, const uint32_t* keys, const uint32_t* values, int64_t count,
-                                  int64_t head_dim, float scaling, float* scores, int64_t stride, float* out) {
-  const int64_t half = head_dim / 2;
-  int64_t i = 0;
-  for (; i + kWidth < count; i += 2 * kWidth)
-    score<kHeads, 2>(queries, keys + i * half, half, scaling, scores + i, stride);
-  if (i < count) score<kHeads, 1>(queries, keys + i * half, half, scaling, scores + i, stride);
-  float shares[kHeads];
-  for (int h = 0; h < kHeads; ++h) shares[h] = weigh(scores + h * stride, count);
-  int64_t d = 0;
-  for (; d + kPanel <= head_dim; d += kPanel)
-    mix<kHeads, kLanes>(values + d, count, head_dim, scores, stride, shares, out + d);
-  for (; d < head_dim; d += kWidth) mix<kHeads, 1>(values + d, count, head_dim, scores, stride, shares, out + d);
-}
-
-// All query heads of a key head.
-PACELINE_SIMD void attend(int64_t heads, const float* queries, const uint32_t* keys, const uint32_t* values,
-                          int64_t count, int64_t head_dim, float scaling, float* scores, int64_t stride, float* out) {
-  int64_t h = 0;
-  for (; h + 2 <= heads; h += 2)
-    attend_heads<2>(queries + h * head_dim, keys, values, count, head_dim, scaling, scores, stride, out + h * head_dim);
-  if (h < heads)
-    attend_heads<1>(queries + h * head_dim, keys, values, count, head_dim, scaling, scores, stride, out + h * head_dim);
 }
 
 // Rows of so many numbers, between arrays in which they lie apart differently.
@@ -433,7 +342,7 @@ void LayerStack::normalise_all(const float* hidden, int64_t count, Scratch& scra
   const int64_t size = this->hidden();
   fit(scratch.normed, count * size);
   for (int64_t t = 0; t < count; ++t)
-    normalise(hidden + t * hidden_stride(), size, shape_.eps, scratch.normed.data() + t * size);
+    between().normalise(hidden + t * hidden_stride(), size, shape_.eps, scratch.normed.data() + t * size);
 }
 
 // mixed [count, heads * head_dim]: queries, keys and values of the tokens, then each query over its row.
@@ -466,8 +375,9 @@ void LayerStack::attend_head(size_t layer, int64_t kv_head, const Tokens& tokens
     rotate(key, cos, sin, half);
     put_key(key, half, position, keys_[layer].get() + start);
     put_value(key + kv_heads * head_dim, head_dim, position, values_[layer].get() + start);
-    attend(share, queries, keys_[layer].get() + start, values_[layer].get() + start, position + 1, head_dim, scaling,
-           scores, capacity_ + kWidth, scratch.mixed.data() + (t * heads + kv_head * share) * head_dim);
+    between().attend({share, queries, keys_[layer].get() + start, values_[layer].get() + start, position + 1, head_dim,
+                      scaling, scores, capacity_ + kWidth,
+                      scratch.mixed.data() + (t * heads + kv_head * share) * head_dim});
   }
 }
 
@@ -477,7 +387,8 @@ void LayerStack::gate_all(const DecoderLayer& layer, int64_t count, Scratch& scr
   fit(scratch.mixed, count * size);
   multiply(scratch.normed.data(), count, layer.gate_up, false, scratch.wide.data(), scratch.octets, threads);
   for (int64_t t = 0; t < count; ++t)
-    gate(scratch.wide.data() + t * width, scratch.wide.data() + t * width + size, size, scratch.mixed.data() + t * size);
+    between().gate(scratch.wide.data() + t * width, scratch.wide.data() + t * width + size, size,
+                   scratch.mixed.data() + t * size);
 }
 
 }  // namespace paceline

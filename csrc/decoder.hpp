@@ -62,6 +62,30 @@ void narrow_rows(const float* x, int64_t count, int64_t inputs, Octets& rows);
 // A panel's outputs of all rows, from output `first` on: in place of y or added to it.
 void multiply_octets(const Octets& x, int64_t count, const PackedWeight& weight, int64_t first, bool add, float* y);
 
+// Outputs first..end, whole panels, of all rows, by AVX2 (decoder_avx2.cpp): in place of y or added to it.
+extern const bool kDecoderAvx2Built;
+void multiply_avx2(const float* x, int64_t count, const PackedWeight& weight, int64_t first, int64_t end, bool add, float* y);
+
+// All query heads of a key head over its first `count` keys and values, as LayerStack keeps them.
+struct Attention {
+  int64_t heads;
+  const float* queries;  // [heads, head_dim]
+  const uint32_t *keys, *values;
+  int64_t count, head_dim;
+  float scaling;
+  float* scores;  // room for two heads, `stride` apart
+  int64_t stride;
+  float* out;  // [heads, head_dim]
+};
+
+// What is done between the products (decoder_vectors.hpp).
+struct Between {
+  void (*normalise)(const float* x, int64_t size, float eps, float* y);
+  void (*gate)(const float* gates, const float* ups, int64_t size, float* out);
+  void (*attend)(const Attention& job);
+};
+extern const Between between_avx2;
+
 // Makes room for so many; what is there stays.
 template <typename T>
 void fit(std::vector<T>& room, int64_t size) {

@@ -78,4 +78,8 @@ PACELINE_INLINE void multiply_tiles(const typename Kernel::Input* x, int64_t row
 extern const bool kDotBuilt;  // whether the compiler could
 void multiply_panel_dot(const uint16_t* x, int64_t rows, const Panel& panel, uint16_t* y, int64_t stride);
 
+// As `Widened` of linear_module.cpp, by AVX2 (linear_avx2.cpp).
+extern const bool kAvx2Built;  // whether the compiler could
+void multiply_panel_avx2(const float* x, int64_t rows, const Panel& panel, uint16_t* y, int64_t stride);
+
 }  // namespace paceline

@@ -99,7 +99,8 @@ void multiply_widened(const uint16_t* x, int64_t rows, const Layer& layer, uint1
   float* const wide = room.data();  // the other threads have rooms of their own
   share(threads_for(rows * inputs, threads), rows,
         [&](int64_t, int64_t r) { widen_all(x + r * inputs, inputs, wide + r * inputs); });
-  multiply_panels(multiply_panel, wide, rows, layer, y, threads);
+  static const auto kernel = kAvx2Built && PACELINE_SUPPORTS_V3_ONLY() ? multiply_panel_avx2 : multiply_panel;
+  multiply_panels(kernel, wide, rows, layer, y, threads);
 }
 
 void multiply(bool dot, const uint16_t* x, int64_t rows, const Layer& layer, uint16_t* y, int64_t threads) {

@@ -56,6 +56,20 @@ def test_products_are_right_and_the_same_bits_in_any_batch(
     assert torch.equal(torch.cat(parts), y)
 
 
+@pytest.mark.parametrize("rows", range(1, 16))
+@pytest.mark.parametrize("outputs", [1, 13, 64, 75])
+def test_each_output_is_one_chain_of_multiply_adds(rows: int, outputs: int) -> None:
+    """The same bits on every instruction set: products of two bfloat16 are exact, fused or not."""
+    generator = torch.Generator().manual_seed(outputs)
+    x = torch.randn(rows, 70, generator=generator).bfloat16()
+    weight = torch.randn(outputs, 70, generator=generator).bfloat16()
+    bias = torch.randn(outputs, generator=generator).bfloat16()
+    sums = bias.float().expand(rows, outputs)
+    for k in range(70):
+        sums = sums + x[:, k : k + 1].float() * weight[:, k].float()
+    assert torch.equal(product(x, weight, bias, dot=False), sums.bfloat16())
+
+
 @each_kernel
 def test_threads_change_no_bit(dot: bool) -> None:
     x, packed = torch.randn(40, 700).bfloat16(), pack(torch.randn(1500, 700).bfloat16(), dot)

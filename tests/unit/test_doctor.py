@@ -111,15 +111,6 @@ def test_a_kernel_that_was_not_built_is_found(
 ) -> None:
     monkeypatch.setattr(findings, "best_linear_kernel", lambda: kernel)
     monkeypatch.setattr("paceline._linear.HAS_DOT", built)
-    monkeypatch.setattr(findings, "cpu_features", lambda: frozenset({"avx2", "avx512f"}))
     found = findings._look_at_kernels("machine")
     assert found.state == state
     assert bool(found.remedy) == (state != "ok")
-
-
-def test_a_processor_without_bfloat16_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(findings, "best_linear_kernel", lambda: "vllm")
-    monkeypatch.setattr(findings, "cpu_features", lambda: frozenset({"avx2", "fma"}))
-    found = findings._look_at_kernels("machine")
-    assert found.state == "warn"
-    assert "float32" in (found.remedy or "")

@@ -33,6 +33,7 @@ from kv_entries import (
 from paceline.errors import ConfigError
 from paceline.kvpool import KvPool, tier
 from paceline.kvpool.entry import measure_header, response_identity
+from paceline.kvpool.pool import PREFETCHED_NS
 
 ROOMY = 1 << 20
 SIZE = measure_header(10, 3) + 3 * BLOCK_BYTES
@@ -362,7 +363,8 @@ def test_what_does_not_fit_into_memory_goes_to_disk(memory: Path, disk: Path) ->
 
 
 def test_prefetch_brings_the_first_of_the_queue_into_memory(memory: Path, disk: Path) -> None:
-    pool = KvPool(memory, 2 * SIZE, disk, 4 * SIZE, now_ns=count(1).__next__)
+    clock = count(1)
+    pool = KvPool(memory, 2 * SIZE, disk, 4 * SIZE, now_ns=lambda: next(clock))
     for number in range(5):
         save(pool, number, 10)
     queue = [address(number).response for number in (9, 1, 0, 4)]
@@ -370,7 +372,11 @@ def test_prefetch_brings_the_first_of_the_queue_into_memory(memory: Path, disk: 
     assert {n for n in range(5) if entry_file(memory, n).exists()} == {0, 1}
     assert {n for n in range(5) if entry_file(disk, n).exists()} == {2, 3, 4}
     assert pool.prefetch(queue) == 0
-    save(pool, 5, 10)  # the second in the queue leaves first
+    assert save(pool, 5, 10)  # what is saved goes to disk, as what is next has been brought up
+    assert {n for n in range(6) if entry_file(memory, n).exists()} == {0, 1}
+    pool.drop(address(5).response)
+    clock = count(PREFETCHED_NS + 100)
+    assert save(pool, 5, 10)  # the prefetch is long past: the second in the queue leaves first
     assert {n for n in range(6) if entry_file(memory, n).exists()} == {1, 5}
     held = load(pool, 0)
     assert held is not None

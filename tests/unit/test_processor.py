@@ -21,6 +21,9 @@ WIDE = "fpu avx2 avx512f avx512bw avx512vl"
         ("AuthenticAMD", WIDE, "vllm"),
         ("AuthenticAMD", f"{WIDE} avx512_bf16", "paceline-dot"),
         ("AuthenticAMD", "fpu avx2 avx512_bf16", "vllm"),
+        ("AuthenticAMD", "fpu avx2 fma", "paceline"),
+        ("GenuineIntel", "fpu avx2 fma avx_vnni", "paceline"),
+        ("AuthenticAMD", "fpu avx2 fma avx512f", "vllm"),
         ("GenuineIntel", f"{WIDE} avx512_bf16", "paceline"),
     ],
 )

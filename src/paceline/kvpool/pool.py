@@ -8,7 +8,8 @@ controller drops what has ended and prefetches what is next. One thread at a tim
 * Whatever goes wrong with an entry (missing, damaged, of another version, no room, disk full, lock not to be had) makes
   it a miss, or one that is not saved, and is counted. Nothing but `open` raises.
 * When memory is full, the least urgent entries move to disk; when the disk is full too, the least urgent of all are
-  dropped. Urgency is a time: of the save, or of the prefetch; an entry whose response is running is the least urgent.
+  dropped. Urgency is a time: of the save, or a while after the prefetch, so that what is saved meanwhile does not take
+  the place of what is next; an entry whose response is running is the least urgent.
 * Nobody waits while an entry is copied: locks are held to count, to place and to remove.
 
 Differs from Seer: entries are pulled by the worker that needs them; `prefetch` brings them from disk to memory, not to
@@ -47,6 +48,8 @@ BlockReader: TypeAlias = Callable[[int], Sequence[memoryview]]
 """The pieces of a block, which lie one after another in the entry, by the block's number within the response."""
 
 LEAST_URGENT = 0
+PREFETCHED_NS = 10_000_000_000
+"""How long after a prefetch its entries are more urgent than what is saved, unless another prefetch comes."""
 MAX_TRIES = 8
 """How often room is made anew for one entry, where others take it."""
 
@@ -152,7 +155,9 @@ class KvPool:
         size = header_bytes + num_blocks * block_bytes
         for tier in self._tiers:
             with contextlib.suppress(OSError):
-                self._store(tier, _Newcomer(address.response, size, self._now_ns()), write)
+                spares_urgent = tier is not self._tiers[-1]
+                newcomer = _Newcomer(address.response, size, self._now_ns(), spares_urgent=spares_urgent)
+                self._store(tier, newcomer, write)
                 self._forget_elsewhere(tier, address.response)
                 self._count(saves=1, saved_bytes=size)
                 return True
@@ -261,8 +266,8 @@ class KvPool:
                 break
             room -= size
             wanted[response] = size
-        now_ns = self._now_ns()
-        urgencies = {response: now_ns + len(wanted) - place for place, response in enumerate(wanted)}
+        end_ns = self._now_ns() + PREFETCHED_NS
+        urgencies = {response: end_ns + len(wanted) - place for place, response in enumerate(wanted)}
         for response, urgency in urgencies.items():  # all of them before room is made for the first
             self._mark(response, urgency)
         return sum(self._lift(name, frozenset(wanted)) for name in wanted)

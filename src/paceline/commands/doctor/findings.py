@@ -211,12 +211,6 @@ def _look_at_kernels(area: str) -> Finding:
         return Finding(
             area, name, "fail", found, f"{REINSTALL}, with GCC 12 or later; or set linear_kernel='vllm'"
         )
-    features = cpu_features()
-    if "avx2" in features and "avx512f" not in features:
-        found = (
-            "the processor has nothing for it: steps of many tokens take several times as long as in float32"
-        )
-        return Finding(area, name, "warn", found, "set dtype to float32")
     return Finding(area, name, "ok", LINEAR_KERNELS[kernel])
 
 
