@@ -169,6 +169,29 @@ def test_what_is_next_is_brought_to_memory(joined: FleetKvPool) -> None:
     worker.close()
 
 
+def test_what_was_handed_out_stays_until_it_runs(joined: FleetKvPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its worker loads it some steps later; what comes next in the queue must not push it out before."""
+    monkeypatch.setattr(prefetch, "LEAST_PAUSE_S", 0.0)
+    worker = save_all(joined.settings)
+
+    def look_ahead(*numbers: int) -> set[int | None]:
+        joined.look_ahead(lambda count: [REQUESTS[number] for number in numbers][:count])
+        assert joined._prefetcher is not None
+        joined._prefetcher._last.result()
+        return in_memory(joined.settings)
+
+    assert look_ahead(0, 1, 2, 3) == {0, 1, 2}
+    assert look_ahead(2, 3, 4) == {0, 1, 2}, "two have been handed out"
+    first = REQUESTS[0]
+    assert first.key is not None
+    worker.mark_running(response_identity(first.key, first.prompt))
+    assert look_ahead(2, 3, 4) == {1, 2, 3}, "one of them runs"
+    assert look_ahead(0, 2, 3, 4) == {1, 2, 3}, "and is not brought up while it does"
+    monkeypatch.setattr(prefetch, "HANDED_OUT_S", 0.0)
+    assert look_ahead(2, 3, 4) == {2, 3, 4}, "the other one has had time enough"
+    worker.close()
+
+
 def test_the_loop_never_waits_for_the_prefetch(joined: FleetKvPool, monkeypatch: pytest.MonkeyPatch) -> None:
     begun, gate, asked = threading.Semaphore(0), threading.Semaphore(0), count()
 

@@ -18,6 +18,8 @@ from paceline.types import KvPoolCounters, RolloutRequest
 LOOK_AHEAD = 32
 """Responses whose entries are brought up; those that do not fit into memory together stay on disk."""
 LEAST_PAUSE_S = 0.1
+HANDED_OUT_S = 2.0
+"""How long an entry stays where it is after its response has left the queue: its worker may not have loaded it yet."""
 
 Queue: TypeAlias = Callable[[int], Sequence[RolloutRequest]]
 """The requests that will run next, at most so many, the first one first."""
@@ -33,6 +35,8 @@ class Prefetcher:
         self._last: Future[int] = Future()
         self._last.set_result(0)
         self._next_s = 0.0
+        self._names: list[str] = []
+        self._handed_out: dict[str, float] = {}  # when, of those that have left the queue lately, by name
 
     def look_ahead(self, queue: Queue) -> None:
         """Begin to bring up what is next, unless that is being done or was done just now. Returns at once."""
@@ -41,10 +45,18 @@ class Prefetcher:
             return
         self._last.result()  # the pool raises nothing: an error is one of the program
         self._next_s = now_s + LEAST_PAUSE_S
-        self._last = self._thread.submit(self._bring, queue(LOOK_AHEAD))
+        self._turn_to([_name(request) for request in queue(LOOK_AHEAD)], now_s)
+        self._last = self._thread.submit(self._pool.prefetch, [*self._handed_out, *self._names])
 
-    def _bring(self, requests: Sequence[RolloutRequest]) -> int:
-        return self._pool.prefetch(_name(request) for request in requests)
+    def _turn_to(self, names: list[str], now_s: float) -> None:
+        waiting = set(names)
+        left = dict.fromkeys((name for name in self._names if name not in waiting), now_s)
+        self._handed_out = {
+            name: since_s
+            for name, since_s in (self._handed_out | left).items()
+            if name not in waiting and now_s < since_s + HANDED_OUT_S
+        }
+        self._names = names
 
     def counters(self) -> KvPoolCounters:
         """What the thread has done with the pool."""

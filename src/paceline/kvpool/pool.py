@@ -254,12 +254,13 @@ class KvPool:
         """Bring entries that are on disk into memory, for responses in the order of their queue.
 
         The first ones whose entries fit into memory together become the most urgent, the very first one most of all;
-        others make room for them. Returns the number of entries that were moved.
+        others make room for them. Those of responses that run are left alone. Returns the number of entries that were
+        moved.
         """
         wanted: dict[str, int] = {}
         room = self._memory.limit_bytes
         for response in responses:
-            size = self._measure(response)
+            size = self._measure_waiting(response)
             if size is None:
                 continue
             if size > room:
@@ -277,12 +278,12 @@ class KvPool:
             with contextlib.suppress(OSError):
                 tier.mark(response, urgency)
 
-    def _measure(self, response: str) -> int | None:
+    def _measure_waiting(self, response: str) -> int | None:
         for tier in self._tiers:
             with contextlib.suppress(OSError):
                 found = tier.find(response)
                 if found is not None:
-                    return found.num_bytes
+                    return None if found.urgency == LEAST_URGENT else found.num_bytes
         return None
 
     def _lift(self, response: str, spares: frozenset[str]) -> bool:
