@@ -538,6 +538,21 @@ def test_a_model_drafters_time_is_not_the_targets() -> None:
     assert float(predict_s(loop.budget.decode_time, 3)) == pytest.approx(0.020, rel=0.05)
 
 
+def test_drafting_inside_costs_a_step_what_it_takes_of_the_last_steps() -> None:
+    """Where it drafts in one step of four, its last drafts are no measure of what a step costs."""
+    loop = FastLoop(EngineSettings(drafter="none", model_drafter="somewhere", budget=FIXED))
+    for number in range(400):
+        if number % 4 == 0:
+            made = batch([[4, 5]] * 3, 0.9)
+            loop.receive(ModelDrafts(np.arange(3), np.full(3, 10), made, GROWTH, 0.002))
+        loop.propose(query(), 0)
+        loop.observe(step(3, 0, 0, seconds=0.01))
+        if number >= 300:
+            costs = loop.step_costs()
+            assert costs is not None
+            assert costs.inside_s == pytest.approx(0.0005, rel=0.1)
+
+
 def test_a_step_pays_the_bandit_for_the_drafts_that_it_verified() -> None:
     """Drafts are made at the end of the step before; those of the next step are not its own."""
     budget = BudgetSettings(policy="bandit", bandit_strategies=((8, 1, 8),), bandit_batch_sizes=(1,))

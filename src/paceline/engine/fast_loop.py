@@ -114,13 +114,18 @@ class _Recent:
     """(request, step) pairs, as are the drafts and accepted tokens of these."""
     num_drafted: float = 0.0
     num_accepted: float = 0.0
+    num_steps: float = 0.0
+    drafting_s: float = 0.0
+    """What drafting inside took in these steps."""
     num_right: float = 1.0
     """Of `num_told` tokens of the model drafter; a coin's before there are any."""
     num_told: float = 2.0
 
-    def note_step(self, step: StepObservation) -> None:
+    def note_step(self, step: StepObservation, drafting_s: float) -> None:
         """A measured step."""
         if step.num_requests:
+            self.num_steps = KEPT * self.num_steps + 1.0
+            self.drafting_s = KEPT * self.drafting_s + drafting_s
             self.num_decoded = KEPT * self.num_decoded + step.num_requests
             self.num_drafted = KEPT * self.num_drafted + step.num_draft_tokens
             self.num_accepted = KEPT * self.num_accepted + step.num_accepted_tokens
@@ -143,6 +148,11 @@ class _Recent:
     def step_tokens(self) -> float:
         """Of a response, draft tokens included."""
         return 1.0 + self.num_drafted / self.num_decoded
+
+    @property
+    def inside_s(self) -> float:
+        """What drafting inside adds to a step."""
+        return self.drafting_s / self.num_steps
 
     @property
     def acceptance(self) -> float:
@@ -905,7 +915,7 @@ class FastLoop:
         may be drafted nothing is learned either: plain decoding costs what vLLM's does.
         """
         self._flush()
-        self._recent.note_step(step)
+        self._recent.note_step(step, self._draft_s)
         if not self.may_draft and self._accepted is NO_TOKENS:
             return step
         wait_s = 0.0
@@ -969,7 +979,7 @@ class FastLoop:
         return StepCosts(
             base_s=max(near_s - token_s * batch, 1e-6),
             token_s=token_s,
-            inside_s=0.0 if is_elsewhere else self._steering.drafting_s,
+            inside_s=0.0 if is_elsewhere else self._recent.inside_s,
             tokens_per_step=self._recent.tokens_per_step,
             step_tokens=self._recent.step_tokens,
             draft_s=draft_s,

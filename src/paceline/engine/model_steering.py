@@ -79,11 +79,6 @@ class ModelSteering:
                 self._level_time, rows, growth.seconds / growth.num_levels
             )
 
-    @property
-    def drafting_s(self) -> float:
-        """What the last drafts took, all levels together; 0 before there were any."""
-        return self._drafting_s
-
     def level_s(self, batch: int) -> float:
         """What a draft token of each of `batch` requests takes; 0 before there were any."""
         return predict_one_s(self._level_time, batch) if self._level_time.num_observations else 0.0
