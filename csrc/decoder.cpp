@@ -114,7 +114,7 @@ PACELINE_INLINE void multiply_piece(const float* x, int64_t count, const PackedW
 }
 
 #define PACELINE_PIECE(name, Panel, kAdd)                                                                       \
-  PACELINE_SIMD void name(const float* x, int64_t count, const PackedWeight& weight, int64_t first, float* y) { \
+  PACELINE_WIDE void name(const float* x, int64_t count, const PackedWeight& weight, int64_t first, float* y) { \
     multiply_piece<Panel, kAdd>(x, count, weight, first, y);                                                    \
   }
 PACELINE_PIECE(set_words, Words, false)
@@ -124,7 +124,7 @@ PACELINE_PIECE(add_bytes, Bytes, true)
 #undef PACELINE_PIECE
 
 bool avx2_is_best() {
-  static const bool is = kDecoderAvx2Built && PACELINE_SUPPORTS_V3_ONLY();
+  static const bool is = kDecoderAvx2Built && PACELINE_AVX2_IS_BEST();
   return is;
 }
 
@@ -153,11 +153,11 @@ void multiply(const float* x, int64_t count, const PackedWeight& weight, bool ad
   share_pieces(count, weight, threads, [&](int64_t first) { piece(x, count, weight, first, y); });
 }
 
-PACELINE_SIMD void normalise_widest(const float* x, int64_t size, float eps, float* y) { normalise<Lane>(x, size, eps, y); }
-PACELINE_SIMD void gate_widest(const float* gates, const float* ups, int64_t size, float* out) {
+PACELINE_WIDE void normalise_widest(const float* x, int64_t size, float eps, float* y) { normalise<Lane>(x, size, eps, y); }
+PACELINE_WIDE void gate_widest(const float* gates, const float* ups, int64_t size, float* out) {
   gate<Lane>(gates, ups, size, out);
 }
-PACELINE_SIMD void attend_widest(const Attention& job) { attend<Lane>(job); }
+PACELINE_WIDE void attend_widest(const Attention& job) { attend<Lane>(job); }
 
 // What is done between the products, by the vectors that suit the processor.
 const Between& between() {

@@ -1,7 +1,7 @@
 // The small decoder's loops by the float32 multiply-adds of AVX2, for processors without AVX-512.
 //
 // A file of its own, as all of it is compiled for that instruction set; nothing here is called where it is missing. The sums
-// are those of decoder.cpp, in the same order.
+// of products are those of decoder.cpp, in the same order.
 
 #include <algorithm>
 
@@ -16,11 +16,12 @@ namespace paceline {
 namespace {
 
 constexpr int64_t kPanel = PackedWeight::kPanel, kGroup = PackedWeight::kGroup;
-constexpr int kMostSums = 12;  // vectors of them, of sixteen registers
+constexpr int kMostSumsOfTwo = 8;  // vectors of them, of two parts side by side; of one part there may be twelve
 
 // Eight words of each input of a panel, as the weights of kVectors times eight outputs: a vector's begin at offset(vector).
 struct Words {
   static constexpr int kVectors = 2, kParts = 4;
+  static constexpr int kMostTokens = 6;  // whose sums, with the weights, fit sixteen registers
 
   const uint32_t* at = nullptr;
   int64_t begins = 0;
@@ -41,6 +42,7 @@ struct Words {
 
 struct Bytes {
   static constexpr int kVectors = 4, kParts = 2;
+  static constexpr int kMostTokens = 2;
 
   const uint32_t* at = nullptr;
   int64_t begins = 0;
@@ -102,14 +104,14 @@ template <class Part, int kTokens, bool kAdd>
 PACELINE_INLINE void multiply_panel(const float* x, int64_t count, const PackedWeight& weight, int64_t panel, float* y) {
   if constexpr (kTokens > 1)
     if (count < kTokens) return multiply_panel<Part, kTokens - 1, kAdd>(x, count, weight, panel, y);
-  constexpr int kCount = 2 * kTokens * Part::kVectors <= kMostSums ? 2 : 1;
+  constexpr int kCount = 2 * kTokens * Part::kVectors <= kMostSumsOfTwo ? 2 : 1;
   for (int part = 0; part < Part::kParts; part += kCount)
     multiply_tile<Part, kTokens, kCount, kAdd>(x, weight, panel, part, y);
 }
 
 template <class Part, bool kAdd>
 void multiply_panels(const float* x, int64_t count, const PackedWeight& weight, int64_t first, int64_t end, float* y) {
-  constexpr int kMost = kMostSums / Part::kVectors;
+  constexpr int kMost = Part::kMostTokens;
   for (int64_t t = 0; t < count; t += kMost)
     for (int64_t panel = first; panel < end; panel += kPanel)
       multiply_panel<Part, kMost, kAdd>(x + t * weight.inputs, std::min<int64_t>(kMost, count - t), weight, panel,

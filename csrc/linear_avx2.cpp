@@ -13,8 +13,8 @@ namespace paceline {
 
 namespace {
 
-constexpr int kFewRows = 3;  // with both parts of a panel: 12 sums, two vectors of weights, a mask and one input
-constexpr int kSomeRows = 6;  // with one part of it: as many
+constexpr int kFewRows = 2;   // with both parts of a panel: eight sums; GCC spills those of three rows
+constexpr int kSomeRows = 6;  // with one part of it: twelve
 
 // Eight outputs of a panel from `first` on, as far as there are so many.
 PACELINE_INLINE void put(Eight sums, int64_t first, const Panel& panel, uint16_t* y) {
@@ -29,7 +29,7 @@ PACELINE_INLINE void put(Eight sums, int64_t first, const Panel& panel, uint16_t
 
 // kRows rows times kParts parts of a panel, from part `part` on: eight words of each input are a part.
 template <int kRows, int kParts>
-PACELINE_INLINE void multiply_tile(const float* x, const Panel& panel, int part, uint16_t* y, int64_t stride) {
+PACELINE_INLINE void multiply_parts(const float* x, const Panel& panel, int part, uint16_t* y, int64_t stride) {
   Eight low_sums[kRows][kParts], high_sums[kRows][kParts];
   for (int r = 0; r < kRows; ++r)
     for (int p = 0; p < kParts; ++p) {
@@ -60,10 +60,10 @@ PACELINE_INLINE void multiply_some(const float* x, int64_t rows, const Panel& pa
   if constexpr (kRows > 1)
     if (rows < kRows) return multiply_some<kRows - 1>(x, rows, panel, y, stride);
   if constexpr (kRows <= kFewRows) {
-    multiply_tile<kRows, 2>(x, panel, 0, y, stride);
+    multiply_parts<kRows, 2>(x, panel, 0, y, stride);
   } else {
-    multiply_tile<kRows, 1>(x, panel, 0, y, stride);
-    multiply_tile<kRows, 1>(x, panel, 1, y, stride);
+    multiply_parts<kRows, 1>(x, panel, 0, y, stride);
+    multiply_parts<kRows, 1>(x, panel, 1, y, stride);
   }
 }
 

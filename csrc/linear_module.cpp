@@ -50,7 +50,7 @@ struct Widened {
   }
 };
 
-PACELINE_SIMD void multiply_panel(const float* x, int64_t rows, const Panel& panel, uint16_t* y, int64_t stride) {
+PACELINE_WIDE void multiply_panel(const float* x, int64_t rows, const Panel& panel, uint16_t* y, int64_t stride) {
   multiply_tiles<Widened>(x, rows, panel, y, stride);
 }
 
@@ -99,7 +99,7 @@ void multiply_widened(const uint16_t* x, int64_t rows, const Layer& layer, uint1
   float* const wide = room.data();  // the other threads have rooms of their own
   share(threads_for(rows * inputs, threads), rows,
         [&](int64_t, int64_t r) { widen_all(x + r * inputs, inputs, wide + r * inputs); });
-  static const auto kernel = kAvx2Built && PACELINE_SUPPORTS_V3_ONLY() ? multiply_panel_avx2 : multiply_panel;
+  static const auto kernel = kAvx2Built && PACELINE_AVX2_IS_BEST() ? multiply_panel_avx2 : multiply_panel;
   multiply_panels(kernel, wide, rows, layer, y, threads);
 }
 

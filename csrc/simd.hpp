@@ -9,19 +9,25 @@
 
 #if defined(__x86_64__) && defined(__gnu_linux__) && defined(__GNUC__) && !defined(__clang__)
 #define PACELINE_SIMD __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+// For functions of `Lane`s: with AVX2 alone others take their place (avx2.hpp).
+#define PACELINE_WIDE __attribute__((target_clones("arch=x86-64-v4", "default")))
+#define PACELINE_CLONES_V4 true
 #else
 #define PACELINE_SIMD
+#define PACELINE_WIDE
+#define PACELINE_CLONES_V4 false
 #endif
 // Whether a file compiled for x86-64-v4 and one more instruction set may be called; whether one for AVX2 is the best there is.
 #if defined(__x86_64__) && defined(__GNUC__)
 #define PACELINE_SUPPORTS_V4_AND(feature)                                                                        \
   (__builtin_cpu_supports(feature) && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512cd") && \
    __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
-#define PACELINE_SUPPORTS_V3_ONLY()                                                                               \
-  (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && !PACELINE_SUPPORTS_V4_AND("avx512f"))
+#define PACELINE_AVX2_IS_BEST()                                  \
+  (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && \
+   !(PACELINE_CLONES_V4 && PACELINE_SUPPORTS_V4_AND("avx512f")))
 #else
 #define PACELINE_SUPPORTS_V4_AND(feature) false
-#define PACELINE_SUPPORTS_V3_ONLY() false
+#define PACELINE_AVX2_IS_BEST() false
 #endif
 #define PACELINE_INLINE inline __attribute__((always_inline))
 

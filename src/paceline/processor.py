@@ -32,10 +32,10 @@ def best_linear_kernel() -> LinearKernel:
 
     By the processor alone, so that equal machines choose alike. Where what this system shows of it has AVX-512 and no
     matrix unit, Paceline's: on Intel's by float32 multiply-adds, on AMD's, which have a fast one, by the dot product.
-    By multiply-adds too where it has AVX2 alone, and oneDNN no kernel for bfloat16.
+    By multiply-adds too where it has AVX2 alone, with which oneDNN does not multiply bfloat16.
     """
     features, vendor = cpu_features(), first_cpu().get("vendor_id")
-    if {"avx2", "fma"} <= features and "avx512f" not in features:
+    if {"avx2", "fma"} <= features and not {"avx512f", "avx_ne_convert"} & features:
         return "paceline"
     if not {"avx512bw", "avx512vl"} <= features or "amx_tile" in features:
         return "vllm"

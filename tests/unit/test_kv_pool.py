@@ -385,6 +385,27 @@ def test_prefetch_brings_the_first_of_the_queue_into_memory(memory: Path, disk: 
     pool.close()
 
 
+def test_what_is_being_loaded_stays_before_what_is_next(memory: Path, disk: Path) -> None:
+    """Unless it has been loaded or saved anew since, or was never brought up."""
+    pool = KvPool(memory, 2 * SIZE, disk, 8 * SIZE)
+    names = [address(number).response for number in range(8)]
+    for number in range(8):
+        save(pool, number, 10)
+
+    def prefetch(queue: list[int], loading: list[int]) -> set[int]:
+        pool.prefetch([names[number] for number in queue], [names[number] for number in loading])
+        return {number for number in range(8) if entry_file(memory, number).exists()}
+
+    assert prefetch([0, 1, 2, 3], []) == {0, 1}
+    assert prefetch([2, 3], [0, 1]) == {0, 1}
+    pool.mark_running(names[0])
+    assert prefetch([2, 3], [0, 1]) == {1, 2}, "one has been loaded"
+    save(pool, 1, 10)
+    assert prefetch([2, 3], [0, 1]) == {2, 3}, "the other one was saved anew"
+    assert prefetch([6, 7], [4, 5]) == {6, 7}, "these are read from disk"
+    pool.close()
+
+
 def test_prefetch_beside_a_full_disk_keeps_what_is_next(tiers: KvPool, memory: Path, disk: Path) -> None:
     for number in range(5):
         save(tiers, number, 10)

@@ -23,6 +23,7 @@ WIDE = "fpu avx2 avx512f avx512bw avx512vl"
         ("AuthenticAMD", "fpu avx2 avx512_bf16", "vllm"),
         ("AuthenticAMD", "fpu avx2 fma", "paceline"),
         ("GenuineIntel", "fpu avx2 fma avx_vnni", "paceline"),
+        ("GenuineIntel", "fpu avx2 fma avx_vnni avx_ne_convert", "vllm"),
         ("AuthenticAMD", "fpu avx2 fma avx512f", "vllm"),
         ("GenuineIntel", f"{WIDE} avx512_bf16", "paceline"),
     ],

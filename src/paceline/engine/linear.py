@@ -3,9 +3,10 @@
 vLLM's CPU backend multiplies through oneDNN, which on such CPUs uses the bfloat16 dot product. Most of Intel's cores
 begin one of these in two cycles, and four float32 multiply-adds in the same time; there `paceline._linear` widens the
 weights in registers. AMD's begin one in every cycle; there it uses the dot product too, and reads the weights while it
-multiplies. Each output is one chain of multiply-adds in a fixed order, whatever else is in the batch, so measure 2 of
-invariance.py is not needed for these layers. Layers of other dtypes, fused experts and quantised
-layers keep vLLM's kernels. (docs/decisions/0038-linear-layers.md)
+multiplies. With AVX2 alone oneDNN does not multiply bfloat16; there the weights are widened too. Each output is one
+chain of multiply-adds in a fixed order, whatever else is in the batch, so measure 2 of invariance.py is not needed for
+these layers. Layers of other dtypes, fused experts and quantised layers keep vLLM's kernels.
+(docs/decisions/0038-linear-layers.md)
 """
 
 from __future__ import annotations

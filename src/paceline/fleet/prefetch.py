@@ -46,7 +46,7 @@ class Prefetcher:
         self._last.result()  # the pool raises nothing: an error is one of the program
         self._next_s = now_s + LEAST_PAUSE_S
         self._turn_to([_name(request) for request in queue(LOOK_AHEAD)], now_s)
-        self._last = self._thread.submit(self._pool.prefetch, [*self._handed_out, *self._names])
+        self._last = self._thread.submit(self._pool.prefetch, self._names, list(self._handed_out))
 
     def _turn_to(self, names: list[str], now_s: float) -> None:
         waiting = set(names)

@@ -250,24 +250,27 @@ class KvPool:
             except OSError:
                 self._count(failed_drops=1)
 
-    def prefetch(self, responses: Iterable[str]) -> int:
+    def prefetch(self, responses: Iterable[str], loading: Iterable[str] = ()) -> int:
         """Bring entries that are on disk into memory, for responses in the order of their queue.
 
         The first ones whose entries fit into memory together become the most urgent, the very first one most of all;
-        others make room for them. Those of responses that run are left alone. Returns the number of entries that were
-        moved.
+        others make room for them. Returns the number of entries that were moved.
+
+        loading: responses that have left the queue lately, whose workers may not have loaded their entries yet. Those
+        that an earlier prefetch has in memory stay there before all others.
         """
-        wanted: dict[str, int] = {}
-        room = self._memory.limit_bytes
+        now_ns = self._now_ns()
+        wanted = {name: size for name in loading if (size := self._measure_marked(name, now_ns)) is not None}
+        room = self._memory.limit_bytes - sum(wanted.values())
         for response in responses:
-            size = self._measure_waiting(response)
+            size = self._measure(response)
             if size is None:
                 continue
             if size > room:
                 break
             room -= size
             wanted[response] = size
-        end_ns = self._now_ns() + PREFETCHED_NS
+        end_ns = now_ns + PREFETCHED_NS
         urgencies = {response: end_ns + len(wanted) - place for place, response in enumerate(wanted)}
         for response, urgency in urgencies.items():  # all of them before room is made for the first
             self._mark(response, urgency)
@@ -278,12 +281,20 @@ class KvPool:
             with contextlib.suppress(OSError):
                 tier.mark(response, urgency)
 
-    def _measure_waiting(self, response: str) -> int | None:
+    def _measure_marked(self, response: str, now_ns: int) -> int | None:
+        """Of an entry in memory that has been neither loaded nor saved since a prefetch."""
+        with contextlib.suppress(OSError):
+            found = self._memory.find(response)
+            if found is not None and found.urgency > now_ns:
+                return found.num_bytes
+        return None
+
+    def _measure(self, response: str) -> int | None:
         for tier in self._tiers:
             with contextlib.suppress(OSError):
                 found = tier.find(response)
                 if found is not None:
-                    return None if found.urgency == LEAST_URGENT else found.num_bytes
+                    return found.num_bytes
         return None
 
     def _lift(self, response: str, spares: frozenset[str]) -> bool:
