@@ -17,10 +17,11 @@ constexpr int64_t kNear = 64 * kLine;   // bytes ahead of a single pass over eac
 typedef uint16_t LaneHalves __attribute__((vector_size(32)));
 
 // To bfloat16, to the nearest, ties to even; NaN stays NaN.
-PACELINE_INLINE LaneHalves narrow(Lane value) {
-  const auto bits = reinterpret_cast<LaneWords>(value);
-  const LaneWords nearest = (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;
-  return __builtin_convertvector(value == value ? nearest : LaneWords{} + 0x7FC0u, LaneHalves);
+template <class Halves, class Vector>
+PACELINE_INLINE Halves narrow(Vector value) {
+  const auto bits = reinterpret_cast<WordsOf<Vector>>(value);
+  const WordsOf<Vector> nearest = (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;
+  return __builtin_convertvector(value == value ? nearest : WordsOf<Vector>{} + 0x7FC0u, Halves);
 }
 
 // A panel of a layer: its weights, a line for each input, and its outputs, at most 32.
@@ -47,7 +48,7 @@ PACELINE_INLINE void multiply_tile(const typename Kernel::Input* x, const Panel&
   }
   Kernel::template add<kRows>(x, panel, ahead, low_sums, high_sums);
   for (int r = 0; r < kRows; ++r) {
-    const LaneHalves halves[2] = {narrow(low_sums[r]), narrow(high_sums[r])};
+    const LaneHalves halves[2] = {narrow<LaneHalves>(low_sums[r]), narrow<LaneHalves>(high_sums[r])};
     std::memcpy(y + r * stride, halves, static_cast<size_t>(panel.outputs) * sizeof(uint16_t));
   }
 }

@@ -18,9 +18,7 @@ constexpr int kSomeRows = 6;  // with one part of it: twelve
 
 // Eight outputs of a panel from `first` on, as far as there are so many.
 PACELINE_INLINE void put(Eight sums, int64_t first, const Panel& panel, uint16_t* y) {
-  const auto bits = reinterpret_cast<EightWords>(sums);
-  const EightWords nearest = (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;
-  const auto halves = __builtin_convertvector(sums == sums ? nearest : EightWords{} + 0x7FC0u, EightHalves);
+  const auto halves = narrow<EightHalves>(sums);
   if (panel.outputs >= first + kEight)
     std::memcpy(y + first, &halves, sizeof halves);
   else if (panel.outputs > first)
