@@ -4,13 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
+from statistics import median
 
 import numpy as np
 import pytest
 
 from paceline.config import BudgetSettings
 from paceline.engine.model_steering import ModelSteering
-from paceline.planning.budget import BudgetSnapshot, BudgetState, decide, expected_accepted, update
+from paceline.planning.budget import (
+    BudgetSnapshot,
+    BudgetState,
+    decide,
+    draft_depth,
+    expected_accepted,
+    update,
+)
 from paceline.types import DraftGrowth, Float32Array, Float64Array, StepObservation
 
 DEPTH = BudgetSettings().max_draft_tokens
@@ -40,6 +49,7 @@ class Engine:
     state: BudgetState = field(default_factory=lambda: BudgetState.initial(SETTINGS))
     steering: ModelSteering = field(default_factory=ModelSteering)
     limits: tuple[float, Float32Array, int | None] | None = None
+    depth: int = 0
     behind: Float64Array = field(init=False)
     """Tokens that the drafter has not read yet. [batch]"""
 
@@ -65,7 +75,8 @@ class Engine:
             )
             self.steering.judge(snapshot, lengths, None, (now, plain), SETTINGS)
         drafted, expected = int(lengths.sum()), expected_accepted(snapshot, lengths)
-        goes_on = self.steering.advance(self.batch, now.decode_time)
+        self.depth = draft_depth(now, SETTINGS, self.batch, self.batch + drafted)
+        goes_on = self.depth > 0 and self.steering.advance(self.batch, now.decode_time)
         self.limits = self.steering.limits(self.batch, drafted, now.decode_time, 0.02) if goes_on else None
         seconds = target_s(self.batch + drafted)
         noisy_s = seconds * slowness * float(np.exp(rng.normal(0, 0.05)))
@@ -95,7 +106,7 @@ class Engine:
             return kept, DraftGrowth()
         floor, level_costs, most = self.limits
         grown, levels, rows = np.arange(self.batch)[:most], 0, 0
-        while len(grown) and levels < DEPTH:
+        while len(grown) and levels < self.depth:
             kept[grown, levels] = path[grown, levels]
             rows += len(grown)
             grown = grown[path[grown, levels] >= floor]
@@ -124,6 +135,17 @@ DISTURBANCES: dict[str, Callable[[np.random.Generator], float]] = {
     "pauses": lambda rng: 10.0 if rng.random() < 0.5 else 1.0,
 }
 
+SEEDS = 3
+"""Whether a trial falls into the judged steps is luck: the middle one of so many runs counts."""
+
+
+@pytest.fixture(scope="module")
+def calm_rates() -> Callable[[int, float, float], list[float]]:
+    return cache(
+        lambda *engine: [rate_after(Engine(*engine), seed, lambda rng: 1.0) for seed in range(SEEDS)]
+    )
+
+
 CASES = [
     (batch, *drafter, name)
     for batch in (1, 8, 128, 256)
@@ -134,11 +156,15 @@ CASES = [
 
 @pytest.mark.parametrize(("batch", "level_s", "row_s", "name"), CASES)
 def test_what_is_known_recovers_from_a_busy_machine(
-    batch: int, level_s: float, row_s: float, name: str
+    batch: int,
+    level_s: float,
+    row_s: float,
+    name: str,
+    calm_rates: Callable[[int, float, float], list[float]],
 ) -> None:
-    calm = rate_after(Engine(batch, level_s, row_s), batch, lambda rng: 1.0)
-    busy = rate_after(Engine(batch, level_s, row_s), batch, DISTURBANCES[name])
-    assert busy > calm * (1.0 - BOUND)
+    calm = calm_rates(batch, level_s, row_s)
+    busy = [rate_after(Engine(batch, level_s, row_s), seed, DISTURBANCES[name]) for seed in range(SEEDS)]
+    assert median(np.divide(busy, calm)) > 1.0 - BOUND
 
 
 @pytest.mark.parametrize("batch", [2, 8, 64])
@@ -148,3 +174,14 @@ def test_a_drafter_that_loses_costs_little(batch: int) -> None:
     gained = np.array([engine.step(rng, 1.0) for _ in range(2000)])[200:]
     without = batch / target_s(batch)
     assert gained[:, 0].sum() / gained[:, 1].sum() > without * (1.0 - BOUND)
+
+
+@pytest.mark.parametrize("batch", [16, 64])
+def test_finding_out_that_a_drafter_loses_costs_little(batch: int) -> None:
+    """A fresh engine, which knows neither T nor the drafter's cost, in the first steps that it makes."""
+    rates = []
+    for seed in range(SEEDS):
+        engine, rng = Engine(batch, 0.003, 0.0006), np.random.default_rng(seed)
+        gained = np.array([engine.step(rng, 1.0) for _ in range(100)])
+        rates.append(gained[:, 0].sum() / gained[:, 1].sum())
+    assert median(rates) > 0.9 * batch / target_s(batch)

@@ -42,10 +42,10 @@ def rows(draw: st.DrawFn, max_requests: int = 3, max_tokens: int = 4) -> Float32
 def states(draw: st.DrawFn) -> BudgetState:
     """A budget that has measured every step size from 1 to 16, T arbitrary (not convex) before the fit."""
     model = StepTimeModel.initial()
-    for tokens in range(1, 17):
-        seconds = draw(st.floats(0.001, 0.1))
-        for _ in range(2):
-            model = update_measured_time(model, tokens, seconds)
+    seconds = draw(st.lists(st.floats(0.001, 0.1), min_size=16, max_size=16))
+    for _ in range(2):
+        for tokens in range(16, 0, -1):
+            model = update_measured_time(model, tokens, seconds[tokens - 1])
     return replace(BudgetState.initial(SETTINGS), decode_time=model)
 
 

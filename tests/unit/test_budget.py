@@ -23,7 +23,7 @@ from paceline.planning.budget import (
     may_pay,
     update,
 )
-from paceline.planning.latency import StepTimeModel, update_measured_time
+from paceline.planning.latency import StepTimeModel, predict_s, update_measured_time
 from paceline.types import StepObservation
 
 
@@ -38,8 +38,8 @@ def snapshot(rows: list[list[float]], room: int = 1000, other: int = 0) -> Budge
 
 def timed(time_s: Callable[[int], float], sizes: Iterable[int]) -> StepTimeModel:
     model = StepTimeModel.initial()
-    for tokens in sizes:
-        for _ in range(4):
+    for _ in range(4):
+        for tokens in sizes:
             model = update_measured_time(model, tokens, time_s(tokens))
     return model
 
@@ -133,6 +133,39 @@ def test_e1_the_baseline_is_measured_again() -> None:
         state = update(state, StepObservation(1, length, 0, 0, 0.020), settings)
     assert 5 <= chosen.count(0) <= 8
     assert max(chosen) == 16
+
+
+def test_e1_a_baseline_of_few_steps_is_soon_measured_again() -> None:
+    """An engine's first steps took three times as long."""
+    state, plain = BudgetState.initial(MARGINAL), []
+    for now in range(200):
+        drafted = sum(lengths([[0.9] * 8] * 8, state, MARGINAL))
+        if not drafted:
+            plain.append(now)
+        seconds = (0.030 + 0.010 * (8 + drafted)) * (3.0 if now < 4 else 1.0)
+        state = update(state, StepObservation(8, drafted, 0, 0, seconds), MARGINAL)
+    assert plain[:3] == [0, 1, 11], (
+        "steps of 12 tokens are of about as many: three observations, the last at 2"
+    )
+    assert float(predict_s(state.decode_time, 8)) == pytest.approx(0.110, rel=0.01)
+    assert len(plain) < 10, "steps with drafts pay, so few others are made"
+
+
+def test_a_drafter_drafts_no_more_than_can_be_verified() -> None:
+    state = BudgetState.initial(MARGINAL)
+    assert draft_depth(state, MARGINAL, 8, 8) == 0, "E1: one step has been measured then"
+    state = update(state, StepObservation(8, 0, 0, 0, 0.020), MARGINAL)
+    assert draft_depth(state, MARGINAL, 8, 8) == 1, "E2: 4 tokens"
+    assert draft_depth(state, MARGINAL, 8, 200) == 0, "such a step says nothing of 8 tokens"
+    assert draft_depth(state, MARGINAL, 8) == MARGINAL.max_draft_tokens, (
+        "prefill comes, which may be for long"
+    )
+    state = update(state, StepObservation(8, 0, 0, 0, 0.020), MARGINAL)
+    state = update(state, StepObservation(8, 24, 0, 0, 0.025), MARGINAL)
+    assert draft_depth(state, MARGINAL, 8, 8) == 5, "48 tokens at most, 40 of them drafted"
+    assert draft_depth(state, MARGINAL, 1, 32) == 0, "nothing near 1 was measured"
+    fixed = BudgetSettings(policy="fixed", fixed_tokens=3)
+    assert draft_depth(BudgetState.initial(fixed), fixed, 8, 8) == 3
 
 
 def test_e2_a_step_grows_by_the_factor_at_most() -> None:

@@ -71,7 +71,9 @@ def test_a_drafter_is_judged_by_its_rate_for_each_batch_size() -> None:
     worth = learn(worth, 8, TRIAL_STEPS, GOOD)
     assert worth.is_positive(16)
     assert not worth.is_positive(64)
-    assert worth.token_s(8) == pytest.approx(0.025 / 8)
+    assert worth.token_s(8) == pytest.approx(min(seconds / tokens for tokens, seconds in GOOD))
+    assert worth.token_s(64) == pytest.approx(min(seconds / tokens for tokens, seconds in BAD))
+    assert worth.token_s(64) < BAD[0][1] / BAD[0][0], "not by the rate of a drafter that loses"
 
 
 def test_the_gain_counts_in_full_however_fast_the_accelerated_step_already_is() -> None:

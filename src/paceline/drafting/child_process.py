@@ -61,6 +61,11 @@ class ChildProcess:
         """Process id of the present one."""
         return self._process.pid
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether the present one has."""
+        return self._process.poll() is not None
+
     def core_s(self) -> float | None:
         """Processor time that the present one has used, seconds; None where it has ended."""
         import psutil

@@ -283,6 +283,18 @@ class WorkerLink:
 
     # -- what the worker has drafted
 
+    def await_worker(self, until_s: float) -> None:
+        """Wait for the child's first word, at most until then (`time.monotonic`), or until it ends.
+
+        While it loads it takes the time of a core, and all that an engine would measure beside it would mislead.
+        """
+        while self.child is not None and self._worker is None and not self.child.has_ended:
+            left_s = until_s - time.monotonic()
+            if left_s <= 0.0:
+                return
+            self._lost.poll(int(1e3 * min(left_s, LOOK_S)) + 1)
+            self._look(time.monotonic())
+
     def take(self, timeout_s: float = 0.0) -> Drafts | None:
         """What the worker has said since it was asked last, if anything; with a timeout, waiting so long for it."""
         drafts = None if self._worker is None else self._receive(timeout_s)

@@ -29,6 +29,9 @@ and its next. One that has heard of it needs one."""
 TURN_CALLS = 20.0
 """Drafting calls after which a turn goes on without drafts: the worker has died."""
 
+ARRIVAL_S = 60.0
+"""An engine that starts waits so long for its draft workers, at most; they come later then, or never."""
+
 _SOONEST = 0.1
 """Of a call: drafts that are overdue are expected so soon."""
 
@@ -336,7 +339,8 @@ def _snapshot(
 def start_draft_ahead(
     settings: EngineSettings, sizes: TargetSizes, trees: DraftTrees, log: EngineLog
 ) -> DraftAhead | None:
-    """An engine's end of its own draft workers, or of another worker's help; None if there is to be neither.
+    """An engine's end of its own draft workers, once they have come, or of another worker's help; None if there is to
+    be neither.
 
     Raises CheckpointError for a model drafter that does not fit the target, ConfigError where no worker can be.
     """
@@ -366,6 +370,9 @@ def start_draft_ahead(
             own = replace(wanted, model=folder)
             links.append(WorkerLink(own, settings.most_ahead, trees, has_child=bool(settings.draft_worker)))
             started.callback(links[-1].shut_down)
+        until_s = time.monotonic() + ARRIVAL_S
+        for link in links:
+            link.await_worker(until_s)
         started.pop_all()
     longest = min(settings.max_draft_tokens, settings.budget.max_draft_tokens)
     every = 0 if settings.draft_by_turns else settings.reconfigure_steps

@@ -195,6 +195,9 @@ class FastLoop:
         self._draft_s = 0.0  # what the model drafts of the present step took
         self._batch_size = 0
         self._num_drafted = 0
+        self._num_coming: int | None = (
+            0  # tokens of the coming step, None: others than of decoding are among them
+        )
         self._has_room = False  # whether the present step could verify alternatives
         self._expected = 0.0
         self._log = open_log(settings)
@@ -571,6 +574,7 @@ class FastLoop:
         lengths = budget.decide(snapshot, self._now, self._settings.budget)
         self._expected = budget.expected_accepted(snapshot, lengths)
         self._num_drafted = int(lengths.sum())
+        self._num_coming = None if num_other_tokens else self._batch_size + self._num_drafted
         self.pause = after_question(self.pause, self._batch_size, self._num_drafted)
         judged = has_model_drafts and num_other_tokens == 0 and not self._is_helped
         free_path = None
@@ -826,9 +830,8 @@ class FastLoop:
             batch = max(outlook.num_open + begin, 1)
             outlook.coming = self._unbegun_tokens * begin / len(self._unbegun)
             outlook.steps_left = self._steps_of(self._newest_left)
-        longest = min(
-            budget.draft_depth(self._now, self._settings.budget, batch), self._settings.max_draft_tokens
-        )
+        depth = budget.draft_depth(self._now, self._settings.budget, batch, self._num_coming)
+        longest = min(depth, self._settings.max_draft_tokens)
         limits: tuple[float, Float32Array, int | None] = 0.0, NO_COSTS, None
         if self._settings.budget.policy == "fixed":
             if not longest:

@@ -157,7 +157,8 @@ class ModelSteering:
         self, batch: int, num_drafted: int, step_time: StepTimeModel, lowest: float, *, for_all: bool = False
     ) -> tuple[float, Float32Array, int | None]:
         """(floor, level costs, most requests) of the drafts to come, as in `DraftOrder`. for_all: a trial's too."""
-        token_s = self._worth.token_s(batch) or predict_one_s(step_time, batch) / batch
+        plain_s = predict_one_s(step_time, batch) / batch
+        token_s = min(self._worth.token_s(batch) or plain_s, plain_s)
         floor = drafter_worth.choose_floor(batch, num_drafted, token_s, step_time, lowest)
         drafting = None if for_all else self._rest.sample or None
         return (

@@ -104,9 +104,13 @@ class Worth:
         return float("inf") if known is None else known.gain
 
     def token_s(self, batch: int) -> float | None:
-        """Seconds per token of the steps with drafts at this batch size; None while it was not tried."""
+        """Seconds per token at this batch size, with the drafter or without, whichever is faster; None while it was
+        not tried. By the rate of a drafter that loses, time would look cheap, and it would draft more.
+        """
         known = self._nearest(batch, 1)
-        return None if known is None else known.seconds_with / known.tokens_with
+        if known is None:
+            return None
+        return min(known.seconds_with / known.tokens_with, known.seconds_without / known.tokens_without)
 
     def _nearest(self, batch: int, least: int) -> Rates | None:
         sizes = range(size_of(batch), -1, -1)
