@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -135,25 +136,36 @@ def test_e1_the_baseline_is_measured_again() -> None:
     assert max(chosen) == 16
 
 
-def test_e1_a_baseline_of_few_steps_is_soon_measured_again() -> None:
-    """An engine's first steps took three times as long."""
+def plain_steps(batch: int, num_steps: int, slow_steps: int = 0) -> tuple[list[int], BudgetState]:
+    """Steps without drafts, where these pay; the first ones took three times as long."""
     state, plain = BudgetState.initial(MARGINAL), []
-    for now in range(200):
-        drafted = sum(lengths([[0.9] * 8] * 8, state, MARGINAL))
+    for now in range(num_steps):
+        drafted = sum(lengths([[0.9] * 8] * batch, state, MARGINAL))
         if not drafted:
             plain.append(now)
-        seconds = (0.030 + 0.010 * (8 + drafted)) * (3.0 if now < 4 else 1.0)
-        state = update(state, StepObservation(8, drafted, 0, 0, seconds), MARGINAL)
-    assert plain[:3] == [0, 1, 11], (
-        "steps of 12 tokens are of about as many: three observations, the last at 2"
-    )
-    assert float(predict_s(state.decode_time, 8)) == pytest.approx(0.110, rel=0.01)
-    assert len(plain) < 10, "steps with drafts pay, so few others are made"
+        seconds = (0.030 + 0.001 * (batch + drafted)) * (3.0 if now < slow_steps else 1.0)
+        state = update(state, StepObservation(batch, drafted, 0, 0, seconds), MARGINAL)
+    return plain, state
+
+
+@pytest.mark.parametrize("batch", [1, 8, 16, 100])
+def test_e1_the_baseline_is_renewed_the_sooner_the_less_was_measured(batch: int) -> None:
+    plain, _ = plain_steps(batch, 2000)
+    assert plain[:2] == [0, 1]
+    assert plain[2] <= 16, "an engine's first steps may be slow"
+    assert all(later >= 1.5 * earlier for earlier, later in pairwise(plain[2:]) if later < 256)
+    assert len([step for step in plain if step >= 600]) <= 1400 // MARGINAL.refresh_steps + 1
+
+
+def test_e1_slow_first_steps_are_soon_no_reference_any_more() -> None:
+    _, state = plain_steps(8, 64, slow_steps=4)
+    assert float(predict_s(state.decode_time, 8)) == pytest.approx(0.038, rel=0.01)
 
 
 def test_a_drafter_drafts_no_more_than_can_be_verified() -> None:
     state = BudgetState.initial(MARGINAL)
     assert draft_depth(state, MARGINAL, 8, 8) == 0, "E1: one step has been measured then"
+    assert draft_depth(state, MARGINAL, 8) == 0, "the first prefill"
     state = update(state, StepObservation(8, 0, 0, 0, 0.020), MARGINAL)
     assert draft_depth(state, MARGINAL, 8, 8) == 1, "E2: 4 tokens"
     assert draft_depth(state, MARGINAL, 8, 200) == 0, "such a step says nothing of 8 tokens"
@@ -366,7 +378,7 @@ def test_a_drafter_is_told_the_depth_of_the_step_to_come() -> None:
     )
     state = BudgetState.initial(settings)
     assert [draft_depth(state, settings, batch) for batch in (4, 5, 32)] == [12, 3, 0]
-    assert draft_depth(state, MARGINAL, 4) == MARGINAL.max_draft_tokens
+    assert draft_depth(AFFINE, MARGINAL, 4) == MARGINAL.max_draft_tokens
 
 
 @pytest.mark.parametrize("policy", ["marginal", "bandit", "thresholds", "fixed", "off"])

@@ -516,8 +516,8 @@ def test_who_weighs_more_is_drafted_for_first() -> None:
     loop = FastLoop(EngineSettings(budget=settings, draft_floor=0.0))
     fill(loop)
     model = StepTimeModel.initial()
-    for size in (3, 4, 6, 9, 16, 32):
-        for _ in range(2):
+    for _ in range(2):
+        for size in (3, 4, 6, 9, 16, 32):
             model = update_measured_time(model, size, 0.02 + 0.003 * size)
     loop.budget = replace(loop.budget, decode_time=model)
     alike = loop.propose(query(), 0).lengths
@@ -632,6 +632,19 @@ def test_the_model_drafter_rests_while_it_does_not_pay() -> None:
             loop.receive(ModelDrafts(np.arange(3), np.full(3, 10), batch([[4, 5]] * 3, 0.5), slow, 0.0))
     assert worked[:2] == [False, True], "drafts for the second step could not be verified yet"
     assert sum(worked) < 20
+
+
+def test_the_model_drafter_drafts_while_requests_wait_for_memory() -> None:
+    """They are many, and none begins: the coming steps are as large as they were."""
+    loop = FastLoop(EngineSettings(drafter="none", model_drafter="somewhere", budget=BudgetSettings()))
+    for response in range(200):
+        loop.open(0, response, [1, 2, 3], [])
+    worked = []
+    for _ in range(20):
+        loop.propose(query(), 0)
+        loop.observe(step(3, 0, 0, seconds=0.050))
+        worked.append(loop.order() is not None)
+    assert sum(worked) >= 15
 
 
 @pytest.mark.parametrize("others", [{}, {"adopt_leads": True}, {"model_drafter": "somewhere"}])

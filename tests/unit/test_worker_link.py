@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -46,6 +47,10 @@ class NoProcess:
     def check(self) -> None:
         self.pid, self.is_dead = self.pid + self.is_dead, False
 
+    @property
+    def has_ended(self) -> bool:
+        return self.is_dead
+
     def close(self) -> None:
         self.is_dead = True
 
@@ -62,6 +67,27 @@ def link(monkeypatch: pytest.MonkeyPatch, trees: DraftTrees) -> Iterator[WorkerL
     made = WorkerLink(SETTINGS, 6, trees)
     yield made
     made.shut_down()
+
+
+def test_an_engine_that_starts_waits_for_its_worker(link: WorkerLink) -> None:
+    worker = Worker(link)
+    began_s = time.monotonic()
+    link.await_worker(began_s + 0.2)
+    assert time.monotonic() - began_s >= 0.2, "nobody comes"
+    assert not link.is_there
+    later = threading.Timer(0.1, lambda: worker.steps.send(worker.seal.close(hello(worker.address))))
+    later.start()
+    link.await_worker(time.monotonic() + 60.0)
+    later.join()
+    assert link.is_there
+    link.await_worker(time.monotonic() + 60.0)
+
+
+def test_nobody_waits_for_a_worker_that_has_ended(link: WorkerLink) -> None:
+    assert link.child is not None
+    link.child.kill()
+    link.await_worker(time.monotonic() + 60.0)
+    assert not link.is_there
 
 
 class Worker:

@@ -574,7 +574,8 @@ class FastLoop:
         lengths = budget.decide(snapshot, self._now, self._settings.budget)
         self._expected = budget.expected_accepted(snapshot, lengths)
         self._num_drafted = int(lengths.sum())
-        self._num_coming = None if num_other_tokens else self._batch_size + self._num_drafted
+        if not num_other_tokens and not self.overlaps:  # where steps overlap more of them are not known yet
+            self._num_coming = self._batch_size + self._num_drafted
         self.pause = after_question(self.pause, self._batch_size, self._num_drafted)
         judged = has_model_drafts and num_other_tokens == 0 and not self._is_helped
         free_path = None
@@ -825,25 +826,26 @@ class FastLoop:
         batch, step_time = max(self._batch_size, 1), self._now.decode_time
         outlook = self._steering.outlook
         outlook.coming = 0.0
-        if self._unbegun:  # those that there is room for begin now
+        num_coming, self._num_coming = self._num_coming, None
+        if self._unbegun and num_coming is None:  # those that there is room for begin now
             begin = min(len(self._unbegun), max(self._sizes.max_requests - outlook.num_open, 0))
             batch = max(outlook.num_open + begin, 1)
             outlook.coming = self._unbegun_tokens * begin / len(self._unbegun)
             outlook.steps_left = self._steps_of(self._newest_left)
-        depth = budget.draft_depth(self._now, self._settings.budget, batch, self._num_coming)
+        depth = budget.draft_depth(self._now, self._settings.budget, batch, num_coming)
         longest = min(depth, self._settings.max_draft_tokens)
         limits: tuple[float, Float32Array, int | None] = 0.0, NO_COSTS, None
         if self._settings.budget.policy == "fixed":
             if not longest:
                 return None
         elif not longest or not self._steering.advance(batch, step_time, self.watch.is_alive):
-            self._log.write_drafter(None, batch, outlook, self.watch.is_alive)
+            self._log.write_drafter(None, batch, num_coming, outlook, self.watch.is_alive)
             return None
         else:
             limits = self._steering.limits(
                 batch, self._num_drafted, step_time, self._settings.draft_floor, for_all=self.overlaps
             )
-            self._log.write_drafter(limits, batch, outlook, self.watch.is_alive)
+            self._log.write_drafter(limits, batch, num_coming, outlook, self.watch.is_alive)
         if self.overlaps:
             self._limits = limits[:2]
             depth = min(self._left.depth, longest)

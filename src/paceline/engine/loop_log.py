@@ -146,6 +146,7 @@ class EngineLog:
         self,
         limits: tuple[float, Float32Array, int | None] | None,
         num_requests: int,
+        num_coming_tokens: int | None,
         outlook: Outlook,
         is_alive: bool,
     ) -> None:
@@ -158,6 +159,7 @@ class EngineLog:
             level_costs=bytes(costs),
             most_requests=most,
             num_requests=num_requests,
+            num_coming_tokens=num_coming_tokens,
             backlog=outlook.backlog + outlook.coming,
             steps_left=outlook.steps_left,
             is_alive=is_alive,

@@ -96,7 +96,6 @@ class _Replay:
         self.trust = paths.PathTrust()
         self._snapshot = BudgetSnapshot(0, 0, np.zeros((0, 1), np.float32), 0)
         self._lengths: Int32Array = np.zeros(0, np.int32)
-        self._num_coming: int | None = 0
         self._budgets = Tally("draft budget")
         self._alternatives = Tally("draft paths")
         self._orders = Tally("model drafter")
@@ -126,8 +125,6 @@ class _Replay:
             np.frombuffer(line.weights, np.float64) if line.weights else None,
         )
         self._lengths = np.array(line.lengths, np.int32)
-        num_coming = len(probability) + int(self._lengths.sum())
-        self._num_coming = None if line.num_other_tokens else num_coming
         planned = decide(self._snapshot, self._now, self._settings.budget)
         self._budgets.compare(line.lengths, tuple(planned.tolist()), _tell_lengths)
         if line.judged:
@@ -180,7 +177,7 @@ class _Replay:
         outlook = self.steering.outlook
         outlook.backlog, outlook.coming, outlook.steps_left = line.backlog, 0.0, line.steps_left
         floor, costs, most = None, b"", None
-        longest = draft_depth(self._now, self._settings.budget, batch, self._num_coming)
+        longest = draft_depth(self._now, self._settings.budget, batch, line.num_coming_tokens)
         if longest and self.steering.advance(batch, self._now.decode_time, line.is_alive):
             floor, table, most = self.steering.limits(
                 batch, int(self._lengths.sum()), self._now.decode_time, self._settings.draft_floor

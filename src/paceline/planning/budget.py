@@ -21,8 +21,9 @@ than without drafts. Further paths (`paths.py`) and a model drafter's worth are 
 
 T is learned from the very steps the policy chooses, so it explores, at a bounded cost:
     E1 baseline   while no step of about B tokens (B/2 .. 3B/2) was measured twice, nothing is verified, and
-                  again when the last is `refresh_steps` ago: the reference "no drafts" is always measured. While
-                  there are few it is renewed sooner, after 4, 8, 16, .. steps: an engine's first steps may be slow
+                  again when the last is `refresh_steps` ago: the reference "no drafts" is always measured. It is
+                  renewed sooner, too, when it is older than half of all that was measured, but for a climb (E5): an
+                  engine's first steps may be slow
     E2 trust      a step exceeds the largest measured one at most `max_growth` times: T is learned outwards
     E3 optimism   beyond what was measured T rises slowly (UNKNOWN_SLOPE): larger steps are tried
     E4 probe      after `refresh_steps` steps without drafts, one step forgets what is known above B tokens
@@ -51,6 +52,7 @@ from paceline.config import BudgetSettings
 from paceline.errors import EngineError
 from paceline.planning import bandit
 from paceline.planning.latency import (
+    KNOTS,
     STALE_STEPS,
     UNKNOWN_SLOPE,
     StepTimeModel,
@@ -65,7 +67,7 @@ from paceline.planning.latency import (
 from paceline.types import Float32Array, Float64Array, Int32Array, StepObservation
 
 _BASELINE_OBSERVATIONS = 2
-_FIRST_PATIENCE = 1  # E1, steps; each observation doubles it
+_FIRST_PATIENCE = 4  # E1, steps
 _FAIR_STEPS = 32.0
 _TRUSTED_TOKENS = 32.0  # promised tokens that are believed before any evidence counts
 _FURTHER_SLOPE = UNKNOWN_SLOPE / 2  # what any draft costs has been measured, so the rest rises less
@@ -203,17 +205,20 @@ def draft_depth(
 ) -> int:
     """Longest draft of a drafter whose drafts are for the step after the coming one, if it has so many requests.
 
-    num_coming_tokens: of the coming step, if it only decodes. `marginal` verifies nothing, or little, where T is not
-    known (E1, E2): levels that could not be verified are not drafted.
+    num_coming_tokens: of the coming step, if it is known to do nothing but decode. `marginal` verifies nothing, or
+    little, where T is not known (E1, E2): levels that could not be verified are not drafted.
     """
     if settings.policy == "bandit":
         return bandit.select_ahead(state.bandit, num_requests).draft_depth
     if settings.policy == "fixed":
         return min(settings.fixed_tokens, settings.max_draft_tokens)
-    if settings.policy == "marginal" and num_coming_tokens is not None:
-        room = _room_after(num_coming_tokens, state.decode_time, num_requests, settings)
-        return min(-(-room // num_requests), settings.max_draft_tokens)
-    return settings.max_draft_tokens
+    if settings.policy != "marginal":
+        return settings.max_draft_tokens
+    if num_coming_tokens is None:
+        times = state.decode_time, state.prefill_time
+        return settings.max_draft_tokens if any(model.num_observations for model in times) else 0
+    room = _room_after(num_coming_tokens, num_requests, state, settings)
+    return min(-(-room // num_requests), settings.max_draft_tokens)
 
 
 def fair_weights(num_tokens: NDArray[np.number], num_steps: NDArray[np.integer]) -> Float64Array:
@@ -339,13 +344,15 @@ def _allowed_s(
     """`marginal`: time of the step with 0, 1, .. of the proposed tokens, as many as E1 to E5 and the room allow."""
     base = snapshot.num_requests + snapshot.num_other_tokens
     model = state.prefill_time if snapshot.num_other_tokens else state.decode_time
+    held, age = observations_between(model, 0.5 * base, 1.5 * base)
+    climb = None if snapshot.num_other_tokens else state.climb
+    is_climbing = climb is not None and climb.last > 0
     room = min(snapshot.max_total_draft_tokens, num_proposed)
-    if room <= 0 or not _is_reference(*observations_between(model, 0.5 * base, 1.5 * base), settings):
+    if room <= 0 or not _is_reference(held, age, model, settings, is_climbing=is_climbing):
         return predict_s(model, [base])
     probe = (
         snapshot.num_other_tokens == 0 and state.num_steps - state.last_drafted_step >= settings.refresh_steps
     )
-    climb = None if snapshot.num_other_tokens else state.climb
     if probe:
         from_tokens, slope = base, UNKNOWN_SLOPE * float(predict_s(model, base)) / base
     elif climb is not None and climb.last > base:
@@ -366,18 +373,27 @@ def _is_known(model: StepTimeModel, base: int) -> bool:
     return observations_between(model, 0.5 * base, 1.5 * base)[0] >= _BASELINE_OBSERVATIONS
 
 
-def _is_reference(num_observations: int, age: int, settings: BudgetSettings) -> bool:
-    """E1: whether so many observations, the last of them `age` steps ago, are enough and recent enough."""
-    patience = min(settings.refresh_steps, _FIRST_PATIENCE << min(num_observations, 16))
+def _is_reference(
+    num_observations: int, age: int, model: StepTimeModel, settings: BudgetSettings, *, is_climbing: bool
+) -> bool:
+    """E1: whether so many observations near B, the last of them `age` steps ago, may serve as the reference.
+
+    is_climbing: E5 is under way, which a step without drafts would end.
+    """
+    patience = settings.refresh_steps
+    if not is_climbing:
+        patience = min(patience, max(model.num_observations // 2, _FIRST_PATIENCE))
     return num_observations >= _BASELINE_OBSERVATIONS and age < patience
 
 
-def _room_after(num_coming_tokens: int, model: StepTimeModel, base: int, settings: BudgetSettings) -> int:
+def _room_after(num_coming_tokens: int, base: int, state: BudgetState, settings: BudgetSettings) -> int:
     """Draft tokens that E1 and E2 will let a step of `base` requests verify after one of so many tokens."""
+    model = state.decode_time
     held, age = observations_between(model, 0.5 * base, 1.5 * base)
-    if 0.5 * base <= num_coming_tokens <= 1.5 * base:
+    if 0.5 * base <= KNOTS[nearest_knot(num_coming_tokens)] <= 1.5 * base:
         held, age = held + 1, -1
-    if not _is_reference(held, age + 1, settings):
+    is_climbing = state.climb is not None and state.climb.last > 0
+    if not _is_reference(held, age + 1, model, settings, is_climbing=is_climbing):
         return 0
     known = max(base, num_coming_tokens, largest_known_tokens(model))
     return max(int(known * settings.max_growth) - base, 1)

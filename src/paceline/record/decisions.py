@@ -146,6 +146,8 @@ class DrafterLine(_Line, frozen=True, tag="drafter"):
     """Requests to draft for at most, in a trial; None: all."""
     num_requests: int = 0
     """That the coming step will have; 0: those of the budget line before (written before prompts counted)."""
+    num_coming_tokens: int | None = None
+    """Of the coming step, if it is known to do nothing but decode (`budget.draft_depth`)."""
     backlog: float = 0.0
     """Tokens that the drafter has not read."""
     steps_left: float = math.inf
