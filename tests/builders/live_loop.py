@@ -53,17 +53,26 @@ class RandomDrafter(Forgetful):
         )
 
 
-def live(settings: EngineSettings, seed: int, num_steps: int) -> list[Proposal]:
-    """Let a loop with these settings live through random steps; returns what it proposed."""
+def live(
+    settings: EngineSettings, seed: int, num_steps: int, *, overlaps: bool = False, drafting: float = 1.0
+) -> list[Proposal]:
+    """Let a loop with these settings live through random steps; returns what it proposed.
+
+    overlaps: whether steps do. drafting: what a model drafter costs, in parts of what pays.
+    """
     rng = np.random.default_rng(seed)
     loop = FastLoop(settings)
+    loop.overlaps = overlaps
     if settings.drafter != "none":
         loop.drafter = RandomDrafter(rng)
     rows = settings.max_alternatives if settings.num_paths > 1 else 0
     proposals = []
     for position in range(10, 10 + num_steps):
         if rng.random() < 0.1:  # a step that only prefills
+            order = loop.order()
             loop.observe(StepObservation(0, 0, 0, 40, 0.05))
+            if order is not None:
+                loop.receive(_draft(_query(MOST_REQUESTS, position), position + 1, rng, drafting))
             continue
         if settings.model_drafter is not None and rng.random() < 0.05:
             loop.renew_model(
@@ -77,7 +86,7 @@ def live(settings: EngineSettings, seed: int, num_steps: int) -> list[Proposal]:
         order = loop.order()
         loop.observe(_learn(loop, made, others, rng))
         if order is not None:
-            loop.receive(_draft(query, position + 1, rng))
+            loop.receive(_draft(query, position + 1, rng, drafting))
         proposals.append(made)
     loop.shut_down()
     return proposals
@@ -108,7 +117,7 @@ def _learn(loop: FastLoop, made: Proposal, others: int, rng: np.random.Generator
     )
 
 
-def _draft(query: DraftQuery, position: int, rng: np.random.Generator) -> ModelDrafts:
+def _draft(query: DraftQuery, position: int, rng: np.random.Generator, drafting: float) -> ModelDrafts:
     """What a model drafter made for the next step."""
     count = MOST_REQUESTS
     drafts = RandomDrafter(rng).draft(
@@ -118,7 +127,9 @@ def _draft(query: DraftQuery, position: int, rng: np.random.Generator) -> ModelD
         calibration=np.ones(1, np.float32),
         floor=0.0,
     )
-    growth = DraftGrowth(int(rng.integers(1, 5)), int(rng.integers(1, 20)), float(rng.random() * 0.004))
+    growth = DraftGrowth(
+        int(rng.integers(1, 5)), int(rng.integers(1, 20)), float(rng.random() * 0.004 * drafting)
+    )
     return ModelDrafts(
         np.arange(count, dtype=np.int64), np.full(count, position, np.int64), drafts, growth, growth.seconds
     )

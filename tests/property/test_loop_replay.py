@@ -41,11 +41,14 @@ def engines(draw: st.DrawFn) -> EngineSettings:
     )
 
 
-@given(engines(), st.integers(0, 2**32 - 1))
+@given(engines(), st.integers(0, 2**32 - 1), st.booleans(), st.sampled_from([1.0, 50.0]))
 @settings(max_examples=40)
-def test_a_logged_engine_is_replayed_without_a_difference(engine: EngineSettings, seed: int) -> None:
+def test_a_logged_engine_is_replayed_without_a_difference(
+    engine: EngineSettings, seed: int, overlaps: bool, drafting: float
+) -> None:
     with TemporaryDirectory() as folder:
-        proposals = live(engine.model_copy(update={"decision_log": folder}), seed, 40)
+        logged = engine.model_copy(update={"decision_log": folder})
+        proposals = live(logged, seed, 60, overlaps=overlaps, drafting=drafting)
         with DecisionReader(Path(folder) / "engine-1.decisions") as reader:
             tallies = {tally.kind: tally for tally in replay_engine(reader)}
     assert tallies["draft budget"].num_planned == len(proposals)

@@ -838,14 +838,22 @@ class FastLoop:
         if self._settings.budget.policy == "fixed":
             if not longest:
                 return None
-        elif not longest or not self._steering.advance(batch, step_time, self.watch.is_alive):
-            self._log.write_drafter(None, batch, num_coming, outlook, self.watch.is_alive)
-            return None
         else:
-            limits = self._steering.limits(
-                batch, self._num_drafted, step_time, self._settings.draft_floor, for_all=self.overlaps
+            drafts = longest > 0 and self._steering.advance(batch, step_time, self.watch.is_alive)
+            if drafts:
+                limits = self._steering.limits(
+                    batch, self._num_drafted, step_time, self._settings.draft_floor, for_all=self.overlaps
+                )
+            self._log.write_drafter(
+                limits if drafts else None,
+                batch,
+                num_coming,
+                outlook,
+                self.watch.is_alive,
+                for_all=self.overlaps,
             )
-            self._log.write_drafter(limits, batch, num_coming, outlook, self.watch.is_alive)
+            if not drafts:
+                return None
         if self.overlaps:
             self._limits = limits[:2]
             depth = min(self._left.depth, longest)

@@ -149,6 +149,8 @@ class EngineLog:
         num_coming_tokens: int | None,
         outlook: Outlook,
         is_alive: bool,
+        *,
+        for_all: bool,
     ) -> None:
         """What the model drafter shall do after the step: (floor, level costs, most requests), or None, rest."""
         if self._writer is None:
@@ -158,6 +160,7 @@ class EngineLog:
             floor=floor,
             level_costs=bytes(costs),
             most_requests=most,
+            for_all=for_all,
             num_requests=num_requests,
             num_coming_tokens=num_coming_tokens,
             backlog=outlook.backlog + outlook.coming,

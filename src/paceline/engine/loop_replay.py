@@ -180,7 +180,11 @@ class _Replay:
         longest = draft_depth(self._now, self._settings.budget, batch, line.num_coming_tokens)
         if longest and self.steering.advance(batch, self._now.decode_time, line.is_alive):
             floor, table, most = self.steering.limits(
-                batch, int(self._lengths.sum()), self._now.decode_time, self._settings.draft_floor
+                batch,
+                int(self._lengths.sum()),
+                self._now.decode_time,
+                self._settings.draft_floor,
+                for_all=line.for_all,
             )
             costs = table.tobytes()
         recorded = line.floor, line.level_costs, line.most_requests

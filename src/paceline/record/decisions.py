@@ -144,6 +144,8 @@ class DrafterLine(_Line, frozen=True, tag="drafter"):
     level_costs: bytes = b""  # [num_requests + 1] float32
     most_requests: int | None = None
     """Requests to draft for at most, in a trial; None: all."""
+    for_all: bool = False
+    """A trial's drafts, too, are for all requests: steps overlap."""
     num_requests: int = 0
     """That the coming step will have; 0: those of the budget line before (written before prompts counted)."""
     num_coming_tokens: int | None = None
