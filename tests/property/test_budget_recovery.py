@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache
 from statistics import median
 
 import numpy as np
@@ -135,17 +134,6 @@ DISTURBANCES: dict[str, Callable[[np.random.Generator], float]] = {
     "pauses": lambda rng: 10.0 if rng.random() < 0.5 else 1.0,
 }
 
-SEEDS = 3
-"""Whether a trial falls into the judged steps is luck: the middle one of so many runs counts."""
-
-
-@pytest.fixture(scope="module")
-def calm_rates() -> Callable[[int, float, float], list[float]]:
-    return cache(
-        lambda *engine: [rate_after(Engine(*engine), seed, lambda rng: 1.0) for seed in range(SEEDS)]
-    )
-
-
 CASES = [
     (batch, *drafter, name)
     for batch in (1, 8, 128, 256)
@@ -156,15 +144,11 @@ CASES = [
 
 @pytest.mark.parametrize(("batch", "level_s", "row_s", "name"), CASES)
 def test_what_is_known_recovers_from_a_busy_machine(
-    batch: int,
-    level_s: float,
-    row_s: float,
-    name: str,
-    calm_rates: Callable[[int, float, float], list[float]],
+    batch: int, level_s: float, row_s: float, name: str
 ) -> None:
-    calm = calm_rates(batch, level_s, row_s)
-    busy = [rate_after(Engine(batch, level_s, row_s), seed, DISTURBANCES[name]) for seed in range(SEEDS)]
-    assert median(np.divide(busy, calm)) > 1.0 - BOUND
+    calm = rate_after(Engine(batch, level_s, row_s), batch, lambda rng: 1.0)
+    busy = rate_after(Engine(batch, level_s, row_s), batch, DISTURBANCES[name])
+    assert busy > calm * (1.0 - BOUND)
 
 
 @pytest.mark.parametrize("batch", [2, 8, 64])
@@ -180,8 +164,8 @@ def test_a_drafter_that_loses_costs_little(batch: int) -> None:
 def test_finding_out_that_a_drafter_loses_costs_little(batch: int) -> None:
     """A fresh engine, which knows neither T nor the drafter's cost, in the first steps that it makes."""
     rates = []
-    for seed in range(SEEDS):
+    for seed in range(3):
         engine, rng = Engine(batch, 0.003, 0.0006), np.random.default_rng(seed)
         gained = np.array([engine.step(rng, 1.0) for _ in range(100)])
         rates.append(gained[:, 0].sum() / gained[:, 1].sum())
-    assert median(rates) > 0.9 * batch / target_s(batch)
+    assert median(rates) > 0.94 * batch / target_s(batch)

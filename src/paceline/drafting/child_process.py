@@ -1,6 +1,6 @@
 """A helping process beside this one, started again when it dies: a draft server, a draft worker.
 
-A process that cannot be, or that always dies at once, is gone without: it is a help, and nothing waits for it.
+A process that cannot be, or that always dies at once, is gone without: it is a help, and nothing depends on it.
 """
 
 from __future__ import annotations
@@ -70,14 +70,14 @@ class ChildProcess:
         """Processor time that the present one has used, seconds; None where it has ended."""
         import psutil
 
-        if self._process.poll() is not None:
+        if self.has_ended:
             return None
         used = psutil.Process(self.pid).cpu_times()
         return float(used.user + used.system)
 
     def check(self) -> None:
         """Start it again if it has ended: at once, but with growing pauses, and in the end not, where it fails to."""
-        if self._process.poll() is None or self._num_failed == MAX_FAILED_STARTS:
+        if not self.has_ended or self._num_failed == MAX_FAILED_STARTS:
             return
         now_s = time.monotonic()
         if self._ended_s is None:

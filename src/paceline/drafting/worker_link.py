@@ -1,8 +1,8 @@
 """The engine's end of a draft worker: tells it what each step has changed, takes what it has drafted, keeps it alive.
 
-Nothing here waits for the worker unless it is asked to (`take` with a timeout), and a step costs one message each way,
-however much the worker has said. A worker that dies is started again; one that says nothing for `SILENCE_S` while
-responses run is killed first. A new worker is told everything. One thread, the scheduler's.
+Nothing here waits for the worker unless it is asked to (`await_worker`, `take` with a timeout), and a step costs one
+message each way, however much the worker has said. A worker that dies is started again; one that says nothing for
+`SILENCE_S` while responses run is killed first. A new worker is told everything. One thread, the scheduler's.
 """
 
 from __future__ import annotations
@@ -125,6 +125,18 @@ class WorkerLink:
         self._is_silent = self._is_resting = False
         self._past = DraftCounts()  # of what was begun before
         self._latest: Drafts | None = None
+
+    def await_worker(self, until_s: float) -> None:
+        """Wait for the child's first word, at most until then (`time.monotonic`), or until it ends.
+
+        While it loads it takes the time of a core, and all that an engine would measure beside it would mislead.
+        """
+        while self.child is not None and self._worker is None and not self.child.has_ended:
+            left_s = until_s - time.monotonic()
+            if left_s <= 0.0:
+                return
+            self._lost.poll(int(1e3 * min(left_s, LOOK_S)) + 1)
+            self._look(time.monotonic())
 
     def _bind(self, socket: zmq.Socket[bytes], name: str, interface: str | None, max_bytes: int) -> str:
         """Where it can be reached, then. Raises ConfigError for an interface that is not there.
@@ -282,18 +294,6 @@ class WorkerLink:
         self._lost.send(self._seal.close(encode(message)), self._nonblocking)
 
     # -- what the worker has drafted
-
-    def await_worker(self, until_s: float) -> None:
-        """Wait for the child's first word, at most until then (`time.monotonic`), or until it ends.
-
-        While it loads it takes the time of a core, and all that an engine would measure beside it would mislead.
-        """
-        while self.child is not None and self._worker is None and not self.child.has_ended:
-            left_s = until_s - time.monotonic()
-            if left_s <= 0.0:
-                return
-            self._lost.poll(int(1e3 * min(left_s, LOOK_S)) + 1)
-            self._look(time.monotonic())
 
     def take(self, timeout_s: float = 0.0) -> Drafts | None:
         """What the worker has said since it was asked last, if anything; with a timeout, waiting so long for it."""

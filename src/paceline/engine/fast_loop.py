@@ -195,9 +195,7 @@ class FastLoop:
         self._draft_s = 0.0  # what the model drafts of the present step took
         self._batch_size = 0
         self._num_drafted = 0
-        self._num_coming: int | None = (
-            0  # tokens of the coming step, None: others than of decoding are among them
-        )
+        self._num_coming: int | None = None  # tokens of the coming step, if it is known to only decode
         self._has_room = False  # whether the present step could verify alternatives
         self._expected = 0.0
         self._log = open_log(settings)

@@ -346,9 +346,8 @@ def _allowed_s(
     model = state.prefill_time if snapshot.num_other_tokens else state.decode_time
     held, age = observations_between(model, 0.5 * base, 1.5 * base)
     climb = None if snapshot.num_other_tokens else state.climb
-    is_climbing = climb is not None and climb.last > 0
     room = min(snapshot.max_total_draft_tokens, num_proposed)
-    if room <= 0 or not _is_reference(held, age, model, settings, is_climbing=is_climbing):
+    if room <= 0 or not _is_reference(held, age, model, climb, settings):
         return predict_s(model, [base])
     probe = (
         snapshot.num_other_tokens == 0 and state.num_steps - state.last_drafted_step >= settings.refresh_steps
@@ -374,14 +373,11 @@ def _is_known(model: StepTimeModel, base: int) -> bool:
 
 
 def _is_reference(
-    num_observations: int, age: int, model: StepTimeModel, settings: BudgetSettings, *, is_climbing: bool
+    num_observations: int, age: int, model: StepTimeModel, climb: Climb | None, settings: BudgetSettings
 ) -> bool:
-    """E1: whether so many observations near B, the last of them `age` steps ago, may serve as the reference.
-
-    is_climbing: E5 is under way, which a step without drafts would end.
-    """
+    """E1: whether so many observations near B, the last of them `age` steps ago, may serve as the reference."""
     patience = settings.refresh_steps
-    if not is_climbing:
+    if climb is None or not climb.last:  # a step without drafts would end a climb
         patience = min(patience, max(model.num_observations // 2, _FIRST_PATIENCE))
     return num_observations >= _BASELINE_OBSERVATIONS and age < patience
 
@@ -392,8 +388,7 @@ def _room_after(num_coming_tokens: int, base: int, state: BudgetState, settings:
     held, age = observations_between(model, 0.5 * base, 1.5 * base)
     if 0.5 * base <= KNOTS[nearest_knot(num_coming_tokens)] <= 1.5 * base:
         held, age = held + 1, -1
-    is_climbing = state.climb is not None and state.climb.last > 0
-    if not _is_reference(held, age + 1, model, settings, is_climbing=is_climbing):
+    if not _is_reference(held, age + 1, model, state.climb, settings):
         return 0
     known = max(base, num_coming_tokens, largest_known_tokens(model))
     return max(int(known * settings.max_growth) - base, 1)
