@@ -4,6 +4,7 @@
 // of products are those of decoder.cpp, in the same order.
 
 #include <algorithm>
+#include <type_traits>
 
 #include "avx2.hpp"
 #include "decoder.hpp"
@@ -16,6 +17,7 @@ namespace paceline {
 namespace {
 
 constexpr int64_t kPanel = PackedWeight::kPanel, kGroup = PackedWeight::kGroup;
+constexpr int64_t kMostWidened = 32;  // rows for which octets are widened together: their sums stay in the first cache
 constexpr int kMostSumsOfTwo = 8;  // vectors of them, of two parts side by side; of one part there may be twelve
 
 // Eight words of each input of a panel, as the weights of kVectors times eight outputs: a vector's begin at offset(vector).
@@ -109,9 +111,75 @@ PACELINE_INLINE void multiply_panel(const float* x, int64_t count, const PackedW
     multiply_tile<Part, kTokens, kCount, kAdd>(x, weight, panel, part, y);
 }
 
+// sums [kTokens, kPanel] += x [kTokens, size] times weights [size, kPanel]
+template <int kTokens>
+PACELINE_INLINE void add_products(const float* x, int64_t inputs, int64_t size, const float* weights, float* sums) {
+  constexpr int kVectors = 2;
+  for (int64_t o = 0; o < kPanel; o += kVectors * kEight) {
+    Eight own[kTokens][kVectors];
+    for (int t = 0; t < kTokens; ++t)
+      for (int v = 0; v < kVectors; ++v) own[t][v] = load_as<Eight>(sums + t * kPanel + o + v * kEight);
+    for (int64_t k = 0; k < size; ++k) {
+      Eight w[kVectors];
+      for (int v = 0; v < kVectors; ++v) w[v] = load_as<Eight>(weights + k * kPanel + o + v * kEight);
+      for (int t = 0; t < kTokens; ++t)
+        for (int v = 0; v < kVectors; ++v) own[t][v] += w[v] * x[t * inputs + k];
+    }
+    for (int t = 0; t < kTokens; ++t)
+      for (int v = 0; v < kVectors; ++v) store(sums + t * kPanel + o + v * kEight, own[t][v]);
+  }
+}
+
+// The same for at most kTokens rows.
+template <int kTokens>
+PACELINE_INLINE void add_few(const float* x, int64_t count, int64_t inputs, int64_t size, const float* weights, float* sums) {
+  if constexpr (kTokens > 1)
+    if (count < kTokens) return add_few<kTokens - 1>(x, count, inputs, size, weights, sums);
+  add_products<kTokens>(x, inputs, size, weights, sums);
+}
+
+// At most kMostWidened rows of x times a panel of octets, each group of which is widened once for all of them.
+template <bool kAdd>
+void multiply_widened(const float* x, int64_t count, const PackedWeight& weight, int64_t panel, float* y) {
+  constexpr int kAtOnce = Words::kMostTokens;
+  const int64_t inputs = weight.inputs;
+  alignas(32) float weights[kGroup * kPanel], sums[kMostWidened * kPanel];
+  for (int64_t t = 0; t < count; ++t) std::copy_n(weight.bias.data() + panel, kPanel, sums + t * kPanel);
+  Bytes parts[Bytes::kParts];
+  for (int p = 0; p < Bytes::kParts; ++p) parts[p] = Bytes(weight, panel, p);
+  for (int64_t group = 0; group < weight.groups(); ++group) {
+    const int64_t begin = group * kGroup, size = std::min(kGroup, inputs - begin);
+    for (Bytes& part : parts) {
+      part.begin_group(group);
+      for (int64_t k = 0; k < size; ++k) {
+        Eight w[Bytes::kVectors];
+        part.next(w);
+        for (int v = 0; v < Bytes::kVectors; ++v) store(weights + k * kPanel + part.offset(v), w[v]);
+      }
+    }
+    for (int64_t t = 0; t < count; t += kAtOnce)
+      add_few<kAtOnce>(x + t * inputs + begin, std::min<int64_t>(kAtOnce, count - t), inputs, size, weights,
+                       sums + t * kPanel);
+  }
+  for (int64_t t = 0; t < count; ++t)
+    for (int64_t o = 0; o < kPanel; o += kEight) {
+      float* const to = y + t * weight.padded + panel + o;
+      const auto own = load_as<Eight>(sums + t * kPanel + o);
+      store(to, kAdd ? load_as<Eight>(to) + own : own);
+    }
+}
+
 template <class Part, bool kAdd>
 void multiply_panels(const float* x, int64_t count, const PackedWeight& weight, int64_t first, int64_t end, float* y) {
   constexpr int kMost = Part::kMostTokens;
+  if constexpr (std::is_same_v<Part, Bytes>)
+    if (count > kMost) {
+      for (int64_t t = 0; t < count; t += kMostWidened)
+        for (int64_t panel = first; panel < end; panel += kPanel)
+          multiply_widened<kAdd>(x + t * weight.inputs, std::min(kMostWidened, count - t), weight, panel,
+                                 y + t * weight.padded);
+      return;
+    }
   for (int64_t t = 0; t < count; t += kMost)
     for (int64_t panel = first; panel < end; panel += kPanel)
       multiply_panel<Part, kMost, kAdd>(x + t * weight.inputs, std::min<int64_t>(kMost, count - t), weight, panel,
