@@ -223,6 +223,73 @@ def test_what_the_worker_has_to_read_first_is_not_its_speed(reading: int) -> Non
     assert np.mean(modes[1000:]) > 0.85
 
 
+class Rollouts:
+    """Rollouts of `batch` responses, one token of each a step; what the worker rests through it has to read."""
+
+    STEP_S = 0.05
+
+    def __init__(self, ahead: float, read_s: float, batch: int, length: int, prompt: int = 50) -> None:
+        """ahead: as `steady`. read_s: what the worker takes to read a token; steps take twice as long meanwhile."""
+        self._ahead, self._read_s, self._batch, self._length, self._prompt = (
+            ahead,
+            read_s,
+            batch,
+            length,
+            prompt,
+        )
+        self._unread_s = 0.0
+        self._rng = np.random.default_rng(0)
+
+    def run(self, count: int) -> tuple[float, list[int]]:
+        """Seconds of so many rollouts over those in the better mode, and the places in them where ahead began."""
+        coupling, seconds, begins = Coupling(), 0.0, []
+        best_s = count * self._length * self.STEP_S / max(self._ahead, 1.0)
+        for _ in range(count):
+            coupling = after_step(
+                coupling, step_of(0, 0, self.STEP_S, num_prefill_tokens=self._batch * self._prompt)
+            )
+            self._unread_s = self._batch * self._prompt * self._read_s
+            for place in range(self._length):
+                was_ahead = coupling.is_ahead
+                step = self._step(was_ahead, self._batch * (self._prompt + place))
+                coupling, seconds = after_step(coupling, step), seconds + step.step_s
+                if coupling.is_ahead and not was_ahead:
+                    begins.append(place)
+        return seconds / best_s, begins
+
+    def _step(self, is_ahead: bool, context: int) -> StepObservation:
+        is_reading = is_ahead and self._unread_s > 0.0
+        seconds = self.STEP_S * (2.0 if is_reading else 1.0 / self._ahead if is_ahead else 1.0)
+        seconds *= self._rng.uniform(0.9, 1.1)
+        self._unread_s += (
+            -seconds if is_reading else 0.0 if is_ahead else self._batch * self._read_s
+        )
+        ahead_tokens = (self._batch,) if is_ahead and not is_reading else ()
+        return step_of(
+            self._batch, self._batch, seconds, num_context_tokens=context, ahead_tokens=ahead_tokens
+        )
+
+
+@pytest.mark.parametrize("ahead", [0.5, 0.8, 0.95])
+@pytest.mark.parametrize("read_s", [1e-4, 1e-3])
+@pytest.mark.parametrize(("batch", "length"), [(16, 300), (4, 2000), (64, 600)])
+def test_reading_costs_little_where_ahead_is_slower(
+    ahead: float, read_s: float, batch: int, length: int
+) -> None:
+    """Even where all that a rollout has would take longer to read than a few trials."""
+    slowdown, begins = Rollouts(ahead, read_s, batch, length).run(12)
+    assert begins
+    assert slowdown < 1.06
+    if read_s == 1e-3:
+        assert max(begins) < length // 10, "trials begin where there is little to be read"
+
+
+@pytest.mark.parametrize("read_s", [1e-4, 1e-3])
+def test_reading_is_worth_it_where_ahead_is_faster(read_s: float) -> None:
+    slowdown, _ = Rollouts(1.3, read_s, 16, 300).run(12)
+    assert slowdown < 1.12  # 1.3 without the worker
+
+
 def test_a_trial_ends_where_nothing_can_be_told() -> None:
     coupling, _ = run(steady(1.3, 4), [4] * (FIRST_STEPS + TRIAL_STEPS + 5))
     assert coupling.is_trial
@@ -242,7 +309,8 @@ def test_sizes_that_come_and_go_are_found_out(seed: int, ahead: float) -> None:
 
 def test_prefill_and_odd_steps_tell_nothing() -> None:
     for odd in ({"num_prefill_tokens": 5}, {"is_typical": False}):
-        assert after_step(Coupling(), step_of(2, 4, 0.1, **odd)) == Coupling()
+        told = after_step(Coupling(), step_of(2, 4, 0.1, **odd))
+        assert told == replace(Coupling(), unread=4 + odd.get("num_prefill_tokens", 0))
     assert after_step(Coupling(), step_of(0, 0, 0.1)) == Coupling()
 
 

@@ -206,8 +206,10 @@ def test_a_worker_that_comes_is_measured_before_it_is_planned_for() -> None:
     plan_with(windows, 0)
     assert link.first == 0
     assert link.allowed == {3: 0}
+    assert windows.is_idle
     assert windows.leave()
     assert not windows.leave(), "that is known"
+    assert not windows.is_idle
     assert link.first is None, "the next one may be faster"
     for _ in range(3 * LEAST_STEPS):
         assert not windows.advance(np.array([3], np.int64), step_time(0.01, 0.0003), 0.002)
@@ -221,6 +223,7 @@ def test_responses_that_begin_in_a_trial_take_part_in_it() -> None:
     for _ in range(5):
         plan_with(windows, 0)
         begun.append((link.first, link.allowed[3]))
+        assert windows.is_idle, "a trial is no finding"
     assert begun == [(0, 0), (2, 2), (2, 2), (0, 0), (2, 2)], "trials after 1, 2 and 4 plans"
 
 
@@ -230,7 +233,7 @@ def test_another_policy_gives_a_drafter_that_did_not_pay_a_trial(num_right: int)
     windows = DraftWindows(link, Source.MODEL, 1000, 24, open_log(EngineSettings()))  # type: ignore[arg-type]
     plan_with(windows, num_right)
     before = link.first
-    assert (before == 0) == (num_right == 0)
+    assert (before == 0) == (num_right == 0) == windows.is_idle
     windows.clear()
     assert link.first == (before or None)
 

@@ -123,6 +123,21 @@ def test_link_and_trees_agree_on_how_far_is_drafted_ahead() -> None:
         link.shut_down()
 
 
+@pytest.mark.parametrize("child", [None, object()])
+def test_while_a_helper_finds_nothing_worth_drafting_the_engine_drafts_by_itself(child: object) -> None:
+    """A worker of its own has a core that its drafter inside would lack."""
+    link: Any = SimpleNamespace(is_there=True, child=child, begin_anew=lambda: None)
+    ahead = DraftAhead([link], DraftTrees(most_ahead=6), SimpleNamespace(), every=16, max_window=8)  # type: ignore[arg-type]
+    windows = ahead._workers[0].windows
+    assert windows is not None
+    assert ahead.has(0)
+    windows._num_idle = 1
+    assert ahead.has(0) == (child is not None)
+    assert ahead.is_there, "what it says is heard"
+    windows.leave()
+    assert ahead.has(0)
+
+
 def test_what_has_arrived_is_offered_and_more_is_waited_for_while_it_pays() -> None:
     made = Ahead(*(drafts(list(range(1, length + 1))) for length in range(1, 2 * WINDOW + 1)))
     assert made.best() == list(range(1, 2 * WINDOW + 1))

@@ -77,6 +77,14 @@ class _Worker:
         return self.has_come and not self.is_resting
 
     @property
+    def is_drafting(self) -> bool:
+        """Whether it takes the place of the engine's own drafter: it may be counted on, and a helper has found drafts
+        that pay. While it has not, or is tried again, the engine drafts by itself.
+        """
+        is_idle = self.windows is not None and self.windows.is_idle and self.link.child is None
+        return self.is_there and not is_idle
+
+    @property
     def level_s(self) -> float:
         """What it takes for one more token of all responses that it drafts for; 0 before it has drafted."""
         return 0.0 if self.latest is None else self.latest.level_s
@@ -221,8 +229,8 @@ class DraftAhead:
         return tuple(link.counts for link in self.links)
 
     def has(self, place: int) -> bool:
-        """Whether the worker that drafts with the model drafter of this place may be counted on."""
-        return self._workers[place].is_there
+        """Whether a worker drafts with the model drafter of this place, so that the engine need not."""
+        return self._workers[place].is_drafting
 
     @property
     def num_alarms(self) -> int:

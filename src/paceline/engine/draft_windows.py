@@ -113,6 +113,11 @@ class DraftWindows:
             one.is_coupled = is_coupled
         return True
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether the last plan found nothing worth drafting, if it gave the worker a trial or not."""
+        return self._num_idle > 0
+
     def _of(self, response: int) -> _Drafts:
         return self._drafts.setdefault(response, _Drafts(is_coupled=self._begins_coupled))
 

@@ -11,6 +11,9 @@ and machine, so both are measured: the tokens per second of whole steps.
 * The better of the two is home afterwards. The next trial comes when one like it would cost `TRIAL_COST` of the time:
   what is about as good is tried often, what is far worse seldom. A home that is new has to be confirmed sooner, after
   `LEAST_STEPS`, twice as many and so on: the machine may have been busy during its trial, or before.
+* A worker that has rested must read before it drafts, and what a token of that costs is measured too. A trial that
+  is due begins when the reading that comes with it costs `TRIAL_COST` of the time since the last one: sooner where a
+  rollout begins, and responses are short, than in its tail.
 * A new size goes on with its own home, once it lasts, or with what there is where that was never found out. A trial
   goes on in it if one is due there too; one that is interrupted is put off, for twice as long each time, and what it
   has found is kept.
@@ -49,6 +52,9 @@ FAR_BEHIND = 0.75
 
 TRIAL_COST = 1.0 / 64.0
 """Share of the time that trials may cost."""
+
+FIRST_READ_S = 2e-4
+"""What a token is taken to cost that the worker has to read, before it has read any: a small model's on one core."""
 
 LEAST_STEPS = 192
 """From a trial to the next."""
@@ -134,6 +140,16 @@ class Coupling:
     """Steps in a row of the present size."""
     num_ahead: int = 0
     """Steps that were drafted for ahead."""
+    unread: int = 0
+    """Tokens that have come since the worker drafted last, those of responses that have ended among them."""
+    read: int = 0
+    """Those that it has had to read since the last change to ahead."""
+    lost_s: float = 0.0
+    """What that has cost so far: seconds beyond those that the home would have taken for the same tokens."""
+    read_s: float = FIRST_READ_S
+    """The same for one token to be read, by the changes so far."""
+    since_s: float = 0.0
+    """Seconds of steps that tell something since the last change to ahead."""
     at: int = -1
     """The present size; -1: there was no step."""
     sizes: tuple[Size, ...] = field(default=(Size(),) * _NUM_SIZES)
@@ -148,8 +164,11 @@ class Coupling:
 
 def after_step(coupling: Coupling, step: StepObservation) -> Coupling:
     """Where the engine stands after a measured step, the drafter's time in it told apart; others than typical ones
-    without prefill tell nothing.
+    without prefill tell nothing, but for what the worker has to read.
     """
+    if not coupling.is_ahead:
+        grown = step.num_requests + step.num_accepted_tokens + step.num_prefill_tokens
+        coupling = replace(coupling, unread=coupling.unread + grown)
     if coupling.is_trial:
         coupling = replace(coupling, away=coupling.away + 1)
         if coupling.away > MOST_AWAY_STEPS:
@@ -161,13 +180,14 @@ def after_step(coupling: Coupling, step: StepObservation) -> Coupling:
     if at != coupling.at:
         coupling = _resized(coupling, at)
     num_ahead = coupling.num_ahead + coupling.is_ahead
-    coupling = replace(coupling, lasted=coupling.lasted + 1, num_ahead=num_ahead)
+    tokens, seconds = count + step.num_accepted_tokens, step.step_s + step.draft_s
+    since_s = coupling.since_s + seconds
+    coupling = replace(coupling, lasted=coupling.lasted + 1, num_ahead=num_ahead, since_s=since_s)
     if coupling.reading:
-        has_read = any(step.ahead_tokens)
-        return replace(coupling, reading=0 if has_read else coupling.reading - 1)
+        return _read(coupling, step, tokens, seconds)
     if coupling.settling:
         return replace(coupling, settling=coupling.settling - 1)
-    return _count(coupling, count, count + step.num_accepted_tokens, step.step_s + step.draft_s)
+    return _count(coupling, count, tokens, seconds, min(coupling.unread, step.num_context_tokens))
 
 
 def without_worker(coupling: Coupling) -> Coupling:
@@ -180,13 +200,34 @@ def begin_again(coupling: Coupling) -> Coupling:
     return Coupling(
         settling=SETTLING_STEPS,
         num_ahead=coupling.num_ahead,
+        unread=coupling.unread,
+        read_s=coupling.read_s,
         sizes=coupling.sizes,
         rates=coupling.rates,
     )
 
 
-def _count(coupling: Coupling, count: int, tokens: int, seconds: float) -> Coupling:
-    """A step of so many requests tells what the present mode brings."""
+def _read(coupling: Coupling, step: StepObservation, tokens: int, seconds: float) -> Coupling:
+    """A step ahead in which the worker reads, or for the first time has drafted."""
+    if any(step.ahead_tokens):
+        return replace(_price(coupling), unread=0, reading=0, away=0)
+    home = coupling.rates[_place(step.num_requests)][coupling.is_home_ahead]
+    lost_s = seconds - tokens * home.seconds / home.tokens if home.is_known else 0.0
+    read = coupling.read or min(coupling.unread, step.num_context_tokens)
+    return replace(coupling, read=read, lost_s=coupling.lost_s + lost_s, reading=coupling.reading - 1)
+
+
+def _price(coupling: Coupling) -> Coupling:
+    """The worker has read all, or is to rest before it has: what did that cost?"""
+    read_s = coupling.read_s
+    if coupling.read:
+        read_s = 0.5 * (read_s + max(coupling.lost_s, 0.0) / coupling.read)
+    return replace(coupling, read=0, lost_s=0.0, read_s=read_s)
+
+
+def _count(coupling: Coupling, count: int, tokens: int, seconds: float, unread: int) -> Coupling:
+    """A step of so many requests tells what the present mode brings. unread: tokens of running responses that the
+    worker would have to read."""
     place = _place(count)
     own, home = (coupling.rates[place][mode] for mode in (coupling.is_ahead, coupling.is_home_ahead))
     seconds = own.clip(seconds)
@@ -195,7 +236,10 @@ def _count(coupling: Coupling, count: int, tokens: int, seconds: float) -> Coupl
     if coupling.is_ahead == coupling.is_home_ahead:
         size = replace(size, until_trial=max(size.until_trial - 1, 0))
         coupling = _known(coupling, size)
-        is_due = not size.until_trial and is_settled and home.is_known
+        if coupling.is_ahead:  # what comes in the trial is to be read behind it
+            unread = tokens * (SETTLING_STEPS + TRIAL_STEPS)
+        can_read = unread * coupling.read_s <= TRIAL_COST * coupling.since_s
+        is_due = not size.until_trial and is_settled and home.is_known and can_read
         return _go(coupling, not coupling.is_ahead, is_trial=True) if is_due else coupling
     if home.is_known:
         if size.tries_ahead != coupling.is_ahead:  # no home of its own, and others' has changed since
@@ -253,6 +297,10 @@ def _put_off(coupling: Coupling) -> Coupling:
 def _go(coupling: Coupling, is_ahead: bool, *, is_trial: bool = False) -> Coupling:
     """Draft so from now on."""
     settling, reading = coupling.settling, coupling.reading
+    if is_ahead and not coupling.is_ahead:
+        coupling = replace(coupling, since_s=0.0)
+    elif reading and not is_ahead:
+        coupling = _price(coupling)
     if is_ahead != coupling.is_ahead:
         settling = max(SETTLING_STEPS, FIRST_STEPS - coupling.num_ahead) if is_ahead else SETTLING_STEPS
         reading = MOST_READING_STEPS if is_ahead else 0
