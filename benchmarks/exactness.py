@@ -96,7 +96,7 @@ class Bench:
             options.model, self.settings, dtype=dtype, max_num_seqs=128, kv_cache_bytes=2 << 30
         )
         self.loop = self.engine.scheduler.loop
-        self.suffix = self.loop.drafter
+        self.suffix = self.loop.free.drafter
 
     def generate(self, requests: list[Any]) -> list[Any]:
         from vllm import SamplingParams
@@ -121,9 +121,9 @@ class Bench:
     def garbage(self, requests: list[Any]) -> list[Any]:
         from drafters import ScriptedDrafter
 
-        self.loop.drafter = ScriptedDrafter({}, 0.0, self.engine.vocab_size)
+        self.loop.free.drafter = ScriptedDrafter({}, 0.0, self.engine.vocab_size)
         responses = self.generate(requests)
-        self.loop.drafter = self.suffix
+        self.loop.free.drafter = self.suffix
         return responses
 
     def small_batches(self, requests: list[Any]) -> list[Any]:

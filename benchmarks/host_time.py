@@ -253,7 +253,7 @@ def make_system(
     device = core.model_executor = Device(texts, put, DEAR_DRAFT_S if made.is_dear else 0.0)
     watch = Stopwatch()
     if made.policy is not None:
-        drafter = engine.scheduler.loop.drafter
+        drafter = engine.scheduler.loop.free.drafter
         drafter.draft, drafter.append_batch = watch.around(drafter.draft), watch.around(drafter.append_batch)
 
     def step(count: int) -> dict[str, float]:

@@ -164,7 +164,7 @@ class Policy:
 
     def play(self, replay: Replay) -> Outcome:
         """Replay one rollout."""
-        from paceline.engine.fast_loop import table_of
+        from paceline.engine.draft_rows import table_of
 
         rollout, loop = replay.rollout, self.loop
         self._cached = np.zeros(

@@ -6,7 +6,9 @@ import numpy as np
 
 from paceline.config import EngineSettings
 from paceline.drafting.drafter import Forgetful
-from paceline.engine.fast_loop import GRID, FastLoop, Proposal, table_of
+from paceline.engine.draft_rows import table_of
+from paceline.engine.fast_loop import FastLoop, Proposal
+from paceline.engine.model_free import GRID
 from paceline.types import (
     DraftBatch,
     DraftGrowth,
@@ -64,7 +66,7 @@ def live(
     loop = FastLoop(settings)
     loop.overlaps = overlaps
     if settings.drafter != "none":
-        loop.drafter = RandomDrafter(rng)
+        loop.free.drafter = RandomDrafter(rng)
     rows = settings.max_alternatives if settings.num_paths > 1 else 0
     proposals = []
     for position in range(10, 10 + num_steps):

@@ -101,10 +101,10 @@ def run(
     """Decode with `drafter` for the model-free one, from an empty cache; with the numbers of drafts."""
     engine.reset_prefix_cache()
     engine.take_observations()
-    engine.scheduler.loop.drafter, own = drafter, engine.scheduler.loop.drafter
+    engine.scheduler.loop.free.drafter, own = drafter, engine.scheduler.loop.free.drafter
     responses = decode(engine, carried, names)
-    told = getattr(engine.scheduler.loop.drafter, "num_tokens", 0)
-    engine.scheduler.loop.drafter = own
+    told = getattr(engine.scheduler.loop.free.drafter, "num_tokens", 0)
+    engine.scheduler.loop.free.drafter = own
     steps = engine.take_observations()
     numbers = {
         name: sum(getattr(step, name) for step in steps)
@@ -325,7 +325,7 @@ def fail(**overlap: bool) -> dict[str, Any]:
         known: dict[int, tuple[int, ...]] = {}
         for name in ("alone", "without drafts", "with drafts"):
             engine.reset_prefix_cache()
-            engine.scheduler.loop.drafter = (
+            engine.scheduler.loop.free.drafter = (
                 ScriptedDrafter(known, 0.8, VOCAB, 4, POISON) if name == "with drafts" else None
             )
             for index, request in enumerate(good):
@@ -366,7 +366,7 @@ def replay_graphs(target: str, model: str, known: dict[int, tuple[int, ...]]) ->
         for name, drafter in (
             ("none", None),
             ("scripted", ScriptedDrafter(known, 0.8, VOCAB, 4)),
-            ("mixed", engine.scheduler.loop.drafter),
+            ("mixed", engine.scheduler.loop.free.drafter),
         ):
             kinds.clear()
             made[name] = {**run(engine, drafter), "graphs": dict(kinds)}
@@ -413,7 +413,7 @@ def main(target: str, drafter: str, file: str) -> None:
         runner = runner_of(engine)
         made["runner"] = [cls.__module__ for cls in type(runner).__mro__]
         made["none"] = run(engine, None)
-        made["suffix"] = run(engine, engine.scheduler.loop.drafter)
+        made["suffix"] = run(engine, engine.scheduler.loop.free.drafter)
         made["garbage"] = run(engine, ScriptedDrafter(known, 0.0, VOCAB, 4))
         made["scripted"] = run(engine, ScriptedDrafter(known, 0.8, VOCAB, 4))
         cut = {n: plain[n]["tokens"][: 5 + i % 7] for i, n in enumerate(CASES)}
@@ -424,18 +424,18 @@ def main(target: str, drafter: str, file: str) -> None:
         made["overlap"] = [cls.__module__ for cls in type(engine.scheduler).__mro__]
         made["overlapped"] = run(engine, None)
         begun = count_early(engine)
-        made["overlapped suffix"] = {**run(engine, engine.scheduler.loop.drafter), "early": len(begun)}
+        made["overlapped suffix"] = {**run(engine, engine.scheduler.loop.free.drafter), "early": len(begun)}
         made["overlapped garbage"] = run(engine, ScriptedDrafter(known, 0.0, VOCAB, 9))
         made["overlapped scripted"] = run(engine, ScriptedDrafter(known, 0.9, VOCAB, 9))
         made["overlapped resumed"] = {"cut": cut, **run(engine, ScriptedDrafter(known, 0.9, VOCAB, 9), cut)}
         made["overlapped aborted"] = abort_some(engine)
     branching = settings.model_copy(update={"num_paths": 4, "max_alternatives": 64})
     with RolloutEngine(target, branching, async_scheduling=True, **memory(1 << 26), **OURS) as engine:
-        made["overlapped branches"] = run(engine, engine.scheduler.loop.drafter)
+        made["overlapped branches"] = run(engine, engine.scheduler.loop.free.drafter)
     with_model = settings.model_copy(update={"model_drafter": drafter})
     with RolloutEngine(target, with_model, async_scheduling=True, **memory(1 << 26), **OURS) as engine:
         made["overlapped model"] = run(engine, None, names=HALF)
-        made["overlapped mixed"] = run(engine, engine.scheduler.loop.drafter, names=HALF)
+        made["overlapped mixed"] = run(engine, engine.scheduler.loop.free.drafter, names=HALF)
     with RolloutEngine(target, settings, async_scheduling=True, **memory(12 * BLOCK_BYTES), **OURS) as engine:
         made["overlapped scarce"] = run(engine, ScriptedDrafter(known, 0.9, VOCAB, 12))
         made["overlapped scarce"]["preemptions"] = engine.scheduler.num_preemptions
@@ -444,14 +444,14 @@ def main(target: str, drafter: str, file: str) -> None:
     with RolloutEngine(target, settings, **memory(1 << 26), **OURS) as engine:
         runner = runner_of(engine)
         made["model"] = run(engine, None, names=HALF)
-        made["mixed"] = run(engine, engine.scheduler.loop.drafter, names=HALF)
+        made["mixed"] = run(engine, engine.scheduler.loop.free.drafter, names=HALF)
         made["sample"] = draft_for_a_sample(engine, None)
         made["moved"] = move(engine)
         waits = watch(runner, *STEP)
-        made["watched"] = run(engine, engine.scheduler.loop.drafter, names=FEW)
+        made["watched"] = run(engine, engine.scheduler.loop.free.drafter, names=FEW)
         made["waits"] = sorted(waits)
         wait_on_purpose(runner)
-        run(engine, engine.scheduler.loop.drafter, names=FEW[:1])
+        run(engine, engine.scheduler.loop.free.drafter, names=FEW[:1])
         made["waits on purpose"] = sorted(waits)
         made["verifying"] = asdict(time_verifying(runner, 2, 3, 1500, 1))
         points = measure_steps(engine, [Shape(2, 1, 8), Shape(2, 3, 8)], 1)
@@ -466,7 +466,7 @@ def main(target: str, drafter: str, file: str) -> None:
         while not run(engine, None, names=FEW[:1])["num_model_tokens"] and time.monotonic() < until:
             pass  # the worker is still loading its model
         made["worker"] = run(engine, None, names=FEW)
-        made["worker and suffix"] = run(engine, engine.scheduler.loop.drafter, names=FEW)
+        made["worker and suffix"] = run(engine, engine.scheduler.loop.free.drafter, names=FEW)
     os.environ |= {"PACELINE": "1", "PACELINE_SETTINGS": json.dumps({"max_draft_tokens": 4})}
     plugin.register()
     llm = LLM(

@@ -190,7 +190,7 @@ def compare(
         known = {r.key: (*r.prompt, *t) for r, t in zip(REQUESTS, plain, strict=True)}
         for name, other in (("alone", None), ("mixed", ScriptedDrafter(known, 0.3, VOCAB, MAX_DRAFTS))):
             engine.reset_prefix_cache()
-            engine.scheduler.loop.drafter = other
+            engine.scheduler.loop.free.drafter = other
             engine.collect_states(1.0 if name == "mixed" else 0.0, 1 << 20)
             with recording() as firsts:
                 made[name] = draft(engine)

@@ -79,7 +79,7 @@ def run(
     """Responses, and digests of the logits behind every token; from an empty cache, None: plain decoding."""
     from vllm import SamplingParams
 
-    own, engine.scheduler.loop.drafter = engine.scheduler.loop.drafter, drafter
+    own, engine.scheduler.loop.free.drafter = engine.scheduler.loop.free.drafter, drafter
     try:
         engine.reset_prefix_cache()
         with recorded(engine) as found:
@@ -88,7 +88,7 @@ def run(
             )
         return made, dict(found)
     finally:
-        engine.scheduler.loop.drafter = own
+        engine.scheduler.loop.free.drafter = own
 
 
 def assert_same(one: list[Response], other: list[Response]) -> None:

@@ -40,7 +40,7 @@ def test_tokens_are_the_same_and_more_are_accepted(model_dir: Path) -> None:
     with RolloutEngine(model_dir, settings, **options) as engine:
         warm = RolloutRequest(PROMPT, 40, key=1)
         deadline_s = time.monotonic() + 20
-        forest = engine.scheduler.loop.drafter
+        forest = engine.scheduler.loop.free.drafter
         while not forest.count(group, garbage[:8]):  # until the first news have arrived
             engine.generate([warm], params)
             assert time.monotonic() < deadline_s

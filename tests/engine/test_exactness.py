@@ -49,13 +49,13 @@ def run(
     """Generate with `drafter` in place of the engine's own (None: plain decoding), from an empty cache."""
     from vllm import SamplingParams
 
-    own, engine.scheduler.loop.drafter = engine.scheduler.loop.drafter, drafter
+    own, engine.scheduler.loop.free.drafter = engine.scheduler.loop.free.drafter, drafter
     try:
         engine.reset_prefix_cache()
         options = {"temperature": 1.0, "max_tokens": MAX_TOKENS, **options}
         return engine.generate(wanted, SamplingParams(**options))
     finally:
-        engine.scheduler.loop.drafter = own
+        engine.scheduler.loop.free.drafter = own
 
 
 def assert_same(one: list[Response], other: list[Response]) -> None:
@@ -114,7 +114,7 @@ def test_the_bandits_strategies_change_no_token(
 
 
 def test_suffix_drafts_change_no_token(engine: RolloutEngine, plain: list[Response]) -> None:
-    drafted = run(engine, requests(), engine.scheduler.loop.drafter)
+    drafted = run(engine, requests(), engine.scheduler.loop.free.drafter)
     assert_same(plain, drafted)
     assert sum(r.num_accepted_tokens for r in drafted) > 0
 
@@ -186,7 +186,7 @@ def named_logprobs(engine: RolloutEngine, drafter: object) -> dict[str, list[obj
     """Tokens and log-probabilities of requests past RolloutEngine, as a server sends them; every second names ids."""
     from vllm import SamplingParams
 
-    own, engine.scheduler.loop.drafter = engine.scheduler.loop.drafter, drafter
+    own, engine.scheduler.loop.free.drafter = engine.scheduler.loop.free.drafter, drafter
     try:
         for index, request in enumerate(requests(3, 2)):
             named = (
@@ -208,7 +208,7 @@ def named_logprobs(engine: RolloutEngine, drafter: object) -> dict[str, list[obj
                 found[output.request_id] = list(zip(made.token_ids, values, strict=True))
         return found
     finally:
-        engine.scheduler.loop.drafter = own
+        engine.scheduler.loop.free.drafter = own
 
 
 @pytest.mark.parametrize("right", [0.0, 0.7])

@@ -213,13 +213,13 @@ def test_a_spoilt_step_is_not_drafted_again(
 
     monkeypatch.setattr(engine.scheduler, "_withdraw", count)
     monkeypatch.setattr(engine.scheduler.loop, "drafter", ScriptedDrafter({}, 0.0, VOCAB, lowest=POISON))
-    draft = engine.scheduler.loop.drafter.draft
+    draft = engine.scheduler.loop.free.drafter.draft
     engine.reset_prefix_cache()
     engine.submit(0, GOOD[0], params())
     steps, events = 0, []
     nothing = ScriptedDrafter({}, 0.0, VOCAB, width=0).draft
     while engine.num_running():
-        monkeypatch.setattr(engine.scheduler.loop.drafter, "draft", draft if steps >= 10 else nothing)
+        monkeypatch.setattr(engine.scheduler.loop.free.drafter, "draft", draft if steps >= 10 else nothing)
         events += engine.step()
         steps += 1
     [made] = [event.response for event in events if event.response is not None]

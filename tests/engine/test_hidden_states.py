@@ -129,8 +129,8 @@ def check(target: Any, samples: list[Sample], responses: list[Response]) -> list
 def test_with_all_drafters_and_paths(engine: RolloutEngine, plain: list[Response], target: Any) -> None:
     """Two paths of the suffix tree's place, the second better than the first, so that alternatives win too."""
     known = {r.key: (*r.request.prompt, *r.tokens) for r in plain}
-    own, engine.scheduler.loop.drafter = (
-        engine.scheduler.loop.drafter,
+    own, engine.scheduler.loop.free.drafter = (
+        engine.scheduler.loop.free.drafter,
         ScriptedPaths(known, (0.5, 0.9), VOCAB, width=6),
     )
     engine.collect_states(1.0, EVERYTHING)
@@ -138,7 +138,7 @@ def test_with_all_drafters_and_paths(engine: RolloutEngine, plain: list[Response
     try:
         responses = run(engine, requests())
     finally:
-        engine.scheduler.loop.drafter = own
+        engine.scheduler.loop.free.drafter = own
     steps = engine.take_observations()
     assert [r.tokens for r in responses] == [r.tokens for r in plain]
     assert sum(step.num_accepted_tokens for step in steps) > 100

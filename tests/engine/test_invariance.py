@@ -60,7 +60,7 @@ def digests(
 ) -> dict[tuple[int, int], bytes]:
     from vllm import SamplingParams
 
-    own, engine.scheduler.loop.drafter = engine.scheduler.loop.drafter, drafter
+    own, engine.scheduler.loop.free.drafter = engine.scheduler.loop.free.drafter, drafter
     try:
         engine.reset_prefix_cache()
         with recorded(engine) as found:
@@ -68,7 +68,7 @@ def digests(
         known.update({r.key: (*r.request.prompt, *r.tokens) for r in made})
         return dict(found)
     finally:
-        engine.scheduler.loop.drafter = own
+        engine.scheduler.loop.free.drafter = own
 
 
 known: dict[int, tuple[int, ...]] = {}

@@ -69,14 +69,14 @@ def run(
     """Generate with `drafter` in place of the engine's own (None: plain decoding), from an empty cache."""
     from vllm import SamplingParams
 
-    own, engine.scheduler.loop.drafter = engine.scheduler.loop.drafter, drafter
+    own, engine.scheduler.loop.free.drafter = engine.scheduler.loop.free.drafter, drafter
     try:
         engine.reset_prefix_cache()
         return engine.generate(
             wanted, SamplingParams(**{"temperature": 1.0, "max_tokens": MAX_TOKENS, **options})
         )
     finally:
-        engine.scheduler.loop.drafter = own
+        engine.scheduler.loop.free.drafter = own
 
 
 def assert_same(one: list[Response], other: list[Response]) -> None:
@@ -169,7 +169,7 @@ def top_logprobs(engine: RolloutEngine, drafter: object) -> list[list[dict[int, 
     """Log-probability and rank of the sampled and the three likeliest tokens at every position of six responses."""
     from vllm import SamplingParams
 
-    own, engine.scheduler.loop.drafter = engine.scheduler.loop.drafter, drafter
+    own, engine.scheduler.loop.free.drafter = engine.scheduler.loop.free.drafter, drafter
     found: list[list[dict[int, tuple[float, int]]]] = [[] for _ in range(6)]
     try:
         for index, request in enumerate(requests((5, 100, 126))):
@@ -184,7 +184,7 @@ def top_logprobs(engine: RolloutEngine, drafter: object) -> list[list[dict[int, 
                         for place in output.outputs[0].logprobs
                     ]
     finally:
-        engine.scheduler.loop.drafter = own
+        engine.scheduler.loop.free.drafter = own
     return found
 
 
@@ -217,7 +217,7 @@ def test_suffix_paths_change_no_token_and_are_accepted_more(engine: RolloutEngin
     for num_paths in (1, 4):
         loop._settings = single.model_copy(update={"num_paths": num_paths})
         try:
-            drafted = run(engine, wanted, loop.drafter)
+            drafted = run(engine, wanted, loop.free.drafter)
         finally:
             loop._settings = single
         assert_same(base, drafted)
@@ -228,8 +228,8 @@ def test_suffix_paths_change_no_token_and_are_accepted_more(engine: RolloutEngin
 def test_aborted_requests_disturb_no_one(engine: RolloutEngine, plain: list[Response]) -> None:
     from vllm import SamplingParams
 
-    own = engine.scheduler.loop.drafter
-    engine.scheduler.loop.drafter = ScriptedPaths(known(plain), (0.3, 0.9, 0.5), VOCAB)
+    own = engine.scheduler.loop.free.drafter
+    engine.scheduler.loop.free.drafter = ScriptedPaths(known(plain), (0.3, 0.9, 0.5), VOCAB)
     pool = engine.scheduler.kv_cache_manager.block_pool
     left = dict(enumerate(plain))
     try:
@@ -249,7 +249,7 @@ def test_aborted_requests_disturb_no_one(engine: RolloutEngine, plain: list[Resp
         assert len(left) < len(plain)
         assert_same([plain[i] for i in sorted(left)], [found[i] for i in sorted(left)])
     finally:
-        engine.scheduler.loop.drafter = own
+        engine.scheduler.loop.free.drafter = own
     assert engine.scheduler.spare_blocks.ids
     engine.reset_prefix_cache()
     assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1

@@ -100,7 +100,7 @@ def test_the_ladder_is_measured_and_the_engine_is_as_before(
     engine: RolloutEngine, plain: list[Response]
 ) -> None:
     told: list[str] = []
-    drafter = engine.scheduler.loop.drafter
+    drafter = engine.scheduler.loop.free.drafter
     names, score = engine.settings.drafter_names, engine.drafter_score()
     made = measure_ladder(engine, plain, PARAMS, (0.4, 0.9), told.append)
     ladder = made.ladder
@@ -113,7 +113,7 @@ def test_the_ladder_is_measured_and_the_engine_is_as_before(
     assert all(0.0 < one.lone_draft_s <= one.draft_s for one in ladder.drafters)
     assert len(told) == 4
     assert engine.drafter_score() == score, "played drafters do not count"
-    assert engine.scheduler.loop.drafter is drafter is not None
+    assert engine.scheduler.loop.free.drafter is drafter is not None
     assert engine.scheduler.loop.drafting
     assert tokens_of(engine.generate(REQUESTS, PARAMS)) == tokens_of(plain)
 

@@ -44,13 +44,13 @@ def params() -> Any:
 
 
 def run(engine: RolloutEngine, wanted: list[RolloutRequest], drafter: Any) -> list[Response]:
-    own, engine.scheduler.loop.drafter = engine.scheduler.loop.drafter, drafter
+    own, engine.scheduler.loop.free.drafter = engine.scheduler.loop.free.drafter, drafter
     try:
         engine.reset_prefix_cache()
         engine.take_observations()
         return engine.generate(wanted, params())
     finally:
-        engine.scheduler.loop.drafter = own
+        engine.scheduler.loop.free.drafter = own
 
 
 def check(plain: list[Response], drafted: list[Response]) -> None:
@@ -97,5 +97,5 @@ def test_preemption_under_drafts(engine: RolloutEngine) -> None:
     scheduler = engine.scheduler
     assert not scheduler.live
     assert not scheduler.finished
-    assert not scheduler.loop._numbers
-    assert not scheduler.loop._running
+    assert not scheduler.loop.free._numbers
+    assert not scheduler.loop.free._running

@@ -65,11 +65,11 @@ def requests(count: int) -> list[RolloutRequest]:
 def test_nothing_is_kept_of_responses_that_have_ended(engine: RolloutEngine) -> None:
     engine.generate(requests(8), params())
     scheduler = engine.scheduler
-    assert not scheduler.loop.drafter._groups
+    assert not scheduler.loop.free.drafter._groups
     assert not scheduler.live
     assert not scheduler.finished
-    assert not scheduler.loop._numbers
-    assert not scheduler.loop._running
+    assert not scheduler.loop.free._numbers
+    assert not scheduler.loop.free._running
 
 
 def test_a_step_is_told_the_prefill_tokens_that_it_will_have(

@@ -41,7 +41,7 @@ def test_tokens_and_log_probabilities_are_those_without_drafts(
         engine.set_drafting(True)
         drafted = generate(engine)
         known = {response.key: (*response.request.prompt, *response.tokens) for response in plain}
-        engine.scheduler.loop.drafter = ScriptedDrafter(known, 0.8, VOCAB, 6)
+        engine.scheduler.loop.free.drafter = ScriptedDrafter(known, 0.8, VOCAB, 6)
         scripted = generate(engine, REQUESTS[:3])
         gap = engine.invariance_gap
         if kind == "two processes":

@@ -261,9 +261,7 @@ class Rollouts:
         is_reading = is_ahead and self._unread_s > 0.0
         seconds = self.STEP_S * (2.0 if is_reading else 1.0 / self._ahead if is_ahead else 1.0)
         seconds *= self._rng.uniform(0.9, 1.1)
-        self._unread_s += (
-            -seconds if is_reading else 0.0 if is_ahead else self._batch * self._read_s
-        )
+        self._unread_s += -seconds if is_reading else 0.0 if is_ahead else self._batch * self._read_s
         ahead_tokens = (self._batch,) if is_ahead and not is_reading else ()
         return step_of(
             self._batch, self._batch, seconds, num_context_tokens=context, ahead_tokens=ahead_tokens

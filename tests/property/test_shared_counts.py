@@ -70,7 +70,7 @@ class Worker:
         self.loop = FastLoop(EngineSettings(suffix_depth=DEPTH))
         self.client, self.wire = client, Wire(client._links[0], logs)
         client.forget()
-        self.loop._sharing = SharedDrafts(client)
+        self.loop.free._sharing = SharedDrafts(client)
         self.numbers = iter(range(1 << 20))
         self.begin(100 + name, [])  # says nothing; keeps the group awake
 
@@ -84,8 +84,8 @@ class Worker:
 
     @property
     def forest(self) -> SuffixForest:
-        assert isinstance(self.loop.drafter, SuffixForest)
-        return self.loop.drafter
+        assert isinstance(self.loop.free.drafter, SuffixForest)
+        return self.loop.free.drafter
 
 
 class Fleet:

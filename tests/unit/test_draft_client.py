@@ -392,8 +392,8 @@ def test_counts_are_those_of_one_worker_when_responses_move(server: Server) -> N
 
 
 def forest(loop: FastLoop) -> SuffixForest:
-    assert isinstance(loop.drafter, SuffixForest)
-    return loop.drafter
+    assert isinstance(loop.free.drafter, SuffixForest)
+    return loop.free.drafter
 
 
 @pytest.mark.parametrize("count", [130, 1000])
@@ -583,7 +583,7 @@ def test_without_a_server_the_text_of_ended_responses_is_bounded(monkeypatch: py
 
 def test_what_a_fast_loop_knows_of_shared_groups_goes_with_them(server: Server) -> None:
     loop = FastLoop(EngineSettings(draft_servers=(server.address,)))
-    sharing = loop._sharing
+    sharing = loop.free._sharing
     assert sharing is not None
     try:
         for epoch in range(3):
@@ -594,7 +594,7 @@ def test_what_a_fast_loop_knows_of_shared_groups_goes_with_them(server: Server) 
                 loop.close(group, number)
             assert not any(value for value in vars(sharing).values() if isinstance(value, dict))
             loop.forget_tokens()
-        assert not loop._numbers
-        assert not loop._running
+        assert not loop.free._numbers
+        assert not loop.free._running
     finally:
         loop.shut_down()

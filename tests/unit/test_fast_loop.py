@@ -12,7 +12,9 @@ import pytest
 from paceline.config import BudgetSettings, EngineSettings
 from paceline.drafting.worker_wire import DraftCounts
 from paceline.engine.draft_ahead import DraftAhead, TargetSizes
-from paceline.engine.fast_loop import GRID, FastLoop, Proposal, leading_matches, table_of
+from paceline.engine.draft_rows import leading_matches, table_of
+from paceline.engine.fast_loop import FastLoop, Proposal
+from paceline.engine.model_free import GRID
 from paceline.engine.model_steering import ModelSteering
 from paceline.planning.bandit import select_strategy
 from paceline.planning.latency import StepTimeModel, update_measured_time
@@ -114,8 +116,8 @@ def test_drafts_that_were_begun_early_are_those_of_the_step() -> None:
     assert grown(early, [0, 1, 2], [8, 5], wanted)
     late.append((0, response, [8, 5]) for response in range(3))
     assert proposed(early.propose(wanted, 0)) == proposed(late.propose(wanted, 0)) != [[], [], []]
-    assert early.drafter is not None
-    assert early.drafter.num_tokens == late.drafter.num_tokens
+    assert early.free.drafter is not None
+    assert early.free.drafter.num_tokens == late.free.drafter.num_tokens
 
 
 def test_early_drafts_are_for_whoever_is_where_they_begin() -> None:
@@ -292,7 +294,7 @@ def test_nothing_is_begun_early_where_nothing_was_worth_it() -> None:
     fill(loop)
     assert not grown(loop, [0, 1, 2], [8], query(position=11)), "no step has drafted"
     assert loop.propose(query(position=11), 0).lengths.all()
-    loop.drafter = None
+    loop.free.drafter = None
     assert not grown(loop, [0, 1, 2], [5], query(position=12))
 
 
@@ -334,12 +336,12 @@ def test_a_token_teaches_whoever_drafted_it() -> None:
     loop, made = two_drafters(0.999)
     assert made.candidates[0] is not None
     free = made.candidates[0].tokens
-    before = loop.free.table.verified.sum(), loop.model.table.verified.sum()
+    before = loop.free.learned.table.verified.sum(), loop.model.table.verified.sum()
     loop.learn(made, np.full(3, 4, np.int32), table_of([[40, 41, 9], [int(free[1, 0])], []]))
     # The model is right twice, then wrong; wrong at once; untold. The free drafter wrong at once; right; untold.
     assert loop.model.table.verified.sum() - before[1] == pytest.approx(4, rel=0.01)
-    assert loop.free.table.verified.sum() - before[0] == pytest.approx(2, rel=0.01)
-    assert loop.free.table.accepted.sum() == pytest.approx(1, rel=0.01)
+    assert loop.free.learned.table.verified.sum() - before[0] == pytest.approx(2, rel=0.01)
+    assert loop.free.learned.table.accepted.sum() == pytest.approx(1, rel=0.01)
     told = loop.observe(step(3, 12, 2))
     assert told.num_model_tokens == 2
 
@@ -352,21 +354,23 @@ def test_model_free_drafts_are_believed_by_what_came_of_them_where_the_model_res
         assert made.candidates[0] is not None
         return made.candidates[0]
 
-    assert loop.free.alone.tolist() == loop.free.calibration.tolist(), "nothing else is known yet"
+    assert loop.free.learned.alone.tolist() == loop.free.learned.calibration.tolist(), (
+        "nothing else is known yet"
+    )
     resting = loop.propose(query(), 0)
     cell = int(free(resting).cells[0, 0])
     for _ in range(20):
         loop.learn(resting, np.full(3, 4, np.int32), table_of([[60]] * 3))  # always wrong
-    assert loop.free.alone[cell] < loop.free.calibration[cell]
+    assert loop.free.learned.alone[cell] < loop.free.learned.calibration[cell]
     found = free(loop.propose(query(), 0))
-    assert found.acceptance[0, 0] == loop.free.alone[found.cells[0, 0]]
+    assert found.acceptance[0, 0] == loop.free.learned.alone[found.cells[0, 0]]
     loop.receive(ModelDrafts(np.arange(3), np.full(3, 10), batch([[40, 41]] * 3, 0.5), GROWTH, 0.002))
     beside = loop.propose(query(), 0)
-    found, known = free(beside), loop.free.alone.tolist()
-    assert found.acceptance[0, 0] == loop.free.calibration[found.cells[0, 0]]
+    found, known = free(beside), loop.free.learned.alone.tolist()
+    assert found.acceptance[0, 0] == loop.free.learned.calibration[found.cells[0, 0]]
     loop.learn(beside, np.full(3, 4, np.int32), table_of(found.tokens[:, :1].tolist()))
-    assert loop.free.table.accepted.sum() > 0
-    assert loop.free.alone.tolist() != known, "its prior has learned"
+    assert loop.free.learned.table.accepted.sum() > 0
+    assert loop.free.learned.alone.tolist() != known, "its prior has learned"
 
 
 def test_without_a_model_drafter_all_steps_are_alike() -> None:
@@ -377,7 +381,7 @@ def test_without_a_model_drafter_all_steps_are_alike() -> None:
         loop.learn(made, np.full(3, 4, np.int32), table_of([[60]] * 3))
     made = loop.propose(query(), 0)
     assert isinstance(made.batch, DraftBatch)
-    assert made.batch.acceptance[0, 0] == loop.free.calibration[made.batch.cells[0, 0]]
+    assert made.batch.acceptance[0, 0] == loop.free.learned.calibration[made.batch.cells[0, 0]]
 
 
 def test_a_further_drafter_inside_the_engine_is_counted_as_itself() -> None:
@@ -491,24 +495,26 @@ def test_all_that_a_draft_said_is_learned_from_behind_a_step_under_way() -> None
     loop = FastLoop(EngineSettings(budget=FIXED, draft_floor=0.0))
     fill(loop, 1)
     made = loop.propose(query(1), 0, ahead=np.array([2], np.int32))
-    before = loop.free.table.verified.sum()
+    before = loop.free.learned.table.verified.sum()
     right = made.batch.tokens[0, :4].tolist()
     loop.learn(made, np.array([4], np.int32), table_of([[*right, 60]]))
-    assert loop.free.table.verified.sum() - before == pytest.approx(4, rel=0.01)
+    assert loop.free.learned.table.verified.sum() - before == pytest.approx(4, rel=0.01)
 
 
 def test_acceptance_is_learned_from_verified_positions_alone() -> None:
     loop = FastLoop(EngineSettings(budget=FIXED, draft_floor=0.0))
     fill(loop)
     made = loop.propose(query(), 0)
-    before = loop.free.table
+    before = loop.free.learned.table
     verified = made.lengths.copy()
     accepted = np.minimum(verified, 1)
     decided = [[*tokens[:count], 60] for tokens, count in zip(made.batch.tokens, accepted, strict=True)]
     loop.learn(made, verified, table_of(decided))
     told = np.minimum(verified, accepted + 1).sum()
-    assert loop.free.table.verified.sum() - before.verified.sum() == pytest.approx(told, rel=0.01)
-    assert loop.free.table.accepted.sum() - before.accepted.sum() == pytest.approx(accepted.sum(), rel=0.01)
+    assert loop.free.learned.table.verified.sum() - before.verified.sum() == pytest.approx(told, rel=0.01)
+    assert loop.free.learned.table.accepted.sum() - before.accepted.sum() == pytest.approx(
+        accepted.sum(), rel=0.01
+    )
 
 
 def test_who_weighs_more_is_drafted_for_first() -> None:
@@ -659,10 +665,10 @@ def test_a_drafter_is_not_asked_for_what_cannot_pay(
     loop = FastLoop(settings)
     fill(loop)
     asked: list[int] = []
-    assert loop.drafter is not None
-    made = loop.drafter.draft
+    assert loop.free.drafter is not None
+    made = loop.free.drafter.draft
     monkeypatch.setattr(
-        loop.drafter, "draft", lambda *args, **more: (asked.append(1), made(*args, **more))[1]
+        loop.free.drafter, "draft", lambda *args, **more: (asked.append(1), made(*args, **more))[1]
     )
 
     def run(num_steps: int, per_token_s: float) -> int:
@@ -821,8 +827,8 @@ def test_nothing_is_kept_of_responses_that_have_ended() -> None:
     loop.append([(0, response, [5, 6]) for response in range(3)])
     for response in (1, 0, 2):
         loop.close(0, response)
-    assert not loop._numbers
-    assert not loop._running
+    assert not loop.free._numbers
+    assert not loop.free._running
 
 
 def test_a_dead_model_drafter_is_dropped_until_it_has_other_weights(caplog: pytest.LogCaptureFixture) -> None:

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from paceline.config import BudgetSettings, EngineSettings
 from paceline.drafting.tree import DraftTrees
-from paceline.engine.fast_loop import FastLoop, Proposal, table_of
+from paceline.engine.draft_rows import table_of
+from paceline.engine.fast_loop import FastLoop, Proposal
 from paceline.engine.leads import Leads
 from paceline.types import DraftQuery, StepObservation
 

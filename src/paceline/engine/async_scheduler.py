@@ -29,7 +29,8 @@ from paceline.engine.compat import (
     Request,
     SchedulerOutput,
 )
-from paceline.engine.fast_loop import Proposal, leading_matches, table_of
+from paceline.engine.draft_rows import leading_matches, table_of
+from paceline.engine.fast_loop import Proposal
 from paceline.engine.live import LiveBatch, ScheduledResponse
 from paceline.engine.runner import (
     AheadDrafts,

@@ -14,34 +14,39 @@ draft trees, which offer the chain with the most expected accepted tokens to the
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from paceline import _step
 from paceline.config import BudgetSettings, EngineSettings
-from paceline.drafting.drafter import Drafter, PathDrafter, ThreadedDrafter
 from paceline.drafting.learned import Learned
 from paceline.drafting.tree import DraftTrees, Source
 from paceline.drafting.worker_wire import DraftCounts
 from paceline.engine.draft_ahead import UNKNOWN_SIZES, TargetSizes, start_draft_ahead
-from paceline.engine.early_drafts import EarlyDrafts, find_places, line_up
+from paceline.engine.draft_rows import (
+    any_behind,
+    behind,
+    equal,
+    goes_on,
+    leading_matches,
+    no_drafts,
+)
+from paceline.engine.early_drafts import find_places, line_up
 from paceline.engine.leads import Leads
-from paceline.engine.left_drafts import KEPT, LeftDrafts, Mixture
+from paceline.engine.left_drafts import LeftDrafts, Mixture
 from paceline.engine.live_coupling import LiveCoupling
 from paceline.engine.loop_log import open_log
+from paceline.engine.model_free import ModelFreeDrafts
 from paceline.engine.model_steering import ModelSteering
 from paceline.engine.model_watch import ModelWatch
 from paceline.engine.multipath.alternatives import AlternativePaths, Alternatives, StepDrafts, outcomes_of
-from paceline.engine.sharing import SharedDrafts, drafter_number
-from paceline.errors import RequestError
-from paceline.planning import budget, sharpness
-from paceline.planning.acceptance import Outcomes, count_outcomes, judge
+from paceline.engine.recent_steps import RecentSteps
+from paceline.planning import budget
+from paceline.planning.acceptance import count_outcomes, judge
 from paceline.planning.drafter_worth import choose_depth
 from paceline.planning.latency import predict_one_s
 from paceline.planning.length import Endings
@@ -66,24 +71,17 @@ from paceline.types import (
     StepObservation,
 )
 
-GRID = np.asarray(sharpness.SHARPNESS_GRID, dtype=np.float32)
-
 NO_COSTS = np.zeros(1, np.float32)
 """Of a draft's levels."""
 
 NO_TOKENS = np.zeros(Source.LEAD + 1, np.int64)
 """Of any source."""
 
-NO_RESPONSES = np.empty(0, np.int64)
-
 FAR_TOKENS = 8
 """Draft tokens of each request up to which the cost of a further one is told."""
 
 _MOST_UNDER_WAY = 2
 """Steps whose model drafts may be on their way to the host."""
-
-FIRST_COPY = 1 << 62
-"""Numbers in the drafter begin here for responses whose key is running in their group already."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,60 +104,6 @@ class Proposal:
     """Paths that leave each request's draft among the tokens that a step under way decides; None: there are none."""
 
 
-@dataclass(slots=True)
-class _Recent:
-    """Decayed sums over the last steps and model drafts."""
-
-    num_decoded: float = 0.0
-    """(request, step) pairs, as are the drafts and accepted tokens of these."""
-    num_drafted: float = 0.0
-    num_accepted: float = 0.0
-    num_steps: float = 0.0
-    drafting_s: float = 0.0
-    """What drafting inside took in these steps."""
-    num_right: float = 1.0
-    """Of `num_told` tokens of the model drafter; a coin's before there are any."""
-    num_told: float = 2.0
-
-    def note_step(self, step: StepObservation, drafting_s: float) -> None:
-        """A measured step."""
-        if step.num_requests:
-            self.num_steps = KEPT * self.num_steps + 1.0
-            self.drafting_s = KEPT * self.drafting_s + drafting_s
-            self.num_decoded = KEPT * self.num_decoded + step.num_requests
-            self.num_drafted = KEPT * self.num_drafted + step.num_draft_tokens
-            self.num_accepted = KEPT * self.num_accepted + step.num_accepted_tokens
-
-    def note_drafts(self, outcomes: Outcomes) -> None:
-        """Of the model's drafts."""
-        self.num_right = KEPT * self.num_right + float(outcomes.accepted.sum())
-        self.num_told = KEPT * self.num_told + float(outcomes.verified.sum())
-
-    def forget_drafts(self) -> None:
-        """Another model drafts."""
-        self.num_right, self.num_told = 1.0, 2.0
-
-    @property
-    def tokens_per_step(self) -> float:
-        """Of a response."""
-        return 1.0 + self.num_accepted / self.num_decoded
-
-    @property
-    def step_tokens(self) -> float:
-        """Of a response, draft tokens included."""
-        return 1.0 + self.num_drafted / self.num_decoded
-
-    @property
-    def inside_s(self) -> float:
-        """What drafting inside adds to a step."""
-        return self.drafting_s / self.num_steps
-
-    @property
-    def acceptance(self) -> float:
-        """Of the model drafter inside the engine."""
-        return self.num_right / self.num_told
-
-
 class PolicyState(NamedTuple):
     """What is learned under one budget policy: step time and confidence, and whether the model drafter pays."""
 
@@ -173,17 +117,12 @@ class FastLoop:
     def __init__(self, settings: EngineSettings, sizes: TargetSizes = UNKNOWN_SIZES) -> None:
         """Raises CheckpointError or ConfigError where a draft worker is wanted and cannot be."""
         self._settings, self._sizes = settings, sizes
-        self.drafter, prior = _make_drafter(settings)
-        self.free = Learned(prior, settings.sharpness)
-        self._free_calibration = self.free.calibration  # as the present step believes it
+        self.free = ModelFreeDrafts(settings, sizes.vocab_size)
         self.model = Learned(_model_prior(settings), settings.sharpness)
         self.budget = budget.BudgetState.initial(settings.budget)
         self._now = self.budget
         self._steering = ModelSteering()
         self._arrived: ModelDrafts | None = None
-        self._early: EarlyDrafts | None = None
-        # a drafter, and the same if it is one: it is not looked up in every step
-        self._threaded: tuple[Drafter | None, ThreadedDrafter | None] = None, None
         self.overlaps = False
         """Whether steps do: model drafts are left on the device then (left_drafts.py)."""
         self._left = LeftDrafts()
@@ -211,21 +150,16 @@ class FastLoop:
                 self.ahead, lambda: budget.BudgetState.initial(self._settings.budget)
             )
         self._leads = Leads(self._trees) if settings.adopt_leads and self._trees is not None else None
-        self._recent = _Recent()
+        self._recent = RecentSteps()
         self._ahead_before = () if self.ahead is None else self.ahead.counts
         self._accepted = NO_TOKENS  # of the present step, by source
         self.watch = ModelWatch(settings.model_drafter)
-        self._sharing = _connect(settings, sizes.vocab_size)
-        self._numbers: dict[int, int] = {}  # the drafter's, of each open response
-        self._numbered = NO_RESPONSES, NO_RESPONSES  # responses, and the drafter's numbers of them
-        self._running: set[tuple[int, int]] = set()  # group and drafter's number of each
         self._unbegun: dict[int, int] = {}  # tokens of each response that has not been in a step
         self._unbegun_tokens = 0  # of all of them
         self._newest_left: int | None = None  # tokens that the last opened one has room for, if known
         self.endings = Endings()
         self.pause = Pause()
         self.drafting = True
-        self._resting: Drafter | None = None
 
     # -- responses
 
@@ -255,24 +189,11 @@ class FastLoop:
         self._unbegun[response] = len(prompt) + len(generated)
         self._unbegun_tokens += self._unbegun[response]
         self._newest_left = limit - len(prompt) - len(generated) if limit else None
-        if self.drafter is None:
-            return
-        with contextlib.suppress(RequestError):
-            self.drafter.open_group(group, np.asarray(prompt, dtype=np.int32))
-        number = drafter_number(key)
-        is_copy = (group, number) in self._running
-        if is_copy:
-            number = FIRST_COPY + response
-        self._numbers[response] = number
-        self._numbered = NO_RESPONSES, NO_RESPONSES
-        self._running.add((group, number))
-        self.drafter.resync(group, number, np.asarray(generated, dtype=np.int32))
-        if self._sharing is not None and not is_copy:
-            self._sharing.open(group, response, key, generated)
+        self.free.open(group, response, prompt, generated, key)
 
     def append(self, tokens: Iterable[tuple[int, int, list[int]]]) -> None:
         """(group, response, new tokens) of each response that grew in the step."""
-        if not self.drafting or (self.drafter is None and self._trees is None):
+        if not self.drafting or (self.free.drafter is None and self._trees is None):
             return
         groups, responses, lists = zip(*tokens, strict=True)
         offsets, flat = _step.joined(list(lists), np.ones(len(lists), np.bool_))
@@ -299,13 +220,7 @@ class FastLoop:
             self._trees.advance(responses, offsets, tokens)
             if self.ahead is not None:
                 self.ahead.grow(responses, offsets, tokens)
-        if self._sharing is not None:
-            for group, response, new in zip(
-                groups.tolist(), responses.tolist(), np.split(tokens, offsets[1:-1]), strict=True
-            ):
-                self._sharing.grow(group, response, new.tolist())
-        if self.drafter is not None and not drafter_knows:
-            self.drafter.append_batch(groups, self._drafter_numbers(responses), offsets, tokens)
+        self.free.grow(groups, responses, offsets, tokens, drafter_knows=drafter_knows)
 
     def draft_early(
         self,
@@ -318,39 +233,13 @@ class FastLoop:
         """Let the model-free drafter take the arguments of `grow` and then draft for `query`, on a thread of its own:
         the next `propose` takes what has come of it. Only where `drafts_early` says so.
         """
-        drafter = self._threaded[1]
-        assert drafter is not None
-        if self._sharing is not None:
-            self._sharing.take_over(drafter)
-        self._free_calibration = self._believed(query)
-        wait = drafter.draft_later(
-            groups,
-            self._drafter_numbers(responses),
-            offsets,
-            tokens,
-            replace(query, responses=self._drafter_numbers(query.responses)),
-            **self._draft_settings(),
-            num_paths=1 + self._num_branches(len(query.groups)),
-        )
-        self._early = EarlyDrafts(drafter, query, wait)
+        self.free.calibration = self._believed(query)
+        self.free.draft_early(groups, responses, offsets, tokens, query)
 
     @property
     def drafts_early(self) -> bool:
         """Whether `draft_early` can, and the last drafts were worth verifying."""
-        if not (self.drafting and self._num_drafted):
-            return False
-        if self._threaded[0] is not self.drafter:
-            self._threaded = self.drafter, self.drafter if isinstance(self.drafter, ThreadedDrafter) else None
-        return self._threaded[1] is not None
-
-    def _draft_settings(self) -> dict[str, Any]:
-        """Of the model-free drafter."""
-        return {
-            "sharpness": self.free.beta,
-            "sharpness_grid": GRID,
-            "calibration": self._free_calibration,
-            "floor": self._settings.draft_floor,
-        }
+        return self.drafting and self._num_drafted > 0 and self.free.can_draft_early
 
     def close(self, group: int, response: int) -> None:
         """A response has ended; its tokens go on serving its group."""
@@ -358,13 +247,7 @@ class FastLoop:
             self._unbegun_tokens -= self._unbegun.pop(response)
         else:
             self._steering.close()
-        number = self._numbers.pop(response, response)
-        self._numbered = NO_RESPONSES, NO_RESPONSES
-        self._running.discard((group, number))
-        if self.drafter is not None:
-            self.drafter.close_response(group, number)
-        if self._sharing is not None:
-            self._sharing.close(group, response)
+        self.free.close(group, response)
         if self._trees is not None:
             self._trees.close(response)
         if self.ahead is not None:
@@ -379,14 +262,6 @@ class FastLoop:
         if self._leads is not None and self.drafting:
             self._leads.tell(response, position, np.asarray(tokens, np.int32))
 
-    def _drafter_numbers(self, responses: Int64Array) -> Int64Array:
-        """The drafter's numbers of these responses, which most often are those of the step before. [num_responses]"""
-        if responses is not self._numbered[0]:
-            names = responses.tolist()
-            numbers = np.fromiter(map(self._numbers.get, names, names), np.int64, len(names))
-            self._numbered = responses, numbers
-        return self._numbered[1]
-
     def shut_down(self) -> None:
         """Disconnect from the draft servers, end the draft worker and the decision log, take all threads back."""
         self._draft_coupled()
@@ -394,37 +269,31 @@ class FastLoop:
         if self.ahead is not None:
             self.ahead.shut_down()
             self.ahead = None
-        if self._sharing is not None:
-            self._sharing.close_client()
-            self._sharing = None
+        self.free.shut_down()
         self._log.close()
 
     def forget_tokens(self) -> None:
         """Drop all groups, as weights may change; what was learned about acceptance and time stays."""
         self.watch.begin_trial()
-        if self.drafter is not None:
-            self.drafter.clear()
-        if self._sharing is not None:
-            self._sharing.forget()
+        self.free.forget()
         if self._trees is not None:
             self._trees.clear()
         if self.ahead is not None:
             self.ahead.forget()
         if self._leads is not None:
             self._leads.clear()
-        self._arrived, self._early, self.pause = None, None, Pause()
+        self._arrived, self.pause = None, Pause()
 
     def use_epoch(self, epoch: int) -> None:
         """Share drafts with the workers of this epoch; by default each `forget_tokens` begins the next."""
-        if self._sharing is not None:
-            self._sharing.epoch = epoch
+        self.free.use_epoch(epoch)
 
     def set_drafting(self, wanted: bool) -> None:
         """Switch all drafting off (plain decoding) or on again; only between responses. What was learned stays."""
         if wanted != self.drafting:
             self.forget_tokens()
             self._draft_coupled()
-            self.drafter, self._resting = self._resting, self.drafter
+            self.free.switch()
             self.drafting = wanted
 
     def renew_model(self, place: int | None = None) -> None:
@@ -449,7 +318,7 @@ class FastLoop:
 
     def sharing_counters(self) -> DraftSharingCounters:
         """What this engine has told the draft servers and heard from them; zeros without any."""
-        return DraftSharingCounters() if self._sharing is None else self._sharing.counters()
+        return self.free.sharing_counters()
 
     @property
     def policy_state(self) -> PolicyState:
@@ -499,7 +368,7 @@ class FastLoop:
         has_others = self.ahead is not None and (
             len(self.ahead.links) > 1 or (self.coupling is not None and self.ahead.has_come)
         )
-        has_drafter = self.drafter is not None or self.watch.is_used or has_others or bool(self._leads)
+        has_drafter = self.free.drafter is not None or self.watch.is_used or has_others or bool(self._leads)
         return self.drafting and has_drafter and self._settings.budget.policy != "off"
 
     def pauses(self, num_requests: int) -> bool:
@@ -554,19 +423,19 @@ class FastLoop:
         self._now = self.budget.at_context(num_context_tokens, has_model_drafts)
         if self.watch.is_used:
             self._steering.outlook.steps_left = self._steps_of(left)
-        self._free_calibration = self._believed(query)
-        drafter_query = replace(query, responses=self._drafter_numbers(query.responses))
+        self.free.calibration = self._believed(query)
+        drafter_query = self.free.by_number(query)
         free, paths = self._draft_free(query, drafter_query, num_other_tokens, weight, ahead)
         model, model_paths = self._match_model(query)
         batch = self._meet(query, (free, model), may_wait=num_other_tokens == 0)
-        branches = None if ahead is None else self._branches(drafter_query, batch, ahead, paths)
-        path = _behind(batch.path_probability, ahead)
+        branches = None if ahead is None else self.free.branches(drafter_query, batch, ahead, paths)
+        path = behind(batch.path_probability, ahead)
         if branches is not None:
-            path = np.minimum(path + _any_behind(branches, ahead), np.float32(1.0))
+            path = np.minimum(path + any_behind(branches, ahead), np.float32(1.0))
         mixture = None
         if num_left is not None and ahead is not None:
             num_left = np.minimum(num_left, np.maximum(query.max_tokens - ahead, 0)).astype(np.int32)
-            mixture = self._left.mix(path, _goes_on(batch, branches, ahead), num_left)
+            mixture = self._left.mix(path, goes_on(batch, branches, ahead), num_left)
             path = mixture.path
         snapshot = self._snapshot(path, num_other_tokens, weight)
         lengths = budget.decide(snapshot, self._now, self._settings.budget)
@@ -579,8 +448,8 @@ class FastLoop:
         free_path = None
         if judged and free is not None:
             cells = free.cells  # behind a draft there may be any number
-            acceptance = self.free.alone.take(cells, mode="clip")
-            free_path = _behind(replace(free, acceptance=acceptance).path_probability, ahead)
+            acceptance = self.free.learned.alone.take(cells, mode="clip")
+            free_path = behind(replace(free, acceptance=acceptance).path_probability, ahead)
         self._log.write_budget(
             num_context_tokens,
             has_model_drafts,
@@ -597,7 +466,7 @@ class FastLoop:
         if self._has_room:
             alternatives = self._paths.choose(
                 StepDrafts(drafter_query, batch, lengths, num_other_tokens, self._expected),
-                self._free_paths(drafter_query),
+                self.free.paths(drafter_query),
                 model_paths,
                 self._now,
                 self._settings.budget,
@@ -619,7 +488,7 @@ class FastLoop:
     def _believed(self, query: DraftQuery) -> Float32Array:
         """The model-free drafter's acceptance by cell, with or without others beside it. [num_cells]"""
         is_resting = self.watch.is_used and not self._is_helped and not self._has_others(query)
-        return self.free.alone if is_resting else self.free.calibration
+        return self.free.learned.alone if is_resting else self.free.learned.calibration
 
     def _steps_of(self, num_tokens: NDArray[np.integer] | int | None) -> float:
         """Steps to the limit or likely end of responses with so much room, in the mean; None: with any room."""
@@ -646,7 +515,7 @@ class FastLoop:
         is_helped = self.ahead is not None and self.ahead.listen()
         if self._trees is None or not (is_helped or fresh[1] is not None or self._has_others(query)):
             alone = next((made for made in fresh if made is not None), None)
-            return _no_drafts(len(query.groups)) if alone is None else alone
+            return no_drafts(len(query.groups)) if alone is None else alone
         for source, made in zip((Source.FREE, Source.MODEL - self._place), fresh, strict=True):
             if made is not None:
                 self._trees.add(source, query.responses, query.positions, made, anew=True)
@@ -668,18 +537,14 @@ class FastLoop:
         """Drafts, and the paths that have been made with them. drafter_query: the same by the drafter's own numbers of
         the responses.
         """
-        if self.drafter is None:
+        if self.free.drafter is None:
             return None, None
-        early, self._early = self._early, None
-        if early is not None and early.drafter is self.drafter:
-            made = early.lined_up(query)
-            if made is not None and (made[1] is not None or not self._num_branches(len(query.groups))):
-                return made
-        if self._sharing is not None:
-            self._sharing.take_over(self.drafter)
+        if (made := self.free.take_early(query)) is not None:
+            return made
+        self.free.take_over()
         if not self._may_pay(query, num_other_tokens, weight, ahead):
             return None, None
-        return self.drafter.draft(drafter_query, **self._draft_settings()), None
+        return self.free.draft(drafter_query), None
 
     def _may_pay(
         self,
@@ -695,9 +560,9 @@ class FastLoop:
         if self._num_drafted or self._has_others(query):
             return True
         longest = int(query.max_tokens.max(initial=0))
-        path = np.cumprod(np.full(longest, self._free_calibration.max(), np.float32))
+        path = np.cumprod(np.full(longest, self.free.calibration.max(), np.float32))
         ceiling = np.where(np.arange(longest) < query.max_tokens[:, None], path, np.float32(0.0))
-        snapshot = self._snapshot(_behind(ceiling, ahead), num_other_tokens, weight)
+        snapshot = self._snapshot(behind(ceiling, ahead), num_other_tokens, weight)
         return budget.may_pay(snapshot, self._now, self._settings.budget)
 
     def _has_others(self, query: DraftQuery) -> bool:
@@ -706,50 +571,6 @@ class FastLoop:
             return False
         is_fed = self._arrived is not None or bool(self._leads)
         return is_fed or self._trees.holds(Source.FREE + 1, query.responses)
-
-    def _free_paths(self, query: DraftQuery) -> Callable[[], DraftPaths] | None:
-        """What has the model-free drafter propose several paths; None if it cannot."""
-        if not isinstance(self.drafter, PathDrafter):
-            return None
-        return partial(
-            self.drafter.draft_paths,
-            query,
-            num_paths=self._settings.num_paths,
-            sharpness=self.free.beta,
-            calibration=self._free_calibration,
-            floor=self._settings.draft_floor,
-        )
-
-    def _num_branches(self, num_requests: int) -> int:
-        """Paths beyond one through a step under way: none for more requests than `max_alternatives` allows."""
-        wanted = self._settings.num_paths - 1
-        return wanted if num_requests * wanted <= self._settings.max_alternatives else 0
-
-    def _branches(
-        self, query: DraftQuery, batch: DraftChains, ahead: Int32Array, paths: DraftPaths | None
-    ) -> DraftPaths | None:
-        """Further model-free paths, of which one goes on where a request's draft does not: those that leave it among
-        its first `ahead` tokens. paths: that have been made already.
-        """
-        num_branches = self._num_branches(len(ahead))
-        if not num_branches or not batch.num_tokens.any():
-            return None
-        if paths is None:
-            draft_paths = self._free_paths(query)
-            if draft_paths is None:
-                return None
-            paths = draft_paths()
-        decided = np.where(np.arange(paths.tokens.shape[2]) < ahead[:, None, None], paths.tokens, -1)
-        num_tokens = paths.num_tokens[:, 1:].copy()
-        for place in range(num_branches):  # of those that are alike so far the likeliest stands for all
-            is_like = (decided[:, : place + 1] == decided[:, place + 1, None]).all(axis=2).any(axis=1)
-            num_tokens[is_like, place] = 0
-        return DraftPaths(
-            np.ascontiguousarray(paths.tokens[:, 1:]),
-            num_tokens,
-            np.ascontiguousarray(paths.acceptance[:, 1:]),
-            paths.cells[:, 1:],
-        )
 
     def _match_model(self, query: DraftQuery) -> tuple[DraftBatch | None, DraftPaths | None]:
         """Line the model drafts up with the query; drafts for another position than the present one are void."""
@@ -883,7 +704,8 @@ class FastLoop:
         if others is not None:
             matches = leading_matches(others.tokens, others.lengths, decided[others.owners])
         self._paths.learn(others, accepted, matches)
-        for learned, candidate in zip((self.free, self.model), proposal.candidates, strict=True):
+        free = self.free.learned
+        for learned, candidate in zip((free, self.model), proposal.candidates, strict=True):
             if candidate is None:
                 continue
             learned.learn_sharpness(candidate.probes, first)
@@ -896,11 +718,11 @@ class FastLoop:
                 self.watch.observe(candidate, first)
                 if isinstance(candidate, ModelBatch) and self._settings.num_paths > 1:
                     told, _ = judge(candidate.cells.shape[1], seen, right)
-                    learned.learn_rivals(candidate.cells[told], _equal(candidate.rivals, decided)[told])
-            if learned is self.free and others is not None:
+                    learned.learn_rivals(candidate.cells[told], equal(candidate.rivals, decided)[told])
+            if learned is free and others is not None:
                 outcomes = outcomes.and_also(outcomes_of(others, others.lengths, matches, learned.num_cells))
             learned.learn(outcomes)
-            if learned is self.free and is_alone and self.watch.is_used:
+            if learned is free and is_alone and self.watch.is_used:
                 learned.learn_alone(outcomes)
         if isinstance(proposal.batch, MetDrafts):
             taken = np.arange(proposal.batch.tokens.shape[1]) < accepted[:, None]
@@ -1007,33 +829,6 @@ class FastLoop:
             self._pending = None
 
 
-def _make_drafter(settings: EngineSettings) -> tuple[Drafter | None, Float32Array]:
-    """The model-free drafter and the prior of its calibration cells."""
-    if settings.drafter == "suffix":
-        from paceline.drafting import suffix
-
-        forest = suffix.SuffixForest(
-            settings.suffix_depth, settings.suffix_memory_bytes, num_threads=settings.suffix_threads
-        )
-        return forest, suffix.prior_calibration()
-    if settings.drafter == "lookup":
-        from paceline.drafting import lookup
-
-        return lookup.LookupDrafter(memory_bytes=settings.suffix_memory_bytes), lookup.prior_calibration()
-    return None, np.zeros(1, dtype=np.float32)
-
-
-def _connect(settings: EngineSettings, vocab_size: int) -> SharedDrafts | None:
-    """The end of the draft servers, if there are any. Raises ConfigError for addresses or a secret that cannot be."""
-    if not settings.draft_servers:
-        return None
-    from paceline.drafting.client import DraftClient
-    from paceline.drafting.wire import read_secret
-
-    secret = read_secret(settings.draft_secret_file)
-    return SharedDrafts(DraftClient(settings.draft_servers, secret=secret, vocab_size=vocab_size))
-
-
 def _model_prior(settings: EngineSettings) -> Float32Array:
     if settings.model_drafter is None:
         return np.zeros(1, dtype=np.float32)
@@ -1046,58 +841,3 @@ def _has_several_drafts(settings: EngineSettings) -> bool:
     """Whether drafts have to meet: of two drafters, or of a draft worker or racer, whose drafts come late and early."""
     others = settings.drafter != "none" or bool(settings.draft_worker) or settings.draft_help
     return settings.adopt_leads or (settings.model_drafter is not None and others)
-
-
-def table_of(rows: Sequence[Sequence[int]]) -> Int32Array:
-    """Token ids of each request as a table, -1 behind them. [num_requests, at least 1]"""
-    return _step.table_of(list(rows))
-
-
-def leading_matches(tokens: Int32Array, lengths: Int32Array, decided: Int32Array) -> Int32Array:
-    """Tokens of each draft that are what the target decided, up to the first that is not.
-
-    The target's tokens reach one beyond the longest accepted path, so they judge every other path too.
-
-    Args:
-        tokens: [num_drafts, max_draft_tokens]
-        lengths: draft tokens that count. [num_drafts]
-        decided: the target's tokens, -1 behind them. [num_drafts, most]
-    """
-    return _step.leading_matches(tokens, lengths, decided)
-
-
-def _behind(path_probability: Float32Array, ahead: Int32Array | None) -> Float32Array:
-    """Path probabilities from behind the first `ahead` tokens of each draft on, 0 beyond them. [num_drafts, any]"""
-    return path_probability if ahead is None else _step.behind(path_probability, ahead)
-
-
-def _goes_on(batch: DraftChains, branches: DraftPaths | None, ahead: Int32Array) -> Float32Array:
-    """Probability that one of a request's drafts is right in its first `ahead` tokens. [num_requests]"""
-    before = np.maximum(ahead - 1, 0).astype(np.int32)
-    right = _step.behind(batch.path_probability, before)[:, 0]
-    if branches is not None:
-        right = np.minimum(right + _any_behind(branches, before)[:, 0], np.float32(1.0))
-    return np.where(ahead > 0, right, np.float32(1.0))
-
-
-def _any_behind(branches: DraftPaths, ahead: Int32Array | None) -> Float32Array:
-    """Probability that one of a request's branches is accepted up to each token behind the first `ahead`: no two can
-    be. [num_requests, any]
-    """
-    count, num_branches, width = branches.tokens.shape
-    path = _step.path_probability(branches.num_tokens.reshape(-1), branches.acceptance.reshape(-1, width))
-    each = _behind(path, None if ahead is None else np.repeat(ahead, num_branches))
-    total: Float32Array = each.reshape(count, num_branches, -1).sum(axis=1)
-    return total
-
-
-def _equal(tokens: Int32Array, decided: Int32Array) -> NDArray[np.bool_]:
-    """Which tokens are what the target decided. [num_drafts, max_draft_tokens], as `tokens`"""
-    equal, width = np.zeros(tokens.shape, np.bool_), min(tokens.shape[1], decided.shape[1])
-    equal[:, :width] = tokens[:, :width] == decided[:, :width]
-    return equal
-
-
-def _no_drafts(num_requests: int) -> DraftChains:
-    zero = np.zeros((num_requests, 1), np.float32)
-    return DraftChains(zero.astype(np.int32), np.zeros(num_requests, np.int32), zero)

@@ -89,7 +89,7 @@ def measure_steps(
     before each measurement. Passes alternate their direction, so that a machine that slows down or speeds up favours no
     shape. Raises EngineError for shapes that the engine never ran whole.
     """
-    engine.scheduler.loop.drafter = RandomDrafts(engine.vocab_size)
+    engine.scheduler.loop.free.drafter = RandomDrafts(engine.vocab_size)
     random = np.random.default_rng(1)
     longest = max(shape.context for shape in shapes)
     prompts = random.integers(0, engine.vocab_size, (max(s.batch for s in shapes), longest)).tolist()

@@ -70,7 +70,7 @@ def measure_ladder(
     seconds: dict[str, list[float]] = {}
     draft_s: dict[str, tuple[float, float]] = {}
     tried: dict[str, Tried] = {}
-    free, loop.drafter = loop.drafter, None
+    free, loop.free.drafter = loop.free.drafter, None
     score = loop.watch.score
     try:
         _generate_s(engine, requests, params)  # prompts come from the prefix cache from now on
@@ -85,7 +85,7 @@ def measure_ladder(
             tried[name] = _try(engine, place, requests, params)
         plain_s.append(_plain_s(engine, requests, params))
     finally:
-        loop.drafter, loop.watch.score = free, score
+        loop.free.drafter, loop.watch.score = free, score
         engine.use_drafter(0)
     drafters = [
         Rungs(name, _speedups(sum(plain_s) / 2, own), *draft_s[name]) for name, own in seconds.items()

@@ -28,7 +28,8 @@ from paceline.engine.compat import (
     SchedulerOutput,
 )
 from paceline.engine.draft_ahead import TargetSizes
-from paceline.engine.fast_loop import FastLoop, Proposal, table_of
+from paceline.engine.draft_rows import table_of
+from paceline.engine.fast_loop import FastLoop, Proposal
 from paceline.engine.keys import OPTIONS, KeyBook, engine_seed
 from paceline.engine.live import LiveBatch, ScheduledResponse
 from paceline.engine.multipath.layout import PathPlan, plan_paths

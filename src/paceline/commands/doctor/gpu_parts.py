@@ -113,7 +113,7 @@ def generate_ours(model: Path, requests: Sequence[RolloutRequest], dtype: str) -
             for one in made["without drafts"]
         ]
         made["cut and resumed"] = _generate(engine, half)
-        engine.scheduler.loop.drafter = RandomDrafts(engine.vocab_size)
+        engine.scheduler.loop.free.drafter = RandomDrafts(engine.vocab_size)
         made["wrong drafts too"] = _generate(engine, requests)
     return made
 
