@@ -252,7 +252,7 @@ class Rollouts:
             for place in range(self._length):
                 was_ahead = coupling.is_ahead
                 step = self._step(was_ahead, self._batch * (self._prompt + place))
-                coupling, seconds = after_step(coupling, step), seconds + step.step_s
+                coupling, seconds = after_step(coupling, step), seconds + step.step_s + step.draft_s
                 if coupling.is_ahead and not was_ahead:
                     begins.append(place)
         return seconds / best_s, begins
@@ -263,8 +263,14 @@ class Rollouts:
         seconds *= self._rng.uniform(0.9, 1.1)
         self._unread_s += -seconds if is_reading else 0.0 if is_ahead else self._batch * self._read_s
         ahead_tokens = (self._batch,) if is_ahead and not is_reading else ()
+        drafts = {} if is_ahead else {"num_draft_tokens": self._batch, "draft_s": self._batch * self._read_s}
         return step_of(
-            self._batch, self._batch, seconds, num_context_tokens=context, ahead_tokens=ahead_tokens
+            self._batch,
+            self._batch,
+            seconds - float(drafts.get("draft_s", 0.0)),
+            num_context_tokens=context,
+            ahead_tokens=ahead_tokens,
+            **drafts,
         )
 
 

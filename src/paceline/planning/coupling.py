@@ -31,9 +31,9 @@ from paceline.types import StepObservation
 SETTLING_STEPS = 12
 """Steps after a change that tell nothing; a size that has lasted so long may change the mode."""
 
-FIRST_STEPS = 48
-"""The same when a worker has come, as a process that begins is busy on a core and steps were measured then; and of the
-first steps ahead, in which the worker learns how sure it is, and the budget what steps take."""
+FIRST_STEPS = 24
+"""The same when a worker has come, as its beginning takes time of a core, and of the first steps ahead, in which the
+worker learns how sure it is, and the budget what steps take."""
 
 MOST_READING_STEPS = 128
 """Steps ahead without a draft, in which the worker reads what was written while it rested; beyond, they count."""
@@ -53,8 +53,8 @@ FAR_BEHIND = 0.75
 TRIAL_COST = 1.0 / 64.0
 """Share of the time that trials may cost."""
 
-FIRST_READ_S = 2e-4
-"""What a token is taken to cost that the worker has to read, before it has read any: a small model's on one core."""
+FIRST_COST = 1.0 / 16.0
+"""The same for the reading before a size's first decision."""
 
 LEAST_STEPS = 192
 """From a trial to the next."""
@@ -146,8 +146,12 @@ class Coupling:
     """Those that it has had to read since the last change to ahead."""
     lost_s: float = 0.0
     """What that has cost so far: seconds beyond those that the home would have taken for the same tokens."""
-    read_s: float = FIRST_READ_S
-    """The same for one token to be read, by the changes so far."""
+    read_s: float | None = None
+    """The same for one token to be read, by the changes so far; None before the first."""
+    drafted: float = 0.0
+    """Draft tokens of steps for which the model has drafted inside, decayed."""
+    drafted_s: float = 0.0
+    """What that took."""
     since_s: float = 0.0
     """Seconds of steps that tell something since the last change to ahead."""
     at: int = -1
@@ -161,6 +165,13 @@ class Coupling:
         """What is known of the present size."""
         return self.sizes[self.at]
 
+    @property
+    def token_s(self) -> float:
+        """What a token costs that the worker has to read: as much as one to be drafted, before it has read any."""
+        if self.read_s is not None:
+            return self.read_s
+        return self.drafted_s / self.drafted if self.drafted else 0.0
+
 
 def after_step(coupling: Coupling, step: StepObservation) -> Coupling:
     """Where the engine stands after a measured step, the drafter's time in it told apart; others than typical ones
@@ -169,6 +180,11 @@ def after_step(coupling: Coupling, step: StepObservation) -> Coupling:
     if not coupling.is_ahead:
         grown = step.num_requests + step.num_accepted_tokens + step.num_prefill_tokens
         coupling = replace(coupling, unread=coupling.unread + grown)
+        if step.draft_s and step.num_draft_tokens:
+            drafted = coupling.drafted * MEMORY + step.num_draft_tokens
+            coupling = replace(
+                coupling, drafted=drafted, drafted_s=coupling.drafted_s * MEMORY + step.draft_s
+            )
     if coupling.is_trial:
         coupling = replace(coupling, away=coupling.away + 1)
         if coupling.away > MOST_AWAY_STEPS:
@@ -202,6 +218,8 @@ def begin_again(coupling: Coupling) -> Coupling:
         num_ahead=coupling.num_ahead,
         unread=coupling.unread,
         read_s=coupling.read_s,
+        drafted=coupling.drafted,
+        drafted_s=coupling.drafted_s,
         sizes=coupling.sizes,
         rates=coupling.rates,
     )
@@ -221,7 +239,8 @@ def _price(coupling: Coupling) -> Coupling:
     """The worker has read all, or is to rest before it has: what did that cost?"""
     read_s = coupling.read_s
     if coupling.read:
-        read_s = 0.5 * (read_s + max(coupling.lost_s, 0.0) / coupling.read)
+        now_s = max(coupling.lost_s, 0.0) / coupling.read
+        read_s = now_s if read_s is None else 0.5 * (read_s + now_s)
     return replace(coupling, read=0, lost_s=0.0, read_s=read_s)
 
 
@@ -238,7 +257,8 @@ def _count(coupling: Coupling, count: int, tokens: int, seconds: float, unread: 
         coupling = _known(coupling, size)
         if coupling.is_ahead:  # what comes in the trial is to be read behind it
             unread = tokens * (SETTLING_STEPS + TRIAL_STEPS)
-        can_read = unread * coupling.read_s <= TRIAL_COST * coupling.since_s
+        cost = FIRST_COST if size.is_ahead is None else TRIAL_COST
+        can_read = unread * coupling.token_s <= cost * coupling.since_s
         is_due = not size.until_trial and is_settled and home.is_known and can_read
         return _go(coupling, not coupling.is_ahead, is_trial=True) if is_due else coupling
     if home.is_known:
