@@ -76,7 +76,7 @@ def finish(engine: RolloutEngine) -> dict[int, Response]:
 
 def draft_from(engine: RolloutEngine, monkeypatch: pytest.MonkeyPatch, known: list[Response]) -> None:
     future = {r.key: (*r.request.prompt, *r.tokens) for r in known}
-    monkeypatch.setattr(engine.scheduler.loop, "drafter", ScriptedDrafter(future, 0.9, POISON))
+    monkeypatch.setattr(engine.scheduler.loop.free, "drafter", ScriptedDrafter(future, 0.9, POISON))
 
 
 @pytest.mark.parametrize("drafts", [False, True])
@@ -86,7 +86,7 @@ def test_options_that_leave_no_token_end_one_response(
     if drafts:
         draft_from(engine, monkeypatch, alone)
     else:
-        monkeypatch.setattr(engine.scheduler.loop, "drafter", None)
+        monkeypatch.setattr(engine.scheduler.loop.free, "drafter", None)
     for index, request in enumerate(GOOD):
         engine.submit(index, request, params())
     engine.step()
@@ -110,7 +110,7 @@ def test_a_response_keeps_what_it_had_and_drafts_do_not_move_its_end(
     [plain] = engine.generate([request], options, on_failure="deliver")
     assert (plain.tokens, plain.finish_reason) == ((9, 9), "error")
     known = {77: (1, 7, *[9] * 10)}
-    monkeypatch.setattr(engine.scheduler.loop, "drafter", ScriptedDrafter(known, right, POISON))
+    monkeypatch.setattr(engine.scheduler.loop.free, "drafter", ScriptedDrafter(known, right, POISON))
     [drafted] = engine.generate([request], options, on_failure="deliver")
     assert (drafted.tokens, drafted.logprobs) == (plain.tokens, plain.logprobs)
     assert drafted.failure == plain.failure
@@ -167,7 +167,7 @@ def test_nan_does_not_outlive_its_response(
     engine: RolloutEngine, alone: list[Response], monkeypatch: pytest.MonkeyPatch, drafts: bool
 ) -> None:
     """More responses than the cache has blocks: the blocks of those that ended in NaN are used again."""
-    monkeypatch.setattr(engine.scheduler.loop, "drafter", None)
+    monkeypatch.setattr(engine.scheduler.loop.free, "drafter", None)
     if drafts:
         draft_from(engine, monkeypatch, alone)
     poisoned = [RolloutRequest((1, 6 + i, 7, POISON), 20, key=i) for i in range(24)]
@@ -189,7 +189,7 @@ def test_a_rejected_draft_that_is_nan_changes_nothing(
     poisonous = ScriptedPaths(future, rights, VOCAB, lowest=POISON)
     engine.reset_prefix_cache()
     for drafter in (poisonous, None, poisonous, None):
-        monkeypatch.setattr(engine.scheduler.loop, "drafter", drafter)
+        monkeypatch.setattr(engine.scheduler.loop.free, "drafter", drafter)
         engine.take_observations()
         for _ in range(3):
             again = engine.generate(GOOD, params())
@@ -212,7 +212,7 @@ def test_a_spoilt_step_is_not_drafted_again(
         withdraw(name, num_tokens)
 
     monkeypatch.setattr(engine.scheduler, "_withdraw", count)
-    monkeypatch.setattr(engine.scheduler.loop, "drafter", ScriptedDrafter({}, 0.0, VOCAB, lowest=POISON))
+    monkeypatch.setattr(engine.scheduler.loop.free, "drafter", ScriptedDrafter({}, 0.0, VOCAB, lowest=POISON))
     draft = engine.scheduler.loop.free.drafter.draft
     engine.reset_prefix_cache()
     engine.submit(0, GOOD[0], params())
@@ -232,7 +232,7 @@ def test_nan_of_an_aborted_response_does_not_outlive_it(
     engine: RolloutEngine, alone: list[Response], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is aborted after the step that gives NaN has run, and before the scheduler hears of it."""
-    monkeypatch.setattr(engine.scheduler.loop, "drafter", None)
+    monkeypatch.setattr(engine.scheduler.loop.free, "drafter", None)
     update = engine.scheduler.update_from_output
 
     def abort_first(*args: Any) -> Any:
