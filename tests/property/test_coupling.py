@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
@@ -13,10 +13,13 @@ from hypothesis import strategies as st
 from paceline.planning.coupling import (
     FIRST_STEPS,
     MOST_AWAY_STEPS,
+    MOST_READING_STEPS,
     PUT_OFF_STEPS,
     SETTLING_STEPS,
     TRIAL_STEPS,
     Coupling,
+    Rate,
+    Size,
     after_step,
     begin_again,
     without_worker,
@@ -223,54 +226,59 @@ def test_what_the_worker_has_to_read_first_is_not_its_speed(reading: int) -> Non
     assert np.mean(modes[1000:]) > 0.85
 
 
+@dataclass
 class Rollouts:
-    """Rollouts of `batch` responses, one token of each a step; what the worker rests through it has to read."""
+    """Rollouts, one token of each response a step; what the worker rests through it has to read."""
 
-    STEP_S = 0.05
+    ahead: Callable[[int], float]
+    """As `steady`, by batch."""
+    read_s: float
+    """What the worker takes to read a token; steps take twice as long meanwhile."""
+    batches: Sequence[int]
+    """Of a rollout's steps."""
+    between: Callable[[Coupling], Coupling] = lambda coupling: coupling
+    """What happens before each rollout."""
+    step_s: float = 0.05
+    prompt: int = 50
+    begins: list[int] = field(default_factory=list)
+    """Places in the rollouts where ahead began."""
+    coupling: Coupling = field(default_factory=Coupling)
+    _unread_s: float = 0.0
+    _rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
 
-    def __init__(self, ahead: float, read_s: float, batch: int, length: int, prompt: int = 50) -> None:
-        """ahead: as `steady`. read_s: what the worker takes to read a token; steps take twice as long meanwhile."""
-        self._ahead, self._read_s, self._batch, self._length, self._prompt = (
-            ahead,
-            read_s,
-            batch,
-            length,
-            prompt,
-        )
-        self._unread_s = 0.0
-        self._rng = np.random.default_rng(0)
-
-    def run(self, count: int) -> tuple[float, list[int]]:
-        """Seconds of so many rollouts over those in the better mode, and the places in them where ahead began."""
-        coupling, seconds, begins = Coupling(), 0.0, []
-        best_s = count * self._length * self.STEP_S / max(self._ahead, 1.0)
+    def run(self, count: int) -> float:
+        """Seconds of so many rollouts over those in the better modes."""
+        coupling, seconds = self.coupling, 0.0
+        best_s = count * sum(self.step_s / max(self.ahead(batch), 1.0) for batch in self.batches)
         for _ in range(count):
-            coupling = after_step(
-                coupling, step_of(0, 0, self.STEP_S, num_prefill_tokens=self._batch * self._prompt)
-            )
-            self._unread_s = self._batch * self._prompt * self._read_s
-            for place in range(self._length):
+            prompts = self.batches[0] * self.prompt
+            coupling = self.between(coupling)
+            coupling = after_step(coupling, step_of(0, 0, self.step_s, num_prefill_tokens=prompts))
+            self._unread_s = prompts * self.read_s
+            for place, batch in enumerate(self.batches):
                 was_ahead = coupling.is_ahead
-                step = self._step(was_ahead, self._batch * (self._prompt + place))
+                step = self._step(was_ahead, batch, batch * (self.prompt + place))
                 coupling, seconds = after_step(coupling, step), seconds + step.step_s + step.draft_s
                 if coupling.is_ahead and not was_ahead:
-                    begins.append(place)
-        return seconds / best_s, begins
+                    self.begins.append(place)
+        self.coupling = coupling
+        return seconds / best_s
 
-    def _step(self, is_ahead: bool, context: int) -> StepObservation:
+    def _step(self, is_ahead: bool, batch: int, context: int) -> StepObservation:
+        self._unread_s = min(self._unread_s, context * self.read_s)
         is_reading = is_ahead and self._unread_s > 0.0
-        seconds = self.STEP_S * (2.0 if is_reading else 1.0 / self._ahead if is_ahead else 1.0)
+        seconds = self.step_s * (2.0 if is_reading else 1.0 / self.ahead(batch) if is_ahead else 1.0)
         seconds *= self._rng.uniform(0.9, 1.1)
-        self._unread_s += -seconds if is_reading else 0.0 if is_ahead else self._batch * self._read_s
-        ahead_tokens = (self._batch,) if is_ahead and not is_reading else ()
-        drafts = {} if is_ahead else {"num_draft_tokens": self._batch, "draft_s": self._batch * self._read_s}
+        self._unread_s += -seconds if is_reading else 0.0 if is_ahead else batch * self.read_s
+        draft_s = 0.0 if is_ahead else min(batch * self.read_s, 0.5 * seconds)
         return step_of(
-            self._batch,
-            self._batch,
-            seconds - float(drafts.get("draft_s", 0.0)),
+            batch,
+            batch,
+            seconds - draft_s,
             num_context_tokens=context,
-            ahead_tokens=ahead_tokens,
-            **drafts,
+            ahead_tokens=(batch,) if is_ahead and not is_reading else (),
+            num_draft_tokens=batch if draft_s else 0,
+            draft_s=draft_s,
         )
 
 
@@ -281,17 +289,81 @@ def test_reading_costs_little_where_ahead_is_slower(
     ahead: float, read_s: float, batch: int, length: int
 ) -> None:
     """Even where all that a rollout has would take longer to read than a few trials."""
-    slowdown, begins = Rollouts(ahead, read_s, batch, length).run(12)
-    assert begins
-    assert slowdown < 1.06
+    rollouts = Rollouts(lambda _: ahead, read_s, [batch] * length)
+    assert rollouts.run(12) < 1.06
+    assert rollouts.begins
     if read_s == 1e-3:
-        assert max(begins) < length // 10, "trials begin where there is little to be read"
+        assert max(rollouts.begins) < length // 10, "trials begin where there is little to be read"
 
 
 @pytest.mark.parametrize("read_s", [1e-4, 1e-3])
 def test_reading_is_worth_it_where_ahead_is_faster(read_s: float) -> None:
-    slowdown, _ = Rollouts(1.3, read_s, 16, 300).run(12)
-    assert slowdown < 1.12  # 1.3 without the worker
+    assert Rollouts(lambda _: 1.3, read_s, [16] * 300).run(12) < 1.12  # 1.3 without the worker
+
+
+def test_a_tail_that_is_drafted_ahead_does_not_keep_larger_sizes_from_trials() -> None:
+    """The worker reads in each rollout, if only to go home to ahead: that is no trial of the large size."""
+    rollouts = Rollouts(lambda batch: 1.5 if batch < 4 else 0.8, 5e-4, [64] * 200 + [2] * 100)
+    rollouts.run(40)
+    small, large = rollouts.coupling.sizes[1], rollouts.coupling.sizes[6]
+    assert (small.is_ahead, large.is_ahead) == (True, False)
+    assert large.confirmations >= 1
+    assert sum(place >= 200 for place in rollouts.begins) >= 25
+
+
+def test_an_engine_that_drafts_in_every_other_rollout_finds_out_as_well() -> None:
+    """`begin_again` keeps the time since the last trial, and what was written meanwhile."""
+    rollouts = Rollouts(lambda _: 0.8, 1e-4, [16] * 120, between=begin_again, prompt=100)
+    rollouts.run(20)
+    assert rollouts.begins
+
+
+def reading(num_steps: int, drafts_after: int | None = None, seconds: float = 0.06) -> Coupling:
+    """After so many steps ahead of a worker that has to read 4,000 tokens, at a home of 100 tokens/s."""
+    known = [Size(is_ahead=False, until_trial=0 if at == 2 else 999, since_s=1e9) for at in range(12)]
+    home = Rate(100.0, 400.0, 4.0)
+    coupling = replace(Coupling(), settling=0, at=2, lasted=99, unread=9999, read_s=1e-3, sizes=tuple(known))
+    coupling = replace(coupling, rates=((home, Rate()),) * len(coupling.rates))
+    coupling = after_step(coupling, step_of(4, 4, 0.04, num_context_tokens=4000))
+    assert coupling.is_ahead
+    for number in range(num_steps):
+        has_drafted = drafts_after is not None and number >= drafts_after
+        tokens = (4,) if has_drafted else ()
+        coupling = after_step(coupling, step_of(4, 4, seconds, num_context_tokens=4000, ahead_tokens=tokens))
+    return coupling
+
+
+def test_what_reading_costs_is_learned() -> None:
+    """100 steps lose 0.02 s each: half a millisecond for each of 4,000 tokens."""
+    coupling = reading(101, drafts_after=100)
+    assert coupling.read_s == pytest.approx(0.5 * (1e-3 + 100 * 0.02 / 4000), rel=0.01)
+    assert (coupling.unread, coupling.read, coupling.lost_s, coupling.reading) == (0, 0, 0.0, 0)
+    still = reading(101, drafts_after=100, seconds=60.0)
+    assert still.read_s == pytest.approx(0.5 * (1e-3 + 100 * (0.12 - 0.04) / 4000), rel=0.02), (
+        "a machine that stands still"
+    )
+
+
+def test_reading_that_outlasts_its_steps_is_priced_all_the_same() -> None:
+    coupling = reading(MOST_READING_STEPS + 10, drafts_after=MOST_READING_STEPS + 5)
+    assert (coupling.unread, coupling.read, coupling.lost_s) == (0, 0, 0.0)
+    lost = reading(MOST_READING_STEPS + SETTLING_STEPS + TRIAL_STEPS, seconds=0.2)
+    assert not lost.is_ahead
+    assert (lost.read, lost.lost_s) == (0, 0.0)
+    assert lost.unread > 4000, "it has not read"
+    assert lost.read_s is not None
+    assert lost.read_s > 2e-3
+
+
+def test_reading_that_was_interrupted_costs_no_less_than_before() -> None:
+    coupling = after_step(reading(10), step_of(64, 64, 0.1, num_context_tokens=4000))
+    assert not coupling.is_ahead
+    assert coupling.read_s == 1e-3
+
+
+def test_a_worker_that_comes_anew_has_to_read_everything() -> None:
+    coupling = without_worker(reading(10))
+    assert coupling.unread > 1 << 30
 
 
 def test_a_trial_ends_where_nothing_can_be_told() -> None:

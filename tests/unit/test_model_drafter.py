@@ -711,6 +711,24 @@ def test_sharing_the_work_among_threads_changes_no_bit(
         assert torch.equal(alone, shared)
 
 
+def test_logits_do_not_depend_on_what_shares_the_pass(tmp_path: Path, storage: str) -> None:
+    """Rows are few or many, in one tile or two, and inputs no multiple of a group's."""
+    save_model(tmp_path, "llama", hidden_size=80, intermediate_size=176, vocab_size=150)
+    native = ModelDrafter(tmp_path, max_model_len=64, max_requests=35)._native
+    assert native is not None
+    counts = np.random.default_rng(0).integers(1, 4, 35)
+    ids = np.random.default_rng(1).integers(0, 150, int(counts.sum()))
+    ends = np.cumsum(counts)
+    rows, none = np.arange(35), np.zeros(35, np.int64)
+    alone = [
+        native.logits(rows[at : at + 1], none[:1], counts[at : at + 1], ids[ends[at] - counts[at] : ends[at]])
+        for at in range(35)
+    ]
+    for number in (2, 3, 7, 16, 33, 35):
+        made = native.logits(rows[:number], none[:number], counts[:number], ids[: ends[number - 1]])
+        assert torch.equal(made, torch.cat(alone[:number]))
+
+
 @pytest.mark.parametrize(
     "sizes",
     [

@@ -106,7 +106,7 @@ class _Worker:
         """
         if self.windows is not None:
             self.windows.learn(responses, told, right)
-        if self.is_there:
+        if self.is_drafting:
             self.watch.count(int(np.count_nonzero(told)), int(np.count_nonzero(right)))
             if not self.watch.is_used:
                 self.link.rest()
@@ -217,6 +217,11 @@ class DraftAhead:
     def is_there(self) -> bool:
         """Whether any worker may be counted on."""
         return any(worker.is_there for worker in self._workers)
+
+    @property
+    def is_drafting(self) -> bool:
+        """Whether any worker drafts what the engine need not, or cannot."""
+        return any(worker.is_drafting for worker in self._workers)
 
     @property
     def has_come(self) -> bool:

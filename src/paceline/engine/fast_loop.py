@@ -15,6 +15,7 @@ draft trees, which offer the chain with the most expected accepted tokens to the
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -140,9 +141,12 @@ class FastLoop:
         self._log = open_log(settings)
         self._paths = AlternativePaths(settings, self._log)
         self._trees = DraftTrees(most_ahead=settings.most_ahead) if _has_several_drafts(settings) else None
-        self.ahead = (
-            None if self._trees is None else start_draft_ahead(settings, sizes, self._trees, self._log)
-        )
+        with ExitStack() as started:
+            started.callback(self.free.shut_down)
+            self.ahead = (
+                None if self._trees is None else start_draft_ahead(settings, sizes, self._trees, self._log)
+            )
+            started.pop_all()
         self.coupling = None
         """Whether the model drafts inside or ahead; None: that is not to be chosen."""
         if self.ahead is not None and settings.draft_worker == "auto":
@@ -444,7 +448,7 @@ class FastLoop:
         if not num_other_tokens and not self.overlaps:  # where steps overlap more of them are not known yet
             self._num_coming = self._batch_size + self._num_drafted
         self.pause = after_question(self.pause, self._batch_size, self._num_drafted)
-        judged = has_model_drafts and num_other_tokens == 0 and not self._is_helped
+        judged = has_model_drafts and num_other_tokens == 0 and not self._has_help
         free_path = None
         if judged and free is not None:
             cells = free.cells  # behind a draft there may be any number
@@ -487,7 +491,7 @@ class FastLoop:
 
     def _believed(self, query: DraftQuery) -> Float32Array:
         """The model-free drafter's acceptance by cell, with or without others beside it. [num_cells]"""
-        is_resting = self.watch.is_used and not self._is_helped and not self._has_others(query)
+        is_resting = self.watch.is_used and not self._has_help and not self._has_others(query)
         return self.free.learned.alone if is_resting else self.free.learned.calibration
 
     def _steps_of(self, num_tokens: NDArray[np.integer] | int | None) -> float:
@@ -796,6 +800,11 @@ class FastLoop:
     def _is_helped(self) -> bool:
         """Whether drafts may come from outside."""
         return self.ahead is not None and self.ahead.is_there
+
+    @property
+    def _has_help(self) -> bool:
+        """Whether others draft in the place of the engine's own drafter, or beside it."""
+        return self.ahead is not None and self.ahead.is_drafting
 
     def step_costs(self) -> StepCosts | None:
         """What the steps of the present batch cost and bring; None before any was measured."""

@@ -4,7 +4,7 @@ Ahead it has a core of its own, which the target then lacks (SpecActor 4.1). Whi
 and machine, so both are measured: the tokens per second of whole steps.
 
 * What is better so far is the home of a size, which is a power of two of requests. The other mode is tried now and
-  then: `TRIAL_STEPS` steps that count, behind some that do not (`_is_settled`). A trial that falls far behind ends
+  then: `TRIAL_STEPS` steps that count, behind some that do not (`SETTLING_STEPS`). A trial that falls far behind ends
   early.
 * A trial is compared with what the home would have brought in the same time at the same numbers of requests. Steps at
   numbers at which the home was not measured say nothing, and send the engine back.
@@ -12,8 +12,9 @@ and machine, so both are measured: the tokens per second of whole steps.
   what is about as good is tried often, what is far worse seldom. A home that is new has to be confirmed sooner, after
   `LEAST_STEPS`, twice as many and so on: the machine may have been busy during its trial, or before.
 * A worker that has rested must read before it drafts, and what a token of that costs is measured too. A trial that
-  is due begins when the reading that comes with it costs `TRIAL_COST` of the time since the last one: sooner where a
-  rollout begins, and responses are short, than in its tail.
+  is due begins when the reading that comes with it costs `TRIAL_COST` of the time at this size since the last one
+  (`FIRST_COST` where the size has no home of its own yet): sooner where a rollout begins, and responses are short, than
+  in its tail.
 * A new size goes on with its own home, once it lasts, or with what there is where that was never found out. A trial
   goes on in it if one is due there too; one that is interrupted is put off, for twice as long each time, and what it
   has found is kept.
@@ -42,7 +43,7 @@ TRIAL_STEPS = 48
 """Steps of a trial that count; as many come before the first."""
 
 MOST_AWAY_STEPS = 4 * TRIAL_STEPS + MOST_READING_STEPS
-"""Steps that a trial takes at most, others than those that tell something among them."""
+"""Steps that a trial takes at most, others than those that tell something among them, and as many to read."""
 
 EARLY_STEPS = 16
 """Steps after which a trial may end early, if it is `FAR_BEHIND`."""
@@ -71,6 +72,7 @@ KNOWN_STEPS = 12.0
 LONGEST_STEP = 3.0
 """A step counts for so many times the mean at most: a machine may stand still for a moment."""
 
+_EVERYTHING = 1 << 40
 _NUM_SIZES = 12
 _NUM_COUNTS = 16 + 4 * (_NUM_SIZES - 4)
 _MOST_DOUBLINGS = 8
@@ -118,6 +120,8 @@ class Size:
     """Of that trial."""
     confirmations: int = 0
     """Trials in a row that have found the same home."""
+    since_s: float = 0.0
+    """Seconds of the steps at home, that count, since the last trial began."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,19 +145,18 @@ class Coupling:
     num_ahead: int = 0
     """Steps that were drafted for ahead."""
     unread: int = 0
-    """Tokens that have come since the worker drafted last, those of responses that have ended among them."""
+    """Tokens that have come since the worker rests, those of responses that have ended among them; 0 once it has
+    drafted."""
     read: int = 0
-    """Those that it has had to read since the last change to ahead."""
+    """Those of them that it has to read, ahead, before it drafts; 0 where what that costs cannot be told."""
     lost_s: float = 0.0
     """What that has cost so far: seconds beyond those that the home would have taken for the same tokens."""
     read_s: float | None = None
     """The same for one token to be read, by the changes so far; None before the first."""
     drafted: float = 0.0
-    """Draft tokens of steps for which the model has drafted inside, decayed."""
+    """Draft tokens verified in steps for which the model has drafted inside, decayed."""
     drafted_s: float = 0.0
     """What that took."""
-    since_s: float = 0.0
-    """Seconds of steps that tell something since the last change to ahead."""
     at: int = -1
     """The present size; -1: there was no step."""
     sizes: tuple[Size, ...] = field(default=(Size(),) * _NUM_SIZES)
@@ -167,7 +170,8 @@ class Coupling:
 
     @property
     def token_s(self) -> float:
-        """What a token costs that the worker has to read: as much as one to be drafted, before it has read any."""
+        """What a token costs that the worker has to read: before it has read any, as much as one that was drafted
+        inside and verified, and nothing where none was."""
         if self.read_s is not None:
             return self.read_s
         return self.drafted_s / self.drafted if self.drafted else 0.0
@@ -178,13 +182,7 @@ def after_step(coupling: Coupling, step: StepObservation) -> Coupling:
     without prefill tell nothing, but for what the worker has to read.
     """
     if not coupling.is_ahead:
-        grown = step.num_requests + step.num_accepted_tokens + step.num_prefill_tokens
-        coupling = replace(coupling, unread=coupling.unread + grown)
-        if step.draft_s and step.num_draft_tokens:
-            drafted = coupling.drafted * MEMORY + step.num_draft_tokens
-            coupling = replace(
-                coupling, drafted=drafted, drafted_s=coupling.drafted_s * MEMORY + step.draft_s
-            )
+        coupling = _write(coupling, step)
     if coupling.is_trial:
         coupling = replace(coupling, away=coupling.away + 1)
         if coupling.away > MOST_AWAY_STEPS:
@@ -197,18 +195,23 @@ def after_step(coupling: Coupling, step: StepObservation) -> Coupling:
         coupling = _resized(coupling, at)
     num_ahead = coupling.num_ahead + coupling.is_ahead
     tokens, seconds = count + step.num_accepted_tokens, step.step_s + step.draft_s
-    since_s = coupling.since_s + seconds
-    coupling = replace(coupling, lasted=coupling.lasted + 1, num_ahead=num_ahead, since_s=since_s)
-    if coupling.reading:
-        return _read(coupling, step, tokens, seconds)
+    coupling = replace(coupling, lasted=coupling.lasted + 1, num_ahead=num_ahead)
+    if coupling.is_ahead and any(step.ahead_tokens):
+        was_reading = coupling.reading > 0
+        if was_reading or coupling.unread:
+            coupling = _has_read(coupling)
+        if was_reading:
+            return coupling
+    elif coupling.reading:
+        return _reads(coupling, step, tokens, seconds)
     if coupling.settling:
         return replace(coupling, settling=coupling.settling - 1)
     return _count(coupling, count, tokens, seconds, min(coupling.unread, step.num_context_tokens))
 
 
 def without_worker(coupling: Coupling) -> Coupling:
-    """Where the engine stands while nobody can draft ahead: whoever comes is tried anew."""
-    return replace(Coupling(), at=coupling.at)
+    """Where the engine stands while nobody can draft ahead: whoever comes is tried anew, and has to read everything."""
+    return replace(Coupling(), at=coupling.at, unread=_EVERYTHING)
 
 
 def begin_again(coupling: Coupling) -> Coupling:
@@ -225,22 +228,42 @@ def begin_again(coupling: Coupling) -> Coupling:
     )
 
 
-def _read(coupling: Coupling, step: StepObservation, tokens: int, seconds: float) -> Coupling:
-    """A step ahead in which the worker reads, or for the first time has drafted."""
-    if any(step.ahead_tokens):
-        return replace(_price(coupling), unread=0, reading=0, away=0)
+def _write(coupling: Coupling, step: StepObservation) -> Coupling:
+    """A coupled step: what it brings the worker will have to read."""
+    unread = coupling.unread + step.num_requests + step.num_accepted_tokens + step.num_prefill_tokens
+    if not (step.draft_s and step.num_draft_tokens):
+        return replace(coupling, unread=unread)
+    drafted = coupling.drafted * MEMORY + step.num_draft_tokens
+    drafted_s = coupling.drafted_s * MEMORY + step.draft_s
+    return replace(coupling, unread=unread, drafted=drafted, drafted_s=drafted_s)
+
+
+def _has_read(coupling: Coupling) -> Coupling:
+    """The worker has drafted: what it has read does not count against its trial."""
+    away = 0 if coupling.reading else coupling.away
+    return replace(_price(coupling), unread=0, reading=0, away=away)
+
+
+def _reads(coupling: Coupling, step: StepObservation, tokens: int, seconds: float) -> Coupling:
+    """A step ahead in which the worker still reads; where there is no rate to compare it with it tells nothing."""
+    coupling = replace(coupling, reading=coupling.reading - 1)
     home = coupling.rates[_place(step.num_requests)][coupling.is_home_ahead]
-    lost_s = seconds - tokens * home.seconds / home.tokens if home.is_known else 0.0
+    if not home.is_known:
+        return coupling
+    lost_s = coupling.lost_s + home.clip(seconds) - tokens * home.seconds / home.tokens
     read = coupling.read or min(coupling.unread, step.num_context_tokens)
-    return replace(coupling, read=read, lost_s=coupling.lost_s + lost_s, reading=coupling.reading - 1)
+    return replace(coupling, read=read, lost_s=lost_s)
 
 
-def _price(coupling: Coupling) -> Coupling:
-    """The worker has read all, or is to rest before it has: what did that cost?"""
+def _price(coupling: Coupling, *, is_whole: bool = True) -> Coupling:
+    """The worker has read: what did that cost? is_whole: False where it is to rest before it has: at least so much."""
     read_s = coupling.read_s
     if coupling.read:
         now_s = max(coupling.lost_s, 0.0) / coupling.read
-        read_s = now_s if read_s is None else 0.5 * (read_s + now_s)
+        if not is_whole:
+            read_s = max(coupling.token_s, now_s)
+        else:
+            read_s = now_s if read_s is None else 0.5 * (read_s + now_s)
     return replace(coupling, read=0, lost_s=0.0, read_s=read_s)
 
 
@@ -253,14 +276,10 @@ def _count(coupling: Coupling, count: int, tokens: int, seconds: float, unread: 
     coupling = _learn(coupling, place, own.add(tokens, seconds))
     size, is_settled = coupling.size, coupling.lasted >= SETTLING_STEPS
     if coupling.is_ahead == coupling.is_home_ahead:
-        size = replace(size, until_trial=max(size.until_trial - 1, 0))
+        size = replace(size, until_trial=max(size.until_trial - 1, 0), since_s=size.since_s + seconds)
         coupling = _known(coupling, size)
-        if coupling.is_ahead:  # what comes in the trial is to be read behind it
-            unread = tokens * (SETTLING_STEPS + TRIAL_STEPS)
-        cost = FIRST_COST if size.is_ahead is None else TRIAL_COST
-        can_read = unread * coupling.token_s <= cost * coupling.since_s
-        is_due = not size.until_trial and is_settled and home.is_known and can_read
-        return _go(coupling, not coupling.is_ahead, is_trial=True) if is_due else coupling
+        is_due = not size.until_trial and is_settled and home.is_known
+        return _begin_trial(coupling, home, unread) if is_due else coupling
     if home.is_known:
         if size.tries_ahead != coupling.is_ahead:  # no home of its own, and others' has changed since
             size = replace(
@@ -278,6 +297,18 @@ def _count(coupling: Coupling, count: int, tokens: int, seconds: float, unread: 
     elif coupling.is_trial:
         return _go(_put_off(coupling), coupling.is_home_ahead)
     return coupling if coupling.is_trial or not is_settled else _go(coupling, coupling.is_home_ahead)
+
+
+def _begin_trial(coupling: Coupling, home: Rate, unread: int) -> Coupling:
+    """A trial is due: it begins unless what the worker has to read before it, or behind one away from ahead, costs too
+    much.
+    """
+    read = home.tokens / home.steps * (SETTLING_STEPS + TRIAL_STEPS) if coupling.is_ahead else unread
+    cost = FIRST_COST if coupling.size.is_ahead is None else TRIAL_COST
+    if read * coupling.token_s > cost * coupling.size.since_s:
+        return coupling
+    coupling = _known(coupling, replace(coupling.size, since_s=0.0))
+    return _go(coupling, not coupling.is_ahead, is_trial=True)
 
 
 def _decide(coupling: Coupling) -> Coupling:
@@ -317,10 +348,8 @@ def _put_off(coupling: Coupling) -> Coupling:
 def _go(coupling: Coupling, is_ahead: bool, *, is_trial: bool = False) -> Coupling:
     """Draft so from now on."""
     settling, reading = coupling.settling, coupling.reading
-    if is_ahead and not coupling.is_ahead:
-        coupling = replace(coupling, since_s=0.0)
-    elif reading and not is_ahead:
-        coupling = _price(coupling)
+    if coupling.read and not is_ahead:
+        coupling = _price(coupling, is_whole=False)
     if is_ahead != coupling.is_ahead:
         settling = max(SETTLING_STEPS, FIRST_STEPS - coupling.num_ahead) if is_ahead else SETTLING_STEPS
         reading = MOST_READING_STEPS if is_ahead else 0
