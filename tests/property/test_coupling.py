@@ -312,7 +312,7 @@ def test_a_tail_that_is_drafted_ahead_does_not_keep_larger_sizes_from_trials() -
 
 
 def test_an_engine_that_drafts_in_every_other_rollout_finds_out_as_well() -> None:
-    """`begin_again` keeps the time since the last trial, and what was written meanwhile."""
+    """`begin_again` keeps the time since the last trial."""
     rollouts = Rollouts(lambda _: 0.8, 1e-4, [16] * 120, between=begin_again, prompt=100)
     rollouts.run(20)
     assert rollouts.begins
@@ -322,7 +322,9 @@ def reading(num_steps: int, drafts_after: int | None = None, seconds: float = 0.
     """After so many steps ahead of a worker that has to read 4,000 tokens, at a home of 100 tokens/s."""
     known = [Size(is_ahead=False, until_trial=0 if at == 2 else 999, since_s=1e9) for at in range(12)]
     home = Rate(100.0, 400.0, 4.0)
-    coupling = replace(Coupling(), settling=0, at=2, lasted=99, unread=9999, read_s=1e-3, sizes=tuple(known))
+    coupling = replace(
+        Coupling(), settling=0, at=2, lasted=99, unread=9999, priced=4000.0, priced_s=4.0, sizes=tuple(known)
+    )
     coupling = replace(coupling, rates=((home, Rate()),) * len(coupling.rates))
     coupling = after_step(coupling, step_of(4, 4, 0.04, num_context_tokens=4000))
     assert coupling.is_ahead
@@ -336,10 +338,10 @@ def reading(num_steps: int, drafts_after: int | None = None, seconds: float = 0.
 def test_what_reading_costs_is_learned() -> None:
     """100 steps lose 0.02 s each: half a millisecond for each of 4,000 tokens."""
     coupling = reading(101, drafts_after=100)
-    assert coupling.read_s == pytest.approx(0.5 * (1e-3 + 100 * 0.02 / 4000), rel=0.01)
+    assert coupling.token_s == pytest.approx((0.5 * 4.0 + 100 * 0.02) / (0.5 * 4000 + 4000), rel=0.01)
     assert (coupling.unread, coupling.read, coupling.lost_s, coupling.reading) == (0, 0, 0.0, 0)
     still = reading(101, drafts_after=100, seconds=60.0)
-    assert still.read_s == pytest.approx(0.5 * (1e-3 + 100 * (0.12 - 0.04) / 4000), rel=0.02), (
+    assert still.token_s == pytest.approx((0.5 * 4.0 + 100 * 0.08) / 6000, rel=0.02), (
         "a machine that stands still"
     )
 
@@ -347,18 +349,20 @@ def test_what_reading_costs_is_learned() -> None:
 def test_reading_that_outlasts_its_steps_is_priced_all_the_same() -> None:
     coupling = reading(MOST_READING_STEPS + 10, drafts_after=MOST_READING_STEPS + 5)
     assert (coupling.unread, coupling.read, coupling.lost_s) == (0, 0, 0.0)
+    assert coupling.token_s == 1e-3, "it was not measured to its end"
     lost = reading(MOST_READING_STEPS + SETTLING_STEPS + TRIAL_STEPS, seconds=0.2)
     assert not lost.is_ahead
     assert (lost.read, lost.lost_s) == (0, 0.0)
     assert lost.unread > 4000, "it has not read"
-    assert lost.read_s is not None
-    assert lost.read_s > 2e-3
+    assert lost.token_s > 2e-3, "it is known to cost no less"
 
 
 def test_reading_that_was_interrupted_costs_no_less_than_before() -> None:
     coupling = after_step(reading(10), step_of(64, 64, 0.1, num_context_tokens=4000))
     assert not coupling.is_ahead
-    assert coupling.read_s == 1e-3
+    assert coupling.token_s == 1e-3
+    assert begin_again(reading(10)).token_s == 1e-3
+    assert begin_again(reading(100, seconds=0.2)).token_s > 1.5e-3
 
 
 def test_a_worker_that_comes_anew_has_to_read_everything() -> None:

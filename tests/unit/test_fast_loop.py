@@ -11,11 +11,14 @@ import pytest
 
 from paceline.config import BudgetSettings, EngineSettings
 from paceline.drafting.worker_wire import DraftCounts
+from paceline.engine import model_free
 from paceline.engine.draft_ahead import DraftAhead, TargetSizes
 from paceline.engine.draft_rows import leading_matches, table_of
 from paceline.engine.fast_loop import FastLoop, Proposal
 from paceline.engine.model_free import GRID
 from paceline.engine.model_steering import ModelSteering
+from paceline.engine.sharing import SharedDrafts
+from paceline.errors import CheckpointError
 from paceline.planning.bandit import select_strategy
 from paceline.planning.latency import StepTimeModel, update_measured_time
 from paceline.types import (
@@ -418,6 +421,32 @@ def test_the_engines_drafter_rests_only_while_another_worker_has_the_same(
     loop.ahead = helped  # type: ignore[assignment]
     loop.renew_model(place)
     assert (loop.order() is None) == is_resting
+
+
+@pytest.mark.parametrize("is_drafting", [True, False])
+def test_a_drafter_inside_is_judged_unless_a_helper_drafts_in_its_place(
+    is_drafting: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A helper that finds nothing worth drafting is heard all the same."""
+    judged: list[int] = []
+    monkeypatch.setattr(ModelSteering, "judge", lambda *_: judged.append(1))
+    loop = FastLoop(EngineSettings(drafter="none", model_drafter="m", draft_floor=0.0))
+    for tokens in (3, 6, 12) * 8:
+        loop.observe(step(3, tokens - 3, 0, 0.001 * tokens))
+    helper = SimpleNamespace(is_there=True, is_drafting=is_drafting, listen=lambda: False, counts=())
+    loop.ahead = helper  # type: ignore[assignment]
+    loop.receive(ModelDrafts(np.arange(3), np.full(3, 10), batch([[4, 5]] * 3, 0.9), GROWTH, 0.002))
+    loop.propose(query(), 0)
+    assert bool(judged) == (not is_drafting)
+
+
+def test_a_loop_that_cannot_start_leaves_no_draft_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[int] = []
+    client = SimpleNamespace(close=lambda: closed.append(1))
+    monkeypatch.setattr(model_free, "_connect", lambda *_: SharedDrafts(client))  # type: ignore[arg-type]
+    with pytest.raises(CheckpointError):
+        FastLoop(EngineSettings(model_drafter="/no/such/folder", draft_worker=True))
+    assert closed == [1]
 
 
 def test_drafts_are_compared_up_to_what_was_decided() -> None:

@@ -803,7 +803,7 @@ class FastLoop:
 
     @property
     def _has_help(self) -> bool:
-        """Whether others draft in the place of the engine's own drafter, or beside it."""
+        """Whether others draft in the place of the engine's own drafter, or a further one beside it."""
         return self.ahead is not None and self.ahead.is_drafting
 
     def step_costs(self) -> StepCosts | None:

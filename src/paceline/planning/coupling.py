@@ -61,7 +61,7 @@ LEAST_STEPS = 192
 """From a trial to the next."""
 
 PUT_OFF_STEPS = 32
-"""Until a trial goes on that was interrupted for the first time."""
+"""Until a trial goes on that was interrupted for the first time, at the earliest."""
 
 MEMORY = 1.0 - 1.0 / 128.0
 """What a step counts for one step later."""
@@ -73,6 +73,7 @@ LONGEST_STEP = 3.0
 """A step counts for so many times the mean at most: a machine may stand still for a moment."""
 
 _EVERYTHING = 1 << 40
+_PRICE_KEPT = 0.5  # what a reading counts one later, in the price of a token
 _NUM_SIZES = 12
 _NUM_COUNTS = 16 + 4 * (_NUM_SIZES - 4)
 _MOST_DOUBLINGS = 8
@@ -105,7 +106,7 @@ class Size:
     is_ahead: bool | None = None
     """Home; None: no trial has been decided."""
     until_trial: int = TRIAL_STEPS
-    """Steps at home, that count, until the next one begins or goes on."""
+    """Steps at home, that count, until the next one begins or goes on, at the earliest."""
     tries_ahead: bool = True
     """What the present trial, which may have had parts before, tries."""
     tried: int = 0
@@ -121,7 +122,7 @@ class Size:
     confirmations: int = 0
     """Trials in a row that have found the same home."""
     since_s: float = 0.0
-    """Seconds of the steps at home, that count, since the last trial began."""
+    """Seconds of the steps at home, that count, since the last trial began here, or was decided."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,8 +152,10 @@ class Coupling:
     """Those of them that it has to read, ahead, before it drafts; 0 where what that costs cannot be told."""
     lost_s: float = 0.0
     """What that has cost so far: seconds beyond those that the home would have taken for the same tokens."""
-    read_s: float | None = None
-    """The same for one token to be read, by the changes so far; None before the first."""
+    priced: float = 0.0
+    """The same of changes before, decayed: tokens that were read."""
+    priced_s: float = 0.0
+    """And what they have cost."""
     drafted: float = 0.0
     """Draft tokens verified in steps for which the model has drafted inside, decayed."""
     drafted_s: float = 0.0
@@ -172,8 +175,8 @@ class Coupling:
     def token_s(self) -> float:
         """What a token costs that the worker has to read: before it has read any, as much as one that was drafted
         inside and verified, and nothing where none was."""
-        if self.read_s is not None:
-            return self.read_s
+        if self.priced:
+            return self.priced_s / self.priced
         return self.drafted_s / self.drafted if self.drafted else 0.0
 
 
@@ -199,7 +202,7 @@ def after_step(coupling: Coupling, step: StepObservation) -> Coupling:
     if coupling.is_ahead and any(step.ahead_tokens):
         was_reading = coupling.reading > 0
         if was_reading or coupling.unread:
-            coupling = _has_read(coupling)
+            coupling = _has_read(coupling, step)
         if was_reading:
             return coupling
     elif coupling.reading:
@@ -216,11 +219,13 @@ def without_worker(coupling: Coupling) -> Coupling:
 
 def begin_again(coupling: Coupling) -> Coupling:
     """Where the engine stands where drafting was switched off: coupled, with what it knows."""
+    coupling = _price(coupling, is_whole=False)
     return Coupling(
         settling=SETTLING_STEPS,
         num_ahead=coupling.num_ahead,
         unread=coupling.unread,
-        read_s=coupling.read_s,
+        priced=coupling.priced,
+        priced_s=coupling.priced_s,
         drafted=coupling.drafted,
         drafted_s=coupling.drafted_s,
         sizes=coupling.sizes,
@@ -238,10 +243,11 @@ def _write(coupling: Coupling, step: StepObservation) -> Coupling:
     return replace(coupling, unread=unread, drafted=drafted, drafted_s=drafted_s)
 
 
-def _has_read(coupling: Coupling) -> Coupling:
+def _has_read(coupling: Coupling, step: StepObservation) -> Coupling:
     """The worker has drafted: what it has read does not count against its trial."""
+    is_whole = coupling.reading > 0 and step.num_context_tokens >= coupling.read
     away = 0 if coupling.reading else coupling.away
-    return replace(_price(coupling), unread=0, reading=0, away=away)
+    return replace(_price(coupling, is_whole=is_whole), unread=0, reading=0, away=away)
 
 
 def _reads(coupling: Coupling, step: StepObservation, tokens: int, seconds: float) -> Coupling:
@@ -255,16 +261,16 @@ def _reads(coupling: Coupling, step: StepObservation, tokens: int, seconds: floa
     return replace(coupling, read=read, lost_s=lost_s)
 
 
-def _price(coupling: Coupling, *, is_whole: bool = True) -> Coupling:
-    """The worker has read: what did that cost? is_whole: False where it is to rest before it has: at least so much."""
-    read_s = coupling.read_s
-    if coupling.read:
-        now_s = max(coupling.lost_s, 0.0) / coupling.read
-        if not is_whole:
-            read_s = max(coupling.token_s, now_s)
-        else:
-            read_s = now_s if read_s is None else 0.5 * (read_s + now_s)
-    return replace(coupling, read=0, lost_s=0.0, read_s=read_s)
+def _price(coupling: Coupling, *, is_whole: bool) -> Coupling:
+    """The worker has read: what did that cost? is_whole: False where it was cut short, or not measured to its end: at
+    least so much.
+    """
+    read, lost_s = coupling.read, max(coupling.lost_s, 0.0)
+    coupling = replace(coupling, read=0, lost_s=0.0)
+    if not read or not (is_whole or lost_s > coupling.token_s * read):
+        return coupling
+    kept = _PRICE_KEPT if is_whole else 0.0
+    return replace(coupling, priced=kept * coupling.priced + read, priced_s=kept * coupling.priced_s + lost_s)
 
 
 def _count(coupling: Coupling, count: int, tokens: int, seconds: float, unread: int) -> Coupling:
