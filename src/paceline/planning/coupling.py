@@ -13,7 +13,7 @@ and machine, so both are measured: the tokens per second of whole steps.
   `LEAST_STEPS`, twice as many and so on: the machine may have been busy during its trial, or before.
 * A worker that has rested must read before it drafts, and what a token of that costs is measured too. A trial that
   is due begins when the reading that comes with it costs `TRIAL_COST` of the time at this size since the last one
-  (`FIRST_COST` where the size has no home of its own yet): sooner where a rollout begins, and responses are short, than
+  (`FIRST_COST` where the size has no home of its own, or a new one): sooner where a rollout begins, and responses are short, than
   in its tail.
 * A new size goes on with its own home, once it lasts, or with what there is where that was never found out. A trial
   goes on in it if one is due there too; one that is interrupted is put off, for twice as long each time, and what it
@@ -55,7 +55,8 @@ TRIAL_COST = 1.0 / 64.0
 """Share of the time that trials may cost."""
 
 FIRST_COST = 1.0 / 16.0
-"""The same for the reading before a size's first decision."""
+"""The same for the reading before a size's first decision, and before the first trial of a home that is new; half as
+much before its next."""
 
 LEAST_STEPS = 192
 """From a trial to the next."""
@@ -310,7 +311,7 @@ def _begin_trial(coupling: Coupling, home: Rate, unread: int) -> Coupling:
     much.
     """
     read = home.tokens / home.steps * (SETTLING_STEPS + TRIAL_STEPS) if coupling.is_ahead else unread
-    cost = FIRST_COST if coupling.size.is_ahead is None else TRIAL_COST
+    cost = max(FIRST_COST / (1 << coupling.size.confirmations), TRIAL_COST)
     if read * coupling.token_s > cost * coupling.size.since_s:
         return coupling
     coupling = _known(coupling, replace(coupling.size, since_s=0.0))
