@@ -13,8 +13,8 @@ and machine, so both are measured: the tokens per second of whole steps.
   `LEAST_STEPS`, twice as many and so on: the machine may have been busy during its trial, or before.
 * A worker that has rested must read before it drafts, and what a token of that costs is measured too. A trial that
   is due begins when the reading that comes with it costs `TRIAL_COST` of the time at this size since the last one
-  (`FIRST_COST` where the size has no home of its own, or a new one): sooner where a rollout begins, and responses are short, than
-  in its tail.
+  (`FIRST_COST` where the size has no home of its own, or a new one): sooner where a rollout begins, and responses are
+  short, than in its tail.
 * A new size goes on with its own home, once it lasts, or with what there is where that was never found out. A trial
   goes on in it if one is due there too; one that is interrupted is put off, for twice as long each time, and what it
   has found is kept.
