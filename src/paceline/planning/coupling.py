@@ -56,7 +56,8 @@ TRIAL_COST = 1.0 / 64.0
 
 FIRST_COST = 1.0 / 16.0
 """The same for the reading before a size's first decision, and before the first trial of a home that is new; half as
-much before its next."""
+much before its next.
+"""
 
 LEAST_STEPS = 192
 """From a trial to the next."""
@@ -148,7 +149,8 @@ class Coupling:
     """Steps that were drafted for ahead."""
     unread: int = 0
     """Tokens that have come since the worker rests, those of responses that have ended among them; 0 once it has
-    drafted."""
+    drafted.
+    """
     read: int = 0
     """Those of them that it has to read, ahead, before it drafts; 0 where what that costs cannot be told."""
     lost_s: float = 0.0
@@ -175,7 +177,8 @@ class Coupling:
     @property
     def token_s(self) -> float:
         """What a token costs that the worker has to read: before it has read any, as much as one that was drafted
-        inside and verified, and nothing where none was."""
+        inside and verified, and nothing where none was.
+        """
         if self.priced:
             return self.priced_s / self.priced
         return self.drafted_s / self.drafted if self.drafted else 0.0
@@ -276,7 +279,8 @@ def _price(coupling: Coupling, *, is_whole: bool) -> Coupling:
 
 def _count(coupling: Coupling, count: int, tokens: int, seconds: float, unread: int) -> Coupling:
     """A step of so many requests tells what the present mode brings. unread: tokens of running responses that the
-    worker would have to read."""
+    worker would have to read.
+    """
     place = _place(count)
     own, home = (coupling.rates[place][mode] for mode in (coupling.is_ahead, coupling.is_home_ahead))
     seconds = own.clip(seconds)
