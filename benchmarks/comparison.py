@@ -134,7 +134,7 @@ def check_bars(pair: str, case: str, rows: Sequence[Mapping[str, Any]]) -> list[
     bars = [("over the best rival", row.get("over_best_rival"), OVER_RIVAL[case])]
     if case == "8x16":
         bars.append(("share of the clairvoyant policy", row.get("share_of_clairvoyant"), CLAIRVOYANT_SHARE))
-        bars.append(("tail over plain, identical tokens", row.get("tail_ratio"), TAIL_RATIO))
+        bars.append(("tail over plain, as many tokens", row.get("tail_ratio"), TAIL_RATIO))
     return _bars(case, bars)
 
 

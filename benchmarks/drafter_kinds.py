@@ -11,7 +11,7 @@ The target is the pair's policy, inflated to a size that is bound by memory. Dra
     grown           what a run with `adaptive_drafter` has left behind (--run), whose final policy is the target then
 
 `plain` is Paceline without drafts. Every engine does the same rollouts, with the same keys, in turn; tokens are the
-same (`equal`), so `over_suffix` and `over_plain` compare times for identical tokens. ms_per_token: what a draft token
+same (`equal`), so `over_suffix` and `over_plain` compare times for the same tokens. ms_per_token: what a draft token
 takes the model drafter at that batch size; share: of the rollout's time. Training prompts and measured ones differ.
 
     python benchmarks/drafter_kinds.py --run runs/drafter-growth --methods --batches 8 --json FILE

@@ -178,7 +178,7 @@ def test_bars_of_the_first_pair() -> None:
     assert bars_of("8x16", over_best_rival=1.05, share_of_clairvoyant=0.89, tail_ratio=2.6) == {
         "over the best rival": True,
         "share of the clairvoyant policy": False,
-        "tail over plain, identical tokens": True,
+        "tail over plain, as many tokens": True,
     }
 
 
