@@ -96,6 +96,18 @@ def test_leaving_the_stream_aborts_and_a_resubmission_goes_on(engine: RolloutEng
     assert rest.tokens == whole.tokens
 
 
+@pytest.mark.parametrize("carried", [20, 44])
+def test_a_minimum_of_tokens_is_that_of_the_whole_response(engine: RolloutEngine, carried: int) -> None:
+    """Though more than what is left, or reached already."""
+    options = params(min_tokens=40, max_tokens=48)
+    request = RolloutRequest((1, 9, 9), max_tokens=48)
+    [whole] = engine.generate([request], options)
+    assert len(whole.tokens) >= 40
+    tokens = whole.tokens[: min(carried, len(whole.tokens) - 1)]
+    [rest] = engine.generate([RolloutRequest((1, 9, 9), 48, generated=tokens)], options)
+    assert rest.tokens == whole.tokens
+
+
 def test_observations_tell_what_the_engine_did(engine: RolloutEngine) -> None:
     engine.take_observations()
     responses = engine.generate([RolloutRequest((1, 5, 6), 40, sample=s) for s in range(4)], params())

@@ -12,12 +12,14 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 from tiny_model import VOCAB
+from vllm.exceptions import VLLMClientError
 from vllm.v1.core.sched.request_queue import SchedulingPolicy, create_request_queue
 from vllm.v1.request import RequestStatus
 
 from paceline.config import EngineSettings
 from paceline.dice import derive_key
 from paceline.engine.arguments import check_engine
+from paceline.engine.compat import _check_exact
 from paceline.engine.rollout_engine import RolloutEngine
 from paceline.engine.scheduler import LiveBatch, PacelineScheduler, ScheduledResponse
 from paceline.engine.waiting import front_of
@@ -241,6 +243,69 @@ def test_an_impossible_resumption_fails_alone(engine: RolloutEngine) -> None:
     output = run_alone(engine, params(extra_args={"paceline_generated": 4}))
     assert output.outputs[0].finish_reason == "error"
     assert len(engine.generate(requests(2), params())) == 2
+
+
+def test_what_is_not_given_may_be_null(engine: RolloutEngine) -> None:
+    """As clients fill in what they leave open; the batch has penalties, for which carried tokens are read."""
+    extra = {"paceline_generated": None, "paceline_key": None, "paceline_sample": None}
+    output = run_alone(engine, params(extra_args=extra, presence_penalty=0.5, ignore_eos=True))
+    assert output.outputs[0].finish_reason == "length"
+
+
+def test_no_tokens_asked_for_by_name_are_none(engine: RolloutEngine) -> None:
+    """vLLM accepts it; beside requests that name some it once ended the engine."""
+    vllm = engine.vllm_engine
+    for name, ids in (("none", []), ("one", [5])):
+        vllm.add_request(
+            name, {"prompt_token_ids": list(PROMPT)}, params(logprob_token_ids=ids, ignore_eos=True)
+        )
+    last: dict[str, Any] = {}
+    while vllm.has_unfinished_requests():
+        last |= {output.request_id: output.outputs[0] for output in vllm.step()}
+    assert {name: one.finish_reason for name, one in last.items()} == {"none": "length", "one": "length"}
+    assert all(5 in of for of in last["one"].logprobs)
+
+
+def test_a_request_whose_seed_is_none_fails_alone(engine: RolloutEngine) -> None:
+    """vLLM makes one of such a seed where n > 1: it adds to the parent's."""
+    wanted = params()
+    wanted.seed = 1 << 64
+    request = SimpleNamespace(
+        request_id="x", prompt_token_ids=[1, 5], sampling_params=wanted, use_structured_output=False,
+        max_tokens=4, cache_salt=None,
+    )  # fmt: skip
+    given_up: list[str] = []
+    loop = SimpleNamespace(open=lambda *_, **__: None)
+    scheduler = SimpleNamespace(
+        keys=engine.scheduler.keys, _next_response=1 << 40, live={}, max_model_len=64, loop=loop,
+        _check_salt=lambda _: None, _give_up=lambda name, why: given_up.append(why),
+    )  # fmt: skip
+    PacelineScheduler._open(scheduler, request)
+    assert len(given_up) == 1
+    assert list(scheduler.live) == ["x"]
+
+
+def test_what_is_refused_is_told_to_clients_of_a_server(engine: RolloutEngine) -> None:
+    """vLLM's server answers its own errors with their words, and all others with an internal error."""
+    for options in ({"thinking_token_budget": 5}, {"extra_args": {"paceline_key": "x"}}):
+        with pytest.raises(VLLMClientError, match="thinking_token_budget|paceline_key"):
+            run_alone(engine, params(**options))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"allowed_token_ids": list(range(1025))}, "allowed_token_ids has 1025 tokens.*room for 1024"),
+        ({"logit_bias": dict.fromkeys(range(1025), 1.0)}, "logit_bias has 1025"),
+        ({"stop_token_ids": list(range(128)), "min_tokens": 1}, "stop_token_ids has 128.*room for 127"),
+        ({"prompt_logprob_token_ids": [[1]], "extra_args": {"paceline_generated": 1}}, "not resumed"),
+    ],
+)
+def test_v2_has_room_for_so_much_of_a_request(options: dict[str, Any], message: str) -> None:
+    config = SimpleNamespace(use_v2_model_runner=True)
+    _check_exact(params(stop_token_ids=list(range(128))), config)
+    with pytest.raises(UnsupportedError, match=message):
+        _check_exact(params(**options), config)
 
 
 def test_engines_with_other_seeds_derive_other_keys(engine: RolloutEngine) -> None:

@@ -77,6 +77,18 @@ def test_load_weights_parameter_by_parameter(pair: tuple) -> None:
     assert gap(rollout(engine), policy) < 1e-4
 
 
+def test_the_last_weights_win_whichever_way_they_came(pair: tuple) -> None:
+    """Those of `model.load_weights` wait for a step; nothing runs between them and a push."""
+    engine, policy = pair
+    model = engine.vllm_engine.model_executor.driver_worker.model_runner.model
+    disturb(policy, 11)
+    for name, weight in policy.named_parameters():
+        model.load_weights([(name, weight)])
+    disturb(policy, 12)
+    engine.push_weights(policy.named_parameters())
+    assert gap(rollout(engine), policy) < 1e-4
+
+
 def test_reload_weights_by_collective_call(pair: tuple) -> None:
     engine, policy = pair
     disturb(policy, 20)

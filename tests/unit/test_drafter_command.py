@@ -11,6 +11,8 @@ import safetensors.torch
 from command_line import Run, write
 from tiny_target import tiny_target
 
+from paceline.commands.drafter.job import _owned
+
 TARGET = tiny_target()
 
 
@@ -119,3 +121,20 @@ def test_other_files_are_refused(run: Run, tmp_path: Path, folder: Path, respons
     assert "no response" in done.error
     assert run("drafter", "measure", folder, responses, tmp_path / "nowhere").code == 3
     assert run("drafter", "export", tmp_path / "nowhere", "--out", tmp_path / "out").code == 6
+
+
+def test_what_is_refused_costs_no_trained_drafter(
+    run: Run, tmp_path: Path, folder: Path, responses: Path
+) -> None:
+    out = tmp_path / "head"
+    quick = ("--method", "eagle", "--core-minutes", 0.002, "--threads", 1)
+    assert run("drafter", "train", folder, responses, "--out", out, *quick).code == 0
+    trained = (out / "training.safetensors").read_bytes()
+    empty = write(tmp_path / "empty.jsonl")
+    assert run("drafter", "train", folder, empty, "--out", out, *quick, "--overwrite").code == 6
+    with _owned(out):
+        done = run("drafter", "train", folder, responses, "--out", out, *quick, "--overwrite")
+    assert done.code == 6
+    assert "another process trains a drafter there" in done.error
+    assert (out / "training.safetensors").read_bytes() == trained
+    assert run("drafter", "train", folder, responses, "--out", out, *quick, "--overwrite").code == 0

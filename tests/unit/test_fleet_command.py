@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 from pathlib import Path
 
@@ -10,13 +11,22 @@ from command_line import Run
 from rich.console import Console
 
 from paceline.commands.inputs.launch import build_settings
-from paceline.commands.rollout.fleet_job import FleetView, find_troubles
+from paceline.commands.rollout.fleet_job import FleetView, _refuse_other_journal, find_troubles, journal_of
 from paceline.config import FleetSettings
-from paceline.control.events import Report, Telemetry, WorkerStep
-from paceline.errors import ConfigError, InstallError
+from paceline.control.events import Keep, Report, Telemetry, WorkerStep
+from paceline.control.packed import Packed
+from paceline.errors import ConfigError, InstallError, RecordError
 from paceline.fleet import cluster
+from paceline.fleet.journal import Journal
 from paceline.fleet.status import StatusBoard, WorkerStatus, describe_drafts
-from paceline.types import DrafterScore, DraftSharingCounters, KvPoolCounters, KvUse, StepObservation
+from paceline.types import (
+    DrafterScore,
+    DraftSharingCounters,
+    KvPoolCounters,
+    KvUse,
+    RolloutRequest,
+    StepObservation,
+)
 
 pytest.importorskip("ray", reason="Ray is not installed")
 
@@ -100,11 +110,21 @@ def test_without_ray_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_cluster_that_is_too_small_is_named() -> None:
     settings = FleetSettings(workers=3, resources_per_worker={"fast": 1})
-    cluster._check_size(settings, 2, {"CPU": 3, "GPU": 6, "fast": 3})
+    has = {"CPU": 3, "GPU": 6, "fast": 3}
+    cluster._check_size(settings, 2, has, has)
     with pytest.raises(ConfigError, match="3 workers need 6 GPU, the Ray cluster has 4"):
-        cluster._check_size(settings, 2, {"CPU": 3, "GPU": 4, "fast": 3})
+        cluster._check_size(settings, 2, {**has, "GPU": 4}, has)
     with pytest.raises(ConfigError, match="3 workers need 3 fast, the Ray cluster has 0"):
-        cluster._check_size(settings, 2, {"CPU": 3, "GPU": 6})
+        cluster._check_size(settings, 2, {"CPU": 3, "GPU": 6}, has)
+
+
+def test_a_cluster_that_others_use_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    has = {"CPU": 8.0}
+    cluster._check_size(FleetSettings(workers=4), 0, has, has)
+    assert not caplog.records
+    cluster._check_size(FleetSettings(workers=4), 0, has, {"CPU": 1.0})
+    [told] = caplog.messages
+    assert "4 workers need 4 CPU, of which the Ray cluster has 1 free" in told
 
 
 class Ray:
@@ -115,6 +135,8 @@ class Ray:
 
     def cluster_resources(self) -> dict[str, float]:
         return {"CPU": 8.0, "GPU": 2.0}
+
+    available_resources = cluster_resources
 
     def nodes(self) -> list[dict[str, object]]:
         return [{"Alive": True}, {"Alive": True}, {"Alive": False}]
@@ -309,3 +331,38 @@ def test_what_cost_work_is_told(pool: KvPoolCounters, failure: str | None, told:
 def test_a_draft_server_that_did_not_keep_up_is_told() -> None:
     (told,) = find_troubles(KvPoolCounters(), DraftSharingCounters(dropped_tokens=8), Torn(None))  # type: ignore[arg-type]
     assert told == "the draft server was never told 8 tokens: drafts were shorter for a while"
+
+
+def leave_journal(path: Path, **options: object) -> bytes:
+    """What a killed driver leaves before any response has finished."""
+    job = {"policy": "abc", "options": options}
+    journal = Journal.open(path, json.dumps(job), resume=False)
+    journal.find([RolloutRequest((1, 2), 50, key=5)])
+    journal.write([Keep(0, 0, Packed.of([4, 5], [-1.0, -1.0]), 2, 0, None)])
+    journal.close()
+    return path.read_bytes()
+
+
+def test_unfinished_responses_are_not_thrown_away_unasked(
+    run: Run, model: Path, prompts: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "o.jsonl"
+    kept = leave_journal(journal_of(out), seed=3)
+    done = run("rollout", model, prompts, "--out", out, "--workers", 2)
+    assert done.code == 6
+    assert "has unfinished responses beside it: continue with --resume" in done.error.replace("\n", " ")
+    assert journal_of(out).read_bytes() == kept
+
+
+def test_unfinished_responses_of_other_options_are_refused_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "o.jsonl.progress"
+    leave_journal(path, seed=3, temperature=1.0)
+    same = {"policy": "abc", "options": {"seed": 3, "temperature": 1.0}}
+    _refuse_other_journal(path, same)
+    _refuse_other_journal(tmp_path / "nowhere", same)
+    for changed, message in (
+        ({"options": {"seed": 3, "temperature": 0.5}}, "made with temperature=1.0, this run has 0.5"),
+        ({"policy": "def"}, "of other weights than the model's"),
+    ):
+        with pytest.raises(RecordError, match=message):
+            _refuse_other_journal(path, same | changed)

@@ -8,13 +8,15 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from paceline.control.events import Keep, Kept
 from paceline.control.packed import Packed
 from paceline.errors import RecordError
-from paceline.fleet.journal import Journal
+from paceline.fleet.fleet import Fleet
+from paceline.fleet.journal import Journal, kept_job
 from paceline.types import RolloutRequest
 
 REQUESTS = [RolloutRequest((1, 2), 50, key=2**64 - 1), RolloutRequest((1, 3), 50, key=2**64 - 1)]
@@ -356,3 +358,19 @@ def test_eight_bytes_a_token_and_a_few_a_growth(tmp_path: Path) -> None:
     journal.write([keep(0, 0, *range(100)), keep(1, 0, *range(100))])
     journal.close()
     assert journal.path.stat().st_size - before <= 2 * (8 * 100 + 40)
+
+
+def test_whose_journal_it_is_can_be_told_where_it_holds_something(path: Path) -> None:
+    assert kept_job(path) == "job"
+    assert kept_job(path.with_name("nowhere")) is None
+    Journal.open(path, "other", resume=False).close()
+    assert kept_job(path) is None, "nothing of a response"
+    path.write_bytes(b"something else")
+    assert kept_job(path) is None
+
+
+def test_keys_with_a_sign_are_no_keys_of_a_fleet() -> None:
+    """They are 64 bits there, as in an engine."""
+    fleet = Fleet.__new__(Fleet)
+    fleet._actors, fleet.max_model_len = SimpleNamespace(vocab_size=64), 50  # type: ignore[assignment]
+    assert fleet._resolve(0, RolloutRequest((1, 2), 9, key=-7)).key == 2**64 - 7

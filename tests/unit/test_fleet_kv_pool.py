@@ -15,8 +15,9 @@ from kv_entries import BLOCK_BYTES, LAYOUT, reader, tokens
 
 from paceline.config import EngineSettings, FleetSettings, KvPoolSettings
 from paceline.fleet import kv_pool, prefetch
-from paceline.fleet.kv_pool import FleetKvPool, open_pool, remove_leftovers
+from paceline.fleet.kv_pool import PREFIX, FleetKvPool, open_pool
 from paceline.kvpool import Address, KvPool, response_identity
+from paceline.owned_folder import remove_leftovers
 from paceline.types import RolloutRequest
 
 OTHERS = KvPoolSettings(backend="MooncakeStoreConnector", namespace="run")
@@ -40,11 +41,11 @@ def test_the_pool_of_a_killed_driver_is_removed_at_once(tmp_path: Path) -> None:
     engine = KvPool(folder, 1 << 20)
     place = Address(response_identity(7, (1, 2)), 0, LAYOUT)
     assert engine.save(place, tokens(0, 4), 4, BLOCK_BYTES, reader(0, 0, 4))
-    remove_leftovers(tmp_path)
+    remove_leftovers(tmp_path, PREFIX)
     assert engine.load(place, tokens(0, 4)) is not None, "its driver lives"
     owner.kill()
     owner.communicate()
-    remove_leftovers(tmp_path)
+    remove_leftovers(tmp_path, PREFIX)
     assert list(tmp_path.iterdir()) == []
     assert engine.load(place, tokens(0, 4)) is None
     assert not engine.save(place, tokens(0, 4), 4, BLOCK_BYTES, reader(0, 0, 4))
@@ -56,7 +57,7 @@ def test_what_is_not_a_left_pool_stays(tmp_path: Path) -> None:
     other.mkdir()
     used = FleetKvPool.make(tmp_path, 1 << 20)
     assert used.settings.directory is not None
-    remove_leftovers(tmp_path)
+    remove_leftovers(tmp_path, PREFIX)
     assert other.exists()
     assert Path(used.settings.directory).exists(), "somebody uses it"
     used.close()
@@ -82,7 +83,7 @@ def test_no_pool_where_there_is_no_use_for_one_and_none_is_left(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(kv_pool, "SHARED_MEMORY", tmp_path)
-    (tmp_path / f"{kv_pool.PREFIX}of-a-killed-driver").mkdir()
+    (tmp_path / f"{PREFIX}of-a-killed-driver").mkdir()
     assert open_pool(settings, engine, is_one_machine) is None
     assert not list(tmp_path.iterdir())
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -22,6 +25,7 @@ from paceline.fleet.chunk_log import ChunkLog
 from paceline.fleet.draft_process import DraftProcess, start_draft_process
 from paceline.fleet.fleet import Fleet
 from paceline.fleet.help_log import HelpLog
+from paceline.owned_folder import OwnedFolder
 from paceline.planning.help import Drafting
 from paceline.record.ladder_file import Ladder, LadderFile, Rungs, Tried
 from paceline.types import RolloutRequest
@@ -194,7 +198,7 @@ def test_what_was_made_goes_when_the_start_fails(
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[DraftProcess]:
-    made = DraftProcess(tmp_path)
+    made = DraftProcess(OwnedFolder(tmp_path, "sockets-"))
     yield made
     made.close()
 
@@ -222,9 +226,7 @@ def test_a_long_folder_for_temporary_files_is_passed_over(
 def test_the_server_has_the_secret_of_its_clients(tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_bytes(b"sixteen bytes...!")
-    sockets = tmp_path / "sockets"
-    sockets.mkdir()
-    server = DraftProcess(sockets, str(secret))
+    server = DraftProcess(OwnedFolder(tmp_path, "sockets-"), str(secret))
     one, other = (
         DraftClient([server.address], secret=secret.read_bytes(), interval_ms=2.0) for _ in range(2)
     )
@@ -250,11 +252,63 @@ def test_a_killed_server_is_started_again_at_once(server: DraftProcess) -> None:
         assert server.child.num_starts == count
 
 
+def test_a_machine_without_room_for_a_process_goes_on_without(
+    server: DraftProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`Popen` itself fails; it is tried again as one that ends at once."""
+    now_s, tries = [time.monotonic()], 0
+
+    def refuse(*_: object, **__: object) -> None:
+        nonlocal tries
+        tries += 1
+        raise OSError(11, "Resource temporarily unavailable")
+
+    server.child.kill()
+    wait_for_end(server)
+    monkeypatch.setattr(child_process, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    monkeypatch.setattr(child_process.subprocess, "Popen", refuse)
+    for _ in range(200):
+        server.child.check()
+        now_s[0] += 0.25
+    assert tries == MAX_FAILED_STARTS
+
+
+def test_sockets_of_a_killed_process_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    program = (
+        "from paceline.drafting.child_process import make_socket_folder\n"
+        "folder = make_socket_folder('x')\n"
+        "print(folder.path, flush=True)\n"
+        "input()\n"
+    )
+    owner = subprocess.Popen(
+        [sys.executable, "-c", program],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+    )
+    assert owner.stdout is not None
+    left = Path(owner.stdout.readline().strip())
+    made = child_process.make_socket_folder("x")
+    assert made is not None
+    assert left.parent == made.path.parent
+    assert left.exists(), "its owner lives"
+    made.close()
+    owner.kill()
+    owner.communicate()
+    made = child_process.make_socket_folder("x")
+    assert made is not None
+    assert not left.exists()
+    made.close()
+    made.close()
+
+
 def test_a_server_that_cannot_start_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(child_process.sys, "executable", "/bin/false")
     now_s = [0.0]
     monkeypatch.setattr(child_process, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
-    server = DraftProcess(tmp_path / "drafts")
+    server = DraftProcess(OwnedFolder(tmp_path, "sockets-"))
     starts_s = []
     for _ in range(200):
         wait_for_end(server)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import signal
+from pathlib import Path
+from typing import TextIO
 
 import pytest
 from rich.console import Console
@@ -12,6 +15,7 @@ from rich.console import Console
 from paceline.terminal.interruption import Interrupted, Interruption
 from paceline.terminal.meter import RolloutMeter
 from paceline.terminal.progress import LINE_S, Progress
+from paceline.terminal.screen import Screen
 from paceline.types import StepObservation
 
 STEP = StepObservation(
@@ -103,3 +107,60 @@ def test_an_interrupt_is_a_request_first() -> None:
             interruption.check()
         assert signal.getsignal(signal.SIGINT) is before  # a second one is the shell's business again
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_the_answer_to_an_interrupt_goes_where_it_is_read() -> None:
+    """Standard error may be a log file."""
+    reader, writer = os.pipe()
+    with Interruption(writer):
+        os.kill(os.getpid(), signal.SIGINT)
+    os.close(writer)
+    with open(reader, "rb") as told:
+        assert b"stopping as soon as the work in hand is kept" in told.read()
+
+
+def test_a_terminal_that_is_closed_is_a_request_however_often_it_says_so() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    try:
+        with Interruption() as interruption:
+            for _ in range(3):
+                os.kill(os.getpid(), signal.SIGHUP)
+            assert interruption.wanted
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # nohup
+        with Interruption() as interruption:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not interruption.wanted
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def show(screen: TextIO, *, is_terminal: bool) -> None:
+    """All that a training run shows."""
+    console = Console(file=Screen(screen), force_terminal=is_terminal, width=80, _environ={"TERM": "xterm"})  # type: ignore[arg-type]
+    console.print("starting the engine")
+    with Progress(console, 3) as progress:
+        progress.show_phase("rollout")
+        progress.show_step(1, reward=0.5, num_tokens=9, rollout_s=2.0, train_s=3.0, acceptance_length=1.5)
+        progress.say("x" * 100_000)
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_nobody_who_reads_it_ends_no_run(is_terminal: bool) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with contextlib.suppress(BrokenPipeError), open(writer, "w", buffering=1) as screen:
+        show(screen, is_terminal=is_terminal)
+        assert not screen.closed
+    with contextlib.suppress(OSError), open("/dev/full", "w", buffering=1) as screen:
+        show(screen, is_terminal=is_terminal)
+        assert not screen.closed
+
+
+def test_a_screen_is_the_file_but_for_its_errors(tmp_path: Path) -> None:
+    path = tmp_path / "screen"
+    with path.open("w") as file:
+        console = Console(file=Screen(file))  # type: ignore[arg-type]
+        console.print("one line")
+        assert not console.is_terminal
+    assert path.read_text() == "one line\n"

@@ -126,6 +126,29 @@ def test_a_run_folder_is_not_overwritten_unasked(tmp_path: Path) -> None:
     assert read_all(tmp_path) == [Note(t_s=0.0, text="new")]
 
 
+def test_what_belongs_to_a_record_is_removed_only_where_nobody_writes_it(tmp_path: Path) -> None:
+    """And before the new one begins: no new record ever stands beside old checkpoints."""
+    old = tmp_path / "checkpoint"
+    old.touch()
+    seen: list[bytes] = []
+
+    def clear() -> None:
+        seen.append((tmp_path / FILE_NAME).read_bytes())
+        old.unlink()
+
+    with (
+        RecordWriter.create(tmp_path, HEADER),
+        pytest.raises(RecordError, match="being written by another process"),
+    ):
+        RecordWriter.create(tmp_path, HEADER, overwrite=True, clear=clear)
+    assert old.exists()
+    with pytest.raises(RecordError, match="already holds a run"):
+        RecordWriter.create(tmp_path, HEADER, clear=clear)
+    assert old.exists()
+    RecordWriter.create(tmp_path, HEADER, overwrite=True, clear=clear).close()
+    assert seen == [b""]
+
+
 def test_one_writer_per_run_folder(tmp_path: Path) -> None:
     with (
         RecordWriter.create(tmp_path, HEADER),

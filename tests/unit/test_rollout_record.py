@@ -13,7 +13,7 @@ from reports import make_ending
 from paceline.commands.inputs.launch import Launch
 from paceline.commands.inputs.prompts import Prompt
 from paceline.commands.rollout.job import Job
-from paceline.commands.rollout.rollout_record import RolloutRecord
+from paceline.commands.rollout.rollout_record import RolloutRecord, refuse_existing_record
 from paceline.config import EngineSettings, FleetSettings
 from paceline.control.events import (
     CancelChunk,
@@ -38,9 +38,12 @@ from paceline.record import (
     ChunkDone,
     EngineStepSample,
     Event,
+    Header,
     HelpDone,
+    Machine,
     Note,
     RecordReader,
+    RecordWriter,
     ResponseDone,
     RunEnd,
     TrainStep,
@@ -183,6 +186,23 @@ def test_a_record_is_not_replaced_unasked(job: Job, tmp_path: Path) -> None:
         record_of(job, tmp_path)
     roll_out(record_of(job, tmp_path, overwrite=True), 4)
     assert len(read(tmp_path, ResponseDone)) == 4
+
+
+@pytest.mark.parametrize("may_go", [True, False])
+def test_the_record_of_a_training_run_is_not_a_rollouts(tmp_path: Path, *, may_go: bool) -> None:
+    """Neither replaced nor gone on with, whatever was asked for: its checkpoints would be of no use."""
+    header = Header(Machine("c", 2, 1), {}, 0.0, {}, "m", "Countdown", 5)
+    RecordWriter.create(tmp_path, header).close()
+    with pytest.raises(RecordError, match=r"a run of another kind \(Countdown\)"):
+        refuse_existing_record(tmp_path, may_go=may_go)
+
+
+def test_a_record_that_cannot_be_read_may_be_replaced(tmp_path: Path) -> None:
+    refuse_existing_record(tmp_path, may_go=False)
+    (tmp_path / "record.jsonl").touch()
+    refuse_existing_record(tmp_path, may_go=True)
+    with pytest.raises(RecordError, match="already holds a run"):
+        refuse_existing_record(tmp_path, may_go=False)
 
 
 @pytest.mark.parametrize(

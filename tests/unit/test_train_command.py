@@ -54,6 +54,17 @@ def test_overwrite_keeps_what_is_no_run(recipe: str, tmp_path: Path) -> None:
     assert (out / "thesis.tex").exists()
 
 
+def test_resuming_where_there_is_no_run_deletes_nothing(recipe: str, tmp_path: Path) -> None:
+    """A run whose record is gone, or a folder of something else."""
+    out = tmp_path / "models"
+    (out / "policy").mkdir(parents=True)
+    (out / "policy" / "model.safetensors").touch()
+    code, _, error = train(recipe, "--out", str(out), "--resume")
+    assert code == 2
+    assert f"--out {out} has no record.jsonl to go on with" in error
+    assert (out / "policy" / "model.safetensors").exists()
+
+
 def test_contradicting_options_are_refused(recipe: str, tmp_path: Path) -> None:
     code, _, error = train(recipe, "--out", str(tmp_path / "run"), "--resume", "--overwrite")
     assert code == 2

@@ -31,6 +31,7 @@ from paceline.drafting.worker_wire import (
     hello,
 )
 from paceline.errors import ConfigError
+from paceline.owned_folder import OwnedFolder
 
 SETTINGS = WorkerSettings("", 0, "model", "auto", 100, 4, 50, 0.05, None)
 
@@ -81,6 +82,25 @@ def test_an_engine_that_starts_waits_for_its_worker(link: WorkerLink) -> None:
     later.join()
     assert link.is_there
     link.await_worker(time.monotonic() + 60.0)
+
+
+def test_a_worker_that_has_ended_for_good_is_not_there(
+    link: WorkerLink, trees: DraftTrees, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It died each time that it drafted, and is not started again."""
+    Worker(link).greet(link)
+    open_response(link, trees, 7, [1, 2])
+    grow(link, trees, {7: [3]})
+    link.take()
+    assert link.is_there
+    assert link.child is not None
+    monkeypatch.setattr(link.child, "check", lambda: None)
+    monkeypatch.setattr(worker_link, "SILENCE_S", 0.0)
+    link.child.kill()
+    link.take()
+    assert not link.is_there
+    link.take()
+    assert not caplog.records, "nobody starts it again"
 
 
 def test_nobody_waits_for_a_worker_that_has_ended(link: WorkerLink) -> None:
@@ -383,11 +403,10 @@ def test_an_interface_that_is_not_there_is_named() -> None:
 
 
 def test_a_link_that_cannot_be_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    made: list[Path] = []
+    made: list[OwnedFolder] = []
 
-    def make(name: str) -> Path:
-        made.append(tmp_path / f"{name}-{len(made)}")
-        made[-1].mkdir()
+    def make(name: str) -> OwnedFolder:
+        made.append(OwnedFolder(tmp_path, f"{name}-"))
         return made[-1]
 
     monkeypatch.setattr(worker_link, "make_socket_folder", make)
@@ -397,7 +416,8 @@ def test_a_link_that_cannot_be_leaves_nothing_behind(monkeypatch: pytest.MonkeyP
     ):
         with pytest.raises(ConfigError):
             WorkerLink(broken, 6, DraftTrees(), has_child=False)
-    assert not any(folder.exists() for folder in made)
+    assert len(made) == 1
+    assert not made[0].path.exists()
 
 
 def test_responses_that_begin_later_have_the_window_of_then(link: WorkerLink, trees: DraftTrees) -> None:

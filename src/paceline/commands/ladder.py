@@ -35,6 +35,7 @@ from paceline.engine.installed import is_cpu_build
 from paceline.errors import ConfigError
 from paceline.planning.ladder import Rung, rank_drafters, rate_of
 from paceline.record.ladder_file import Ladder, LadderFile, Tried, write_ladder
+from paceline.terminal.screen import error_console
 from paceline.terminal.tables import make_table
 from paceline.types import RolloutRequest
 
@@ -96,7 +97,7 @@ def ladder(
     launch = Launch(
         model, settings, dtype, length, batch, kv_cache_bytes, not checkpoint.has_tokenizer, compiled
     )
-    console = Console(stderr=True)
+    console = error_console()
     made = _measure(_Job(launch, sampling, seed, known, batch, names), console)
     rates = {name: rate_of(made.tried.get(name, Tried())) for name in names} | given
     assert made.ladder is not None

@@ -29,6 +29,7 @@ from paceline.record.profile import (
     StepPoint,
     write_profile,
 )
+from paceline.terminal.screen import error_console
 from paceline.terminal.tables import make_table
 
 if TYPE_CHECKING:
@@ -109,7 +110,7 @@ def profile(
         model, settings, dtype, length, sizes[-1], kv_cache_bytes, not checkpoint.has_tokenizer, compiled
     )
     shapes = [Shape(b, q, c) for b, c, q in product(sizes, lengths, widths)]
-    console = Console(stderr=True)
+    console = error_console()
     drafters = _measure_drafters(folders, sizes, lengths[-1], console)
     steps, used_dtype, threads = _measure_target(launch, tensor_parallel_size, shapes, repetitions, console)
     made = Profile(

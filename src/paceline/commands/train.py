@@ -18,6 +18,7 @@ from paceline.errors import PacelineError, RecordError, TrainingError
 from paceline.fleet.cluster import check_fleet
 from paceline.record import FILE_NAME
 from paceline.terminal.interruption import INTERRUPTED
+from paceline.terminal.screen import Screen
 from paceline.training.recipe import Recipe, load_recipe
 from paceline.training.run_folder import DRAFTER, GROWN, LOG, check_folder
 
@@ -101,14 +102,15 @@ def _run(recipe: Recipe, out: Path, *, resume: bool, overwrite: bool) -> Summary
     _check_capacity(recipe)
     log = out / LOG
     with open(os.dup(1), "w", buffering=1) as screen:
-        console = Console(file=screen, highlight=False)
+        console = Console(file=Screen(screen), highlight=False)  # type: ignore[arg-type]
         console.print(f"preparing {recipe.task.name} and {recipe.model}", soft_wrap=True)
         with hush(log):
             try:
                 from paceline.training.run import TrainingRun
 
                 check_vllm_arguments(recipe.capacity.vllm, "capacity.vllm")
-                return TrainingRun(recipe, out, console, resume=resume, overwrite=overwrite).run()
+                run = TrainingRun(recipe, out, console, resume=resume, overwrite=overwrite)
+                return run.run(tell_fd=screen.fileno())
             except PacelineError:
                 raise
             except Exception as error:

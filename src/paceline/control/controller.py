@@ -844,11 +844,14 @@ class Controller:
             if worker.waiting_since_s is None:
                 worker.waiting_since_s = listened_s
             limit_s = self._settings.silence_s if is_up else self._settings.start_timeout_s
+            limit = f"{limit_s:g} s"
             if listened_s - worker.waiting_since_s > limit_s:
                 step = "turn of drafting" if drafts else "engine step"
                 what = f"finished no {step}" if is_up else f"was still {worker.state}"
+                if worker.state == "starting":
+                    limit += " (`ray status` tells whether there was room for it)"
                 actions.append(StopWorker(worker.name, worker.life))
-                actions += self._lose(worker, f"it {what} after {limit_s:g} s")
+                actions += self._lose(worker, f"it {what} after {limit}")
         return actions
 
     def _drafts(self, name: str) -> bool:

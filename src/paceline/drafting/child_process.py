@@ -15,6 +15,8 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from paceline.owned_folder import OwnedFolder, remove_leftovers
+
 LOGGER = logging.getLogger(__name__)
 
 MAX_PATH_BYTES = 107
@@ -27,12 +29,19 @@ MAX_FAILED_STARTS = 5
 """So many in a row, and it is given up."""
 
 
-def make_socket_folder(name: str) -> Path | None:
-    """A new folder for a socket of this name: in the first place for temporary files whose path a socket can have."""
+SOCKETS = "paceline-sockets-"
+
+
+def make_socket_folder(name: str) -> OwnedFolder | None:
+    """A new folder for a socket of this name: in the first place for temporary files whose path a socket can have.
+
+    What killed processes have left there is removed.
+    """
     for base in (tempfile.gettempdir(), "/tmp", "/dev/shm"):
-        sample = os.path.join(base, "paceline-12345678", name)
+        sample = os.path.join(base, f"{SOCKETS}12345678", name)
         if len(os.fsencode(sample)) <= MAX_PATH_BYTES and os.access(base, os.W_OK):
-            return Path(tempfile.mkdtemp(prefix="paceline-", dir=base))
+            remove_leftovers(Path(base), SOCKETS)
+            return OwnedFolder(Path(base), SOCKETS)
     return None
 
 
@@ -91,7 +100,11 @@ class ChildProcess:
                 )
                 return
         if now_s - self._ended_s >= (2.0 ** (self._num_failed - 2) if self._num_failed else 0.0):
-            self._process = self._start()
+            try:
+                self._process = self._start()
+            except OSError as error:  # no memory, or no room for a process: it is a help
+                LOGGER.warning("the %s cannot be started again: %s", self._what, error.strerror)
+                self._num_failed, self._ended_s = min(self._num_failed + 1, MAX_FAILED_STARTS), now_s
 
     def send(self, number: signal.Signals) -> None:
         """Send it a signal, if it has not ended."""

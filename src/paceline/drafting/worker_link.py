@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import time
 from array import array
 from collections.abc import Iterable, Sequence
@@ -147,7 +146,7 @@ class WorkerLink:
 
         socket.setsockopt(zmq.MAXMSGSIZE, max_bytes)
         try:
-            socket.bind(f"ipc://{self._folder / name}" if interface is None else f"tcp://{interface}:*")
+            socket.bind(f"ipc://{self._folder.path / name}" if interface is None else f"tcp://{interface}:*")
         except zmq.ZMQError as error:
             raise ConfigError(
                 f"draft_interface {interface!r}: {error}; name a network interface of this machine, or its address"
@@ -347,7 +346,9 @@ class WorkerLink:
             self._is_silent = silent_s > HELPER_SILENCE_S
             return
         pid = self.child.pid
-        if silent_s > (START_S if self._worker is None else SILENCE_S):
+        if self.child.has_ended:
+            self.let_go()
+        elif silent_s > (START_S if self._worker is None else SILENCE_S):
             LOGGER.warning("the draft worker (process %d) is silent: it is started again", pid)
             self.child.kill()
             self._silent_since_s = now_s
@@ -382,7 +383,7 @@ class WorkerLink:
         self._lost.close()
         self._drafts.close()
         self._context.term()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder.close()
 
 
 def _start_child(settings: WorkerSettings) -> ChildProcess:

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from paceline.engine.installed import require_vllm
 from paceline.engine.keys import check_options
-from paceline.errors import UnsupportedError
+from paceline.errors import RequestError, UnsupportedError
 
 require_vllm()
 
@@ -21,6 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (  # noqa: E402
     KVConnectorRole,
     SupportsHMA,
 )
+from vllm.exceptions import VLLMValidationError  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
 from vllm.sampling_params import SamplingParams  # noqa: E402
 from vllm.utils.torch_utils import PIN_MEMORY  # noqa: E402
@@ -157,6 +158,14 @@ def is_batch_invariant_gpu() -> bool:
     return bool(vllm.envs.VLLM_BATCH_INVARIANT) and not is_cpu()
 
 
+class RefusedRequest(RequestError, VLLMValidationError):  # type: ignore[misc]
+    """The same for clients of a server too, which tells them of vLLM's own errors alone."""
+
+
+class RefusedOption(UnsupportedError, VLLMValidationError):  # type: ignore[misc]
+    """Likewise."""
+
+
 def allow_exact_options() -> None:
     """Let requests to Paceline's engines use min-p and logit bias, which vLLM refuses under speculation.
 
@@ -172,7 +181,12 @@ def allow_exact_options() -> None:
 
     def validate(self: Any, params: Any, *args: Any) -> Any:
         if isinstance(params, SamplingParams) and "paceline" in (self.vllm_config.additional_config or {}):
-            _check_exact(params, self.vllm_config)
+            try:
+                _check_exact(params, self.vllm_config)
+            except RequestError as error:
+                raise RefusedRequest(str(error)) from error
+            except UnsupportedError as error:
+                raise RefusedOption(str(error)) from error
             self.speculative_config = None  # what vLLM's check goes by, and nothing else here
         return check(self, params, *args)
 
@@ -189,10 +203,30 @@ def _check_exact(params: SamplingParams, vllm_config: Any) -> None:
             "model runner V2 does not return them under speculation; ask for logprobs"
         )
         if (params.extra_args or {}).get("paceline_generated"):
-            unsupported["prompt_logprobs"] = "score the prompt in a request that is not resumed"
+            whole = "score the prompt in a request that is not resumed"
+            unsupported |= {"prompt_logprobs": whole, "prompt_logprob_token_ids": whole}
+        _check_tables(params)
     for name, remedy in unsupported.items():
         if (value := getattr(params, name)) is not None:
             raise UnsupportedError(f"{name}={value} is not supported under exact drafting: {remedy}")
+
+
+def _check_tables(params: SamplingParams) -> None:
+    """Raise UnsupportedError for more than V2 has room for, which would end its worker."""
+    from vllm.v1.worker.gpu.sample.logit_bias import (
+        MAX_NUM_ALLOWED_TOKEN_IDS,
+        MAX_NUM_LOGIT_BIAS_TOKENS,
+        MAX_NUM_STOP_TOKEN_IDS,
+    )
+
+    rooms = {"allowed_token_ids": MAX_NUM_ALLOWED_TOKEN_IDS, "logit_bias": MAX_NUM_LOGIT_BIAS_TOKENS}
+    if params.min_tokens:
+        rooms["stop_token_ids"] = MAX_NUM_STOP_TOKEN_IDS - 1  # EOS comes to them
+    for name, room in rooms.items():
+        if (count := len(getattr(params, name) or ())) > room:
+            raise UnsupportedError(
+                f"{name} has {count} tokens, and model runner V2 has room for {room} of a request: give fewer"
+            )
 
 
 def all_logits_processors(vllm_config: Any, device: Any) -> LogitsProcessors:

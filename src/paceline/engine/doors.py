@@ -573,8 +573,16 @@ DOORS: tuple[Door, ...] = (
     Door(
         "vllm.sampling_params:SamplingParams",
         "what exact drafting does not do is refused (compat.py); keys travel in extra_args, on V2 as the seed",
-        members="extra_args clone seed min_tokens thinking_token_budget logprob_token_ids prompt_logprobs",
+        members="extra_args clone skip_clone seed min_tokens thinking_token_budget logprob_token_ids prompt_logprobs "
+        "prompt_logprob_token_ids",
     ),
+    Door("vllm.exceptions:VLLMValidationError", "what is refused, for a server's clients (compat.py)"),
+    Door(
+        "vllm.v1.worker.gpu.sample.logit_bias:MAX_NUM_ALLOWED_TOKEN_IDS",
+        "V2's room for tokens of a request, which it has to be held to before its worker ends (compat.py)",
+    ),
+    Door("vllm.v1.worker.gpu.sample.logit_bias:MAX_NUM_LOGIT_BIAS_TOKENS", "likewise"),
+    Door("vllm.v1.worker.gpu.sample.logit_bias:MAX_NUM_STOP_TOKEN_IDS", "likewise"),
     Door(
         "vllm.v1.engine.input_processor:InputProcessor",
         "what speculation forbids and exact drafting does not (compat.py)",

@@ -111,6 +111,11 @@ def _integer(extra: dict[str, Any], name: str) -> int | None:
     return value
 
 
+def signed(key: int) -> int:
+    """A key's 64 bits with a sign, as vLLM has seeds."""
+    return key - (1 << 64) if key >> 63 else key
+
+
 class KeyBook:
     """Gives each request of an engine its key and group; counts samples of equal prompts."""
 
@@ -154,8 +159,7 @@ class KeyBook:
     def seed(self, key: int) -> int | None:
         """What vLLM gets for a request's seed: the key's 64 bits with a sign; on V1, where it would build a random
         generator that nothing reads, none."""
-        signed = key - (1 << 64) if key >> 63 else key
-        return signed if self._is_seed else None
+        return signed(key) if self._is_seed else None
 
     def _derive(self, params: Any, prompt: Sequence[int], sample: int | None) -> int:
         if params.seed is not None:

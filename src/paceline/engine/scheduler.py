@@ -142,7 +142,7 @@ class PacelineScheduler(Scheduler):  # type: ignore[misc]
             key, group, carried = self.keys.assign(params, tokens, self._next_response)
         except RequestError as error:  # let out, it would end the engine: this request alone is to fail
             failure = str(error)
-            params.extra_args = None
+            params.extra_args = params.seed = None
             key, group, carried = self.keys.assign(params, tokens, self._next_response)
         live = ScheduledResponse(
             response=self._next_response,

@@ -101,7 +101,11 @@ class PacelineWorker(platform_worker()):  # type: ignore[misc]
         super().update_weights(*args, **kwargs)
 
     def reload_weights(self, *args: Any, **kwargs: Any) -> None:
-        """Renew the weights and everything derived from them: packed layers, a tied head, the invariance wrappers."""
+        """Renew the weights and everything derived from them: packed layers, a tied head, the invariance wrappers.
+
+        What `model.load_weights` was given before goes first.
+        """
+        self._apply_pending()
         self._unname_weights()
         model = self.model_runner.get_model()
         stand_in = model.__dict__.pop("load_weights", None)

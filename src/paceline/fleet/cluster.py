@@ -5,6 +5,7 @@ Importing this imports no Ray, so that a fleet that cannot be is refused at once
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import socket
@@ -18,6 +19,8 @@ import psutil
 from paceline.config import FleetSettings
 from paceline.engine.installed import is_cpu_build
 from paceline.errors import ConfigError, InstallError
+
+LOGGER = logging.getLogger(__name__)
 
 WORKERS_PER_CORE = 2
 """More engines than this on each core of one machine only wait for each other."""
@@ -83,7 +86,7 @@ def connect(settings: FleetSettings, vllm: Any) -> bool:
     ray = import_ray()
     gpus = _gpus(settings, vllm)
     if ray.is_initialized():
-        _check_size(settings, gpus, ray.cluster_resources())
+        _check_size(settings, gpus, ray.cluster_resources(), ray.available_resources())
         return False
     options: dict[str, Any] = {"address": settings.address}
     if settings.address is None:
@@ -98,7 +101,7 @@ def connect(settings: FleetSettings, vllm: Any) -> bool:
         where = "on this machine" if settings.address is None else f"at {settings.address}"
         raise ConfigError(f"no Ray {where}: {' '.join(str(error).split())[:300]}") from error
     try:
-        _check_size(settings, gpus, ray.cluster_resources())
+        _check_size(settings, gpus, ray.cluster_resources(), ray.available_resources())
     except ConfigError:
         ray.shutdown()
         raise
@@ -175,8 +178,13 @@ def _check_reachable(address: str) -> None:
         ) from error
 
 
-def _check_size(settings: FleetSettings, gpus: float, has: dict[str, float]) -> None:
-    """gpus: of each worker."""
+def _check_size(
+    settings: FleetSettings, gpus: float, has: dict[str, float], free: dict[str, float]
+) -> None:
+    """Raise ConfigError for a cluster that is too small; one that others use may have room later.
+
+    gpus: of each worker. has, free: the cluster's resources, and those that nobody uses.
+    """
     needs = {"CPU": settings.cpus_per_worker, "GPU": gpus, **settings.resources_per_worker}
     for name, each in needs.items():
         if settings.workers * each > has.get(name, 0.0):
@@ -184,3 +192,9 @@ def _check_size(settings: FleetSettings, gpus: float, has: dict[str, float]) -> 
                 f"{settings.workers} workers need {settings.workers * each:g} {name}, the Ray cluster has "
                 f"{has.get(name, 0.0):g}: lower the number of workers or what each needs, or add nodes"
             )
+        if settings.workers * each > free.get(name, 0.0):
+            LOGGER.warning(
+                "%d workers need %g %s, of which the Ray cluster has %g free: the others start once there is room "
+                "(ray status tells who uses it)",
+                settings.workers, settings.workers * each, name, free.get(name, 0.0),
+            )  # fmt: skip

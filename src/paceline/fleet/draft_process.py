@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 from paceline.drafting.child_process import ChildProcess, make_socket_folder
+from paceline.owned_folder import OwnedFolder
 
 LOGGER = logging.getLogger(__name__)
 
@@ -29,10 +30,10 @@ def start_draft_process(secret_file: str | None = None) -> DraftProcess | None:
 class DraftProcess:
     """Keeps a draft server alive at one address. Close it."""
 
-    def __init__(self, folder: Path, secret_file: str | None = None) -> None:
+    def __init__(self, folder: OwnedFolder, secret_file: str | None = None) -> None:
         """folder: for its socket; removed in the end. secret_file: as for `start_draft_process`."""
         self._folder = folder
-        self.address = f"ipc://{self._folder / 'drafts'}"
+        self.address = f"ipc://{folder.path / 'drafts'}"
         """The same after every start: clients find it again by themselves."""
         module = "paceline.fleet.draft_process"
         self.child = ChildProcess("draft server", module, (self.address, str(os.getpid()), secret_file or ""))
@@ -40,7 +41,7 @@ class DraftProcess:
     def close(self) -> None:
         """End the server."""
         self.child.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder.close()
 
 
 def main(address: str, parent: int, secret_file: str) -> None:

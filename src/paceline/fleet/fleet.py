@@ -49,7 +49,7 @@ from paceline.control.events import (
 )
 from paceline.dice import derive_key
 from paceline.drafting.drafter import is_draft_head
-from paceline.engine.keys import prompt_group
+from paceline.engine.keys import MASK, prompt_group
 from paceline.engine.rollout_engine import check_checkpoint, check_params
 from paceline.errors import ConfigError, EngineError, RequestError, UnsupportedError
 from paceline.fleet import cluster
@@ -679,7 +679,7 @@ class Fleet:
             key = derive_key(self.engine_settings.run_seed, request.prompt, request.sample)
         if group is None:
             group = prompt_group(request.prompt)
-        return replace(request, key=key, group=group, max_tokens=min(request.max_tokens, room))
+        return replace(request, key=key & MASK, group=group, max_tokens=min(request.max_tokens, room))
 
     def _states(self) -> set[str]:
         return {self._controller.state_of(name) for name in self._controller.workers}

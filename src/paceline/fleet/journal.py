@@ -263,6 +263,15 @@ class Journal:
         self._copy = None
 
 
+def kept_job(path: Path) -> str | None:
+    """The job of a journal; None where there is none, or where it holds nothing of a response."""
+    with contextlib.suppress(FileNotFoundError):
+        head = next(_read_frames(path, b""), b"")
+        if head.startswith(_MAGIC) and next(_read_frames(path, _frame(head)), None) is not None:
+            return head.removeprefix(_MAGIC).decode()
+    return None
+
+
 def _copy_path(path: Path) -> Path:
     return path.with_name(path.name + ".new")
 

@@ -6,8 +6,6 @@ or without room in it, the next worker prefills.
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import os
 import secrets
 import shutil
@@ -18,31 +16,13 @@ from typing import Self
 from paceline.config import EngineSettings, FleetSettings, KvPoolSettings
 from paceline.fleet.prefetch import Prefetcher, Queue
 from paceline.kvpool import KvPool, response_identity
+from paceline.owned_folder import OwnedFolder, remove_leftovers
 from paceline.types import KvPoolCounters, RolloutRequest
 
 SHARED_MEMORY = Path("/dev/shm")
 PREFIX = "paceline-fleet-"
 LEAST_BYTES = 64 << 20
 """A pool smaller than this holds hardly a response, and is left out."""
-
-
-class OwnedFolder:
-    """A new folder that is locked by this process as long as it lives, so that others can tell when it has died.
-
-    It gets the name that `remove_leftovers` looks for once it is locked: there is no moment at which it looks left.
-    """
-
-    def __init__(self, base: Path) -> None:
-        """Raises OSError if there can be none below `base`."""
-        hidden = Path(tempfile.mkdtemp(prefix=f".{PREFIX}", dir=base))
-        self._fd = os.open(hidden, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        self.path = hidden.rename(base / hidden.name[1:])
-
-    def close(self) -> None:
-        """Remove the folder and what is in it."""
-        shutil.rmtree(self.path, ignore_errors=True)
-        os.close(self._fd)
 
 
 class FleetKvPool:
@@ -58,7 +38,7 @@ class FleetKvPool:
     @classmethod
     def make(cls, base: Path, num_bytes: int) -> Self:
         """A pool in a new folder below `base`, in shared memory alone."""
-        folder = OwnedFolder(base)
+        folder = OwnedFolder(base, PREFIX)
         settings = KvPoolSettings(
             directory=str(folder.path), memory_bytes=num_bytes, namespace=folder.path.name, required=False
         )
@@ -103,13 +83,14 @@ class FleetKvPool:
 def open_pool(settings: FleetSettings, engine: EngineSettings, is_one_machine: bool) -> FleetKvPool | None:
     """The pool of the fleet's workers: the one that the engines' settings name, or one of the fleet's own.
 
-    What killed fleets have left on this machine is removed whether this one gets a pool or not.
+    What killed fleets have left on this machine is removed whether this one gets a pool or not; engines that outlive
+    their driver for a moment save nothing more.
 
     None: it wants none, memory has no room for one, or another program keeps it. Raises ConfigError for directories of
     no use.
     """
     base = SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
-    remove_leftovers(base)
+    remove_leftovers(base, PREFIX)
     named = engine.kv_pool
     if not is_one_machine or (named is not None and named.backend != "paceline"):
         return None
@@ -119,18 +100,3 @@ def open_pool(settings: FleetSettings, engine: EngineSettings, is_one_machine: b
         return None
     num_bytes = min(int(settings.kv_pool_gib * (1 << 30)), shutil.disk_usage(base).free // 2)
     return FleetKvPool.make(base, num_bytes) if num_bytes >= LEAST_BYTES else None
-
-
-def remove_leftovers(base: Path) -> None:
-    """Remove pools whose driver has died: nobody holds the lock on the folder. Engines that outlive their driver for a
-    moment save nothing more.
-    """
-    for folder in base.glob(f"{PREFIX}*"):
-        try:
-            fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        except OSError:  # another user's, or gone meanwhile
-            continue
-        with contextlib.suppress(BlockingIOError):  # in use
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(folder, ignore_errors=True)
-        os.close(fd)

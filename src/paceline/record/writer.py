@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -56,9 +56,18 @@ class RecordWriter:
 
     @classmethod
     def create(
-        cls, run_dir: Path, header: Header, config: RecordConfig | None = None, *, overwrite: bool = False
+        cls,
+        run_dir: Path,
+        header: Header,
+        config: RecordConfig | None = None,
+        *,
+        overwrite: bool = False,
+        clear: Callable[[], None] | None = None,
     ) -> Self:
-        """Start a record. RecordError if there is one (unless `overwrite`) or the folder is not writable."""
+        """Start a record. RecordError if there is one (unless `overwrite`) or the folder is not writable.
+
+        clear: removes what belongs to an older record, once no other process writes that and before this one begins.
+        """
         config = config or RecordConfig()
         file = _open(run_dir, config)
         writer = cls(file, config, 0.0)
@@ -69,6 +78,8 @@ class RecordWriter:
                     "or choose another --out"
                 )
             file.cut(0)
+            if clear is not None:
+                clear()
             writer._append(header)
         except BaseException:
             writer.close()

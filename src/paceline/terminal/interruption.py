@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: asked for at any time, obeyed where what has been done can be kept."""
+"""Ctrl-C, SIGTERM and a terminal that is closed: asked for at any time, obeyed where what has been done can be kept."""
 
 from __future__ import annotations
 
@@ -22,22 +22,31 @@ class Interrupted(KeyboardInterrupt):
 class Interruption:
     """Context manager that turns the first signal into a wish; a second one ends the process as usual.
 
-    Enter it in the main thread.
+    But for SIGHUP, of which a closed terminal sends several, and which stays ignored where it was (nohup). Enter it in
+    the main thread.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, tell_fd: int = 2) -> None:
+        """tell_fd: file descriptor that the answer to the signal goes to."""
         self.wanted = False
+        self._tell_fd = tell_fd
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
         self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
+        if (hangup := signal.getsignal(signal.SIGHUP)) is not signal.SIG_IGN:
+            self._before[signal.SIGHUP] = hangup
+            signal.signal(signal.SIGHUP, self._note_hangup)
         return self
+
+    def _note_hangup(self, number: int, frame: FrameType | None) -> None:
+        self.wanted = True
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.wanted = True
         self._restore()
         with contextlib.suppress(OSError):  # nobody may be there any more to read it
-            os.write(2, _ANSWER)  # a handler must not print: it may have interrupted a print
+            os.write(self._tell_fd, _ANSWER)  # a handler must not print: it may have interrupted a print
 
     def _restore(self) -> None:
         for number, handler in self._before.items():

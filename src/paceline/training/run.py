@@ -7,6 +7,7 @@ the `train` command.
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
@@ -37,6 +38,7 @@ from paceline.record.ladder_file import read_ladder
 from paceline.tasks import Row, load_task
 from paceline.terminal.interruption import Interrupted, Interruption
 from paceline.terminal.progress import Progress
+from paceline.training.checkpoints import checkpoint_at, is_complete, latest_checkpoint, step_of
 from paceline.training.policy import load_policy, load_tokenizer, model_length
 from paceline.training.recipe import Recipe, check_resumable
 from paceline.training.rollout_journals import RolloutJournals
@@ -46,9 +48,7 @@ from paceline.training.run_folder import (
     Past,
     check_folder,
     clear_folder,
-    latest_checkpoint,
     read_past,
-    step_of,
 )
 from paceline.training.step_runner import StepRunner, Summary
 
@@ -135,15 +135,18 @@ class TrainingRun:
 
     # -- the run
 
-    def run(self) -> Summary:
-        """Train to the end, or until Ctrl-C or SIGTERM. Raises PacelineError when something fails on the way."""
+    def run(self, *, tell_fd: int = 2) -> Summary:
+        """Train to the end, or until Ctrl-C or SIGTERM. Raises PacelineError when something fails on the way.
+
+        tell_fd: file descriptor that the answer to these goes to.
+        """
         record = self._open_record()
         try:
             with (
                 self._start_drafter() as drafter,
                 self._start_engine(drafter) as engine,
                 Progress(self._console, self.recipe.steps) as progress,
-                Interruption() as interruption,
+                Interruption(tell_fd) as interruption,
                 ExitStack() as beside,
             ):
                 if engine.invariance_gap is not None:
@@ -180,7 +183,6 @@ class TrainingRun:
     def _open_record(self) -> RecordWriter:
         if self._resume:
             return RecordWriter.resume(self.folder, self.recipe.record)
-        clear_folder(self.folder)
         header = Header(
             machine=describe_machine(),
             versions=describe_versions(),
@@ -190,7 +192,13 @@ class TrainingRun:
             task=self.recipe.task.name,
             num_steps_planned=self.recipe.steps,
         )
-        return RecordWriter.create(self.folder, header, self.recipe.record, overwrite=self._overwrite)
+        return RecordWriter.create(
+            self.folder,
+            header,
+            self.recipe.record,
+            overwrite=self._overwrite,
+            clear=partial(clear_folder, self.folder),
+        )
 
     def _start_drafter(self) -> AbstractContextManager[AdaptiveDrafter | None]:
         section = self.recipe.adaptive_drafter
@@ -305,7 +313,7 @@ class TrainingRun:
 
     def _train(self, trainer: Any, runner: StepRunner) -> str:
         """Returns "finished" or "interrupted"; saves a checkpoint of the last finished step either way."""
-        checkpoint = latest_checkpoint(self.folder) if self._resume else None
+        checkpoint = latest_checkpoint(self.folder / CHECKPOINTS) if self._resume else None
         try:
             if checkpoint is not None and step_of(checkpoint) >= self._arguments.max_steps:
                 self._complete(trainer, runner, checkpoint)
@@ -331,9 +339,12 @@ class TrainingRun:
     def _save_between_steps(self, trainer: Any, runner: StepRunner) -> None:
         """Save the state at the end of the last finished update; what an unfinished one drew is undone."""
         done = int(trainer.state.global_step)
-        if done and not (self.folder / CHECKPOINTS / f"checkpoint-{done}").is_dir():
+        checkpoint = checkpoint_at(self.folder / CHECKPOINTS, done)
+        if done and not is_complete(checkpoint):
+            shutil.rmtree(checkpoint, ignore_errors=True)
             runner.restore_randomness()
             trainer._save_checkpoint(trainer.model, trial=None)
+            runner.note_checkpoint()
 
     def _note_failure(self, record: RecordWriter, error: BaseException) -> None:
         stopped = isinstance(error, KeyboardInterrupt)

@@ -1,7 +1,7 @@
 """The folder of a training run: what may be in it, what an earlier run left, where to go on.
 
     record.jsonl          every measurement (paceline.record)
-    checkpoints/          the trainer's checkpoints, from which --resume continues exactly
+    checkpoints/          the trainer's checkpoints, from which --resume continues exactly (checkpoints.py)
     rollouts/             what the rollouts since the last checkpoint have, for --resume (rollout_journals.py)
     drafter/              the drafter that grew in the run, if asked for (adaptive_rollouts.py)
     ladder.json           what each of several drafters gains, and how often it was right (ladder_rollouts.py)
@@ -59,11 +59,18 @@ def check_folder(folder: Path, *, resume: bool, overwrite: bool) -> None:
     """Raise ConfigError if `folder` cannot take the run: it exists and no option says what to do with it."""
     if resume and overwrite:
         raise ConfigError("--resume and --overwrite contradict each other: give one of them")
-    if not folder.exists() or resume:
+    if not folder.exists():
         return
     if not folder.is_dir():
         raise ConfigError(f"--out {folder} is a file: give a folder")
     held = {path.name for path in folder.iterdir()} - {LOG}
+    if resume:
+        if held and FILE_NAME not in held:
+            raise ConfigError(
+                f"--out {folder} has no {FILE_NAME} to go on with, and holds something else: --resume will not begin "
+                "a run there"
+            )
+        return
     if held and not overwrite:
         raise ConfigError(
             f"--out {folder} exists: continue that run with --resume, replace it with --overwrite, or give "
@@ -79,19 +86,3 @@ def clear_folder(folder: Path) -> None:
         shutil.rmtree(folder / name, ignore_errors=True)
     for name in (REPORT, SIDE_BY_SIDE, LADDER):
         (folder / name).unlink(missing_ok=True)
-
-
-def latest_checkpoint(folder: Path) -> Path | None:
-    """The newest complete checkpoint of a run; None before the first."""
-    found = [
-        path
-        for path in (folder / CHECKPOINTS).glob("checkpoint-*")
-        if (path / "trainer_state.json").is_file()
-    ]
-    return max(found, key=step_of, default=None)
-
-
-def step_of(checkpoint: Path) -> int:
-    """Optimizer updates made before a checkpoint; -1 if its name does not tell."""
-    number = checkpoint.name.rpartition("-")[2]
-    return int(number) if number.isdigit() else -1

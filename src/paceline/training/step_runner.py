@@ -19,6 +19,7 @@ from paceline.record import Comparison, Evaluation, Phases, ResponseDone, TrainS
 from paceline.tasks import Row, Task
 from paceline.terminal.interruption import Interrupted, Interruption
 from paceline.terminal.progress import Progress
+from paceline.training.checkpoints import checkpoint_at, keep_newest, seal
 from paceline.training.randomness import read_randomness, unchanged_randomness, write_randomness
 from paceline.training.recipe import Recipe
 from paceline.training.rollout_journals import RolloutJournals
@@ -165,8 +166,11 @@ class StepRunner:
         self._close_step()
 
     def note_checkpoint(self) -> None:
-        """The trainer has saved its state: rollouts up to it will not be asked for again."""
-        self._journals.forget(int(self.trainer.state.global_step) // self.recipe.batch.updates)
+        """The trainer has saved its state: older ones go, and rollouts up to it will not be asked for again."""
+        updates, folder = int(self.trainer.state.global_step), Path(self.trainer.args.output_dir)
+        seal(checkpoint_at(folder, updates))
+        keep_newest(folder, self.recipe.output.keep)
+        self._journals.forget(updates // self.recipe.batch.updates)
 
     def keep_randomness(self) -> None:
         """Remember the random generators between two steps, to undo what an interrupted step draws."""

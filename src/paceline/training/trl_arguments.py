@@ -94,7 +94,7 @@ def _owned(recipe: Recipe, folder: Path, on_cpu: bool) -> dict[str, Any]:
         "disable_tqdm": True,
         "save_strategy": "steps",
         "save_steps": recipe.output.save_every * batch.updates,
-        "save_total_limit": recipe.output.keep,
+        "save_total_limit": None,  # ours to choose: transformers goes by their times (checkpoints.py)
     }
 
 

@@ -47,6 +47,7 @@ from paceline.commands.inputs.sampling import Sampling
 from paceline.errors import ConfigError, RecordError
 from paceline.record import describe_machine, describe_versions
 from paceline.terminal.interruption import INTERRUPTED
+from paceline.terminal.screen import error_console
 from paceline.terminal.tables import make_table
 from paceline.types import RolloutRequest
 
@@ -131,7 +132,7 @@ def bench(
     )
     launches = {name: _launch(launch, name, seed, model_drafter) for name in names}
     rounds = [make_requests(chosen, samples, max_tokens, seed + turn) for turn in range(repetitions + 1)]
-    console = Console(stderr=True)
+    console = error_console()
     measured, complete = _measure(launches, sampling, rounds, console)
     rows = [compare(name, measured) for name in names] if measured[names[0]] else []
     if rows:

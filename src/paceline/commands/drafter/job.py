@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,6 +40,7 @@ from paceline.distillation.training_folder import (
     rebuild_network,
 )
 from paceline.errors import ConfigError, RecordError
+from paceline.terminal.screen import Screen
 from paceline.terminal.tables import make_table
 
 SAVE_EVERY_S = 5.0
@@ -64,7 +69,7 @@ class TrainingJob:
 def run_training(job: TrainingJob, *, resume: bool, overwrite: bool) -> None:
     """Train until the time is used up, saving as it goes."""
     _set_threads(job.threads)
-    found = _begin(job.out, resume, overwrite)
+    found = None if overwrite else _find(job.out, resume)
     method = METHODS[job.method] if job.loss is None else METHODS[job.method].with_loss(job.loss)
     rows = read_responses(job.responses)
     temperature = _temperature(rows)
@@ -80,7 +85,9 @@ def run_training(job: TrainingJob, *, resume: bool, overwrite: bool) -> None:
     if found is not None:
         made = _continue(found[1], made)
         trainer.load(found[0])
-    with CheckpointWriter(job.out / FILE_NAME) as writer:
+    with _owned(job.out), CheckpointWriter(job.out / FILE_NAME) as writer:
+        for name in names_in(job.out) if overwrite else ():
+            (job.out / name).unlink()
         told = _Telling(trainer, made, writer, job.core_s)
         begun = Progress(made.trained_s, made.trained_tokens, 0.0)
         try:
@@ -107,10 +114,9 @@ class _Telling:
             self.save()
         if now - self._told_s >= TELL_EVERY_S:
             self._told_s = now
-            typer.echo(
+            Screen(sys.stderr).write(
                 f"{progress.core_s:.0f} of {self._core_s:.0f} s, loss {progress.loss:.4f}, "
-                f"{progress.num_tokens / progress.core_s:.0f} tokens/s",
-                err=True,
+                f"{progress.num_tokens / progress.core_s:.0f} tokens/s\n"
             )
 
     def save(self) -> None:
@@ -136,13 +142,27 @@ def _set_threads(threads: int) -> None:
         torch.set_num_threads(threads)
 
 
-def _begin(out: Path, resume: bool, overwrite: bool) -> tuple[dict[str, Tensor], Description] | None:
-    """What `--resume` goes on with; `--overwrite` removes it. Raises RecordError if neither is given."""
+@contextmanager
+def _owned(out: Path) -> Iterator[None]:
+    """This process alone trains in the folder. Raises RecordError while another one does, or where it cannot be made."""
+    with ExitStack() as opened:
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+            folder = os.open(out, os.O_RDONLY)
+            opened.callback(os.close, folder)
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise RecordError(
+                f"{out}: another process trains a drafter there: wait for it, or choose another --out"
+            ) from error
+        except OSError as error:
+            raise RecordError(f"cannot write to {out}: {error.strerror}; choose another --out") from error
+        yield
+
+
+def _find(out: Path, resume: bool) -> tuple[dict[str, Tensor], Description] | None:
+    """What `--resume` goes on with. Raises RecordError if it is not given where something is."""
     if not is_training_folder(out):
-        return None
-    if overwrite:
-        for name in names_in(out):
-            (out / name).unlink()
         return None
     if not resume:
         raise RecordError(

@@ -75,6 +75,8 @@ def _parse(path: Path, reserved: frozenset[str]) -> Iterator[Prompt]:
 def _parse_line(where: str, number: int, line: bytes, reserved: frozenset[str]) -> Prompt:
     try:
         fields = msgspec.json.decode(line)
+    except RecursionError as error:
+        raise RequestError(f"{where} is nested too deeply: leave away what no response needs") from error
     except msgspec.DecodeError as error:
         raise RequestError(f"{where} is not JSON ({error}): write one JSON object a line") from error
     except UnicodeDecodeError as error:

@@ -8,7 +8,6 @@ from typing import Annotated, Literal
 
 import typer
 from pydantic import ValidationError
-from rich.console import Console
 
 from paceline.commands.inputs.best_drafter import begin_with_best
 from paceline.commands.inputs.launch import (
@@ -44,13 +43,14 @@ from paceline.commands.inputs.options import (
 from paceline.commands.inputs.planned import carry_out
 from paceline.commands.inputs.prompts import read_prompts
 from paceline.commands.inputs.sampling import Sampling
-from paceline.commands.rollout.fleet_job import check_fleet_job, run_fleet_job
+from paceline.commands.rollout.fleet_job import check_fleet_job, has_journal, run_fleet_job
 from paceline.commands.rollout.job import plan_job, run_job
 from paceline.commands.rollout.responses import RESERVED, ResponseFile, refuse_existing
 from paceline.commands.rollout.rollout_record import RolloutRecord, refuse_existing_record
 from paceline.config import FleetSettings, OnFailure, describe
 from paceline.errors import ConfigError
 from paceline.record.plan_file import PlanFile, read_plan
+from paceline.terminal.screen import error_console
 
 
 def rollout(
@@ -261,7 +261,7 @@ def rollout(
         further_drafters=further_drafter or (),
         linear_kernel=linear_kernel,
     )
-    console = Console(stderr=True)
+    console = error_console()
     known = None
     if ladder is not None:
         helps = fleet is not None and fleet.help in {"auto", "draft"}
@@ -273,10 +273,10 @@ def rollout(
         )
     if planned is not None:
         settings = carry_out(planned, settings)
+    if record is not None:
+        refuse_existing_record(record, may_go=resume or overwrite)
     if not (resume or overwrite):
-        refuse_existing(out)
-        if record is not None:
-            refuse_existing_record(record)
+        refuse_existing(out, is_begun=has_journal(out))
     checkpoint = read_checkpoint(model)
     for folder in (model_drafter, *(further_drafter or ())):
         check_model_drafter(folder, checkpoint)

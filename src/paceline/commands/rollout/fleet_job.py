@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter, deque
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -16,7 +17,7 @@ from paceline.commands.inputs.launch import Launch, describe_failure, hush
 from paceline.commands.inputs.model_folder import load_tokenizer
 from paceline.commands.inputs.sampling import Sampling
 from paceline.commands.rollout.job import SOME_FAILED, Job, encode_response, tell_end, tell_plan
-from paceline.commands.rollout.responses import ResponseFile
+from paceline.commands.rollout.responses import ResponseFile, refuse_other
 from paceline.config import FleetSettings
 from paceline.engine.rollout_engine import prepare_environment
 from paceline.errors import ConfigError, EngineError, PacelineError
@@ -69,8 +70,10 @@ def run_fleet_job(
     from paceline.fleet.journal import Journal
 
     tell_plan(job, file.path, console)
-    path = file.path.with_name(file.path.name + JOURNAL_SUFFIX)
-    journal = Journal.open(path, _identity(job), resume=resume)
+    path = journal_of(file.path)
+    if resume:
+        _refuse_other_journal(path, _identity(job))
+    journal = Journal.open(path, msgspec.json.encode(_identity(job)).decode(), resume=resume)
     num_failed = 0
     try:
         if job.todo:
@@ -82,9 +85,31 @@ def run_fleet_job(
         raise typer.Exit(SOME_FAILED)
 
 
-def _identity(job: Job) -> str:
+def journal_of(out: Path) -> Path:
+    """Where a fleet keeps what unfinished responses have, beside those that are finished."""
+    return out.with_name(out.name + JOURNAL_SUFFIX)
+
+
+def has_journal(out: Path) -> bool:
+    """Whether a fleet has left there what unfinished responses have."""
+    from paceline.fleet.journal import kept_job
+
+    return kept_job(journal_of(out)) is not None
+
+
+def _identity(job: Job) -> dict[str, Any]:
     """What decides the tokens beside key and prompt."""
-    return msgspec.json.encode({"policy": job.fingerprint, "options": dict(job.options)}).decode()
+    return {"policy": job.fingerprint, "options": dict(job.options)}
+
+
+def _refuse_other_journal(path: Path, identity: dict[str, Any]) -> None:
+    """Raise RecordError for a journal of other options or weights: this run would throw it away."""
+    from paceline.fleet.journal import kept_job
+
+    if (text := kept_job(path)) is None:
+        return
+    kept = msgspec.json.decode(text)
+    refuse_other(f"{path} holds unfinished responses", kept["policy"], kept["options"], **identity)
 
 
 def _run(

@@ -175,14 +175,17 @@ def _replace(file: AppendFile) -> AppendFile:
     return _open(file.path)
 
 
-def refuse_existing(path: Path) -> None:
-    """Raise RecordError when there is something in the file."""
-    if path.is_file() and path.stat().st_size:
+def refuse_existing(path: Path, *, is_begun: bool = False) -> None:
+    """Raise RecordError when there is something in the file, or where responses of it are begun elsewhere."""
+    has_some = path.is_file() and path.stat().st_size > 0
+    if has_some or is_begun:
+        what = "already holds responses" if has_some else "has unfinished responses beside it"
         raise RecordError(
-            f"{path} already holds responses: continue with --resume, replace them with --overwrite, or choose "
-            "another --out"
+            f"{path} {what}: continue with --resume, replace them with --overwrite, or choose another --out"
         )
 
+
+_REMEDY = "run with what they were made with, or start anew with --overwrite"
 
 UNSAID = {"compiled": False, "linear_kernel": "vllm"}
 """Options that files from before there was a choice do not name, and what they were."""
@@ -193,12 +196,18 @@ def refuse_difference(
 ) -> None:
     """Raise RecordError when a response in the file is not one that this run would make."""
     where = f"{path} holds responses (id {known.id!r}, sample {known.sample})"
-    remedy = "run with what they were made with, or start anew with --overwrite"
-    if known.policy_fingerprint != fingerprint:
-        raise RecordError(f"{where} of other weights than the model's: {remedy}")
-    for name in sorted(options.keys() | known.options.keys()):
-        then, now = known.options.get(name, UNSAID.get(name)), options.get(name)
-        if then != now:
-            raise RecordError(f"{where} made with {name}={then!r}, this run has {now!r}: {remedy}")
+    refuse_other(where, known.policy_fingerprint, known.options, fingerprint, options)
     if known.key != key:
-        raise RecordError(f"{where} of another prompt than the prompts file now has: {remedy}")
+        raise RecordError(f"{where} of another prompt than the prompts file now has: {_REMEDY}")
+
+
+def refuse_other(
+    where: str, then_policy: str, then_options: dict[str, Any], policy: str, options: dict[str, Any]
+) -> None:
+    """Raise RecordError where what was made before (`where` says what) has other weights or options than this run."""
+    if then_policy != policy:
+        raise RecordError(f"{where} of other weights than the model's: {_REMEDY}")
+    for name in sorted(options.keys() | then_options.keys()):
+        then, now = then_options.get(name, UNSAID.get(name)), options.get(name)
+        if then != now:
+            raise RecordError(f"{where} made with {name}={then!r}, this run has {now!r}: {_REMEDY}")

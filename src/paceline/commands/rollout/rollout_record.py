@@ -38,14 +38,30 @@ if TYPE_CHECKING:
     from paceline.fleet.recording import FleetRecording
     from paceline.types import Response
 
+TASK = "Rollout"
+"""What the record of a rollout alone says that it is of."""
 
-def refuse_existing_record(folder: Path) -> None:
-    """Raise RecordError when the folder holds a record."""
-    if (folder / FILE_NAME).exists():
+
+def refuse_existing_record(folder: Path, *, may_go: bool) -> None:
+    """Raise RecordError when the folder holds a record. may_go: only where it is none of a rollout's."""
+    if not (folder / FILE_NAME).exists():
+        return
+    if (task := _task_of(folder)) not in {TASK, None}:
+        raise RecordError(f"--record {folder} holds a run of another kind ({task}): give another folder")
+    if not may_go:
         raise RecordError(
             f"--record {folder} already holds a run: continue with --resume, replace it with --overwrite, or give "
             "another folder"
         )
+
+
+def _task_of(folder: Path) -> str | None:
+    """What a record is of; None where it cannot be read."""
+    try:
+        with RecordReader(folder) as reader:
+            return reader.header.task
+    except RecordError:
+        return None
 
 
 class RolloutRecord:
@@ -164,5 +180,5 @@ def _describe(job: Job, settings: FleetSettings) -> Header:
             "engine": None if engine is None else engine.model_dump(mode="json"),
         },
         model=job.launch.model.resolve().name,
-        task="Rollout",
+        task=TASK,
     )

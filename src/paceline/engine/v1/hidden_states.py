@@ -68,7 +68,7 @@ class Told:
 
 def num_carried(state: Any) -> int:
     """Response tokens that a resumed request carries in its prompt."""
-    return int((state.sampling_params.extra_args or {}).get("paceline_generated", 0))
+    return int((state.sampling_params.extra_args or {}).get("paceline_generated") or 0)
 
 
 def show(

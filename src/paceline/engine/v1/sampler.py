@@ -249,7 +249,7 @@ def _name(
     ids, found = F.pad(ids, (0, missing)), F.pad(found, (0, missing), value=float("-inf"))
     for request, tokens in wanted.items():
         rows = torch.from_numpy(np.flatnonzero(requests == request))
-        named = torch.as_tensor(tokens)
+        named = torch.as_tensor(tokens, dtype=torch.int64)
         ids[rows], found[rows] = 0, float("-inf")
         ids[rows, : len(tokens)] = named
         found[rows, : len(tokens)] = values[rows[:, None], named]

@@ -20,6 +20,7 @@ from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
 from paceline.engine import compiled, invariance
 from paceline.engine.arguments import fused_layers, read_settings
+from paceline.engine.keys import signed
 from paceline.engine.kv.nan_blocks import NanBlocks
 from paceline.engine.runner import FreshDrafts, Runner, order_of
 from paceline.engine.v2.ahead import prepare_ahead, put_ahead
@@ -98,13 +99,20 @@ class KeyedRunnerV2:
             invariance.pad_single_rows(self.get_model())
 
     def add_requests(self: Any, scheduler_output: Any) -> None:
-        """vLLM's own, for which tokens that a resumed response carries in its prompt are output."""
+        """vLLM's own, for which tokens that a resumed response carries in its prompt are output.
+
+        On the way to another process a seed of -1 has become none.
+        """
         begun = scheduler_output.scheduled_new_reqs
         for request in begun:
             extra = _extra_args(request)
-            if carried := extra.get("paceline_generated", 0):
-                request.prompt_token_ids = request.prompt_token_ids[:-carried]
+            carried, key = extra.get("paceline_generated"), extra.get("paceline_key")
+            if carried or key is not None:
                 request.sampling_params = params = copy.copy(request.sampling_params)
+            if key is not None:
+                params.seed = signed(key)
+            if carried:
+                request.prompt_token_ids = request.prompt_token_ids[:-carried]
                 if params.min_tokens:  # the scheduler counts from behind them
                     params.min_tokens += carried
         super().add_requests(scheduler_output)  # type: ignore[misc]
