@@ -82,3 +82,13 @@ def test_small_losses_have_no_time_to_add_up(made: list[float], present: float) 
         first = present if growth.num_flat == 0 else first
     assert present >= first - FALL - 1e-9
     assert pytest.approx(FALL) == PATIENCE * MARGIN
+
+
+@pytest.mark.parametrize("rise", [0.03, 0.05, 0.08])
+def test_what_rises_again_after_a_fall_is_trained(rise: float) -> None:
+    """The policy has jumped while the drafter was being trained: rises count from where it fell to."""
+    growth = follow(Growth(0.7), 0.4)
+    for _ in range(round(0.3 / rise)):
+        growth = observe(growth, min(growth.reached + rise, 0.7), True)
+        assert growth.pays
+        assert growth.num_flat == 0

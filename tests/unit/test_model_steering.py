@@ -8,7 +8,7 @@ import pytest
 from paceline.config import BudgetSettings
 from paceline.engine.model_steering import ModelSteering
 from paceline.planning.budget import BudgetSnapshot, BudgetState, update
-from paceline.planning.drafter_worth import TRIAL_STEPS
+from paceline.planning.drafter_worth import TRIAL_STEPS, update_worth
 from paceline.types import DraftGrowth, StepObservation
 
 BATCH = 8
@@ -109,3 +109,37 @@ def test_a_size_that_loses_too_does_not_draft(known: BudgetState) -> None:
     assert not steering.advance(BATCH + 4, known.decode_time), "the same size"
     assert steering.advance(2, known.decode_time), "nothing is known of it"
     assert not steering.advance(BATCH, known.decode_time)
+
+
+def test_a_drafter_is_judged_beside_others_too(known: BudgetState) -> None:
+    """Some request decodes in every step and may not draft, or prompts come in every one."""
+    for seconds in (0.03, 0.031) * 8:
+        known = update(known, StepObservation(BATCH, 0, 0, 20, seconds), SETTINGS)
+    steering = ModelSteering()
+    drafting = 0
+    for _ in range(200):
+        if steering.advance(BATCH, known.decode_time):
+            drafting += 1
+            steering.receive(DraftGrowth(4, 4 * BATCH, 0.5), BATCH, 0.0)
+            snapshot = BudgetSnapshot(BATCH, 20, np.full((BATCH, 4), 0.1, np.float32), 1 << 20)
+            steering.judge(snapshot, np.full(BATCH, 4, np.int32), None, (known, known), SETTINGS)
+    assert drafting < 40
+
+
+def test_what_nobody_judges_any_more_is_forgotten_and_ends_no_engine(known: BudgetState) -> None:
+    """Rests go on where another worker drafts; what was known fades with each."""
+    for batch in (1, 4, 64):
+        steering = ModelSteering()
+        for _ in range(6):
+            steering._worth = update_worth(steering._worth, batch, (1.2 * batch, 0.025), (1.1 * batch, 0.016))
+        assert steering._worth.gain(batch) < 0.0
+        for _ in range(20_000):
+            steering.advance(batch, known.decode_time)
+        assert steering._worth.gain(batch) == float("inf"), "as one that was never tried"
+
+
+def test_a_response_of_one_token_speaks_for_no_other(known: BudgetState) -> None:
+    steering = ModelSteering()
+    steering._read_s, steering._num_read = 0.001, 100.0
+    steering.outlook.steps_left = 0.0
+    assert steering.advance(4, known.decode_time), "it was never tried"

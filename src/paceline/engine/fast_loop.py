@@ -448,7 +448,7 @@ class FastLoop:
         if not num_other_tokens and not self.overlaps:  # where steps overlap more of them are not known yet
             self._num_coming = self._batch_size + self._num_drafted
         self.pause = after_question(self.pause, self._batch_size, self._num_drafted)
-        judged = has_model_drafts and num_other_tokens == 0 and not self._has_help
+        judged = has_model_drafts and not self._has_help
         free_path = None
         if judged and free is not None:
             cells = free.cells  # behind a draft there may be any number

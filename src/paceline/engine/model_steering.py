@@ -103,15 +103,16 @@ class ModelSteering:
         if self._rest.trial_left == drafter_worth.TRIAL_STEPS:
             return
         state, state_alone = states
-        batch, trust = snapshot.num_requests, state.confidence
+        batch, others, trust = snapshot.num_requests, snapshot.num_other_tokens, state.confidence
+        time, time_alone = (one.prefill_time if others else one.decode_time for one in states)
         drafted, expected = int(lengths.sum()), expected_accepted(snapshot, lengths)
         drafted_alone, expected_alone = 0, 0.0
         if free is not None:
             alone = replace(snapshot, path_probability=free)
             lengths = decide(alone, state_alone, settings)
             drafted_alone, expected_alone = int(lengths.sum()), expected_accepted(alone, lengths)
-        step_s = predict_one_s(state.decode_time, batch + drafted)
-        alone_s = predict_one_s(state_alone.decode_time, batch + drafted_alone)
+        step_s = predict_one_s(time, batch + others + drafted)
+        alone_s = predict_one_s(time_alone, batch + others + drafted_alone)
         self._worth = drafter_worth.update_worth(
             self._worth,
             batch,
@@ -150,7 +151,8 @@ class ModelSteering:
         if not self._num_read:
             return True
         reading_s = (self.outlook.backlog + self.outlook.coming) * self._read_s / self._num_read
-        saved = self._worth.gain(batch) * predict_one_s(step_time, batch) * self.outlook.steps_left
+        steps_left = max(self.outlook.steps_left, 1.0)
+        saved = self._worth.gain(batch) * predict_one_s(step_time, batch) * steps_left
         return saved >= reading_s
 
     def limits(

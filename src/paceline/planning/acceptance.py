@@ -3,9 +3,9 @@
 A drafter sorts its tokens into cells (by its own probability, the match length, …) and gives each cell a
 prior. The table counts what the target accepted, cell by cell. Invariant: only verified positions are
 counted, that is those up to and including the first rejection, so an estimate is P(accepted | everything
-before it was accepted), the factor of which path probabilities are made. Counts decay with every step, so a
-table follows the policy, and a cell that the budget stopped verifying drifts back to its prior and gets tried
-again.
+before it was accepted), the factor of which path probabilities are made. Counts decay with every step in which
+something was verified, so a table follows the policy, and a cell that the budget has stopped verifying, while it verifies
+others, drifts back to its prior and gets tried again.
 """
 
 from __future__ import annotations

@@ -6,7 +6,8 @@ and machine, so both are measured: the tokens per second of whole steps.
 * What is better so far is the home of a size, which is a power of two of requests. The other mode is tried now and
   then: `TRIAL_STEPS` steps that count, behind some that do not (`SETTLING_STEPS`). A trial that falls far behind ends
   early.
-* A trial is compared with what the home would have brought in the same time at the same numbers of requests. Steps at
+* A trial is compared with what the home would have brought in the same time at the same numbers of requests and about
+  the same contexts: trials begin where a rollout begins, and the last one has ended with longer, slower ones. Steps at
   numbers at which the home was not measured say nothing, and send the engine back.
 * The better of the two is home afterwards. The next trial comes when one like it would cost `TRIAL_COST` of the time:
   what is about as good is tried often, what is far worse seldom. A home that is new has to be confirmed sooner, after
@@ -78,6 +79,7 @@ _EVERYTHING = 1 << 40
 _PRICE_KEPT = 0.5  # what a reading counts one later, in the price of a token
 _NUM_SIZES = 12
 _NUM_COUNTS = 16 + 4 * (_NUM_SIZES - 4)
+_SHORT_BITS, _NUM_CONTEXTS = 8, 17  # powers of two of context tokens, the shortest together
 _MOST_DOUBLINGS = 8
 
 
@@ -166,8 +168,10 @@ class Coupling:
     at: int = -1
     """The present size; -1: there was no step."""
     sizes: tuple[Size, ...] = field(default=(Size(),) * _NUM_SIZES)
-    rates: tuple[tuple[Rate, Rate], ...] = field(default=((Rate(), Rate()),) * _NUM_COUNTS)
-    """Coupled and ahead, by number of requests: up to 16 each, beyond four to a power of two."""
+    rates: tuple[tuple[Rate, Rate], ...] = field(default=((Rate(), Rate()),) * (_NUM_COUNTS * _NUM_CONTEXTS))
+    """Coupled and ahead, by number of requests, up to 16 each, beyond four to a power of two; then by their context
+    tokens, powers of two.
+    """
 
     @property
     def size(self) -> Size:
@@ -213,7 +217,7 @@ def after_step(coupling: Coupling, step: StepObservation) -> Coupling:
         return _reads(coupling, step, tokens, seconds)
     if coupling.settling:
         return replace(coupling, settling=coupling.settling - 1)
-    return _count(coupling, count, tokens, seconds, min(coupling.unread, step.num_context_tokens))
+    return _count(coupling, count, tokens, seconds, step.num_context_tokens)
 
 
 def without_worker(coupling: Coupling) -> Coupling:
@@ -257,7 +261,7 @@ def _has_read(coupling: Coupling, step: StepObservation) -> Coupling:
 def _reads(coupling: Coupling, step: StepObservation, tokens: int, seconds: float) -> Coupling:
     """A step ahead in which the worker still reads; where there is no rate to compare it with it tells nothing."""
     coupling = replace(coupling, reading=coupling.reading - 1)
-    home = coupling.rates[_place(step.num_requests)][coupling.is_home_ahead]
+    home = _home(coupling, _place(step.num_requests, step.num_context_tokens))
     if not home.is_known:
         return coupling
     lost_s = coupling.lost_s + home.clip(seconds) - tokens * home.seconds / home.tokens
@@ -277,19 +281,19 @@ def _price(coupling: Coupling, *, is_whole: bool) -> Coupling:
     return replace(coupling, priced=kept * coupling.priced + read, priced_s=kept * coupling.priced_s + lost_s)
 
 
-def _count(coupling: Coupling, count: int, tokens: int, seconds: float, unread: int) -> Coupling:
-    """A step of so many requests tells what the present mode brings. unread: tokens of running responses that the
-    worker would have to read.
-    """
-    place = _place(count)
-    own, home = (coupling.rates[place][mode] for mode in (coupling.is_ahead, coupling.is_home_ahead))
+def _count(coupling: Coupling, count: int, tokens: int, seconds: float, context: int) -> Coupling:
+    """A step of so many requests, with so many tokens of context, tells what the present mode brings."""
+    place = _place(count, context)
+    own = coupling.rates[place][coupling.is_ahead]
     seconds = own.clip(seconds)
     coupling = _learn(coupling, place, own.add(tokens, seconds))
+    home = _home(coupling, place)
     size, is_settled = coupling.size, coupling.lasted >= SETTLING_STEPS
     if coupling.is_ahead == coupling.is_home_ahead:
         size = replace(size, until_trial=max(size.until_trial - 1, 0), since_s=size.since_s + seconds)
         coupling = _known(coupling, size)
         is_due = not size.until_trial and is_settled and home.is_known
+        unread = min(coupling.unread, context)  # of the responses that run
         return _begin_trial(coupling, home, unread) if is_due else coupling
     if home.is_known:
         if size.tries_ahead != coupling.is_ahead:  # no home of its own, and others' has changed since
@@ -367,12 +371,20 @@ def _go(coupling: Coupling, is_ahead: bool, *, is_trial: bool = False) -> Coupli
     return replace(coupling, is_ahead=is_ahead, is_trial=is_trial, settling=settling, reading=reading, away=0)
 
 
-def _place(count: int) -> int:
-    """Where the rates of so many requests are."""
-    if count <= 16:
-        return count - 1
+def _place(count: int, context: int) -> int:
+    """Where the rates of so many requests with so many tokens of context are."""
     power = min(count.bit_length() - 1, _NUM_SIZES - 1)
-    return min(15 + 4 * (power - 4) + (count >> (power - 2)) - 4, _NUM_COUNTS - 1)
+    at = count - 1 if count <= 16 else min(15 + 4 * (power - 4) + (count >> (power - 2)) - 4, _NUM_COUNTS - 1)
+    length = min(max(context.bit_length() - _SHORT_BITS, 0), _NUM_CONTEXTS - 1)
+    return at * _NUM_CONTEXTS + length
+
+
+def _home(coupling: Coupling, place: int) -> Rate:
+    """The home's rate there; where that is not known that at the nearest shorter contexts, which is no lower."""
+    rates = coupling.rates
+    shorter = range(place, place - place % _NUM_CONTEXTS - 1, -1)
+    known = (rates[at][coupling.is_home_ahead] for at in shorter if rates[at][coupling.is_home_ahead].is_known)
+    return next(known, rates[place][coupling.is_home_ahead])
 
 
 def _learn(coupling: Coupling, place: int, rate: Rate) -> Coupling:

@@ -63,4 +63,5 @@ def observe(growth: Growth, acceptance: float | None, is_new: bool) -> Growth:
     if acceptance > growth.reached + RISE:
         return Growth(acceptance)
     flat = replace(growth, num_flat=growth.num_flat + is_new)
-    return flat if flat.pays else replace(flat, reached=acceptance)
+    has_fallen = acceptance < growth.reached - FALL  # rises are counted from there
+    return flat if flat.pays and not has_fallen else replace(flat, reached=acceptance)

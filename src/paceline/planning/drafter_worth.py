@@ -51,6 +51,9 @@ RECOVERED = 1.5
 AFTER_REST = 1.0 / 12.0
 """What older steps count for after a rest: the trial decides."""
 
+FORGOTTEN_S = 1e-6
+"""Rates of fewer seconds, decayed, are none."""
+
 SPAN_TOKENS = 4
 """Tokens over which the slope of T is taken, at least."""
 
@@ -158,9 +161,12 @@ def update_worth(
 
 
 def fade(worth: Worth, batch: int) -> Worth:
-    """The worth when the drafter goes to rest at this batch size: what was learned counts little after it."""
+    """The worth when the drafter goes to rest at this batch size: what was learned counts little after it, and in the
+    end nothing, where nothing is learned any more.
+    """
     at = size_of(batch)
-    return _put(worth, at, worth.rates[at].faded(AFTER_REST))
+    rates = worth.rates[at].faded(AFTER_REST)
+    return _put(worth, at, rates if rates.seconds_with > FORGOTTEN_S else Rates())
 
 
 def next_rest(
