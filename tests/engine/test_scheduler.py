@@ -288,7 +288,7 @@ def test_a_request_whose_seed_is_none_fails_alone(engine: RolloutEngine) -> None
 def test_what_is_refused_is_told_to_clients_of_a_server(engine: RolloutEngine) -> None:
     """vLLM's server answers its own errors with their words, and all others with an internal error."""
     for options in ({"thinking_token_budget": 5}, {"extra_args": {"paceline_key": "x"}}):
-        with pytest.raises(VLLMClientError, match="thinking_token_budget|paceline_key"):
+        with pytest.raises(VLLMClientError, match=r"thinking_token_budget|paceline_key"):
             run_alone(engine, params(**options))
 
 

@@ -433,14 +433,16 @@ def test_without_a_worker_the_engine_drafts(is_gone: bool) -> None:
 
 @pytest.mark.parametrize("batch", [1, 8, 16])
 def test_a_rollouts_short_contexts_speak_for_no_mode(batch: int) -> None:
-    """What is tried where a rollout begins is faster than the end of the last one, with long contexts: not by itself."""
+    """What is tried where a rollout begins is faster than the last one's end, with long contexts: not by itself."""
 
     def rollout(coupling: Coupling, steps: int) -> Coupling:
         for place in range(steps):
             context = batch * (50 + place)
             seconds = (0.03 + 8e-6 * context * 8 / batch) / (0.6 if coupling.is_ahead else 1.0)
             told = {"ahead_tokens": (batch,) if coupling.is_ahead else ()}
-            coupling = after_step(coupling, step_of(batch, batch, seconds, num_context_tokens=context, **told))
+            coupling = after_step(
+                coupling, step_of(batch, batch, seconds, num_context_tokens=context, **told)
+            )
         return coupling
 
     coupling = rollout(Coupling(), 1000)

@@ -1,5 +1,6 @@
 """The step-time model: fit, robustness, monotonicity, extrapolation."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -256,3 +257,39 @@ def test_a_curve_that_stays_is_the_one_that_a_fit_would_give(monkeypatch: pytest
         found, expected = (predict_s(latency.at_context(model, context), sizes) for model in (lazy, eager))
         np.testing.assert_allclose(found, expected, rtol=0.01)
     assert fits < 900
+
+
+def c_by_size(num_tokens: float) -> float:
+    """As measured on a CPU, where several query tokens of a request take its keys and values longer than one does."""
+    return 6.5e-6 if num_tokens < 16 else 15e-6 if num_tokens < 48 else 15.5e-6
+
+
+@pytest.mark.parametrize(
+    ("slope", "every", "most"),
+    [(c_by_size, 64, 0.05), (c_by_size, 256, 0.35), (lambda _: 8e-6, 64, 0.1)],
+    ids=["by size", "by size, seldom seen", "the same for all"],
+)
+def test_small_steps_are_known_though_larger_ones_read_their_context_longer(
+    slope: Callable[[float], float], every: int, most: float
+) -> None:
+    """Rollouts of 8 requests, whose context grows; a step without drafts is made now and then. One c for all sizes
+    would take it for 1.8 times as dear.
+    """
+    rng = np.random.default_rng(0)
+    model, number, wrong = StepTimeModel.initial(), 0, []
+    for rollout in range(4):
+        for context in range(800, 20_000, 24):
+            tokens = 8 if number % every == 0 else int(rng.choice([48, 56, 64]))
+            seconds = (0.014 + 0.00097 * tokens + slope(tokens) * context) * rng.lognormal(0.0, 0.03)
+            model, number = update_measured_time(model, tokens, seconds, context), number + 1
+            if rollout:
+                now = at_context(model, context)
+                wrong.append(
+                    [
+                        float(predict_s(now, n)) / (0.014 + 0.00097 * n + slope(n) * context) - 1.0
+                        for n in (8, 64)
+                    ]
+                )
+    small, large = np.abs(wrong).mean(0)
+    assert small < most
+    assert large < 0.03

@@ -60,8 +60,8 @@ class LiveCoupling:
             self._share_cores(False)
 
     def forget(self) -> None:
-        """Another policy decides about drafts: nothing learned under the last one counts, but for what the worker has to
-        read, and what that costs. Only when coupled.
+        """Another policy decides about drafts: nothing learned under the last one counts, but for what the worker has
+        to read, and what that costs. Only when coupled.
         """
         kept = self.state
         self.state = Coupling(unread=kept.unread, priced=kept.priced, priced_s=kept.priced_s)

@@ -380,7 +380,9 @@ class RolloutEngine:
         from vllm.sampling_params import RequestOutputKind
 
         own = params.clone()
-        own.skip_clone = True  # vLLM's own copy would be checked anew: min_tokens is that of the whole response
+        own.skip_clone = (
+            True  # vLLM's own copy would be checked anew: min_tokens is that of the whole response
+        )
         carried = len(request.generated)
         own.max_tokens = request.max_tokens - carried
         own.min_tokens = min(own.min_tokens, request.max_tokens)

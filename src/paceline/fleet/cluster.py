@@ -178,9 +178,7 @@ def _check_reachable(address: str) -> None:
         ) from error
 
 
-def _check_size(
-    settings: FleetSettings, gpus: float, has: dict[str, float], free: dict[str, float]
-) -> None:
+def _check_size(settings: FleetSettings, gpus: float, has: dict[str, float], free: dict[str, float]) -> None:
     """Raise ConfigError for a cluster that is too small; one that others use may have room later.
 
     gpus: of each worker. has, free: the cluster's resources, and those that nobody uses.

@@ -4,8 +4,8 @@ A drafter sorts its tokens into cells (by its own probability, the match length,
 prior. The table counts what the target accepted, cell by cell. Invariant: only verified positions are
 counted, that is those up to and including the first rejection, so an estimate is P(accepted | everything
 before it was accepted), the factor of which path probabilities are made. Counts decay with every step in which
-something was verified, so a table follows the policy, and a cell that the budget has stopped verifying, while it verifies
-others, drifts back to its prior and gets tried again.
+something was verified, so a table follows the policy, and a cell that the budget has stopped verifying, while it
+verifies others, drifts back to its prior and gets tried again.
 """
 
 from __future__ import annotations

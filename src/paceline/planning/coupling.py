@@ -383,7 +383,9 @@ def _home(coupling: Coupling, place: int) -> Rate:
     """The home's rate there; where that is not known that at the nearest shorter contexts, which is no lower."""
     rates = coupling.rates
     shorter = range(place, place - place % _NUM_CONTEXTS - 1, -1)
-    known = (rates[at][coupling.is_home_ahead] for at in shorter if rates[at][coupling.is_home_ahead].is_known)
+    known = (
+        rates[at][coupling.is_home_ahead] for at in shorter if rates[at][coupling.is_home_ahead].is_known
+    )
     return next(known, rates[place][coupling.is_home_ahead])
 
 

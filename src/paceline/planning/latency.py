@@ -10,9 +10,13 @@ stands at their mean token count with their lower median, so that a pause of the
 the monotone, piecewise linear curve through the visited knots; where knots were skipped, and beyond the ends,
 it takes the optimistic course, so that an unmeasured step gets tried once rather than never.
 
-T(n, C) = f(n) + c C, C the context of all the step's requests together. The slope c is learned from visits of the same
-knot at different contexts (the within-knot regression of a panel), f from times without c C. A rollout needs this: as
-it goes on the batch shrinks and the context with it, and knots last visited at a larger batch would look dear.
+T(n, C) = f(n) + c(n) C, C the context of all the step's requests together. The slope c is learned from visits of the
+same knot at different contexts (the within-knot regression of a panel), of each knot for itself and of all together: a
+knot of which little is known has the common slope. On a GPU the two are the same; on a CPU several query tokens of a
+request take its keys and values longer than one does, and with one slope for all a step without drafts would look too
+dear. A rollout needs c: as it goes on the batch shrinks and the context with it, and knots last visited at a larger
+batch would look dear. The curve is fitted where the rollout is, at the context of the last visit, so that what c is
+wrong by counts little.
 
 In the same way m is learned, the seconds more of a step before which a model has drafted: the drafter has used the
 caches and the host meanwhile. f is without them, and `after_model` adds them: whether a drafter pays is asked by
@@ -23,7 +27,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from itertools import compress, pairwise
+from itertools import accumulate, compress, pairwise
 from statistics import fmean, median
 from typing import NamedTuple
 
@@ -62,11 +66,13 @@ _SLOPE_SPAN = 4  # knots within this factor of the end decide the slope beyond i
 _KNEE_GAP = 1.4  # neighbours further apart than this factor leave room for a knee
 _CONTEXT_DECAY = 0.998  # per observation, of what is known about c
 _CONTEXT_PRIOR = 0.1  # weight of c = 0, in squares of the context: a few tokens more or less say nothing
+_KNOT_DECAY = 0.99  # per visit, of what is known about the c of a knot, whose prior is the common one
 _MODEL_DECAY = 0.995  # the same for m, which is small: what a busy machine has made of it is soon forgotten
 _MODEL_PRIOR = 16.0  # weight of m = 0, in visits of the other kind
 _LARGEST_SURPRISE = (
     0.3  # of a knot's time: how far a visit may be off what c foresees, as a pause of the machine is
 )
+_LARGEST_KNOT_SURPRISE = 1.0  # the same for a knot's own c: it is visited seldom, and must learn from it
 _LARGEST_MODEL_SURPRISE = 0.1  # the same for m
 _SMALLEST_SHARE = 0.05  # of a measured time that f keeps
 _STILL = 0.002  # of a knot's time: by less it has not moved, and the curve stays
@@ -74,6 +80,8 @@ _FAST_VISITS = (
     5  # so many in a row that took less than _FAST_SHARE of what was expected: the machine was slow before
 )
 _FAST_SHARE = 0.8
+
+_PRIOR_S = (PRIOR_BASE_S, PRIOR_BASE_S + PRIOR_PER_TOKEN_S * MAX_TOKENS)
 
 _Point = tuple[float, float]  # tokens, seconds
 _Visit = tuple[float, float, float, float]  # tokens, seconds, context, 1 after a model's drafts, else 0
@@ -99,6 +107,16 @@ class Slope(NamedTuple):
         weight = self.squares + self.prior * self.largest**2
         return max(self.products / weight, 0.0) if weight else 0.0
 
+    def beside(self, common: Slope) -> float:
+        """The same of a knot's own visits, drawn to the common one until they have differed by more than a little."""
+        ridge = self.prior * common.largest**2
+        weight = self.squares + ridge
+        return max((self.products + ridge * common.seconds) / weight, 0.0) if weight else common.seconds
+
+    def faster(self, factor: float) -> Slope:
+        """With times taken down by a factor."""
+        return self._replace(products=self.products * factor)
+
     def after(self, value: float, deviation: float, difference_s: float) -> Slope:
         """With one more visit, `deviation` and `difference_s` from its knot's other visits."""
         return Slope(
@@ -121,6 +139,10 @@ class Knot(NamedTuple):
     """Value of num_observations at the last visit, -1: never."""
     point: _Visit = (0.0, 0.0, 0.0, 0.0)
     """Mean tokens of the visits, lower median of the seconds, mean of the others."""
+    context: Slope = Slope(_CONTEXT_PRIOR, _KNOT_DECAY)
+    """Of its own visits."""
+    context_s: float = 0.0
+    """Its c when the curve was fitted after a visit of it."""
 
 
 class StepTimeModel(NamedTuple):
@@ -128,17 +150,24 @@ class StepTimeModel(NamedTuple):
 
     knots: tuple[Knot, ...]  # one for each of KNOTS
     context: Slope
+    """Of all knots."""
     context_s: float
-    """c when the curve was fitted."""
+    """The common c when the curve was fitted."""
     drafter: Slope
     drafter_s: float
     """m when the curve was fitted."""
     fast_visits: tuple[tuple[_Visit, float], ...]  # observations and their shares of the expected time
     num_observations: int
     curve_tokens: tuple[float, ...]  # ascending
-    curve_s: tuple[float, ...]  # of f, at `curve_tokens`: non-decreasing
+    curve_s: tuple[float, ...]  # T at `curve_tokens` and `num_context_tokens`: non-decreasing
+    fitted_s: tuple[float, ...]  # T at `curve_tokens` and `fitted_context`
+    slopes_s: tuple[float, ...]  # c at `curve_tokens`
+    fitted_context: float = 0.0
+    """Context of the visit after which the curve was fitted."""
+    num_context_tokens: float = 0.0
+    """What `at_context` says."""
     shift_s: float = 0.0
-    """To be added to f: what `at_context` and `after_model` say."""
+    """To be added: what `after_model` says."""
 
     @classmethod
     def initial(cls) -> StepTimeModel:
@@ -152,7 +181,9 @@ class StepTimeModel(NamedTuple):
             fast_visits=(),
             num_observations=0,
             curve_tokens=(0.0, float(MAX_TOKENS)),
-            curve_s=(PRIOR_BASE_S, PRIOR_BASE_S + PRIOR_PER_TOKEN_S * MAX_TOKENS),
+            curve_s=_PRIOR_S,
+            fitted_s=_PRIOR_S,
+            slopes_s=(0.0, 0.0),
         )
 
 
@@ -167,9 +198,32 @@ def predict_one_s(model: StepTimeModel, num_tokens: float) -> float:
 
 
 def at_context(model: StepTimeModel, num_context_tokens: int) -> StepTimeModel:
-    """The model of steps whose requests attend to so many tokens in all; to be read, not to be updated."""
-    shift_s = model.context_s * num_context_tokens
-    return model._replace(shift_s=model.shift_s + shift_s) if shift_s else model
+    """The model of steps whose requests attend to so many tokens more in all; to be read, not to be updated."""
+    if not any(model.slopes_s):
+        return model
+    context = model.num_context_tokens + num_context_tokens
+    return model._replace(curve_s=_moved(model, context), num_context_tokens=context)
+
+
+def _moved(model: StepTimeModel, context: float) -> tuple[float, ...]:
+    """T at `curve_tokens` with so much context: positive, and non-decreasing as slopes need not be."""
+    further = context - model.fitted_context
+    return tuple(
+        accumulate(
+            (
+                max(time + slope * further, _SMALLEST_SHARE * time)
+                for time, slope in zip(model.fitted_s, model.slopes_s, strict=True)
+            ),
+            max,
+        )
+    )
+
+
+def _at(model: StepTimeModel, num_tokens: float, context: float) -> float:
+    """T of one step alone, without m."""
+    fitted_s = _interpolated(num_tokens, model.curve_tokens, model.fitted_s)
+    slope_s = _interpolated(num_tokens, model.curve_tokens, model.slopes_s)
+    return max(fitted_s + slope_s * (context - model.fitted_context), _SMALLEST_SHARE * fitted_s)
 
 
 def after_model(model: StepTimeModel) -> StepTimeModel:
@@ -210,28 +264,31 @@ def update_measured_time(
     model = _watch_speed(model, visit)
     place, now = nearest_knot(num_tokens), model.num_observations + 1
     before = model.knots[place]
-    context, drafter = _learn_slopes(model, before, visit)
+    context, drafter, own = _learn_slopes(model, before, visit)
     visits, count = before.visits, before.num_visits
     if count > 1 and now - before.last_seen > STALE_STEPS:
         visits, count = (before.point,), 1
     visits = (*visits[1 - WINDOW :], visit)
-    knot = Knot(visits, count + 1, now, before.point)
-    slopes = context.seconds, drafter.seconds
-    centre = _centre(model, visits, slopes)
+    knot = Knot(visits, count + 1, now, before.point, own, before.context_s)
+    own_s = own.beside(context)
+    centre = _centre(model, visits, (own_s, drafter.seconds))
     learned = model._replace(
         knots=_with(model.knots, place, knot), context=context, drafter=drafter, num_observations=now
     )
     if knot.num_visits > WINDOW and _is_still(learned, knot, centre, num_context_tokens):
         return learned
-    knots = _with(model.knots, place, knot._replace(point=centre))
-    curve_tokens, curve_s = _fit_curve(knots, now, slopes)
-    return learned._replace(
+    knots = _with(model.knots, place, knot._replace(point=centre, context_s=own_s))
+    curve_tokens, fitted_s, slopes_s = _fit_curve(knots, now, (context, drafter), num_context_tokens)
+    fitted = learned._replace(
         knots=knots,
         context_s=context.seconds,
         drafter_s=drafter.seconds,
         curve_tokens=curve_tokens,
-        curve_s=curve_s,
+        fitted_s=fitted_s,
+        slopes_s=slopes_s,
+        fitted_context=float(num_context_tokens),
     )
+    return fitted._replace(curve_s=_moved(fitted, 0.0))
 
 
 def _with(knots: tuple[Knot, ...], place: int, knot: Knot) -> tuple[Knot, ...]:
@@ -248,13 +305,15 @@ def _is_still(model: StepTimeModel, knot: Knot, centre: _Visit, num_context_toke
     if any(other.last_seen in turns for other in model.knots if other.num_visits):
         return False
     tokens, seconds, context, share = knot.point
-    here_s, there_s = predict_one_s(model, centre[0]), predict_one_s(model, tokens)
+    here_s, there_s = _at(model, centre[0], context), _at(model, tokens, context)
     now_s, drafter_s, most_s = model.context.seconds, model.drafter.seconds, _STILL * seconds
-    foreseen_s = here_s - there_s + now_s * (centre[2] - context) + drafter_s * (centre[3] - share)
+    own_s = knot.context.beside(model.context)
+    foreseen_s = here_s - there_s + own_s * (centre[2] - context) + drafter_s * (centre[3] - share)
     farthest = max(num_context_tokens, context)
     return (
         abs(centre[1] - seconds - foreseen_s) <= most_s
         and abs(now_s - model.context_s) * farthest <= most_s
+        and abs(own_s - knot.context_s) * max(abs(num_context_tokens - context), 0.5 * farthest) <= most_s
         and abs(drafter_s - model.drafter_s) <= most_s
     )
 
@@ -267,7 +326,7 @@ def _watch_speed(model: StepTimeModel, visit: _Visit) -> StepTimeModel:
     round nothing has to be done: a knot that looks cheap is visited.
     """
     tokens, seconds, context, drafted = visit
-    expected_s = predict_one_s(model, tokens) + model.context_s * context + model.drafter_s * drafted
+    expected_s = _at(model, tokens, context) + model.drafter_s * drafted
     share = seconds / expected_s
     if not model.num_observations or share > _FAST_SHARE:
         return model._replace(fast_visits=()) if model.fast_visits else model
@@ -289,18 +348,22 @@ def _speed_up(model: StepTimeModel, fast: tuple[tuple[_Visit, float], ...]) -> S
             visits = own[place]
             tokens, seconds, contexts, shares = zip(*visits, strict=True)
             point = fmean(tokens), float(median(seconds)), fmean(contexts), fmean(shares)
-            knots.append(Knot(tuple(visits), len(visits), knot.last_seen, point))
+            number, own_visits = len(visits), tuple(visits)
         else:
-            slower = tuple(_faster(visit, factor) for visit in knot.visits)
-            knots.append(knot._replace(visits=slower, point=_faster(knot.point, factor)))
+            point = _faster(knot.point, factor)
+            number, own_visits = knot.num_visits, tuple(_faster(visit, factor) for visit in knot.visits)
+        context = knot.context.faster(factor)
+        knots.append(Knot(own_visits, number, knot.last_seen, point, context, knot.context_s * factor))
     return model._replace(
         knots=tuple(knots),
-        context=model.context._replace(products=model.context.products * factor),
+        context=model.context.faster(factor),
         context_s=model.context_s * factor,
-        drafter=model.drafter._replace(products=model.drafter.products * factor),
+        drafter=model.drafter.faster(factor),
         drafter_s=model.drafter_s * factor,
         fast_visits=(),
         curve_s=tuple(seconds * factor for seconds in model.curve_s),
+        fitted_s=tuple(seconds * factor for seconds in model.fitted_s),
+        slopes_s=tuple(slope * factor for slope in model.slopes_s),
     )
 
 
@@ -308,25 +371,33 @@ def _faster(visit: _Visit, factor: float) -> _Visit:
     return visit[0], visit[1] * factor, visit[2], visit[3]
 
 
-def _learn_slopes(model: StepTimeModel, knot: Knot, visit: _Visit) -> tuple[Slope, Slope]:
-    """What a visit says about c and m beside the knot's earlier ones, whose difference in tokens the curve explains.
+def _learn_slopes(model: StepTimeModel, knot: Knot, visit: _Visit) -> tuple[Slope, Slope, Slope]:
+    """What a visit says about c, m and the knot's own c beside its earlier ones, whose difference in tokens the curve
+    explains.
 
     Each takes what the other leaves unexplained for its own; where both differ, later visits settle it.
     """
     num_tokens, seconds, context, drafted = visit
     if not knot.num_visits:
-        return model.context.after(context, 0.0, 0.0), model.drafter.after(drafted, 0.0, 0.0)
+        return (
+            model.context.after(context, 0.0, 0.0),
+            model.drafter.after(drafted, 0.0, 0.0),
+            knot.context.after(context, 0.0, 0.0),
+        )
     tokens, usual_s, usual_context, usual_share = knot.point
-    more_s = predict_one_s(model, num_tokens) - predict_one_s(model, tokens)
+    more_s = _at(model, num_tokens, context) - _at(model, tokens, context)
     further, more = context - usual_context, drafted - usual_share
-    context_s, model_s = model.context.seconds * further, model.drafter.seconds * more
+    context_s = knot.context.beside(model.context) * further
+    model_s = model.drafter.seconds * more
     surprise = (seconds - usual_s - more_s - context_s - model_s) / usual_s
-    surprise_s, model_surprise_s = (
-        usual_s * min(max(surprise, -limit), limit) for limit in (_LARGEST_SURPRISE, _LARGEST_MODEL_SURPRISE)
+    surprise_s, model_surprise_s, own_surprise_s = (
+        usual_s * min(max(surprise, -limit), limit)
+        for limit in (_LARGEST_SURPRISE, _LARGEST_MODEL_SURPRISE, _LARGEST_KNOT_SURPRISE)
     )
     return (
         model.context.after(context, further, context_s + surprise_s),
         model.drafter.after(drafted, more, model_s + model_surprise_s),
+        knot.context.after(context, further, context_s + own_surprise_s),
     )
 
 
@@ -380,7 +451,8 @@ def _line(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
 def _centre(model: StepTimeModel, visits: tuple[_Visit, ...], slopes: tuple[float, float]) -> _Visit:
     """Mean tokens, lower median of the seconds, mean context and share of steps after a model's drafts.
 
-    The seconds are moved to the means by `slopes`, c and m, and to the mean tokens in proportion to the present curve.
+    The seconds are moved to the means by `slopes`, the knot's c and m, and to the mean tokens in proportion to the
+    present curve.
     """
     context_s, drafter_s = slopes
     tokens, seconds, contexts, shares = zip(*visits, strict=True)
@@ -392,18 +464,21 @@ def _centre(model: StepTimeModel, visits: tuple[_Visit, ...], slopes: tuple[floa
         for time, there, drafted in zip(seconds, contexts, shares, strict=True)
     ]
     if min(tokens) < max(tokens):
-        mean_s = predict_one_s(model, mean) + shift_s
-        curve = {number: predict_one_s(model, number) + shift_s for number in set(tokens)}
+        drafted_s = drafter_s * share
+        mean_s = _at(model, mean, context) + drafted_s
+        curve = {number: _at(model, number, context) + drafted_s for number in set(tokens)}
         moved = [time * mean_s / curve[number] for time, number in zip(moved, tokens, strict=True)]
     middle = sorted(moved)[(count - 1) // 2]
     return mean, max(middle, _SMALLEST_SHARE * min(seconds)), context, share
 
 
 def _fit_curve(
-    knots: tuple[Knot, ...], now: int, slopes: tuple[float, float]
-) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Curve points of f: 0, every visited knot (smoothed, then monotone), knees between them, MAX_TOKENS."""
-    kept = _kept([knot for knot in knots if knot.num_visits], now, slopes)
+    knots: tuple[Knot, ...], now: int, slopes: tuple[Slope, Slope], context: float
+) -> tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]]:
+    """Curve points of T at a context, and c there: 0, every visited knot (smoothed, then monotone), knees between them,
+    MAX_TOKENS.
+    """
+    kept = _kept([knot for knot in knots if knot.num_visits], now, slopes, context)
     tokens = [knot.point[0] for knot, _ in kept]
     weights = [min(knot.num_visits, WINDOW) if now - knot.last_seen <= STALE_STEPS else 1 for knot, _ in kept]
     seconds = [time for _, time in kept]
@@ -415,16 +490,20 @@ def _fit_curve(
     for gap in range(len(tokens) - 1, 0, -1):
         if tokens[gap] > _KNEE_GAP * tokens[gap - 1] and tokens[gap] > tokens[gap - 1] + 1.0:
             corners[gap + 1 : gap + 1] = _knee(*corners[gap - 1 : gap + 3])
-    curve_tokens, curve_s = zip(*corners, strict=True)
-    return curve_tokens, curve_s
+    curve_tokens, fitted_s = zip(*corners, strict=True)
+    own_s = [knot.context.beside(slopes[0]) for knot, _ in kept]
+    return curve_tokens, fitted_s, tuple(_interpolated(number, tokens, own_s) for number in curve_tokens)
 
 
-def _kept(visited: list[Knot], now: int, slopes: tuple[float, float]) -> list[tuple[Knot, float]]:
-    """The knots that count, each with its time without c C and m: see TRUSTED_VISITS and TRUSTED_STEPS."""
-    without = [
-        max(time - slopes[0] * context - slopes[1] * share, _SMALLEST_SHARE * time)
-        for _, time, context, share in (knot.point for knot in visited)
-    ]
+def _kept(
+    visited: list[Knot], now: int, slopes: tuple[Slope, Slope], context: float
+) -> list[tuple[Knot, float]]:
+    """The knots that count, each with its time at a context, without m: see TRUSTED_VISITS and TRUSTED_STEPS."""
+    without = []
+    for knot in visited:
+        _, time, there, share = knot.point
+        moved = time + knot.context.beside(slopes[0]) * (context - there) - slopes[1].seconds * share
+        without.append(max(moved, _SMALLEST_SHARE * time))
     newest = max(place for place, knot in enumerate(visited) if now - knot.last_seen <= STALE_STEPS)
     is_recent = [
         now - knot.last_seen <= TRUSTED_STEPS and (place <= newest or knot.num_visits >= TRUSTED_VISITS)

@@ -212,7 +212,7 @@ def _rates(
 ) -> Float64Array:
     """Tokens per second with each candidate at each length in the step; 0 where that is not to be had."""
     cost = np.arange(2, gains.shape[1] + 2)
-    reading_s = model.context_s * contexts[:, None]
+    reading_s = np.interp(size + cost, model.curve_tokens, model.slopes_s) * contexts[:, None]
     rates: Float64Array = (promised + gains) / (predict_s(model, size + cost) + reading_s)
     rates[~usable] = 0.0
     rates[:, cost > room] = 0.0

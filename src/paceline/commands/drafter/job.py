@@ -144,7 +144,7 @@ def _set_threads(threads: int) -> None:
 
 @contextmanager
 def _owned(out: Path) -> Iterator[None]:
-    """This process alone trains in the folder. Raises RecordError while another one does, or where it cannot be made."""
+    """This process alone trains in the folder. Raises RecordError where another one does, or it cannot be made."""
     with ExitStack() as opened:
         try:
             out.mkdir(parents=True, exist_ok=True)
