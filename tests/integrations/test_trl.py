@@ -170,7 +170,7 @@ SAMPLING: dict[str, Any] = {
     "stop_token_ids": [5],
     "ignore_eos": True,
     "max_tokens": 7,
-    "min_tokens": 2,
+    "min_tokens": 18,
     "skip_special_tokens": False,
     "spaces_between_special_tokens": False,
     "include_stop_str_in_output": True,
