@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from paceline.config import FleetSettings, RewardSettings
+from paceline.control.events import CancelChunk, Deliver
 from paceline.errors import EngineError
 from paceline.fleet.fleet import Finished, Fleet
 from paceline.fleet.reward_pool import RewardPool
@@ -42,6 +43,17 @@ def test_a_failed_response_is_not_scored() -> None:
 def test_without_a_reward_for_it_a_failed_response_ends_the_rollout() -> None:
     with pytest.raises(EngineError, match=f"response 3 has no reward, it {WHY}: mend that, or set"):
         fleet_with_rewards(None)._deliver(3, response(WHY))
+
+
+def test_workers_hear_of_all_else_before_it_ends() -> None:
+    """A chunk that nobody cancels would run into the next weight push."""
+    fleet, heard = fleet_with_rewards(None), list[Any]()
+    fleet._journal, fleet._params = None, None
+    fleet._actors = SimpleNamespace(order=lambda worker, orders, params: heard.extend(orders))  # type: ignore[assignment]
+    cancel = CancelChunk("w0", 0, 7)
+    with pytest.raises(EngineError, match="response 3 has no reward"):
+        fleet._act([Deliver(3, response(WHY)), cancel])
+    assert heard == [cancel]
 
 
 def rollouts(rewards: RewardSettings | None, reward: Any = None) -> tuple[FleetRollouts, list[str]]:

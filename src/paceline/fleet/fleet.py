@@ -607,8 +607,6 @@ class Fleet:
                 case LoadWeights(worker, life, version):
                     self._order(orders, [worker])  # a worker with chunks cannot load: cancel them before
                     self._actors.load(worker, life, self._weights, version)
-                case Deliver(index, response):
-                    self._deliver(index, response)
                 case TrainDrafter(worker, _, leader):
                     assert self._trainer is not None
                     self._trainer.resume(worker, leader)
@@ -629,9 +627,12 @@ class Fleet:
                 ):
                     orders.setdefault(worker, []).append(action)
         self._order(orders, list(orders))
-        for action in actions:
-            if isinstance(action, Fail):
-                raise action.error(action.message)
+        for action in actions:  # what may end the rollout comes last: workers have heard of all else
+            match action:
+                case Deliver(index, response):
+                    self._deliver(index, response)
+                case Fail():
+                    raise action.error(action.message)
 
     def _order(self, orders: dict[str, list[Order]], workers: Iterable[str]) -> None:
         """Send, and forget, what has been collected for these workers."""
