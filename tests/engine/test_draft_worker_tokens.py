@@ -176,7 +176,7 @@ def test_nothing_is_left_of_it(model_dir: Path, drafter_dir: Path) -> None:
     settings = EngineSettings(model_drafter=str(drafter_dir), draft_worker=True)
     with RolloutEngine(model_dir, settings, **SIZES) as made:
         link = link_of(made)
-        pid, folder = link.child.pid, link._folder
+        pid, folder = link.child.pid, link._folder.path
         assert folder.exists()
     assert not folder.exists()
     with pytest.raises(ProcessLookupError):

@@ -137,4 +137,6 @@ def test_what_is_refused_costs_no_trained_drafter(
     assert done.code == 6
     assert "another process trains a drafter there" in done.error
     assert (out / "training.safetensors").read_bytes() == trained
+    assert run("drafter", "train", folder, empty, "--out", tmp_path / "other", *quick).code == 6
+    assert not (tmp_path / "other").exists()
     assert run("drafter", "train", folder, responses, "--out", out, *quick, "--overwrite").code == 0

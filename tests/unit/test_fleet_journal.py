@@ -367,6 +367,10 @@ def test_whose_journal_it_is_can_be_told_where_it_holds_something(path: Path) ->
     assert kept_job(path) is None, "nothing of a response"
     path.write_bytes(b"something else")
     assert kept_job(path) is None
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(RecordError, match="cannot read"):
+        kept_job(path)
 
 
 def test_keys_with_a_sign_are_no_keys_of_a_fleet() -> None:

@@ -17,7 +17,7 @@ from paceline.config import EngineSettings, FleetSettings, KvPoolSettings
 from paceline.fleet import kv_pool, prefetch
 from paceline.fleet.kv_pool import PREFIX, FleetKvPool, open_pool
 from paceline.kvpool import Address, KvPool, response_identity
-from paceline.owned_folder import remove_leftovers
+from paceline.owned_folder import MACHINE, remove_leftovers
 from paceline.types import RolloutRequest
 
 OTHERS = KvPoolSettings(backend="MooncakeStoreConnector", namespace="run")
@@ -83,7 +83,7 @@ def test_no_pool_where_there_is_no_use_for_one_and_none_is_left(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(kv_pool, "SHARED_MEMORY", tmp_path)
-    (tmp_path / f"{PREFIX}of-a-killed-driver").mkdir()
+    (tmp_path / f"{PREFIX}{MACHINE}-of-a-killed-driver").mkdir()
     assert open_pool(settings, engine, is_one_machine) is None
     assert not list(tmp_path.iterdir())
 

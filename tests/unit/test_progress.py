@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import TextIO
 
@@ -147,14 +148,45 @@ def show(screen: TextIO, *, is_terminal: bool) -> None:
 
 @pytest.mark.parametrize("is_terminal", [False, True])
 def test_nobody_who_reads_it_ends_no_run(is_terminal: bool) -> None:
+    """Nor does the file complain when it is closed."""
     reader, writer = os.pipe()
     os.close(reader)
-    with contextlib.suppress(BrokenPipeError), open(writer, "w", buffering=1) as screen:
+    with open(writer, "w", buffering=1) as screen:
         show(screen, is_terminal=is_terminal)
-        assert not screen.closed
-    with contextlib.suppress(OSError), open("/dev/full", "w", buffering=1) as screen:
+    with open("/dev/full", "w", buffering=1) as screen:
         show(screen, is_terminal=is_terminal)
-        assert not screen.closed
+
+
+@pytest.mark.parametrize("is_full", [False, True])
+def test_a_program_whose_reader_has_gone_ends_well(is_full: bool) -> None:
+    """With buffers as they are by default, which are flushed when it ends."""
+    program = (
+        "from paceline.terminal.screen import error_console\n"
+        "import sys\n"
+        "console = error_console()\n"
+        "for _ in range(3): console.print('x' * 10_000)\n"
+        "sys.stderr.flush()\n"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", program], stderr=full if is_full else writer, env=environment, check=False
+        )
+    os.close(writer)
+    assert done.returncode == 0
+
+
+def test_a_closed_terminal_behind_an_interrupt_does_not_end_it() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    try:
+        with Interruption(os.open(os.devnull, os.O_WRONLY)):
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGHUP)
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_a_screen_is_the_file_but_for_its_errors(tmp_path: Path) -> None:

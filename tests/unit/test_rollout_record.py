@@ -193,7 +193,7 @@ def test_the_record_of_a_training_run_is_not_a_rollouts(tmp_path: Path, *, may_g
     """Neither replaced nor gone on with, whatever was asked for: its checkpoints would be of no use."""
     header = Header(Machine("c", 2, 1), {}, 0.0, {}, "m", "Countdown", 5)
     RecordWriter.create(tmp_path, header).close()
-    with pytest.raises(RecordError, match=r"a run of another kind \(Countdown\)"):
+    with pytest.raises(RecordError, match=r"a run of another kind \('Countdown'\)"):
         refuse_existing_record(tmp_path, may_go=may_go)
 
 

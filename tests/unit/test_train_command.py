@@ -65,6 +65,16 @@ def test_resuming_where_there_is_no_run_deletes_nothing(recipe: str, tmp_path: P
     assert (out / "policy" / "model.safetensors").exists()
 
 
+def test_a_record_without_a_header_is_no_run_to_go_on_with(recipe: str, tmp_path: Path) -> None:
+    """Its writer was ended while it replaced another run."""
+    out = tmp_path / "run"
+    out.mkdir()
+    (out / "record.jsonl").touch()
+    code, _, error = train(recipe, "--out", str(out), "--resume")
+    assert code == 2
+    assert "begin anew with --overwrite" in error
+
+
 def test_contradicting_options_are_refused(recipe: str, tmp_path: Path) -> None:
     code, _, error = train(recipe, "--out", str(tmp_path / "run"), "--resume", "--overwrite")
     assert code == 2

@@ -37,7 +37,8 @@ def end_with_parent(parent: int) -> bool:
 
 def main(text: str) -> None:
     """Train until killed. text: SpotSettings as JSON. Ctrl-C is the parent's business."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     parent = int(msgspec.json.decode(text)["parent"])
     stand_back()
     if not end_with_parent(parent):

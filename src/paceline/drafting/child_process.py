@@ -13,9 +13,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
-from paceline.owned_folder import OwnedFolder, remove_leftovers
+from paceline.owned_folder import MACHINE, OwnedFolder, remove_leftovers
 
 LOGGER = logging.getLogger(__name__)
 
@@ -30,6 +31,7 @@ MAX_FAILED_STARTS = 5
 
 
 SOCKETS = "paceline-sockets-"
+"""What names of their folders begin with."""
 
 
 def make_socket_folder(name: str) -> OwnedFolder | None:
@@ -38,10 +40,11 @@ def make_socket_folder(name: str) -> OwnedFolder | None:
     What killed processes have left there is removed.
     """
     for base in (tempfile.gettempdir(), "/tmp", "/dev/shm"):
-        sample = os.path.join(base, f"{SOCKETS}12345678", name)
+        sample = os.path.join(base, f"{SOCKETS}{MACHINE}-12345678", name)
         if len(os.fsencode(sample)) <= MAX_PATH_BYTES and os.access(base, os.W_OK):
             remove_leftovers(Path(base), SOCKETS)
-            return OwnedFolder(Path(base), SOCKETS)
+            with suppress(OSError):  # no room, or a file system without locks
+                return OwnedFolder(Path(base), SOCKETS)
     return None
 
 

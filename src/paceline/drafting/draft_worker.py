@@ -422,7 +422,8 @@ def main(text: str) -> None:
     """Be a worker. text: `WorkerSettings` as JSON. Ctrl-C is the parent's business."""
     import torch
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     settings = msgspec.json.decode(text, type=WorkerSettings)
     torch.set_num_threads(1)
     serve(load_worker(settings), (settings.address,), lambda: os.getppid() == settings.parent)

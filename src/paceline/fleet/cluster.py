@@ -112,9 +112,12 @@ def connect(settings: FleetSettings, vllm: Any) -> bool:
 def _own_sigterm() -> Iterator[None]:
     """Keep the handler of SIGTERM: Ray puts in its own, which exits while it starts, and aborts afterwards.
 
-    Processes of a Ray that was about to start are killed, as some would outlive it.
+    Processes of a Ray that was about to start are killed, as some would outlive it. Those that have started outlive a
+    terminal: the driver stops them once what it has is kept.
     """
+    is_main = threading.current_thread() is threading.main_thread()
     before = signal.getsignal(signal.SIGTERM)
+    hangup = signal.signal(signal.SIGHUP, signal.SIG_IGN) if is_main else None  # Ray's processes take it over
     others = set(psutil.Process().children(recursive=True))
     try:
         yield
@@ -127,7 +130,9 @@ def _own_sigterm() -> Iterator[None]:
                     process.kill()
         raise KeyboardInterrupt from ended
     finally:
-        if before is not None and threading.current_thread() is threading.main_thread():
+        if is_main and hangup is not None:
+            signal.signal(signal.SIGHUP, hangup)
+        if is_main and before is not None:
             signal.signal(signal.SIGTERM, before)
 
 

@@ -49,7 +49,8 @@ def main(address: str, parent: int, secret_file: str) -> None:
     from paceline.drafting.server import DraftServer
     from paceline.drafting.wire import read_secret
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     server = DraftServer(address, secret=read_secret(secret_file or None))
     while os.getppid() == parent:
         server.serve(forever=False)

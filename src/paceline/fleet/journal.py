@@ -264,11 +264,19 @@ class Journal:
 
 
 def kept_job(path: Path) -> str | None:
-    """The job of a journal; None where there is none, or where it holds nothing of a response."""
-    with contextlib.suppress(FileNotFoundError):
+    """The job of a journal; None where there is none, or where it holds nothing of a response. Raises RecordError where
+    it cannot be read.
+    """
+    try:
         head = next(_read_frames(path, b""), b"")
         if head.startswith(_MAGIC) and next(_read_frames(path, _frame(head)), None) is not None:
             return head.removeprefix(_MAGIC).decode()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise RecordError(
+            f"cannot read {path}: {error.strerror}; move it away, or choose another --out"
+        ) from error
     return None
 
 

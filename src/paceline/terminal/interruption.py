@@ -49,9 +49,9 @@ class Interruption:
             os.write(self._tell_fd, _ANSWER)  # a handler must not print: it may have interrupted a print
 
     def _restore(self) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-        self._before = {}
+        for number in SIGNALS:
+            if (handler := self._before.pop(number, None)) is not None:
+                signal.signal(number, handler)
 
     def check(self) -> None:
         """Raise Interrupted if a signal has come."""
@@ -62,3 +62,5 @@ class Interruption:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._restore()
+        if (hangup := self._before.pop(signal.SIGHUP, None)) is not None:
+            signal.signal(signal.SIGHUP, hangup)

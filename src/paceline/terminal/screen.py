@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from contextlib import suppress
 from typing import Any, TextIO
@@ -10,21 +11,32 @@ from rich.console import Console
 
 
 class Screen:
-    """A text file, but what it does not take is dropped. Everything else is the file's."""
+    """A text file that is given up where it fails: from then on it takes everything and keeps nothing.
+
+    Its file descriptor leads to nowhere then, or what its buffer still holds would raise when it is flushed. Everything
+    else is the file's.
+    """
 
     def __init__(self, file: TextIO) -> None:
         self._file = file
 
     def write(self, text: str) -> int:
-        """Write it, or not. Returns its length."""
-        with suppress(OSError):
+        """Write it at once, or not. Returns its length."""
+        try:
             self._file.write(text)
+            self._file.flush()
+        except OSError:
+            self._give_up()
         return len(text)
 
     def flush(self) -> None:
-        """Write what waits, or not."""
+        """Nothing waits."""
+
+    def _give_up(self) -> None:
         with suppress(OSError):
-            self._file.flush()
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self._file.fileno())
+            os.close(nowhere)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._file, name)

@@ -8,12 +8,17 @@ before it was sealed.
 
 from __future__ import annotations
 
+import errno
+import json
 import os
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 SEAL = "complete"
 """In a checkpoint's folder."""
+STATE = "trainer_state.json"
+"""What the trainer writes last."""
 _NAME = "checkpoint-"
 
 
@@ -34,8 +39,18 @@ def is_complete(checkpoint: Path) -> bool:
 
 
 def latest_checkpoint(folder: Path) -> Path | None:
-    """The newest complete one; None before the first."""
-    return max(filter(is_complete, folder.glob(f"{_NAME}*")), key=step_of, default=None)
+    """The newest complete one; None before the first.
+
+    Where none was ever sealed, as in runs that began before there were seals, the newest that the trainer seems to have
+    written to its end, which is sealed now.
+    """
+    found = _checkpoints(folder)
+    if sealed := list(filter(is_complete, found)):
+        return sealed[-1]
+    if whole := list(filter(_is_written, found)):
+        seal(whole[-1])
+        return whole[-1]
+    return None
 
 
 def seal(checkpoint: Path) -> None:
@@ -47,18 +62,39 @@ def seal(checkpoint: Path) -> None:
     _sync(checkpoint.parent)
 
 
+def remove(checkpoint: Path) -> None:
+    """Remove it; cut short, this leaves nothing that looks complete."""
+    (checkpoint / SEAL).unlink(missing_ok=True)
+    shutil.rmtree(checkpoint, ignore_errors=True)
+
+
 def keep_newest(folder: Path, count: int) -> None:
-    """Remove all but the newest complete ones, and what is incomplete. Nobody may be writing one."""
-    found = sorted(folder.glob(f"{_NAME}*"), key=step_of)
+    """Remove all but the newest complete ones, and what is incomplete and older. Nobody may be writing one."""
+    found = _checkpoints(folder)
     kept = list(filter(is_complete, found))[-count:]
-    for path in found:
-        if path not in kept:
-            shutil.rmtree(path, ignore_errors=True)
+    for checkpoint in found:
+        if checkpoint not in kept and kept and step_of(checkpoint) < step_of(kept[-1]):
+            remove(checkpoint)
+
+
+def _checkpoints(folder: Path) -> list[Path]:
+    """In order; folders with other names are not the trainer's."""
+    return sorted((path for path in folder.glob(f"{_NAME}*") if step_of(path) >= 0), key=step_of)
+
+
+def _is_written(checkpoint: Path) -> bool:
+    with suppress(OSError, ValueError):
+        return isinstance(json.loads((checkpoint / STATE).read_bytes()), dict)
+    return False
 
 
 def _sync(path: Path) -> None:
+    """Some file systems cannot do that for a folder, and keep it all the same."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
+    except OSError as error:
+        if not path.is_dir() or error.errno not in {errno.EINVAL, errno.ENOTSUP}:
+            raise
     finally:
         os.close(fd)

@@ -7,7 +7,6 @@ the `train` command.
 
 from __future__ import annotations
 
-import shutil
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
@@ -38,7 +37,7 @@ from paceline.record.ladder_file import read_ladder
 from paceline.tasks import Row, load_task
 from paceline.terminal.interruption import Interrupted, Interruption
 from paceline.terminal.progress import Progress
-from paceline.training.checkpoints import checkpoint_at, is_complete, latest_checkpoint, step_of
+from paceline.training.checkpoints import checkpoint_at, is_complete, latest_checkpoint, remove, step_of
 from paceline.training.policy import load_policy, load_tokenizer, model_length
 from paceline.training.recipe import Recipe, check_resumable
 from paceline.training.rollout_journals import RolloutJournals
@@ -341,7 +340,7 @@ class TrainingRun:
         done = int(trainer.state.global_step)
         checkpoint = checkpoint_at(self.folder / CHECKPOINTS, done)
         if done and not is_complete(checkpoint):
-            shutil.rmtree(checkpoint, ignore_errors=True)
+            remove(checkpoint)
             runner.restore_randomness()
             trainer._save_checkpoint(trainer.model, trial=None)
             runner.note_checkpoint()

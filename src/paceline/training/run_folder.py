@@ -67,8 +67,13 @@ def check_folder(folder: Path, *, resume: bool, overwrite: bool) -> None:
     if resume:
         if held and FILE_NAME not in held:
             raise ConfigError(
-                f"--out {folder} has no {FILE_NAME} to go on with, and holds something else: --resume will not begin "
-                "a run there"
+                f"--out {folder} has no {FILE_NAME} to go on with, and holds something else: bring that back, or give "
+                "another folder"
+            )
+        if FILE_NAME in held and not (folder / FILE_NAME).stat().st_size:
+            raise ConfigError(
+                f"--out {folder} has an empty {FILE_NAME}, as where a run was ended while it replaced another: begin "
+                "anew with --overwrite"
             )
         return
     if held and not overwrite:

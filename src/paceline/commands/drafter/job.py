@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,6 +68,12 @@ class TrainingJob:
 
 def run_training(job: TrainingJob, *, resume: bool, overwrite: bool) -> None:
     """Train until the time is used up, saving as it goes."""
+    with _owned(job.out):
+        _train(job, resume=resume, overwrite=overwrite)
+    typer.echo(f"trained: {job.out}")
+
+
+def _train(job: TrainingJob, *, resume: bool, overwrite: bool) -> None:
     _set_threads(job.threads)
     found = None if overwrite else _find(job.out, resume)
     method = METHODS[job.method] if job.loss is None else METHODS[job.method].with_loss(job.loss)
@@ -85,16 +91,16 @@ def run_training(job: TrainingJob, *, resume: bool, overwrite: bool) -> None:
     if found is not None:
         made = _continue(found[1], made)
         trainer.load(found[0])
-    with _owned(job.out), CheckpointWriter(job.out / FILE_NAME) as writer:
-        for name in names_in(job.out) if overwrite else ():
+    for name in names_in(job.out) if overwrite else ():
+        if name != FILE_NAME:  # which the first save replaces
             (job.out / name).unlink()
+    with CheckpointWriter(job.out / FILE_NAME) as writer:
         told = _Telling(trainer, made, writer, job.core_s)
         begun = Progress(made.trained_s, made.trained_tokens, 0.0)
         try:
             train_offline(trainer, samples, Schedule(job.core_s, job.rate), begun, job.seed, told.after_step)
         finally:
             told.save()
-    typer.echo(f"trained: {job.out}")
 
 
 class _Telling:
@@ -147,7 +153,9 @@ def _owned(out: Path) -> Iterator[None]:
     """This process alone trains in the folder. Raises RecordError where another one does, or it cannot be made."""
     with ExitStack() as opened:
         try:
-            out.mkdir(parents=True, exist_ok=True)
+            if not out.exists():
+                out.mkdir(parents=True)
+                opened.callback(_remove_empty, out)
             folder = os.open(out, os.O_RDONLY)
             opened.callback(os.close, folder)
             fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -158,6 +166,11 @@ def _owned(out: Path) -> Iterator[None]:
         except OSError as error:
             raise RecordError(f"cannot write to {out}: {error.strerror}; choose another --out") from error
         yield
+
+
+def _remove_empty(folder: Path) -> None:
+    with suppress(OSError):
+        folder.rmdir()
 
 
 def _find(out: Path, resume: bool) -> tuple[dict[str, Tensor], Description] | None:

@@ -43,7 +43,7 @@ from paceline.commands.inputs.options import (
 from paceline.commands.inputs.planned import carry_out
 from paceline.commands.inputs.prompts import read_prompts
 from paceline.commands.inputs.sampling import Sampling
-from paceline.commands.rollout.fleet_job import check_fleet_job, has_journal, run_fleet_job
+from paceline.commands.rollout.fleet_job import check_fleet_job, has_journal, journal_of, run_fleet_job
 from paceline.commands.rollout.job import plan_job, run_job
 from paceline.commands.rollout.responses import RESERVED, ResponseFile, refuse_existing
 from paceline.commands.rollout.rollout_record import RolloutRecord, refuse_existing_record
@@ -311,7 +311,10 @@ def rollout(
     with file:
         job = plan_job(checkpoint, launch, sampling, seed, known_prompts, samples, out, done)
         if fleet is None:
+            if overwrite:
+                journal_of(out).unlink(missing_ok=True)
             run_job(job, file, console, on_failure)
+            journal_of(out).unlink(missing_ok=True)
         elif record is None:
             run_fleet_job(job, fleet, file, console, resume=resume, ladder=known)
         else:

@@ -71,7 +71,7 @@ def run_fleet_job(
 
     tell_plan(job, file.path, console)
     path = journal_of(file.path)
-    if resume:
+    if resume and not job.num_done:  # else those that are finished tell, and a journal of others is of no use
         _refuse_other_journal(path, _identity(job))
     journal = Journal.open(path, msgspec.json.encode(_identity(job)).decode(), resume=resume)
     num_failed = 0

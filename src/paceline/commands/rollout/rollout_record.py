@@ -43,11 +43,11 @@ TASK = "Rollout"
 
 
 def refuse_existing_record(folder: Path, *, may_go: bool) -> None:
-    """Raise RecordError when the folder holds a record. may_go: only where it is none of a rollout's."""
+    """Raise RecordError when the folder holds a record. may_go: one of a rollout may be there, to go on or to go."""
     if not (folder / FILE_NAME).exists():
         return
     if (task := _task_of(folder)) not in {TASK, None}:
-        raise RecordError(f"--record {folder} holds a run of another kind ({task}): give another folder")
+        raise RecordError(f"--record {folder} holds a run of another kind ({task!r}): give another folder")
     if not may_go:
         raise RecordError(
             f"--record {folder} already holds a run: continue with --resume, replace it with --overwrite, or give "

@@ -159,9 +159,8 @@ class EngineGeneration:
         names = ("temperature", "top_p", "top_k", "repetition_penalty")
         given = {name: options[name] for name in names if options.get(name) is not None}
         given["min_p"] = options.get("min_p") or 0.0
-        given["max_tokens"] = options[
-            "max_completion_length"
-        ]  # requests have their own; min_tokens is held to it
+        # Requests have their own; min_tokens is held to this one.
+        given["max_tokens"] = options["max_completion_length"]
         given |= options.get("generation_kwargs") or {}
         if regex := options.get("structured_outputs_regex"):
             given["structured_outputs"] = {"regex": regex}
