@@ -121,7 +121,7 @@ def test_a_disk_that_fills_up_is_told(
     class Full:
         def __init__(self, *_: Any, **__: Any) -> None: ...
 
-        def run(self) -> None:
+        def run(self, **_: Any) -> None:
             raise RuntimeError("I/O error: No space left on device (os error 28)")
 
     monkeypatch.setattr(training_run, "TrainingRun", Full)
