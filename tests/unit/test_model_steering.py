@@ -126,16 +126,28 @@ def test_a_drafter_is_judged_beside_others_too(known: BudgetState) -> None:
     assert drafting < 40
 
 
-def test_what_nobody_judges_any_more_is_forgotten_and_ends_no_engine(known: BudgetState) -> None:
-    """Rests go on where another worker drafts; what was known fades with each."""
+def test_a_drafter_that_nobody_judges_any_more_rests_on_and_ends_no_engine(known: BudgetState) -> None:
+    """Another worker drafts; what was known fades with each rest."""
     for batch in (1, 4, 64):
         steering = ModelSteering()
         for _ in range(6):
             steering._worth = update_worth(steering._worth, batch, (1.2 * batch, 0.025), (1.1 * batch, 0.016))
         assert steering._worth.gain(batch) < 0.0
-        for _ in range(20_000):
-            steering.advance(batch, known.decode_time)
-        assert steering._worth.gain(batch) == float("inf"), "as one that was never tried"
+        drafting = sum(steering.advance(batch, known.decode_time) for _ in range(20_000))
+        assert steering._worth.gain(batch) < 0.0
+        assert drafting < 2_000
+
+
+def test_what_prompts_take_hides_no_loss(known: BudgetState) -> None:
+    """A step with a prompt of 2,000 tokens takes a second, beside which half a second of drafting looks small."""
+    for seconds in (1.0, 1.02) * 8:
+        known = update(known, StepObservation(BATCH, 0, 0, 2000, seconds), SETTINGS)
+    steering = ModelSteering()
+    for others in (0, 0, 0, 2000) * 8:
+        steering.receive(DraftGrowth(4, 4 * BATCH, 0.03), BATCH, 0.0)
+        snapshot = BudgetSnapshot(BATCH, others, np.full((BATCH, 4), 0.2, np.float32), 1 << 20)
+        steering.judge(snapshot, np.full(BATCH, 4, np.int32), None, (known, known), SETTINGS)
+    assert steering._worth.gain(BATCH) < -0.05
 
 
 def test_a_response_of_one_token_speaks_for_no_other(known: BudgetState) -> None:

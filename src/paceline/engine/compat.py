@@ -158,12 +158,16 @@ def is_batch_invariant_gpu() -> bool:
     return bool(vllm.envs.VLLM_BATCH_INVARIANT) and not is_cpu()
 
 
+MOST_ENDS = 8
+"""Tokens that end a response by the model's own configuration, and come to those of the request: at most so many."""
+
+
 class RefusedRequest(RequestError, VLLMValidationError):  # type: ignore[misc]
-    """The same for clients of a server too, which tells them of vLLM's own errors alone."""
+    """A RequestError that clients of vLLM's server hear of too: it tells them the words of vLLM's own errors alone."""
 
 
 class RefusedOption(UnsupportedError, VLLMValidationError):  # type: ignore[misc]
-    """Likewise."""
+    """An UnsupportedError that they hear of too."""
 
 
 def allow_exact_options() -> None:
@@ -221,7 +225,7 @@ def _check_tables(params: SamplingParams) -> None:
 
     rooms = {"allowed_token_ids": MAX_NUM_ALLOWED_TOKEN_IDS, "logit_bias": MAX_NUM_LOGIT_BIAS_TOKENS}
     if params.min_tokens:
-        rooms["stop_token_ids"] = MAX_NUM_STOP_TOKEN_IDS - 1  # EOS comes to them
+        rooms["stop_token_ids"] = MAX_NUM_STOP_TOKEN_IDS - MOST_ENDS
     for name, room in rooms.items():
         if (count := len(getattr(params, name) or ())) > room:
             raise UnsupportedError(

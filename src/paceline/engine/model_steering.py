@@ -113,11 +113,15 @@ class ModelSteering:
             drafted_alone, expected_alone = int(lengths.sum()), expected_accepted(alone, lengths)
         step_s = predict_one_s(time, batch + others + drafted)
         alone_s = predict_one_s(time_alone, batch + others + drafted_alone)
+        shared_s = 0.0
+        if others:  # prompts take that whatever is drafted: counted, it would hide what drafting costs
+            plain_s = predict_one_s(state_alone.decode_time, batch)
+            shared_s = max(predict_one_s(time_alone, batch + others) - plain_s, 0.0)
         self._worth = drafter_worth.update_worth(
             self._worth,
             batch,
-            (batch + trust * expected, step_s + self._share_of_cost(batch, state.decode_time)),
-            (batch + trust * expected_alone, alone_s),
+            (batch + trust * expected, step_s - shared_s + self._share_of_cost(batch, state.decode_time)),
+            (batch + trust * expected_alone, max(alone_s - shared_s, 1e-6)),
         )
 
     def _share_of_cost(self, batch: int, step_time: StepTimeModel) -> float:

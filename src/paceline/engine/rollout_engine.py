@@ -380,9 +380,8 @@ class RolloutEngine:
         from vllm.sampling_params import RequestOutputKind
 
         own = params.clone()
-        own.skip_clone = (
-            True  # vLLM's own copy would be checked anew: min_tokens is that of the whole response
-        )
+        # vLLM's own copy would be checked anew: min_tokens is that of the whole response, max_tokens what is left.
+        own.skip_clone = True
         carried = len(request.generated)
         own.max_tokens = request.max_tokens - carried
         own.min_tokens = min(own.min_tokens, request.max_tokens)

@@ -380,7 +380,7 @@ def _place(count: int, context: int) -> int:
 
 
 def _home(coupling: Coupling, place: int) -> Rate:
-    """The home's rate there; where that is not known that at the nearest shorter contexts, which is no lower."""
+    """The home's rate there; where that is not known that at the nearest shorter contexts, taken to be no lower."""
     rates = coupling.rates
     shorter = range(place, place - place % _NUM_CONTEXTS - 1, -1)
     known = (

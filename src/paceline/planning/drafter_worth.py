@@ -51,8 +51,8 @@ RECOVERED = 1.5
 AFTER_REST = 1.0 / 12.0
 """What older steps count for after a rest: the trial decides."""
 
-FORGOTTEN_S = 1e-6
-"""Rates of fewer seconds, decayed, are none."""
+LEAST_S = 1e-6
+"""Rates do not fade to fewer seconds."""
 
 SPAN_TOKENS = 4
 """Tokens over which the slope of T is taken, at least."""
@@ -161,12 +161,12 @@ def update_worth(
 
 
 def fade(worth: Worth, batch: int) -> Worth:
-    """The worth when the drafter goes to rest at this batch size: what was learned counts little after it, and in the
-    end nothing, where nothing is learned any more.
+    """The worth when the drafter goes to rest at this batch size: what was learned counts little after it. It stays,
+    however little, where nobody judges the drafter any more.
     """
     at = size_of(batch)
     rates = worth.rates[at].faded(AFTER_REST)
-    return _put(worth, at, rates if rates.seconds_with > FORGOTTEN_S else Rates())
+    return _put(worth, at, rates) if rates.seconds_with > LEAST_S else worth
 
 
 def next_rest(
