@@ -23,6 +23,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from paceline.errors import CheckpointError, RecordError
+from paceline.record.append import sync
 
 Note = Mapping[str, str]
 """What stands beside the tensors: progress, method, whatever the owner needs to go on."""
@@ -105,11 +106,7 @@ def write(path: Path, tensors: Mapping[str, Tensor], note: Note) -> None:
         file.flush()
         os.fsync(file.fileno())
     fresh.replace(path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    sync(path.parent)
 
 
 @contextmanager

@@ -381,12 +381,9 @@ def _place(count: int, context: int) -> int:
 
 def _home(coupling: Coupling, place: int) -> Rate:
     """The home's rate there; where that is not known that at the nearest shorter contexts, taken to be no lower."""
-    rates = coupling.rates
     shorter = range(place, place - place % _NUM_CONTEXTS - 1, -1)
-    known = (
-        rates[at][coupling.is_home_ahead] for at in shorter if rates[at][coupling.is_home_ahead].is_known
-    )
-    return next(known, rates[place][coupling.is_home_ahead])
+    rates = [coupling.rates[at][coupling.is_home_ahead] for at in shorter]
+    return next((rate for rate in rates if rate.is_known), rates[0])
 
 
 def _learn(coupling: Coupling, place: int, rate: Rate) -> Coupling:

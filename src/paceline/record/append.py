@@ -13,6 +13,7 @@ The rules, whoever writes what:
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import time
@@ -24,6 +25,20 @@ from typing import Self
 from paceline.errors import RecordError
 
 SYNC_S = 5.0
+
+
+def sync(path: Path) -> None:
+    """Ask the disk to keep a file, or which names a folder has. Raises OSError where it refuses; some file systems
+    cannot do that for a folder, and keep it all the same.
+    """
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        if not path.is_dir() or error.errno not in {errno.EINVAL, errno.ENOTSUP}:
+            raise
+    finally:
+        os.close(fd)
 
 
 class AppendFile:

@@ -8,12 +8,12 @@ before it was sealed.
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 import shutil
 from contextlib import suppress
 from pathlib import Path
+
+from paceline.record.append import sync
 
 SEAL = "complete"
 """In a checkpoint's folder."""
@@ -56,10 +56,10 @@ def latest_checkpoint(folder: Path) -> Path | None:
 def seal(checkpoint: Path) -> None:
     """All of it has been written: ask the disk to keep it, and say so. Raises OSError where the disk refuses."""
     for path in [*checkpoint.rglob("*"), checkpoint]:
-        _sync(path)
+        sync(path)
     (checkpoint / SEAL).touch()
-    _sync(checkpoint)
-    _sync(checkpoint.parent)
+    sync(checkpoint)
+    sync(checkpoint.parent)
 
 
 def remove(checkpoint: Path) -> None:
@@ -86,15 +86,3 @@ def _is_written(checkpoint: Path) -> bool:
     with suppress(OSError, ValueError):
         return isinstance(json.loads((checkpoint / STATE).read_bytes()), dict)
     return False
-
-
-def _sync(path: Path) -> None:
-    """Some file systems cannot do that for a folder, and keep it all the same."""
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    except OSError as error:
-        if not path.is_dir() or error.errno not in {errno.EINVAL, errno.ENOTSUP}:
-            raise
-    finally:
-        os.close(fd)

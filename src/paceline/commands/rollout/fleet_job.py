@@ -21,6 +21,7 @@ from paceline.commands.rollout.responses import ResponseFile, refuse_other
 from paceline.config import FleetSettings
 from paceline.engine.rollout_engine import prepare_environment
 from paceline.errors import ConfigError, EngineError, PacelineError
+from paceline.fleet.journal import Journal, kept_job
 from paceline.terminal.interruption import INTERRUPTED, Interruption
 from paceline.terminal.meter import WINDOW_S, RolloutMeter
 from paceline.terminal.progress import Progress
@@ -29,7 +30,6 @@ from paceline.terminal.tables import make_table
 if TYPE_CHECKING:
     from paceline.commands.rollout.rollout_record import RolloutRecord
     from paceline.fleet.fleet import Fleet
-    from paceline.fleet.journal import Journal
     from paceline.record.ladder_file import LadderFile
     from paceline.types import DraftSharingCounters, KvPoolCounters
 
@@ -67,8 +67,6 @@ def run_fleet_job(
     record: is told how it goes. ladder: what is known of the engines' drafters, if they have several. Raises as
     `run_job` does.
     """
-    from paceline.fleet.journal import Journal
-
     tell_plan(job, file.path, console)
     path = journal_of(file.path)
     if resume and not job.num_done:  # else those that are finished tell, and a journal of others is of no use
@@ -92,8 +90,6 @@ def journal_of(out: Path) -> Path:
 
 def has_journal(out: Path) -> bool:
     """Whether a fleet has left there what unfinished responses have."""
-    from paceline.fleet.journal import kept_job
-
     return kept_job(journal_of(out)) is not None
 
 
@@ -104,8 +100,6 @@ def _identity(job: Job) -> dict[str, Any]:
 
 def _refuse_other_journal(path: Path, identity: dict[str, Any]) -> None:
     """Raise RecordError for a journal of other options or weights: this run would throw it away."""
-    from paceline.fleet.journal import kept_job
-
     if (text := kept_job(path)) is None:
         return
     kept = msgspec.json.decode(text)
