@@ -293,3 +293,22 @@ def test_small_steps_are_known_though_larger_ones_read_their_context_longer(
     small, large = np.abs(wrong).mean(0)
     assert small < most
     assert large < 0.03
+
+
+def test_where_a_rollout_begins_again_what_was_seen_behind_long_contexts_is_tried_anew() -> None:
+    """Large steps alone are made in the end of a rollout, dearer for each token of context than was known of them:
+    their time without it is an extrapolation that would keep the next rollout from making them.
+    """
+    slope, model = (lambda tokens: 4e-6 if tokens < 12 else 12e-6), StepTimeModel.initial()
+    rng = np.random.default_rng(0)
+
+    def true_s(tokens: int, context: int) -> float:
+        return 0.014 + 0.0015 * tokens + slope(tokens) * context
+
+    for context in range(800, 20_000, 24):
+        tokens = 32 if context > 8_000 else int(rng.choice([8, 12, 16]))
+        seconds = true_s(tokens, context) * rng.lognormal(0.0, 0.03)
+        model = update_measured_time(model, tokens, seconds, context)
+    for step in range(4):
+        model = update_measured_time(model, 8, true_s(8, 800), 800 + 8 * step)
+    assert float(predict_s(at_context(model, 800), 32)) < 1.05 * true_s(32, 800)

@@ -50,6 +50,9 @@ first large steps would otherwise keep it from ever trying them again."""
 TRUSTED_STEPS = 192
 """A knot that was not visited for so many observations counts as unmeasured where it lies above all fresh ones, or is
 dearer than those visited since say by a line between them: it may look dear only because the machine was busy then."""
+LONGEST_CONTEXT_RATIO = 4.0
+"""The same for a knot whose visits had so many times the present context: where rollouts begin, behind the long
+contexts of the last one, its time is an extrapolation."""
 SMALL_STEP_TOKENS = 32
 """A step of so many tokens is tried again at once after a long time without; larger ones by and by (E2, budget.py)."""
 UNKNOWN_SLOPE = 0.25
@@ -304,6 +307,8 @@ def _is_still(model: StepTimeModel, knot: Knot, centre: _Visit, num_context_toke
     turns = now - STALE_STEPS - 1, now - TRUSTED_STEPS - 1
     if any(other.last_seen in turns for other in model.knots if other.num_visits):
         return False
+    if num_context_tokens * LONGEST_CONTEXT_RATIO < model.fitted_context:
+        return False
     tokens, seconds, context, share = knot.point
     here_s, there_s = _at(model, centre[0], context), _at(model, tokens, context)
     now_s, drafter_s, most_s = model.context.seconds, model.drafter.seconds, _STILL * seconds
@@ -498,15 +503,20 @@ def _fit_curve(
 def _kept(
     visited: list[Knot], now: int, slopes: tuple[Slope, Slope], context: float
 ) -> list[tuple[Knot, float]]:
-    """The knots that count, each with its time at a context, without m: see TRUSTED_VISITS and TRUSTED_STEPS."""
+    """The knots that count, each with its time at a context, without m: see TRUSTED_VISITS, TRUSTED_STEPS and
+    LONGEST_CONTEXT_RATIO.
+    """
     without = []
     for knot in visited:
         _, time, there, share = knot.point
         moved = time + knot.context.beside(slopes[0]) * (context - there) - slopes[1].seconds * share
         without.append(max(moved, _SMALLEST_SHARE * time))
     newest = max(place for place, knot in enumerate(visited) if now - knot.last_seen <= STALE_STEPS)
+    longest = LONGEST_CONTEXT_RATIO * max(context, 1.0)
     is_recent = [
-        now - knot.last_seen <= TRUSTED_STEPS and (place <= newest or knot.num_visits >= TRUSTED_VISITS)
+        now - knot.last_seen <= TRUSTED_STEPS
+        and (place <= newest or knot.num_visits >= TRUSTED_VISITS)
+        and (knot.point[2] <= longest or knot.last_seen == now)
         for place, knot in enumerate(visited)
     ]
     recent = list(
