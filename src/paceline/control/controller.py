@@ -27,7 +27,7 @@ that are lost while it is alone in that, so something else that ends workers cos
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -165,6 +165,7 @@ class Controller:
         self._workers = {
             f"w{i}": _Worker(f"w{i}", is_drafter=i >= first_drafter) for i in range(settings.workers)
         }
+        self._ranks = {name: rank for rank, name in enumerate(self._workers)}
         self._version = 0
         self._rollout: _Rollout | None = None
         self._dispatcher: Dispatcher | None = None
@@ -173,6 +174,8 @@ class Controller:
         self._changed: dict[str, None] = {}  # workers whose standing may not be what `_help` saw last
         self._idle: set[str] = set()
         self._rested: set[str] = set()  # that were idle when helpers were looked for last, and ever since
+        self._progress: dict[str, Progress] = {}  # of the workers that have chunks, as told last
+        self._has_suspects = False  # whether a worker was lost in this rollout before some response got a token there
         self._training = TrainingSessions()
         self._numbers = itertools.count()
         self._last_tick_s: float | None = None
@@ -272,6 +275,7 @@ class Controller:
             None,
             _Rollout(event.true_lengths, event.variant or self._settings.variant or "even"),
         )
+        self._has_suspects = False
         if self._helping is not None:
             self._helping.use_drafters(event.drafter, event.others)
         for worker in self._workers.values():
@@ -365,7 +369,9 @@ class Controller:
 
     def _begin(self, worker: _Worker) -> list[RunChunk]:
         """Begin what may begin on a worker: suspects first, each alone, on one that has worked if there is a choice."""
-        if not worker.held or any(response.is_suspect for response in worker.new.values()):
+        if not worker.held:
+            return []
+        if self._has_suspects and any(response.is_suspect for response in worker.new.values()):
             return []
         responses = {order.chunk: worker.chunks[order.chunk].response for order in worker.held}
         suspects = [order for order in worker.held if responses[order.chunk].is_suspect]
@@ -663,7 +669,7 @@ class Controller:
     def _blame(self, worker: _Worker, reason: str) -> list[Action]:
         """A worker is lost: is there a response that ends every worker which runs it?"""
         for response in worker.new.values():
-            response.is_suspect = True
+            response.is_suspect = self._has_suspects = True
         if len(worker.new) != 1 or not worker.has_generated:
             return []
         [(number, response)] = worker.new.items()
@@ -708,6 +714,7 @@ class Controller:
                 self._idle.discard(name)
                 self._rested.discard(name)
             helping.note(name, self._door(place) if standing is Standing.BUSY else None)
+            self._note_progress(self._workers[name])
         actions = helping.end(changed, self._standing)
         if isinstance(event, Reported):
             actions += helping.judge(event.worker, self._workers[event.worker].progress)
@@ -720,13 +727,14 @@ class Controller:
         if not isinstance(event, Tick) or event.now_s - self._helped_s < HELP_S:
             return actions
         self._helped_s = event.now_s
-        busy = ((one.name, one.progress) for one in self._workers.values() if one.chunks)
-        helping.look({name: progress for name, progress in busy if progress is not None})
+        helping.look(self._progress.copy())
         rested, self._rested = self._rested, set(self._idle)
-        actions += helping.assign([worker.place for worker in self._idlers() if worker.is_drafter])
+        if self._settings.num_drafters:
+            idle = self._in_order(self._idle)
+            actions += helping.assign([worker.place for worker in idle if worker.is_drafter])
         if not helping.kinds or self._dispatcher.num_waiting:
             return actions
-        free = (one for one in self._idlers() if not one.is_drafter and not helping.find(one.name))
+        free = (one for one in self._in_order(self._idle - helping.helpers) if not one.is_drafter)
         for pair in helping.choose(((worker.place, worker.costs) for worker in free), rested):
             helper, helped = self._workers[pair.helper.worker], self._workers[pair.helped.worker]
             match pair.kind:
@@ -738,9 +746,16 @@ class Controller:
                     actions.append(helping.draft(pair))
         return actions
 
-    def _idlers(self) -> Iterator[_Worker]:
-        """The idle workers, in the fleet's order."""
-        return (worker for name, worker in self._workers.items() if name in self._idle)
+    def _note_progress(self, worker: _Worker) -> None:
+        """What it has generated counts while it is busy."""
+        if worker.chunks and worker.progress is not None:
+            self._progress[worker.name] = worker.progress
+        else:
+            self._progress.pop(worker.name, None)
+
+    def _in_order(self, names: Iterable[str]) -> list[_Worker]:
+        """Some workers, in the fleet's order."""
+        return [self._workers[name] for name in sorted(names, key=self._ranks.__getitem__)]
 
     def _take_changed(self, event: Event) -> Iterable[str]:
         """The workers that may have other standings, or other responses left, than at the last call."""
@@ -834,30 +849,33 @@ class Controller:
     def _look_for_silence(self, now_s: float) -> list[Action]:
         """Give up on workers of which something has been expected for too long."""
         listened_s = self._listen(now_s)
+        helpers = self._helping.helpers if self._helping is not None else ()
         actions: list[Action] = []
         for worker in self._workers.values():
-            is_up = worker.state == "up"
-            drafts = is_up and not worker.chunks and self._drafts(worker.name)
-            if worker.state == "given up" or (is_up and not worker.chunks and not drafts):
-                worker.waiting_since_s = None
+            state = worker.state
+            if state == "up":
+                if not worker.chunks and worker.name not in helpers:
+                    worker.waiting_since_s = None
+                    continue
+                limit_s = self._settings.silence_s
+            elif state == "given up":
                 continue
+            else:
+                limit_s = self._settings.start_timeout_s
             if worker.waiting_since_s is None:
                 worker.waiting_since_s = listened_s
-            limit_s = self._settings.silence_s if is_up else self._settings.start_timeout_s
-            limit = f"{limit_s:g} s"
-            if listened_s - worker.waiting_since_s > limit_s:
-                step = "turn of drafting" if drafts else "engine step"
-                what = f"finished no {step}" if is_up else f"was still {worker.state}"
-                if worker.state == "starting":
-                    limit += " (`ray status` tells whether there was room for it)"
+            elif listened_s - worker.waiting_since_s > limit_s:
                 actions.append(StopWorker(worker.name, worker.life))
-                actions += self._lose(worker, f"it {what} after {limit}")
+                actions += self._lose(worker, self._silence_of(worker))
         return actions
 
-    def _drafts(self, name: str) -> bool:
-        """Whether a worker drafts for others."""
-        pairs = self.pairs_of(name)  # of one kind
-        return bool(pairs) and pairs[0].kind is Help.DRAFT
+    def _silence_of(self, worker: _Worker) -> str:
+        """What a worker has not done for too long."""
+        if worker.state == "up":
+            step = "engine step" if worker.chunks else "turn of drafting"
+            return f"it finished no {step} after {self._settings.silence_s:g} s"
+        hint = " (`ray status` tells whether there was room for it)" if worker.state == "starting" else ""
+        return f"it was still {worker.state} after {self._settings.start_timeout_s:g} s{hint}"
 
     def _listen(self, now_s: float) -> float:
         """Time goes on; gives the seconds that the driver has listened so far."""

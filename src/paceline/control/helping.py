@@ -12,7 +12,7 @@ look at each worker once. An end is predicted from what was known when the worke
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence, Set
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from typing import NamedTuple, TypeAlias
@@ -187,6 +187,11 @@ class Helping:
         self._ends.put(worker, load.end_s)
         chunks = tuple(one.chunk for one in ordered)
         self._busy[worker] = _Busy(place, load, costs, chunks, can_move and ordered[0].may_race, can_move)
+
+    @property
+    def helpers(self) -> Set[str]:
+        """Who helps others by drafting or by a copy."""
+        return self._pairs.keys()
 
     def find(self, worker: str) -> list[Pair]:
         """Whom a worker helps by drafting or by a copy."""
