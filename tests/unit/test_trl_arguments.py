@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from paceline.errors import ConfigError
+from paceline.training import trl_arguments
 from paceline.training.recipe import Recipe
-from paceline.training.trl_arguments import FOREIGN, trainer_arguments
+from paceline.training.trl_arguments import FOREIGN, emulates_bfloat16, trainer_arguments
 
 pytest.importorskip("trl", reason="TRL is not installed")
 
@@ -68,3 +69,21 @@ def test_extra_fields_pass() -> None:
 def test_extra_field_is_refused(extra: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         arguments(trl=extra)
+
+
+@pytest.mark.parametrize(
+    ("precision", "has_bfloat16", "expected"),
+    [
+        ("auto", True, (True, False)),
+        ("auto", False, (False, False)),
+        ("bfloat16", True, (True, False)),
+        ("bfloat16", False, (True, True)),
+        ("float32", False, (False, False)),
+    ],
+)
+def test_bfloat16_where_the_processor_computes_in_it(
+    precision: str, has_bfloat16: bool, expected: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trl_arguments, "computes_bfloat16", lambda on_cpu: has_bfloat16)
+    made = arguments(optimizer={"precision": precision})
+    assert (made.bf16, emulates_bfloat16(made)) == expected

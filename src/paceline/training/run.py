@@ -132,6 +132,16 @@ class TrainingRun:
 
         return trainer_arguments(self.recipe, self.folder / CHECKPOINTS, not torch.cuda.is_available())
 
+    def _warn(self) -> None:
+        """Say what will take much longer than it need."""
+        from paceline.training.trl_arguments import emulates_bfloat16
+
+        if emulates_bfloat16(self._arguments):
+            self._console.print(
+                "warning: this processor has no bfloat16 arithmetic, so training steps take tens of times as long: "
+                "set optimizer.precision=auto"
+            )
+
     # -- the run
 
     def run(self, *, tell_fd: int = 2) -> Summary:
@@ -139,6 +149,7 @@ class TrainingRun:
 
         tell_fd: file descriptor that the answer to these goes to.
         """
+        self._warn()
         record = self._open_record()
         try:
             with (

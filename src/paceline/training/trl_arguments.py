@@ -61,6 +61,13 @@ def computes_bfloat16(on_cpu: bool) -> bool:
     return any(getattr(torch.cpu, name, lambda: False)() for name in probes)
 
 
+def emulates_bfloat16(arguments: Any) -> bool:
+    """Whether passes are to be in a number format that this processor has no arithmetic for: they take tens of times
+    as long.
+    """
+    return bool(arguments.bf16 and arguments.use_cpu) and not computes_bfloat16(on_cpu=True)
+
+
 def _owned(recipe: Recipe, folder: Path, on_cpu: bool) -> dict[str, Any]:
     batch, optimizer, sampling = recipe.batch, recipe.optimizer, recipe.sampling
     return {
