@@ -175,7 +175,9 @@ class Controller:
         self._idle: set[str] = set()
         self._rested: set[str] = set()  # that were idle when helpers were looked for last, and ever since
         self._progress: dict[str, Progress] = {}  # of the workers that have chunks, as told last
-        self._has_suspects = False  # whether a worker was lost in this rollout before some response got a token there
+        self._has_suspects = (
+            False  # whether a worker was lost in this rollout before some response got a token there
+        )
         self._training = TrainingSessions()
         self._numbers = itertools.count()
         self._last_tick_s: float | None = None
