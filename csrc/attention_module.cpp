@@ -12,6 +12,7 @@
 #include <memory>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "attention.hpp"
@@ -173,8 +174,9 @@ void attend_op(TorchValue* stack, uint64_t, uint64_t) {
 void serve_torch(const char* library) {
   if (!is_supported()) throw std::runtime_error("no bfloat16 dot product here (IS_SUPPORTED)");
   if (torch_shim != nullptr) return;
-  torch_shim = std::make_unique<const TorchShim>(library);
-  torch_shim->implement({{"store", store_op}, {"attend", attend_op}});
+  auto made = std::make_unique<const TorchShim>(library);
+  made->implement({{"store", store_op}, {"attend", attend_op}});
+  torch_shim = std::move(made);
 }
 
 }  // namespace

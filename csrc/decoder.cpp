@@ -2,8 +2,11 @@
 
 #include "decoder.hpp"
 
+#include <sys/mman.h>
+
 #include <algorithm>
 #include <cmath>
+#include <cstdlib>
 #include <cstring>
 #include <new>
 #include <numeric>
@@ -262,9 +265,13 @@ LayerStack::LayerStack(const DecoderShape& shape, std::vector<DecoderLayer> laye
 }
 
 LayerStack::Store LayerStack::allocate() const {
-  const auto bytes = static_cast<size_t>(shape_.rows * shape_.kv_heads * head_words()) * sizeof(uint32_t);
-  auto* words = static_cast<uint32_t*>(std::aligned_alloc(64, bytes));
+  constexpr size_t kPage = 4096;
+  const auto needed = static_cast<size_t>(shape_.rows * shape_.kv_heads * head_words()) * sizeof(uint32_t);
+  const size_t bytes = (needed + kPage - 1) / kPage * kPage;
+  auto* words = static_cast<uint32_t*>(std::aligned_alloc(kPage, bytes));
   if (words == nullptr) throw std::bad_alloc();
+  // With huge pages, which some machines give unasked, each short row would take some megabytes.
+  static_cast<void>(madvise(words, bytes, MADV_NOHUGEPAGE));
   return Store(words);
 }
 

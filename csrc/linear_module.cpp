@@ -159,8 +159,9 @@ void linear(TorchValue* stack, uint64_t, uint64_t) {
 // For `paceline::linear`, which has been defined. library: the path of libtorch_cpu, which has been loaded.
 void serve_torch(const char* library) {
   if (torch_shim != nullptr) return;
-  torch_shim = std::make_unique<const TorchShim>(library);
-  torch_shim->implement({{"linear", linear}});
+  auto made = std::make_unique<const TorchShim>(library);
+  made->implement({{"linear", linear}});
+  torch_shim = std::move(made);
 }
 
 }  // namespace

@@ -227,7 +227,8 @@ nb::tuple standing(const Row<int64_t>& scheduled, const Row<int64_t>& num_drafts
   for (size_t i = 0; i < count; ++i) {
     check(requests(i) >= 0 && static_cast<size_t>(requests(i)) < batch.size(), "a request is none of the batch's");
     const auto request = static_cast<size_t>(requests(i));
-    counts[i] = stands(i) ? count_standing(batch, layout, request) : 0;
+    const int64_t standing = count_standing(batch, layout, request);
+    counts[i] = stands(i) ? standing : 0;
     starts[i] = computed(request);
     check(starts[i] >= 0 && starts[i] + counts[i] < static_cast<int64_t>(width),
           "a request has more tokens than there is room for");

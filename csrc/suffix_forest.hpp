@@ -80,6 +80,7 @@ class Forest {
       if (same < limit) {
         fork(group, place, static_cast<uint32_t>(same));
       } else {
+        if (same < text.size()) leave_shared(place);
         group.trie.rewind(place.record, static_cast<uint32_t>(same));
       }
     }
@@ -215,6 +216,12 @@ class Forest {
 
   void fork(Group& group, Group::Place& place, uint32_t position) {
     place.record = group.trie.fork(place.record, position, group.trie.record(place.record).bit);
+    leave_shared(place);
+  }
+
+  // What goes on from elsewhere begins another record of the shared trie.
+  void leave_shared(Group::Place& place) {
+    if (is_shared(place)) shared_.close(place.shared_record);
     place.shared_record = 0;
   }
 

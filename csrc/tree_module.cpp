@@ -241,6 +241,7 @@ class Reader {
   void many(size_t count, std::vector<T>& values) {
     check(count <= data_.size(), kTorn);
     values.resize(count);
+    if (count == 0) return;
     std::memcpy(values.data(), take(count * sizeof(T)), count * sizeof(T));
   }
 

@@ -149,12 +149,15 @@ def test_compiled_code_takes_a_draft_models_steps() -> None:
         assert one.compilation_config.get_compile_ranges()[-1].end == most
 
 
-def test_other_attention_keeps_vllms_graphs(runner_of: ListGraphs, caplog: pytest.LogCaptureFixture) -> None:
-    """Full ones for steps in which every request has 33 tokens, as those of Paceline seldom do."""
+def test_with_other_attention_full_graphs_are_of_steps_without_drafts(
+    runner_of: ListGraphs, caplog: pytest.LogCaptureFixture
+) -> None:
+    """vLLM's own are of steps in which every request has 33 tokens, as those of Paceline seldom do."""
     manager = runner_of((8, 40, 80), 64, AttentionCGSupport.UNIFORM_BATCH).cudagraph_manager
     assert manager.dispatch(**RAGGED).cg_mode == CUDAGraphMode.PIECEWISE
-    uniform = {**RAGGED, "num_reqs": 2, "num_tokens": 66, "uniform_token_count": 33, "max_query_len": 33}
-    assert manager.dispatch(**uniform).cg_mode == CUDAGraphMode.FULL
+    plain = {**RAGGED, "num_reqs": 37, "uniform_token_count": 1, "max_query_len": 1}
+    graph = manager.dispatch(**plain)
+    assert (graph.cg_mode, graph.num_tokens, graph.num_reqs) == (CUDAGraphMode.FULL, 40, 40)
     assert "TheirBackend cannot replay requests of 1 to 33 tokens each" in caplog.text
 
 

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 from vllm.config import CompilationConfig
+from vllm.engine.arg_utils import EngineArgs
 
 from paceline.config import EngineSettings
 from paceline.engine import plugin
@@ -249,3 +250,38 @@ def test_off_means_off(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_settings_are_needed() -> None:
     with pytest.raises(ConfigError, match="engine_arguments"):
         read_settings(SimpleNamespace(additional_config={}))
+
+
+@pytest.fixture
+def switched_on(monkeypatch: pytest.MonkeyPatch) -> type[EngineArgs]:
+    """vLLM's arguments of an engine in a process with PACELINE=1."""
+    monkeypatch.setenv("PACELINE", "1")
+    monkeypatch.setattr(EngineArgs, "create_engine_config", EngineArgs.create_engine_config)
+    plugin.register()
+    return EngineArgs
+
+
+def test_an_engine_that_pools_is_left_alone(switched_on: type[EngineArgs], model_dir: Path) -> None:
+    """A reward model beside the policy."""
+    for runner, is_on in (("pooling", False), ("generate", True), ("auto", True)):
+        config = switched_on(str(model_dir), runner=runner, max_model_len=64).create_engine_config()
+        assert (config.scheduler_config.scheduler_cls == SCHEDULER) == is_on
+        assert (config.speculative_config is not None) == is_on
+
+
+def test_with_lora_drafts_are_as_long_as_vllm_has_room_for(
+    switched_on: type[EngineArgs], model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(plugin._LOGGER, "warning", lambda form, *values: said.append(form % values))
+    args = switched_on(
+        str(model_dir), max_model_len=64, enable_lora=True, max_num_seqs=64, max_num_batched_tokens=640
+    )
+    config = args.create_engine_config()
+    assert config.speculative_config.num_speculative_tokens == 9
+    assert read_settings(config).max_draft_tokens == 9
+    assert any("at most 9 tokens" in line for line in said)
+    with pytest.raises(ValueError, match="max_num_batched_tokens"):  # no room for any draft
+        switched_on(
+            str(model_dir), max_model_len=64, enable_lora=True, max_num_seqs=64, max_num_batched_tokens=64
+        ).create_engine_config()

@@ -275,14 +275,47 @@ def test_a_request_whose_seed_is_none_fails_alone(engine: RolloutEngine) -> None
         max_tokens=4, cache_salt=None,
     )  # fmt: skip
     given_up: list[str] = []
-    loop = SimpleNamespace(open=lambda *_, **__: None)
     scheduler = SimpleNamespace(
-        keys=engine.scheduler.keys, _next_response=1 << 40, live={}, max_model_len=64, loop=loop,
+        keys=engine.scheduler.keys, _next_response=1 << 40, live={}, _tell=lambda *_: None,
         _check_salt=lambda _: None, _give_up=lambda name, why: given_up.append(why),
     )  # fmt: skip
     PacelineScheduler._open(scheduler, request)
     assert len(given_up) == 1
     assert list(scheduler.live) == ["x"]
+
+
+def test_responses_that_run_through_a_change_of_policy_are_drafted_for_again(
+    engine: RolloutEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As asynchronous trainers have it: `reset_running_requests`. Refused resets change nothing either."""
+    alone = engine.generate(requests(2), params())
+    told: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+    loop = engine.scheduler.loop
+    begin = loop.open
+
+    def note(group: int, response: int, prompt: Any, generated: Any, *args: Any, **options: Any) -> None:
+        told.append((tuple(prompt), tuple(generated)))
+        begin(group, response, prompt, generated, *args, **options)
+
+    monkeypatch.setattr(loop, "open", note)
+    for index, request in enumerate(requests(2)):
+        engine.submit(index, request, params())
+    events = [event for _ in range(4) for event in engine.step()]
+    for is_forced in (False, True):
+        told.clear()
+        assert engine.vllm_engine.reset_prefix_cache(reset_running_requests=is_forced) == is_forced
+        assert [prompt for prompt, _ in told] == [request.prompt for request in requests(2)]
+        for (_, generated), response in zip(told, alone, strict=True):
+            assert 0 < len(generated) < len(response.tokens)
+            assert generated == response.tokens[: len(generated)]
+        events += [event for _ in range(2) for event in engine.step()]
+    engine.take_observations()
+    while engine.num_running():
+        events += engine.step()
+    made = {event.index: event.response for event in events if event.response is not None}
+    assert [made[index].tokens for index in range(2)] == [response.tokens for response in alone]
+    assert not loop._unbegun
+    assert not loop.free._numbers
 
 
 def test_what_is_refused_is_told_to_clients_of_a_server(engine: RolloutEngine) -> None:

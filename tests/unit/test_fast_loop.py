@@ -849,6 +849,13 @@ def test_drafts_take_what_the_other_tokens_leave_of_a_step(others: int, wanted: 
     assert loop.propose(query(), others).lengths.sum() == wanted
 
 
+def test_drafts_leave_room_for_what_vllms_own_draft_model_takes_of_a_step() -> None:
+    sizes = TargetSizes(max_step_tokens=20, slots_per_request=2)
+    loop = FastLoop(EngineSettings(budget=FIXED, draft_floor=0.0), sizes)
+    fill(loop)
+    assert loop.propose(query(), 10).lengths.sum() == 1
+
+
 def test_nothing_is_kept_of_responses_that_have_ended() -> None:
     loop = FastLoop(EngineSettings(budget=FIXED))
     for response, key in enumerate((5, 5, 6)):  # a key that runs twice in its group has a number of its own

@@ -861,3 +861,25 @@ def test_new_weights_reach_the_lean_form(tmp_path: Path) -> None:
     rollout = Rollout(random_prompts([40, 9]))
     expected = draft(ModelDrafter(tmp_path / "new", max_model_len=256, max_requests=4), rollout, range(2), 8)
     assert draft(drafter, rollout, range(2), 8).tokens.tolist() == expected.tokens.tolist()
+
+
+def test_short_contexts_take_little_memory_where_huge_pages_are_given_unasked(tmp_path: Path) -> None:
+    """Each row has a stretch of its own for the longest context: with pages of 2 MiB it would take most of that."""
+    config = save_model(tmp_path).config
+    before = without_huge_pages()
+    drafter = ModelDrafter(tmp_path, max_model_len=2048, max_requests=64)
+    assert drafter._native is not None
+    store = 64 * 2048 * config.num_key_value_heads * config.head_dim * 2  # bytes of a layer's keys
+    assert without_huge_pages() - before >= 2 * config.num_hidden_layers * store
+
+
+def without_huge_pages() -> int:
+    """Bytes of this process's mappings that never have huge pages."""
+    total, size = 0, 0
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        name, *rest = line.split()
+        if name == "Size:":
+            size = 1024 * int(rest[0])
+        elif name == "VmFlags:" and "nh" in rest:
+            total += size
+    return total

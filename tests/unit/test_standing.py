@@ -77,8 +77,9 @@ def test_what_stands_is_as_by_hand(seed: int, num_requests: int, num_others: int
         ("tokens", lambda one: one.astype(np.int64), "incompatible"),
     ],
 )
-def test_arrays_that_do_not_fit_are_refused(name: str, change: Any, message: str) -> None:
-    step = make_step(1, 3, 1) | {"requests": np.arange(3), "stands": np.ones(3, np.bool_)}
+@pytest.mark.parametrize("stands", [True, False])
+def test_arrays_that_do_not_fit_are_refused(name: str, change: Any, message: str, stands: bool) -> None:
+    step = make_step(1, 3, 1) | {"requests": np.arange(3), "stands": np.full(3, stands)}
     step[name] = np.ascontiguousarray(change(step[name]))
     with pytest.raises((ValueError, TypeError), match=message):
         standing(**step)

@@ -1,6 +1,10 @@
 from __future__ import annotations
 
 import math
+import os
+import signal
+import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -165,6 +169,18 @@ def test_a_restarted_response_drafts_its_own_tokens() -> None:
     forest.append(1, 0, [7, 8])  # it departs
     assert forest.count(1, [3, 7, 8]) == 1
     assert forest.count(1, [4, 5]) == 1
+
+
+def test_a_restarted_response_stands_where_it_is_in_the_shared_counts_too() -> None:
+    forest = SuffixForest()
+    forest.open_group(1, [1])
+    forest.open_group(2, [2])
+    for response in range(4):
+        forest.append(1, response, [50, 51, 52, 53, 54, 60 + response, 70, 71, 72, 73, 74])
+    forest.append(2, 0, [50, 51, 52, 9, 9, 9, 9, 70, 71, 72])
+    assert first(draft(forest, ask([2], [0], [2]))) == [73, 74]
+    forest.resync(2, 0, [50, 51, 52])
+    assert first(draft(forest, ask([2], [0], [3]))) == [9, 9, 9]
 
 
 def test_append_batch_is_append() -> None:
@@ -334,6 +350,28 @@ def test_drafts_that_nobody_fetches_are_in_nobodys_way() -> None:
     forest.clear()
     forest.draft_later(*NO_GROWTH, ask([1], [11], [3]), **OPTIONS)
     del forest
+
+
+@pytest.mark.parametrize("does_draft", [False, True])
+def test_a_forked_child_is_not_stopped_by_a_thread_of_its_parent(does_draft: bool) -> None:
+    """As workers of a data loader are, which inherit an engine."""
+    forest = SuffixForest()
+    forest.open_group(1, [5, 6, 7])
+    forest.append(1, 10, [20, 21, 22, 23])
+    later = partial(forest.draft_later, *NO_GROWTH, ask([1], [11], [3]), **OPTIONS)
+    expected = first(later()()[0])
+    if (child := os.fork()) == 0:
+        is_same = not does_draft or first(later()()[0]) == expected
+        forest._native = later = None  # type: ignore[assignment]
+        os._exit(not is_same)
+    until_s = time.monotonic() + 10.0
+    while (ended := os.waitpid(child, os.WNOHANG))[0] == 0 and time.monotonic() < until_s:
+        time.sleep(0.01)
+    if ended[0] == 0:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    assert ended == (child, 0)
+    assert first(later()()[0]) == expected
 
 
 @pytest.mark.parametrize(

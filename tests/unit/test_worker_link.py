@@ -41,6 +41,10 @@ class NoProcess:
 
     def __init__(self, *arguments: Any) -> None:
         self.arguments, self.pid, self.is_dead = arguments, 1, False
+        self.used_s = 0.0
+
+    def core_s(self) -> float:
+        return self.used_s
 
     def kill(self) -> None:
         self.is_dead = True
@@ -293,6 +297,23 @@ def test_a_silent_worker_is_replaced_while_responses_run(
     assert link.child.pid == 2
     link.take()
     assert link.child.pid == 2, "the new one has time to start"
+
+
+def test_a_silent_worker_that_reads_is_left_alone(
+    link: WorkerLink, trees: DraftTrees, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Long contexts take a small core longer than the patience; killed, it would begin to read anew."""
+    now_s = time.monotonic()
+    monkeypatch.setattr(worker_link, "time", SimpleNamespace(monotonic=lambda: now_s))
+    Worker(link).greet(link)
+    open_response(link, trees, 7, [1, 2])
+    pids = []
+    for worked_s in (15.0, 15.0, 1.0):
+        now_s += 1.1 * worker_link.SILENCE_S
+        link.child.used_s += worked_s
+        link.take()
+        pids.append(link.child.pid)
+    assert pids == [1, 1, 2]
 
 
 def test_silence_counts_over_short_rollouts_and_not_between_them(

@@ -2,7 +2,8 @@
 
 Nothing here waits for the worker unless it is asked to (`await_worker`, `take` with a timeout), and a step costs one
 message each way, however much the worker has said. A worker that dies is started again; one that says nothing for
-`SILENCE_S` while responses run is killed first. A new worker is told everything. One thread, the scheduler's.
+`SILENCE_S` while responses run, and computes nothing, is killed first: one that reads long contexts says nothing for a
+while. A new worker is told everything. One thread, the scheduler's.
 """
 
 from __future__ import annotations
@@ -50,6 +51,9 @@ SILENCE_S = 20.0
 
 START_S = 120.0
 """The same for one that has said nothing yet: it may have to load a model."""
+
+BUSY_SHARE = 0.1
+"""A silent worker that uses so much of a core reads, and is left alone."""
 
 LEAST_LIFE_S = 60.0
 """A worker that ended sooner by itself cannot be: its model does not load, say."""
@@ -121,6 +125,7 @@ class WorkerLink:
         self.number = 0
         """Of the last `Step` that was sent."""
         self._looked_s = self._silent_since_s = self._idle_since_s = time.monotonic()
+        self._core_s = 0.0  # that the child had used when it was looked at for its silence
         self._is_silent = self._is_resting = False
         self._past = DraftCounts()  # of what was begun before
         self._latest: Drafts | None = None
@@ -349,12 +354,14 @@ class WorkerLink:
         if self.child.has_ended:
             self.let_go()
         elif silent_s > (START_S if self._worker is None else SILENCE_S):
-            LOGGER.warning("the draft worker (process %d) is silent: it is started again", pid)
-            self.child.kill()
-            self._silent_since_s = now_s
+            core_s = self.child.core_s() or 0.0
+            if core_s - self._core_s < BUSY_SHARE * silent_s:
+                LOGGER.warning("the draft worker (process %d) is silent: it is started again", pid)
+                self.child.kill()
+            self._core_s, self._silent_since_s = core_s, now_s
         self.child.check()
         if self.child.pid != pid:
-            self._silent_since_s = now_s
+            self._core_s, self._silent_since_s = 0.0, now_s
             self.let_go()
 
     def _greet(self, worker: bytes) -> None:

@@ -167,7 +167,7 @@ DOORS: tuple[Door, ...] = (
     Door(
         REQUEST,
         "a request's tokens and state; the scheduler fills its drafts and sampling parameters",
-        members="request_id sampling_params prompt_token_ids spec_token_ids all_token_ids num_tokens "
+        members="request_id sampling_params prompt_token_ids output_token_ids spec_token_ids all_token_ids num_tokens "
         "num_prompt_tokens num_computed_tokens block_hashes num_output_tokens num_output_placeholders "
         "num_in_flight_tokens num_stale_output_tokens drop_stale_output is_finished "
         "is_prefill_chunk max_tokens use_structured_output status resumable lora_request mm_features cache_salt",
@@ -363,7 +363,7 @@ DOORS: tuple[Door, ...] = (
     Door(
         "vllm.config.speculative:SpeculativeConfig",
         "V1 loads v1/proposer.py by its name in `model`; V2 has its own draft model, or one of its methods",
-        members="model method",
+        members="model method max_num_new_slots_for_drafting",
         mentions=("custom_class", "ngram_gpu", "draft_model"),
     ),
     # -- model runner V2
@@ -371,15 +371,27 @@ DOORS: tuple[Door, ...] = (
         RUNNER_V2,
         "KeyedRunnerV2 (v2/): verification, and drafts where V2 reads them",
         overrides="load_model initialize_kv_cache cudagraph_manager add_requests execute_model prepare_inputs "
-        "sample sample_tokens postprocess_sampled take_draft_token_ids speculator rejection_sampler",
+        "sample sample_tokens postprocess_sampled take_draft_token_ids speculator rejection_sampler "
+        "structured_outputs_worker",
         members="execute_model_state get_model model req_states sampler speculative_config vllm_config device "
-        "max_num_reqs max_num_tokens "
+        "max_num_reqs max_num_tokens vocab_size decode_query_len "
         "attn_groups model_state fast_prefill kv_caches scheduler_config",
     ),
     Door(
         f"{RUNNER_V2}.initialize_kv_cache",
         "lists the graphs to capture; full ones for ragged steps are its own adaptive verification's",
         mentions=("varlen_decode=self.adaptive_verification is not None",),
+    ),
+    Door(
+        "vllm.v1.worker.gpu.structured_outputs:StructuredOutputsWorker",
+        "made for one row a request (v2/buffers.py)",
+        members="num_bonus_tokens",
+        parameters="max_num_logits vocab_size device mask_stride num_bonus_tokens",
+    ),
+    Door(
+        "vllm.v1.worker.gpu.buffer_utils:StagedWriteTensor",
+        "texts in host memory, as where no n-grams are searched on the GPU",
+        parameters="size dtype device uva_instead_of_gpu",
     ),
     Door(
         GRAPHS_V2,
@@ -725,8 +737,8 @@ DOORS: tuple[Door, ...] = (
         "Paceline's arguments (arguments.py); PACELINE=1 fills them in (plugin.py)",
         overrides="create_engine_config",
         members="scheduler_cls worker_cls speculative_config additional_config async_scheduling enforce_eager "
-        "logprobs_mode kv_cache_memory_bytes kv_transfer_config max_num_seqs block_size cudagraph_capture_sizes "
-        "max_cudagraph_capture_size compilation_config",
+        "logprobs_mode kv_cache_memory_bytes kv_transfer_config max_num_seqs max_num_batched_tokens block_size "
+        "cudagraph_capture_sizes max_cudagraph_capture_size compilation_config enable_lora runner create_model_config",
     ),
     Door(
         CONFIG,

@@ -44,6 +44,8 @@ class TargetSizes:
     """What other workers tell of other ids is dropped."""
     max_step_tokens: int = MAX_TOKENS
     """The engine's token budget. Drafts get what other tokens of the step leave of it."""
+    slots_per_request: int = 0
+    """Of that budget vLLM takes so much more of each request in the step, for a draft model of its own."""
     max_model_len: int = 2048
     max_requests: int = 128
 

@@ -504,11 +504,12 @@ class FastLoop:
         self, path_probability: Float32Array, num_other_tokens: int, weight: Float64Array | None
     ) -> budget.BudgetSnapshot:
         num_requests = len(path_probability)
+        taken = num_requests * (1 + self._sizes.slots_per_request) + num_other_tokens
         return budget.BudgetSnapshot(
             num_requests=num_requests,
             num_other_tokens=num_other_tokens,
             path_probability=path_probability,
-            max_total_draft_tokens=max(self._sizes.max_step_tokens - num_requests - num_other_tokens, 0),
+            max_total_draft_tokens=max(self._sizes.max_step_tokens - taken, 0),
             weight=weight,
         )
 

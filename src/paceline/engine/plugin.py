@@ -78,11 +78,54 @@ def register() -> None:
         return
 
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if pools(self):
+            _LOGGER.info("%s=1 leaves an engine that pools as it is", SWITCH)
+            return create(self, *args, **kwargs)
         switch_on(self)
-        return create(self, *args, **kwargs)
+        try:
+            return create(self, *args, **kwargs)
+        except ValueError:
+            if not self.enable_lora or not shorten_drafts(self):
+                raise
+            return create(self, *args, **kwargs)
 
     create_engine_config._paceline = True  # type: ignore[attr-defined]
     args_class.create_engine_config = create_engine_config
+
+
+def pools(engine_args: Any) -> bool:
+    """Whether an engine gives embeddings, classes or rewards, and generates nothing."""
+    if engine_args.runner != "auto":
+        return bool(engine_args.runner == "pooling")
+    return bool(engine_args.create_model_config().runner_type == "pooling")
+
+
+def shorten_drafts(engine_args: Any) -> bool:
+    """With LoRA vLLM wants room in a step for the longest draft of every request: bound drafts by that.
+
+    engine_args: Paceline's, of which vLLM has filled in what was not given. Returns whether there is room for any, and
+    drafts were longer.
+    """
+    from paceline.engine.arguments import engine_arguments, parse_settings
+
+    given = engine_args.additional_config["paceline"]
+    room, requests = engine_args.max_num_batched_tokens, engine_args.max_num_seqs
+    if room is None or requests is None:
+        return False
+    longest = room // requests - 1
+    if not 0 < longest < given["max_draft_tokens"]:
+        return False
+    made = engine_arguments(parse_settings({**given, "max_draft_tokens": longest}))
+    _LOGGER.warning(
+        "drafts have at most %d tokens: with LoRA vLLM wants max_num_batched_tokens=%d to have room for those of all "
+        "max_num_seqs=%d requests; lower max_num_seqs for longer ones",
+        longest,
+        room,
+        requests,
+    )
+    engine_args.speculative_config = made["speculative_config"]
+    engine_args.additional_config = {**engine_args.additional_config, **made["additional_config"]}
+    return True
 
 
 def switch_on(engine_args: Any) -> None:

@@ -70,6 +70,7 @@ class PacelineScheduler(Scheduler):  # type: ignore[misc]
         sizes = TargetSizes(
             vocab_size=vllm_config.model_config.get_vocab_size(),
             max_step_tokens=self.max_num_scheduled_tokens,
+            slots_per_request=vllm_config.speculative_config.max_num_new_slots_for_drafting,
             max_model_len=self.max_model_len,
             max_requests=self.scheduler_config.max_num_seqs,
         )
@@ -155,14 +156,20 @@ class PacelineScheduler(Scheduler):  # type: ignore[misc]
         self.live[request.request_id] = live
         if failure is not None:
             self._give_up(request.request_id, failure)
-        prompt = tokens[: len(tokens) - carried]
+        self._tell(request, live, carried)
+
+    def _tell(self, request: Request, live: ScheduledResponse, carried: int) -> None:
+        """The fast loop hears of a response that is to run. carried: prompt tokens that were generated earlier."""
+        tokens = request.prompt_token_ids
+        assert tokens is not None
         end = min(self.max_model_len, len(tokens) + request.max_tokens) - 1
+        first = len(tokens) - carried
         self.loop.open(
-            group,
+            live.group,
             live.response,
-            prompt,
-            tokens[len(tokens) - carried :],
-            key,
+            tokens[:first],
+            [*tokens[first:], *request.output_token_ids],
+            live.key,
             temperature=live.temperature,
             limit=end if live.drafts_allowed else 0,
         )
@@ -203,13 +210,23 @@ class PacelineScheduler(Scheduler):  # type: ignore[misc]
         super()._preempt_request(*args, **kwargs)
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> Any:
-        """Weights have changed or are about to: what was learned about tokens of the old policy goes too."""
+        """Weights have changed or are about to: what was learned about tokens of the old policy goes too.
+
+        For the drafters responses that run begin anew.
+        """
+        running = [(self.requests[name], live) for name, live in self.live.items() if name in self.requests]
+        for _, live in running:
+            self.loop.close(live.group, live.response)
         self.loop.forget_tokens()
         if self.kv_pool is not None:
             self.kv_pool.forget_running()
         if self.spare_blocks is not None:
             self.spare_blocks.release()
-        return super().reset_prefix_cache(*args, **kwargs)
+        is_reset = super().reset_prefix_cache(*args, **kwargs)
+        for request, live in running:
+            carried = (request.sampling_params.extra_args or {}).get("paceline_generated", 0)
+            self._tell(request, live, carried)
+        return is_reset
 
     def shutdown(self) -> None:
         self.loop.shut_down()

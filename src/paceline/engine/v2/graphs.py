@@ -3,7 +3,8 @@
 vLLM captures full graphs of decoding steps in one of two ways: for requests that all have 1 + max_draft_tokens tokens,
 or for requests that have any number up to it. It takes the second way for its own adaptive verification alone, without
 which the ragged steps of Paceline would run in piecewise graphs. Where the attention backends can replay ragged steps,
-the second way is taken here, before anything is captured.
+the second way is taken here, before anything is captured. Elsewhere full graphs are of steps without drafts, as in an
+engine without speculation: only a step in which every request has max_draft_tokens could use vLLM's own.
 """
 
 from __future__ import annotations
@@ -28,14 +29,15 @@ def graphs_for_ragged_steps(runner: Any) -> ModelCudaGraphManager:
         return made  # full graphs of any step, or none of decoding
     if (obstacle := _obstacle(runner)) is not None:
         LOGGER.warning("steps with drafts run in piecewise CUDA graphs: %s", obstacle)
-        return made
+        if runner.fast_prefill is not None:
+            return made
     return ModelCudaGraphManager(
         runner.vllm_config,
         runner.device,
         made.cudagraph_mode,
-        made.decode_query_len,
+        made.decode_query_len if obstacle is None else 1,
         lora_capture_cases=made.lora_capture_cases,
-        varlen_decode=True,
+        varlen_decode=obstacle is None,
         ubatch_runner=made.ubatch_runner,
     )
 

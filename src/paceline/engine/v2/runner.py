@@ -24,6 +24,7 @@ from paceline.engine.keys import signed
 from paceline.engine.kv.nan_blocks import NanBlocks
 from paceline.engine.runner import FreshDrafts, Runner, order_of
 from paceline.engine.v2.ahead import prepare_ahead, put_ahead
+from paceline.engine.v2.buffers import grammar_worker, keep_texts_on_host
 from paceline.engine.v2.graphs import graphs_for_ragged_steps
 from paceline.engine.v2.hidden_states import DeviceCollector
 from paceline.engine.v2.outputs import Missing, check, has_arrived
@@ -62,6 +63,7 @@ class KeyedRunnerV2:
             self.speculator = couple(self.speculator, self.req_states)
         else:
             self.speculator = NoSpeculator(self.req_states.draft_tokens)
+            keep_texts_on_host(self.req_states)
         self.drafter = self.speculator
 
     def load_model(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -75,6 +77,8 @@ class KeyedRunnerV2:
             raise UnsupportedError(
                 f"{type(self.model).__name__} brings a sampler of its own: run it without Paceline"
             )
+        if isinstance(self.speculator, NoSpeculator):
+            self.structured_outputs_worker = grammar_worker(self)
         self.sampler.__class__ = type("PacelineSampler", (CheckedSampler, self.sampler.__class__), {})
         self.sampler.missing = []
         self.rejection_sampler = ExactVerifier(self.sampler, self.speculative_config, self.device)
