@@ -521,8 +521,10 @@ class FleetSettings(Section):
     had no token. One more, and the response has failed: it is what ends them."""
     on_failure: OnFailure = "deliver"
     """What becomes of a response that fails: its options leave no token to draw, the model gives NaN, no engine takes
-    it, or it ends its workers. deliver: as far as it came, with `finish_reason` "error" and the reason, while the
-    others go on; its reward is `rewards.failure_reward`. raise: the rollout ends with an error that names it."""
+    it, or it ends its workers; but where another worker is up, only once that one has failed it too (not with the
+    variant `group`): if it goes on there, the first worker is replaced. deliver: as far as it came, with
+    `finish_reason` "error" and the reason, while the others go on; its reward is `rewards.failure_reward`. raise: the
+    rollout ends with an error that names it."""
     rewards: RewardSettings | None = None
     """The pool of reward workers. Unset, `Fleet` uses one with the defaults where it is given a reward function, and
     `train` computes rewards in the trainer's process after the rollout."""

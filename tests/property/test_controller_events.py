@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reports import make_ending, make_growths, pack
 
-from paceline.config import FleetSettings
+from paceline.config import FleetSettings, Variant
 from paceline.control import helping
 from paceline.control.controller import Controller
 from paceline.control.events import (
@@ -93,6 +93,8 @@ class Worker:
     """Its weights are not those that it told of: it refuses every chunk."""
     has_run: bool = False
     has_generated: bool = False
+    is_broken: bool = False
+    """It gives up whatever it runs."""
 
 
 @dataclass
@@ -105,6 +107,8 @@ class World:
     rooms: dict[str, tuple[int, int]]
     failing: set[int] = field(default_factory=set)
     """Responses that the engines give up midway."""
+    has_broken: bool = False
+    """Some workers, in some lives, give up whatever they run."""
     version: int = 0
     workers: dict[str, Worker] = field(default_factory=dict)
     requests: tuple[RolloutRequest, ...] = ()
@@ -122,6 +126,8 @@ class World:
         default_factory=Counter
     )  # workers in a row that it alone had just begun on
     suspects: set[int] = field(default_factory=set)  # responses
+    failed: dict[int, set[tuple[str, int]]] = field(default_factory=dict)  # places where responses failed
+    alone: set[int] = field(default_factory=set)  # responses that failed where no other worker was up
     failure: Fail | None = None
     num_helps: Counter[Help | None] = field(default_factory=Counter)
     trainers: dict[str, int] = field(default_factory=dict)  # workers that train the drafter, and their lives
@@ -153,7 +159,9 @@ class World:
         for ending in event.report.endings:
             num_told = ending.num_tokens - len(ending.rest)
             if self.owners.get(ending.chunk) == event.worker:
-                self.workers[event.worker].has_generated = True
+                self.workers[event.worker].has_generated |= ending.failure is None or ending.num_tokens > 0
+                if ending.failure is not None:
+                    self.note_failure(self.indices[ending.chunk], event.worker)
                 self.take(event.worker, ending.chunk, ending.start + num_told, len(ending.rest))
                 del self.owners[ending.chunk]
 
@@ -241,8 +249,17 @@ class World:
         if "got no token" in response.failure:
             assert self.num_crashes[index] == self.settings.max_crashes + 1
         else:
-            assert index in self.failing
             assert "NaN" in response.failure
+            assert len(self.failed[index]) > 1 or index in self.alone
+            assert index in self.failing or self.has_broken
+
+    def note_failure(self, index: int, name: str) -> None:
+        self.failed.setdefault(index, set()).add((name, self.workers[name].life))
+        if self.up() == {name} or self.settings.variant == "group":
+            self.alone.add(index)
+
+    def up(self) -> set[str]:
+        return {name for name, one in self.workers.items() if one.version == self.version and not one.loads}
 
     def bury(self, name: str) -> int:
         """A worker's life is over: what follows from it, by the rules of FleetSettings. Gives its number."""
@@ -284,6 +301,9 @@ class World:
         assert not worker.loads, "a worker that loads weights cannot generate"
         index = self.index_of(order)
         assert self.num_crashes[index] <= self.settings.max_crashes
+        if self.version == 0 and self.settings.help == "none":  # else who missed weights may be asked again
+            has_failed_there = (order.worker, order.life) in self.failed.get(index, ())
+            assert not has_failed_there or self.up() == {order.worker}, "another worker goes on with it"
         others = self.new_on(worker)
         assert not others & self.suspects, "nothing begins beside a suspect"
         assert not others or index not in self.suspects, "a suspect begins alone"
@@ -332,7 +352,8 @@ class World:
             assert (own[0].start, own[-1].start + own[-1].num_tokens) == (0, len(response.tokens))
             ends = {"lost", "error"} if response.failure is not None else {response.finish_reason}
             assert own[-1].finish_reason in ends, "what a failed one had may have been lost on the way"
-            assert {span.finish_reason for span in own[:-1]} <= {"length", "lost", "abort"}
+            again = {"error"} if index in self.failed else set()
+            assert {span.finish_reason for span in own[:-1]} <= {"length", "lost", "abort"} | again
 
     def check_rooms(self) -> None:
         for name, worker in self.workers.items():
@@ -347,6 +368,7 @@ class World:
     def come_up(self, name: str) -> None:
         worker = self.workers[name]
         worker.version, worker.is_stale = 0, self.rng.random() < 0.05
+        worker.is_broken = self.has_broken and self.rng.random() < 0.3
         self.say(WorkerUp(name, worker.life, 0, self.rooms[name][0], BLOCK, self.rooms[name][1]))
 
     def load(self, name: str) -> None:
@@ -375,7 +397,8 @@ class World:
             end = min(self.lengths[index], request.max_tokens)
             running.num_made = min(running.num_made + self.rng.randrange(6), end - start)
             tokens = tuple(token(key, self.version, start + i) for i in range(running.num_made))
-            if index in self.failing and start + running.num_made > self.lengths[index] // 2:
+            fails = index in self.failing and start + running.num_made > self.lengths[index] // 2
+            if fails or worker.is_broken:
                 told = running.num_told
                 ending = make_ending(number, start, tokens, "error", num_told=told, logprob=-0.5)
                 endings.append(replace(ending, failure="NaN"))
@@ -444,6 +467,8 @@ class World:
         self.num_held = Counter({index: len(one.packed) for index, one in kept.items()})
         self.num_crashes.clear()
         self.suspects.clear()
+        self.failed.clear()
+        self.alone.clear()
         self.most_trainers = 1 + len(requests) % 3
         self.tell(Submitted(requests, kept, tuple(self.lengths), trainers=self.most_trainers))
 
@@ -540,7 +565,9 @@ def worlds(draw: st.DrawFn) -> World:
     on_failure = draw(st.sampled_from(["deliver", "raise"]))
     configured = configured.model_copy(update={"on_failure": on_failure})
     failing = draw(st.sets(st.integers(0, 11), max_size=2)) if on_failure == "deliver" else set()
-    return World(SearchingController(configured), lengths, random.Random(draw(seeds)), rooms, failing)
+    has_broken = on_failure == "deliver" and draw(st.booleans())
+    rng = random.Random(draw(seeds))
+    return World(SearchingController(configured), lengths, rng, rooms, failing, has_broken=has_broken)
 
 
 def make_requests(world: World, first_key: int) -> tuple[RolloutRequest, ...]:
@@ -652,6 +679,29 @@ def test_worlds_race_take_over_and_train() -> None:
     assert num_helps[Help.COPY] >= 5
     assert num_helps[Help.TAKE] >= 3
     assert num_trained > 0
+
+
+@pytest.mark.parametrize("variant", ["even", "sticky", "context"])
+def test_a_broken_worker_among_good_ones_costs_no_response(variant: Variant) -> None:
+    num_lives, num_failures = 0, 0
+    for seed in range(10):
+        rooms = {f"w{i}": (40, 4) for i in range(3)}
+        fleet = FleetSettings(
+            workers=3, variant=variant, chunk_tokens=CHUNK, silence_s=100.0, max_failed_starts=10_000
+        )
+        world = World(SearchingController(fleet), [LIMIT, 5] * 12, random.Random(seed), rooms)
+        world.tell(Opened())
+        for name in rooms:
+            world.come_up(name)
+            world.workers[name].is_stale = False
+        world.workers["w1"].is_broken = True
+        world.lose = lambda name: None  # type: ignore[method-assign]
+        world.roll_out(make_requests(world, 100))
+        assert all(response.failure is None for response in world.delivered.values())
+        num_lives += world.num_lives["w1"] - 1
+        num_failures += len(world.failed)
+    assert num_lives >= 10, "it is started again"
+    assert num_failures >= 20
 
 
 def test_a_token_that_differs_is_an_error_that_names_it() -> None:

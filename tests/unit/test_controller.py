@@ -320,6 +320,24 @@ def test_a_worker_that_never_generates_is_given_up() -> None:
     assert fleet.num_unfinished == 0
 
 
+def test_a_worker_that_waits_for_room_is_waited_for_while_another_is_up() -> None:
+    fleet = controller(2, max_failed_starts=2, start_timeout_s=3.0)
+    fleet.decide(up())
+    listen(fleet, 0, 50)
+    assert (fleet.state_of("w0"), fleet.state_of("w1")) == ("up", "starting")
+    life = fleet._workers["w1"].life
+    assert life > 2
+    for _ in range(2):  # one that fails to start is another matter
+        fleet.decide(WorkerLost("w1", life, "killed"))
+        life += 1
+    assert fleet.state_of("w1") == "given up"
+
+
+def test_workers_that_never_start_are_given_up_where_none_is_up() -> None:
+    fleet = controller(2, max_failed_starts=2, start_timeout_s=3.0)
+    assert "no worker is left" in failure_of(listen(fleet, 0, 50), EngineError)
+
+
 def test_the_last_workers_end_names_what_they_ran() -> None:
     fleet = controller(max_failed_starts=1)
     fleet.decide(up())
@@ -535,6 +553,67 @@ def test_a_failed_response_is_delivered_as_far_as_it_came_and_the_others_go_on()
     assert rejected.response.failure == "cannot run on worker w0: bad"
     assert fleet.num_unfinished == fleet.num_running == 0
     assert len(run_of(fleet.decide(Submitted((request(3),))))) == 1
+
+
+def failed(chunk: int, start: int, *tokens: int) -> Report:
+    return Report(2, endings=(replace(make_ending(chunk, start, tokens, "error"), failure="NaN"),))
+
+
+@pytest.mark.parametrize("told", [failed(0, 0, 4), Report(2, rejected=((0, "NaN"),))])
+def test_a_response_that_fails_is_given_up_once_a_second_worker_has_failed_it(told: Report) -> None:
+    fleet = controller(2)
+    fleet.decide(up("w0"))
+    [first] = run_of(fleet.decide(Submitted((request(1),))))
+    fleet.decide(up("w1"))
+    [again] = run_of(fleet.decide(Reported("w0", 0, told)))
+    assert (first.worker, again.worker) == ("w0", "w1")
+    start = len(again.request.generated)
+    [delivered] = fleet.decide(Reported("w1", 0, failed(again.chunk, start)))
+    assert isinstance(delivered, Deliver)
+    assert delivered.response.failure == "failed on worker w1, as on w0 before: NaN"
+    assert fleet.state_of("w0") == "up"
+
+
+def test_a_worker_that_fails_what_another_one_generates_is_replaced() -> None:
+    fleet = controller(2)
+    fleet.decide(up("w0"))
+    runs = run_of(fleet.decide(Submitted((request(1), request(2)))))
+    fleet.decide(up("w1"))
+    [again] = run_of(fleet.decide(Reported("w0", 0, failed(runs[0].chunk, 0, 4, 5))))
+    assert (again.worker, again.request.generated) == ("w1", (4, 5))
+    actions = fleet.decide(Reported("w1", 0, grown(again.chunk, 2, 6)))
+    assert actions[:2] == [StopWorker("w0", 0), StartWorker("w0", 1)]
+    assert [(run.worker, run.index) for run in run_of(actions)] == [("w1", 1)]
+
+
+def test_nothing_else_is_given_out_while_a_failed_response_waits_for_another_worker() -> None:
+    fleet = controller(2)
+    fleet.decide(up("w0"))
+    fleet.decide(WorkerUp("w1", 0, 0, 100, 4, 1))
+    runs = run_of(fleet.decide(Submitted(tuple(request(10 * key) for key in range(12)))))
+    assert fleet.num_waiting == 1
+    mine = next(run for run in runs if run.worker == "w0")
+    assert fleet.decide(Reported("w0", 0, failed(mine.chunk, 0))) == []
+    assert [one.key for one in fleet.next_waiting(2)] == [mine.request.key, 110]
+    theirs = next(run for run in runs if run.worker == "w1")
+    given = run_of(fleet.decide(Reported("w1", 0, ended(theirs.chunk, 0, 7))))
+    assert [(run.worker, run.request.key) for run in given] == [("w1", mine.request.key), ("w0", 110)]
+
+
+def test_what_fails_everywhere_is_delivered_and_the_fleet_goes_on() -> None:
+    fleet = controller(3)
+    for name in fleet.workers:
+        fleet.decide(up(name))
+    orders = run_of(fleet.decide(Submitted(tuple(map(request, range(50))))))
+    failures: list[str | None] = []
+    while orders:
+        run = orders.pop(0)
+        actions = fleet.decide(Reported(run.worker, run.life, failed(run.chunk, 0)))
+        failures += [one.response.failure for one in actions if isinstance(one, Deliver)]
+        orders += run_of(actions)
+    assert len(failures) == 50
+    assert all("before: NaN" in str(failure) for failure in failures)
+    assert {fleet.state_of(name) for name in fleet.workers} == {"up"}
 
 
 def test_the_length_of_a_failed_response_tells_nothing_about_its_group() -> None:

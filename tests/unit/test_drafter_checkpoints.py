@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from paceline.distillation import checkpoints
-from paceline.distillation.checkpoints import CheckpointWriter, read, write
+from paceline.distillation.checkpoints import CheckpointWriter, read, write, written_aside
 from paceline.errors import CheckpointError, RecordError
 
 SAVES_FOREVER = """
@@ -117,6 +117,56 @@ def test_a_full_disk_is_told_and_the_old_checkpoint_stands(
     found = read(path)
     assert found is not None
     assert found[1] == {"step": "1"}
+
+
+def test_a_full_disk_keeps_no_part_of_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(fd: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    with pytest.raises(OSError, match="No space left"):
+        write(tmp_path / "state.safetensors", {"weights": torch.zeros(2)}, {})
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_else_goes_wrong_is_told_too_and_the_next_state_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, failed = tmp_path / "state.safetensors", threading.Event()
+
+    def lack(*_: object) -> bytes:
+        failed.set()
+        raise MemoryError
+
+    writer = CheckpointWriter(path)
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoints.safetensors.torch, "save", lack)
+        writer.save({"weights": torch.zeros(2)}, {"step": "1"})
+        assert failed.wait(10.0)
+    for _ in range(1000):
+        if writer._error is not None:
+            break
+        threading.Event().wait(0.01)
+    with pytest.raises(RecordError, match=r"state\.safetensors: MemoryError\(\); .* Free some space"):
+        writer.save({"weights": torch.zeros(2)}, {"step": "2"})
+    writer.save({"weights": torch.zeros(2)}, {"step": "3"})
+    writer.close()
+    found = read(path)
+    assert found is not None
+    assert found[1] == {"step": "3"}
+
+
+def test_what_is_written_aside_touches_nothing_beside_it(tmp_path: Path) -> None:
+    (tmp_path / "head.new").mkdir()
+    (tmp_path / "head.new" / "notes").write_text("mine")
+    with written_aside(tmp_path / "head") as aside:
+        (aside / "config.json").write_text("{}")
+    assert (tmp_path / "head.new" / "notes").read_text() == "mine"
+    assert (tmp_path / "head").stat().st_mode & 0o777 == 0o755
+    with pytest.raises(IsADirectoryError), written_aside(tmp_path / "head") as aside:
+        aside.write_text("what is written here fails")
+    assert (tmp_path / "head" / "config.json").read_text() == "{}"
+    assert {path.name for path in tmp_path.iterdir()} == {"head", "head.new"}
 
 
 def test_no_checkpoint_is_none_and_another_file_is_an_error(tmp_path: Path) -> None:

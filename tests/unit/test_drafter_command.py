@@ -12,6 +12,7 @@ from command_line import Run, write
 from tiny_target import tiny_target
 
 from paceline.commands.drafter.job import _owned
+from paceline.distillation.trainer import Trainer
 
 TARGET = tiny_target()
 
@@ -104,6 +105,12 @@ def test_the_speculators_form_is_eagle3s_and_names_the_target(
         (("--method", "osd"), 2, "give its folder"),
         (("--small-model", "x"), 2, "choose osd"),
         (("--core-minutes", 0), 2, "above 0"),
+        (("--core-minutes", "nan"), 2, "above 0, and finite"),
+        (("--core-minutes", "inf"), 2, "above 0, and finite"),
+        (("--rate", "nan"), 2, "--rate nan: must be above 0, and at most 1"),
+        (("--rate", -1), 2, "at most 1"),
+        (("--rate", "1e30"), 2, "at most 1"),
+        (("--threads", -2), 2, "--threads -2: must be 0"),
     ],
 )
 def test_bad_input_is_refused(
@@ -140,3 +147,38 @@ def test_what_is_refused_costs_no_trained_drafter(
     assert run("drafter", "train", folder, empty, "--out", tmp_path / "other", *quick).code == 6
     assert not (tmp_path / "other").exists()
     assert run("drafter", "train", folder, responses, "--out", out, *quick, "--overwrite").code == 0
+
+
+def test_a_loss_that_is_not_finite_costs_no_trained_drafter(
+    run: Run, tmp_path: Path, folder: Path, responses: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ("drafter", "train", folder, responses, "--out", tmp_path / "head", "--method", "eagle")
+    assert run(*words, "--core-minutes", 0.002).code == 0
+    trained = (tmp_path / "head/training.safetensors").read_bytes()
+    monkeypatch.setattr(Trainer, "look_at", lambda *_: float("nan"))
+    done = run(*words, "--core-minutes", 1, "--resume")
+    assert done.code == 8
+    assert "lower --rate" in done.error
+    assert (tmp_path / "head/training.safetensors").read_bytes() == trained
+
+
+def test_responses_of_another_tokenizer_are_refused(
+    run: Run, tmp_path: Path, folder: Path, responses: Path
+) -> None:
+    other = write(tmp_path / "other.jsonl", {"prompt_ids": [1], "tokens": [29, 3], "key": 1})
+    for words in (("train", folder, other, "--out", tmp_path / "out"), ("measure", folder, other, folder)):
+        done = run("drafter", *words)
+        assert done.code == 6
+        assert "has token id 29, and target and drafter know 29" in done.error
+
+
+def test_what_is_measured_is_where_it_was_trained(
+    run: Run, tmp_path: Path, folder: Path, responses: Path
+) -> None:
+    words = ("--method", "eagle", "--core-minutes", 0.001)
+    assert run("drafter", "train", folder, responses, "--out", tmp_path / "head", *words).code == 0
+    assert run("drafter", "export", tmp_path / "head", "--out", tmp_path / "exported").code == 0
+    done = run("drafter", "measure", folder, responses, tmp_path / "exported")
+    assert done.code == 3
+    assert "measure the folder it was trained in" in done.error
+    assert run("drafter", "measure", folder, responses, tmp_path / "head", "--threads", -1).code == 2

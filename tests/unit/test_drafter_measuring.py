@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny_target import tiny_target
+from tiny_target import VOCAB, tiny_target
 
 from paceline import dice
+from paceline.distillation import measuring
 from paceline.distillation.measuring import Dice, measure
-from paceline.distillation.networks import Eagle, Network, SmallModel
+from paceline.distillation.methods import METHODS, compute_loss
+from paceline.distillation.networks import Eagle, Network, Shared, SmallModel
 from paceline.distillation.packing import Sample, pack_samples
 from paceline.distillation.target import read_samples, share
 
@@ -87,3 +91,51 @@ def test_the_target_itself_is_always_right(responses: tuple[list[Sample], list[D
     assert worth.acceptance == (1.0, 1.0, 1.0)
     assert worth.agreement == pytest.approx((1.0, 1.0, 1.0), abs=1e-4)
     assert worth.acceptance_length > 3
+
+
+@pytest.mark.parametrize("num_ids", [VOCAB - 1, VOCAB + 3])
+@pytest.mark.parametrize("is_targets", [False, True])
+def test_rows_of_padding_count_for_nothing(
+    num_ids: int, is_targets: bool, responses: tuple[list[Sample], list[Dice]]
+) -> None:
+    """Target and drafter of one tokenizer, of which the larger one has more rows than the other."""
+    model, padded = tiny_target(4), copy.deepcopy(tiny_target(4))
+    torch.manual_seed(0)
+    rows = torch.cat([SHARED.head, torch.randn(3, SHARED.head.shape[1])])[:num_ids]
+    with torch.no_grad():
+        padded.resize_token_embeddings(num_ids)
+    network, shared = SmallModel(model if is_targets else padded), SHARED
+    if is_targets:
+        shared = replace(SHARED, head=rows)
+    least = min(num_ids, VOCAB)
+    plain = replace(SHARED, head=SHARED.head[:least])
+    model.resize_token_embeddings(least)
+    samples = [one for one in responses[0] if int(one.ids.max()) < least]
+    thrown = responses[1][: len(samples)]
+    assert samples
+    found = measure(network, shared, zip(samples, thrown, strict=True), DEPTH)
+    expected = measure(SmallModel(model), plain, zip(samples, thrown, strict=True), DEPTH)
+    assert found == expected
+    pack = pack_samples(samples)
+    losses = [
+        compute_loss(*pair, pack, METHODS["osd"].objective).item()
+        for pair in ((network, shared), (SmallModel(model), plain))
+    ]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def test_the_target_is_computed_for_the_compared_tokens_alone(
+    responses: tuple[list[Sample], list[Dice]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row is as wide as the vocabulary."""
+    computed = []
+
+    def note(shared: Shared, states: torch.Tensor) -> torch.Tensor:
+        computed.append(len(states))
+        return F.linear(states, shared.head)
+
+    monkeypatch.setattr(measuring, "COMPARED_TOKENS", 10)
+    monkeypatch.setattr(Shared, "logits", note)
+    measure(SmallModel(TARGET), SHARED, zip(*responses, strict=True), DEPTH)
+    assert len(computed) == DEPTH
+    assert max(computed) <= 10

@@ -143,3 +143,16 @@ def test_what_a_drafter_had_learned_before_stays_in_the_average(pack: Pack) -> N
             average.lerp_(trainer.tensors()[key.replace(NETWORK, MOVING)], 0.25)
     for key, average in averages.items():
         torch.testing.assert_close(trainer.tensors()[key], average)
+
+
+def test_gradients_that_are_not_finite_change_nothing(pack: Pack) -> None:
+    trainer = make_trainer(METHODS["eagle"], averaging=0.25)
+    trainer.step(pack, 1e-3)
+    before = {key: tensor.clone() for key, tensor in trainer.tensors().items()}
+    trainer.look_at(pack)
+    next(trainer.network.parameters()).grad[0] = float("nan")
+    trainer.move(1e-3)
+    for key, tensor in trainer.tensors().items():
+        assert torch.equal(tensor, before[key]), key
+    assert trainer.step(pack, 1e-3) > 0
+    assert all(tensor.isfinite().all() for tensor in trainer.tensors().values())

@@ -376,5 +376,6 @@ def test_whose_journal_it_is_can_be_told_where_it_holds_something(path: Path) ->
 def test_keys_with_a_sign_are_no_keys_of_a_fleet() -> None:
     """They are 64 bits there, as in an engine."""
     fleet = Fleet.__new__(Fleet)
+    fleet._num_rollouts, fleet._is_closed = 0, False
     fleet._actors, fleet.max_model_len = SimpleNamespace(vocab_size=64), 50  # type: ignore[assignment]
     assert fleet._resolve(0, RolloutRequest((1, 2), 9, key=-7)).key == 2**64 - 7

@@ -63,6 +63,7 @@ class Calls:
 def fleet() -> Fleet:
     """A fleet of two workers without processes."""
     made = Fleet.__new__(Fleet)
+    made._num_rollouts, made._is_closed = 0, False
     made.settings = FleetSettings(workers=2, silence_s=10.0)
     made.board = StatusBoard({name: WorkerStatus(name) for name in ("w0", "w1")})
     made._controller = Controller(made.settings)

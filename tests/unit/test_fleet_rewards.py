@@ -117,6 +117,29 @@ def test_clearing_cuts_off_what_is_being_scored() -> None:
     assert pool.num_open == 0
 
 
+def test_idle_workers_that_have_died_too_cost_a_response_nothing() -> None:
+    pool = scheduler(workers=3)
+    for worker in range(3):
+        pool.up(worker, 1, 0.0)
+    assert pool.add(7, 0.0) == [Score(0, 1, 7)]
+    assert pool.died(0, 1, "killed", 0.0) == [Replace(0, 2), Replace(1, 2), Replace(2, 2)]
+    assert pool.died(1, 1, "killed", 0.0) == [], "of a life that is over"
+    assert pool.up(2, 2, 0.0) == [Score(2, 2, 7)]
+    assert pool.returned(2, 2, 1.0, 0.0) == [Settle(7, Reward(1.0))]
+
+
+def test_failed_starts_of_a_rollout_are_not_held_against_the_next() -> None:
+    pool = scheduler()
+    for life in range(1, MOST_FAILED_STARTS):
+        pool.died(0, life, "ModuleNotFoundError", 0.0)
+    with pytest.raises(EngineError, match="did not start"):
+        pool.died(0, MOST_FAILED_STARTS, "ModuleNotFoundError", 0.0)
+    assert pool.clear(1.0) == [Replace(0, MOST_FAILED_STARTS + 1)]
+    pool.add(7, 1.0)
+    assert pool.died(0, MOST_FAILED_STARTS + 1, "killed", 1.0) == [Replace(0, MOST_FAILED_STARTS + 2)]
+    assert pool.up(0, MOST_FAILED_STARTS + 2, 1.0) == [Score(0, MOST_FAILED_STARTS + 2, 7)]
+
+
 @given(st.integers(0, 2**32 - 1), st.integers(1, 3), st.integers(1, 20))
 @settings(max_examples=100)
 def test_every_response_is_settled_once(seed: int, workers: int, count: int) -> None:

@@ -7,7 +7,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +20,7 @@ from paceline.control.controller import Controller
 from paceline.drafting import child_process
 from paceline.drafting.child_process import MAX_FAILED_STARTS
 from paceline.drafting.client import DraftClient
-from paceline.errors import ConfigError, RequestError, UnsupportedError
+from paceline.errors import CheckpointError, ConfigError, EngineError, RequestError, UnsupportedError
 from paceline.fleet import cluster, fleet
 from paceline.fleet.chunk_log import ChunkLog
 from paceline.fleet.draft_process import DraftProcess, start_draft_process
@@ -43,6 +44,7 @@ PLAIN: dict[str, Any] = {
 def idle_fleet(variant: str = "context") -> Fleet:
     """A fleet whose workers have never started."""
     fleet = Fleet.__new__(Fleet)
+    fleet._num_rollouts, fleet._is_closed = 0, False
     fleet.settings = FleetSettings.model_validate({"variant": variant})
     fleet.engine_settings = EngineSettings()
     fleet.max_model_len = 100
@@ -51,7 +53,7 @@ def idle_fleet(variant: str = "context") -> Fleet:
     fleet._rewards = fleet._kv_pool = fleet._journal = fleet._decision_log = None
     fleet._variant, fleet.chunks, fleet.helps = fleet.settings.variant, ChunkLog(), HelpLog()
     fleet._finished, fleet._drafter, fleet._drafting = [], 0, ()
-    fleet._trainer, fleet._renews_drafter = None, False
+    fleet._trainer, fleet._renews_drafter, fleet.drafter_version = None, False, 0
     return fleet
 
 
@@ -265,7 +267,7 @@ def test_a_machine_without_room_for_a_process_goes_on_without(
 
     server.child.kill()
     wait_for_end(server)
-    monkeypatch.setattr(child_process, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    monkeypatch.setattr(child_process, "time", SimpleNamespace(monotonic=lambda: now_s[0], time_ns=time.time_ns))
     monkeypatch.setattr(child_process.subprocess, "Popen", refuse)
     for _ in range(200):
         server.child.check()
@@ -307,7 +309,7 @@ def test_sockets_of_a_killed_process_are_removed(tmp_path: Path, monkeypatch: py
 def test_a_server_that_cannot_start_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(child_process.sys, "executable", "/bin/false")
     now_s = [0.0]
-    monkeypatch.setattr(child_process, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    monkeypatch.setattr(child_process, "time", SimpleNamespace(monotonic=lambda: now_s[0], time_ns=time.time_ns))
     server = DraftProcess(OwnedFolder(tmp_path, "sockets-"))
     starts_s = []
     for _ in range(200):
@@ -365,3 +367,114 @@ def test_a_drafter_is_renewed_where_nobody_drafts_for_others_with_it() -> None:
     fleet._renews_drafter = True
     with pytest.raises(ConfigError, match="is not renewed"):
         fleet._can_help(is_one_machine=True)
+
+
+@pytest.mark.parametrize(
+    "engine", [{}, {"model_drafter": "mtp"}, {"model_drafter": "small", "draft_worker": True}]
+)
+def test_a_drafter_that_takes_no_weights_is_not_renewed(engine: dict[str, Any]) -> None:
+    fleet = idle_fleet()
+    fleet._renews_drafter, fleet.engine_settings = True, EngineSettings(**engine)
+    with pytest.raises(UnsupportedError, match="no drafter that takes weights"):
+        fleet.push_drafter({})
+    with pytest.raises(UnsupportedError, match="no drafter that takes weights"):
+        fleet.drop_drafter()
+
+
+def test_weights_of_a_drafter_that_are_not_finite_reach_no_engine() -> None:
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    pytest.importorskip("ray", reason="Ray is not installed")
+    fleet = idle_fleet()
+    fleet._renews_drafter, fleet.engine_settings = True, EngineSettings(model_drafter="small")
+    with pytest.raises(CheckpointError, match="weight 'bad' is not finite"):
+        fleet.push_drafter({"good": torch.ones(2), "bad": torch.tensor([1.0, float("nan")])})
+    assert fleet.drafter_version == 0
+
+
+@pytest.mark.parametrize(("share", "max_bytes"), [(-0.1, 8), (1.1, 8), (float("nan"), 8), (0.5, 1)])
+def test_states_that_no_engine_can_collect_are_refused(share: float, max_bytes: int) -> None:
+    told: list[tuple[Any, ...]] = []
+    fleet = idle_fleet()
+    fleet._actors = SimpleNamespace(settle=lambda *words: told.append(words))  # type: ignore[assignment]
+    with pytest.raises(ConfigError, match="hidden states of a share"):
+        fleet.collect_states(share, max_bytes)
+    fleet.collect_states(0.0, 0)
+    fleet.collect_states(1.0, 2)
+    assert told == [("collect_states", 0.0, 0), ("collect_states", 1.0, 1)]
+
+
+def test_an_iterator_is_of_one_rollout_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet, params = idle_fleet(), SimpleNamespace(**PLAIN)
+    requests = [RolloutRequest((1, 2), 10), RolloutRequest((1, 3), 10)]
+    monkeypatch.setattr(Fleet, "advance", lambda self: [self.num_unfinished])
+    old: Any = fleet.stream(requests, params)  # type: ignore[arg-type]
+    assert next(old) == 2
+    fleet.abandon()
+    new: Any = fleet.stream(requests[:1], params)  # type: ignore[arg-type]
+    assert next(new) == 1
+    with pytest.raises(EngineError, match="another rollout was begun while this one was being read"):
+        next(old)
+    assert next(new) == fleet.num_unfinished == 1
+    refused: Any = fleet.stream(requests, params)  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match="1 responses are still running"):
+        next(refused)
+    assert fleet.num_unfinished == 1
+    new.close()
+    assert fleet.num_unfinished == 0
+
+
+def test_a_submission_that_is_interrupted_leaves_the_fleet_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet, act = idle_fleet(), Fleet._act
+
+    def interrupt(self: Fleet, actions: Any) -> None:
+        act(self, actions)
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Fleet, "_act", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        fleet.submit([RolloutRequest((1, 2), 10)], SimpleNamespace(**PLAIN))  # type: ignore[arg-type]
+    assert fleet.num_unfinished == 0
+
+
+def test_a_closed_fleet_says_so() -> None:
+    pytest.importorskip("ray", reason="Ray is not installed")
+    fleet, params = idle_fleet(), SimpleNamespace(**PLAIN)
+    fleet.submit([RolloutRequest((1, 2), 10)], params)  # type: ignore[arg-type]
+    fleet._made = ExitStack()
+    fleet.close()
+    fleet.abandon()
+    assert fleet.num_unfinished == 0
+    uses: list[Callable[[], object]] = [
+        lambda: fleet.generate([RolloutRequest((1, 2), 10)], params),  # type: ignore[arg-type]
+        fleet.advance,
+        lambda: fleet.push_weights([]),
+        lambda: fleet.push_drafter({}),
+    ]
+    for use in uses:
+        with pytest.raises(EngineError, match="this fleet is closed"):
+            use()
+
+
+def test_fleets_of_one_process_share_a_ray_until_the_last_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    free = {"CPU": 4.0}
+    ray = SimpleNamespace(
+        init=lambda **options: told.append("init"),
+        is_initialized=lambda: "init" in told,
+        shutdown=lambda: told.append("shutdown"),
+        cluster_resources=lambda: {"CPU": 4.0},
+        available_resources=lambda: free,
+    )
+    monkeypatch.setattr(cluster, "import_ray", lambda: ray)
+    settings = FleetSettings(workers=2, gpus_per_worker=0.0)
+    assert cluster.connect(settings, {})
+    free["CPU"] = 2.0
+    assert cluster.connect(settings, {})
+    free["CPU"] = 0.0
+    with pytest.raises(ConfigError, match="2 workers need 2 CPU, another fleet here has left 0"):
+        cluster.connect(settings, {})
+    cluster.disconnect()
+    assert told == ["init"]
+    cluster.disconnect()
+    assert told == ["init", "shutdown"]

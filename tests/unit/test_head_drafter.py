@@ -385,3 +385,30 @@ def test_the_configuration_says_which_layers_a_head_fuses(tmp_path: Path, target
     file.unlink()
     with pytest.raises(CheckpointError, match="cannot be read"):
         read_fused_layers(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "positions",
+    [
+        {"rope_type": "dynamic", "factor": 4.0},
+        {
+            "rope_type": "longrope",
+            "factor": 4.0,
+            "original_max_position_embeddings": 32,
+            "short_factor": [1.0] * 4,
+            "long_factor": [4.0] * 4,
+        },
+    ],
+)
+def test_a_head_drafts_with_the_positions_that_it_has_learned_with(
+    tmp_path: Path, positions: dict[str, Any]
+) -> None:
+    """Training computes the angles of a pack, drafting those of the longest response."""
+    made = tiny_target()
+    made.config.max_position_embeddings = 32
+    made.config.rope_parameters = {"rope_theta": 10000.0, **positions}
+    head = make_head(tmp_path / "head", made)
+    drafter = load(tmp_path / "head", made, max_model_len=1024)
+    learned, _ = head.rotary(torch.empty(0), torch.arange(20)[None])
+    drafted = drafter._decoder._layer_shape.cos[:20, 0]
+    torch.testing.assert_close(drafted, learned[0, :, : drafted.shape[1]])

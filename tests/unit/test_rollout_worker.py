@@ -15,7 +15,7 @@ from reports import digest, pack
 from paceline.control.events import CancelChunk, DraftFor, Ending, Growth, Report, RunChunk
 from paceline.engine import rungs
 from paceline.engine.rollout_engine import TokenEvent
-from paceline.errors import EngineError
+from paceline.errors import CheckpointError, EngineError
 from paceline.fleet.rollout_worker import Pace, RolloutWorker
 from paceline.fleet.weights import pack_weights, unpack_weights
 from paceline.types import DrafterScore, DraftSharingCounters, KvPoolCounters, Response, RolloutRequest
@@ -289,6 +289,20 @@ def test_a_failed_engine_is_told(engine: CountingEngine) -> None:
         wait_for(worker, lambda report: False)
 
 
+def test_who_asks_an_engine_that_has_ended_does_not_wait(
+    engine: CountingEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("paceline.fleet.rollout_worker.ASK_S", 0.01)
+    engine.failure = RuntimeError("no memory")
+    worker = RolloutWorker(Spec(engine, lambda: engine), PACE)  # type: ignore[arg-type]
+    worker.start()
+    worker.take([chunk(3, 9)], PARAMS)
+    engine.gate.release()
+    worker._thread.join()
+    with pytest.raises(EngineError, match=r"answers nothing more \(RuntimeError: no memory\)"):
+        worker.collection_s()
+
+
 def test_an_engine_that_does_not_start_is_told(engine: CountingEngine) -> None:
     def start() -> CountingEngine:
         raise MemoryError("too large")
@@ -361,6 +375,23 @@ def test_drafters_come_and_samples_go_between_two_steps(
     (dropped, collected, (pushed, weights)) = told
     assert (dropped, collected, pushed) == (("drop_drafter",), ("collect_states", 0.25, 99), "push_drafter")
     assert weights["w"].tolist() == [1.0, 1.0]
+
+
+def test_an_engine_goes_on_with_its_old_drafter_where_the_new_one_does_not_fit(
+    worker: RolloutWorker,
+    engine: CountingEngine,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def push_drafter(self: CountingEngine, weights: Any) -> None:
+        raise CheckpointError("weight 'w' is missing")
+
+    monkeypatch.setattr(CountingEngine, "push_drafter", push_drafter, raising=False)
+    worker.load_drafter([])
+    worker.take([chunk(3, 1)], PARAMS)
+    engine.gate.release()
+    assert wait_for(worker, lambda report: bool(report.endings)).endings[0].chunk == 3
+    assert "weight 'w' is missing" in caplog.text
 
 
 def test_turns_of_drafting_are_told_and_that_it_has_failed(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import signal
@@ -9,6 +10,8 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -186,6 +189,25 @@ def test_nobody_learns_from_what_a_drafter_is_measured_on(
     assert made.used_agreement is None, "engines have none yet"
 
 
+def test_a_trainer_that_was_killed_is_not_measured_on_what_it_has_learned_from(
+    settings: SpotSettings,
+) -> None:
+    """It hears the last lesson again, and holds out one more of it, as it has none yet."""
+    trainer = SpotTrainer(settings)
+    for step in (1, 2, 3):
+        tell(settings, step, count=4)
+        assert trainer.learn()
+    trainer.close()
+    assert len(trainer._buffer) == 3 * 4 - len(trainer._held)
+    again = SpotTrainer(settings)
+    assert again.learn()
+    again.close()
+    [held] = again._held
+    number = next(n for n, one in enumerate(responses_of(settings, 4)) if one.ids.equal(held.ids))
+    assert (3, number) not in again._buffer.held
+    assert len(again._buffer) == len(trainer._buffer) - 1
+
+
 def held_out(count: int, *steps: int, is_first: bool = False) -> list[tuple[int, int]]:
     return [
         (step, n) for step in steps for n in range(count) if is_held_out(step, n, count, is_first=is_first)
@@ -259,6 +281,58 @@ def test_a_session_tells_what_it_used_and_a_dead_trainer_has_none(
         assert link.pause("w0", None) is None
     finally:
         link.close()
+
+
+def test_a_full_disk_ends_no_run(
+    settings: SpotSettings, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(spot_link, "ChildProcess", lambda *_: SimpleNamespace(close=lambda: None))
+    tell(settings, step=1)
+    trainer = SpotTrainer(settings, ticking(1.0).__next__)
+    for _ in range(3):
+        assert trainer.learn()
+    trainer.close()
+    num_tried = itertools.count()
+
+    def refuse(*_: Any) -> None:
+        next(num_tried)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(checkpoints, "write", refuse)
+    link = SpotLink(settings)
+    policy, samples = policy_of(settings), responses_of(settings, 2)
+    assert link.take() is not None
+    for _ in range(500):
+        link.teach(2, policy, samples)
+        link.use()
+        if caplog.text.count("is not kept for the drafter's training: cannot write") > 3:
+            break
+        time.sleep(0.01)
+    link.close()
+    assert "a lesson is not kept" in caplog.text
+    assert "the drafter that is used is not kept" in caplog.text
+    assert "No space left on device; the checkpoint before it is whole. Free some space" in caplog.text
+    assert next(num_tried) > 2, "each is tried again"
+
+
+def test_a_trainer_works_once_it_has_saved_something(
+    settings: SpotSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Any] = []
+
+    def start(*arguments: Any) -> Any:
+        made.append(arguments[-1])
+        return SimpleNamespace(close=lambda: None)
+
+    monkeypatch.setattr(spot_link, "ChildProcess", start)
+    SpotLink(settings, 2).close()
+    folder, before_ns = Path(settings.folder), time.time_ns() - 1_000_000_000
+    assert [has_worked(before_ns) for has_worked in made] == [False, False]
+    (folder / FILE_NAME).touch()
+    assert [has_worked(before_ns) for has_worked in made] == [True, False]
+    (folder / "training-1.safetensors").touch()
+    assert [has_worked(before_ns) for has_worked in made] == [True, True]
+    assert not made[0](time.time_ns() + 1_000_000_000)
 
 
 def test_a_drafter_that_engines_have_got_is_found_again(settings: SpotSettings) -> None:

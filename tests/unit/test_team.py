@@ -61,7 +61,7 @@ class Member:
     def average(self, value: float, num_tokens: int, seconds: float = 0.0) -> tuple[int, float]:
         for at, parameter in enumerate(self.parameters):
             parameter.grad = torch.full_like(parameter, value + at) if num_tokens else None
-        return self.team.average(self.parameters, num_tokens, seconds)
+        return self.team.average(self.parameters, num_tokens, num_tokens, seconds)
 
     def gradients(self) -> list[Tensor]:
         return [parameter.grad for parameter in self.parameters if parameter.grad is not None]
@@ -104,6 +104,25 @@ def test_gradients_are_averaged_by_tokens(tmp_path: Path) -> None:
         assert first.shape == (2, 3)
         assert torch.allclose(first, torch.full((2, 3), (10 * 1.0 + 30 * 4.0) / 40))
         assert torch.allclose(second, torch.full((4,), (10 * 2.0 + 30 * 5.0) / 40))
+
+
+def test_a_gradient_counts_by_the_tokens_that_it_is_the_mean_of(tmp_path: Path) -> None:
+    """Not by those of the prompts too."""
+    call(tmp_path, 1, 0, 1)
+    members = [Member(tmp_path, index) for index in range(2)]
+    join_all(members, 2)
+
+    def average(member: Member, value: float, num_decided: int, num_tokens: int) -> tuple[int, float]:
+        for parameter in member.parameters:
+            parameter.grad = torch.full_like(parameter, value)
+        return member.team.average(member.parameters, num_decided, num_tokens, 0.5)
+
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(average, members, (1.0, 4.0), (10, 30), (900, 100)))
+    assert found == [(1000, 1.0)] * 2
+    for member in members:
+        for gradient in member.gradients():
+            assert torch.allclose(gradient, torch.full_like(gradient, (10 * 1.0 + 30 * 4.0) / 40))
 
 
 def test_who_is_stopped_inside_a_step_holds_nobody_up(tmp_path: Path) -> None:

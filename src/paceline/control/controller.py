@@ -22,6 +22,9 @@ Silence is measured while the driver listens: of a long time between two ticks o
 A worker that is lost makes suspects of the responses that had begun there and had no token yet. Until it gets one, a
 suspect begins only where no other chunk is without a token, and none begins beside it. It is blamed only for workers
 that are lost while it is alone in that, so something else that ends workers costs time and seldom a response.
+
+Tokens are a function of weights, prefix and key. So a response that fails waits for another worker and is given up
+where that one fails it too, or where there is none; if it goes on there, the first one is broken and is replaced.
 """
 
 from __future__ import annotations
@@ -46,6 +49,7 @@ from paceline.control.events import (
     Kept,
     LoadWeights,
     Opened,
+    Order,
     Report,
     Reported,
     RunChunk,
@@ -61,7 +65,7 @@ from paceline.control.events import (
     WorkerUp,
 )
 from paceline.control.helping import Door, Helping, Pair, Place, Remainder, Standing
-from paceline.control.live_response import LiveResponse, RunningChunk
+from paceline.control.live_response import FailedChunk, LiveResponse, RunningChunk
 from paceline.control.training import TrainingSessions
 from paceline.errors import EngineError, PacelineError, RequestError
 from paceline.planning.dispatch import Assignment, Dispatcher, DispatchSettings
@@ -415,22 +419,21 @@ class Controller:
         worker.progress = report.progress or worker.progress
         worker.may_help &= not report.has_failed_drafting
         actions: list[Action] = []
+        broken: dict[FailedChunk, LiveResponse] = {}
         for growth in report.growths:
-            actions += self._grow(worker, growth)
+            actions += self._grow(worker, growth, broken)
         for ending in report.endings:
-            actions += self._end(worker, ending)
+            actions += self._end(worker, ending, broken)
         if any(number in worker.chunks for number in report.refused):
             actions += self._renew(worker)
         for number, reason in report.rejected:
-            if (chunk := worker.chunks.get(number)) is None:
-                continue
-            if len(chunk.response.runs) > 1:
-                self._leave_race(worker, number, for_good=True)
-            else:
-                actions += self._give_up(worker, number, f"cannot run on worker {worker.name}: {reason}")
+            if (chunk := worker.chunks.get(number)) is not None:
+                actions += self._fail(worker, number, "cannot run", reason, chunk.start)
+        for failed, response in broken.items():
+            actions = self._replace_broken(failed, response, actions)
         return [*actions, *self._begin(worker)]
 
-    def _grow(self, worker: _Worker, growth: Growth) -> list[Action]:
+    def _grow(self, worker: _Worker, growth: Growth, broken: dict[FailedChunk, LiveResponse]) -> list[Action]:
         chunk = worker.chunks.get(growth.chunk)
         if chunk is None:  # it was taken away or has ended
             return []
@@ -446,6 +449,7 @@ class Controller:
             response.num_steps = chunk.num_steps + growth.num_steps
             assert self._rollout is not None
             self._rollout.unkept[response.index] = response
+            self._refute(worker, response, broken)
         return self._share_lead(growth.chunk, response, known) if is_new else []
 
     def _share_lead(self, number: int, response: LiveResponse, known: int) -> list[Action]:
@@ -454,7 +458,7 @@ class Controller:
         tokens = response.tokens[known:].tobytes() if others else b""
         return [Adopt(name, self._workers[name].life, other, known, tokens) for name, other in others]
 
-    def _end(self, worker: _Worker, ending: Ending) -> list[Action]:
+    def _end(self, worker: _Worker, ending: Ending, broken: dict[FailedChunk, LiveResponse]) -> list[Action]:
         chunk = worker.chunks.get(ending.chunk)
         if chunk is None:
             return []
@@ -466,15 +470,18 @@ class Controller:
         except EngineError as error:
             return self._disagree(worker, ending.chunk, error)
         num_tokens = response.num_tokens
-        worker.has_generated = True
-        if len(response.runs) > 1 and (ending.failure is not None or not is_whole):
-            self._leave_race(worker, ending.chunk, for_good=ending.failure is not None)
+        worker.has_generated |= ending.failure is None or ending.num_tokens > 0
+        if len(response.runs) > 1 and ending.failure is None and not is_whole:
+            self._leave_race(worker, ending.chunk)
             return []
-        response.num_steps = chunk.num_steps + ending.num_steps
-        response.num_draft_tokens += ending.num_draft_tokens
+        if len(response.runs) == 1 or ending.failure is None:
+            response.num_steps = chunk.num_steps + ending.num_steps
+            response.num_draft_tokens += ending.num_draft_tokens
         if ending.failure is not None:
-            return self._give_up(worker, ending.chunk, f"failed on worker {worker.name}: {ending.failure}")
+            end = ending.start + ending.num_tokens
+            return self._fail(worker, ending.chunk, "failed", ending.failure, end)
         is_final = is_whole and (ending.finish_reason == "stop" or num_tokens == response.request.max_tokens)
+        self._refute(worker, response, broken, is_final=is_final)
         assert self._dispatcher is not None
         assert self._rollout is not None
         self._dispatcher.chunk_finished(chunk.assignment, num_tokens, is_final)
@@ -485,6 +492,53 @@ class Controller:
             return actions
         self._rollout.unkept.pop(response.index, None)
         return [*actions, response.keep(ending.finish_reason), self._deliver(chunk, ending.finish_reason)]
+
+    def _fail(self, worker: _Worker, number: int, what: str, reason: str, end: int) -> list[Action]:
+        """An engine has given a response up behind `end` tokens: another one tries, unless one has or none is up."""
+        assert self._dispatcher is not None
+        assert self._rollout is not None
+        chunk = worker.chunks[number]
+        response = chunk.response
+        failed = response.failed
+        is_first = failed is None or failed[:2] == worker.place
+        if is_first:
+            response.failed = FailedChunk(*worker.place, end)
+        if len(response.runs) > 1:
+            self._leave_race(worker, number, for_good=True)
+        elif is_first and self._dispatcher.retry(chunk.assignment, response.num_tokens):
+            self._remove(worker, number)
+            self._rollout.unkept[response.index] = response
+        else:
+            before = "" if failed is None or is_first else f", as on {failed.worker} before"
+            return self._give_up(worker, number, f"{what} on worker {worker.name}{before}: {reason}")
+        return []
+
+    def _refute(
+        self,
+        worker: _Worker,
+        response: LiveResponse,
+        broken: dict[FailedChunk, LiveResponse],
+        *,
+        is_final: bool = False,
+    ) -> None:
+        """A worker has gone on with a response, behind where another one failed? is_final: it has ended well."""
+        failed = response.failed
+        if failed is None or not (is_final or response.num_tokens > failed.end):
+            return
+        response.failed = None
+        if failed[:2] != worker.place:
+            broken[failed] = response
+
+    def _replace_broken(
+        self, failed: FailedChunk, response: LiveResponse, actions: list[Action]
+    ) -> list[Action]:
+        """A worker failed what another one can generate: it is replaced. Gives all actions, without orders to it."""
+        worker = self._workers[failed.worker]
+        if worker.place != failed[:2]:
+            return actions
+        others = [one for one in actions if not (isinstance(one, Order) and one.worker == worker.name)]
+        reason = f"it failed response {response.index} behind {failed.end} tokens, and another worker went on with it"
+        return [*others, StopWorker(worker.name, worker.life), *self._lose(worker, reason)]
 
     def _give_up(
         self, worker: _Worker, number: int, failure: str, error: type[PacelineError] = RequestError
@@ -626,13 +680,16 @@ class Controller:
         assert self._dispatcher is not None
         self._dispatcher.worker_up(worker.name, facts.num_kv_blocks, facts.max_concurrency)
 
-    def _lose(self, worker: _Worker, reason: str) -> list[Action]:
-        """A worker is gone: what it ran goes on elsewhere from the last token told, and another engine is started."""
+    def _lose(self, worker: _Worker, reason: str, *, is_fruitless: bool = True) -> list[Action]:
+        """A worker is gone: what it ran goes on elsewhere from the last token told, and another engine is started.
+
+        is_fruitless: without a token this life counts as one that came to nothing.
+        """
         actions = self._blame(worker, reason)
         lost = self._withdraw(worker).values()
         if worker.has_generated:
             worker.num_fruitless = 0
-        elif worker.state != "up" or worker.has_run:
+        elif is_fruitless and (worker.state != "up" or worker.has_run):
             worker.num_fruitless += 1
         worker.life += 1
         self._changed[worker.name] = None
@@ -849,8 +906,12 @@ class Controller:
         return actions
 
     def _look_for_silence(self, now_s: float) -> list[Action]:
-        """Give up on workers of which something has been expected for too long."""
+        """Give up on workers of which something has been expected for too long.
+
+        One that only did not start is started again, however often, while others are up: it may wait for room.
+        """
         listened_s = self._listen(now_s)
+        is_any_up = any(worker.state == "up" for worker in self._workers.values())
         helpers = self._helping.helpers if self._helping is not None else ()
         actions: list[Action] = []
         for worker in self._workers.values():
@@ -868,7 +929,8 @@ class Controller:
                 worker.waiting_since_s = listened_s
             elif listened_s - worker.waiting_since_s > limit_s:
                 actions.append(StopWorker(worker.name, worker.life))
-                actions += self._lose(worker, self._silence_of(worker))
+                waits = state == "starting" and is_any_up
+                actions += self._lose(worker, self._silence_of(worker), is_fruitless=not waits)
         return actions
 
     def _silence_of(self, worker: _Worker) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from paceline.control.events import Ending, Keep, Kept
 from paceline.control.packed import Digest, Packed
@@ -20,6 +21,7 @@ class LiveResponse:
     """A response that is not delivered yet."""
 
     __slots__ = (
+        "failed",
         "index",
         "is_raced",
         "is_suspect",
@@ -45,6 +47,8 @@ class LiveResponse:
         """Workers in a row that had worked, and were lost when it alone had begun there and got no token."""
         self.is_suspect = False
         """A worker was lost before it got a token there, and it has got none since."""
+        self.failed: FailedChunk | None = None
+        """Where its chunk failed; None: nowhere, or it has gone on elsewhere since."""
         self.runs: dict[int, str] = {}
         """Workers of the chunk that runs and of its copy, by number; the owner's, whom dispatch knows, comes first."""
         self.is_raced = False
@@ -196,6 +200,15 @@ class LiveResponse:
             num_steps=self.num_steps,
             failure=failure,
         )
+
+
+class FailedChunk(NamedTuple):
+    """Where an engine gave a response up. Another engine that goes on behind it proves that this one is broken."""
+
+    worker: str
+    life: int
+    end: int
+    """Tokens of the response by then."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import tempfile
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -32,14 +33,15 @@ Note = Mapping[str, str]
 class CheckpointWriter:
     """Writes the newest state that it was given to one file, in the background. Close it.
 
-    An error of the disk is raised as RecordError by the next `save` or by `close`; the file is then the last whole one.
+    What goes wrong in the background is raised as RecordError by the next `save`, which saves nothing then, or by
+    `close`; the file is the last whole one.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._waiting: tuple[dict[str, Tensor], Note] | None = None
         self._spare: dict[str, Tensor] = {}
-        self._error: OSError | None = None
+        self._error: Exception | None = None
         self._is_closing = False
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._write_all, name="checkpoints", daemon=True)
@@ -77,8 +79,9 @@ class CheckpointWriter:
     def _complain(self) -> None:
         if self._error is not None:
             error, self._error = self._error, None
+            reason = getattr(error, "strerror", None) or repr(error)
             raise RecordError(
-                f"cannot write {self.path}: {error.strerror}; the checkpoint before it is whole. Free some space"
+                f"cannot write {self.path}: {reason}; the checkpoint before it is whole. Free some space"
             ) from error
 
     def _write_all(self) -> None:
@@ -90,42 +93,52 @@ class CheckpointWriter:
                 (tensors, note), self._waiting = self._waiting, None
             try:
                 write(self.path, tensors, note)
-            except OSError as error:
+            except Exception as error:  # of the disk, or of memory: whoever saves is told
                 self._error = error
             with self._changed:
                 self._spare = tensors
 
 
 def write(path: Path, tensors: Mapping[str, Tensor], note: Note) -> None:
-    """Write a checkpoint in one move: whoever reads `path` finds the old one or the new one. Raises OSError."""
+    """Write a checkpoint in one move: whoever reads `path` finds the old one or the new one. Raises OSError, and leaves
+    nothing on the disk then.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     data = safetensors.torch.save(dict(tensors), dict(note))
     fresh = path.with_name(path.name + ".new")
-    with fresh.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    fresh.replace(path)
+    try:
+        with fresh.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        fresh.replace(path)
+    except OSError:
+        fresh.unlink(missing_ok=True)
+        raise
     sync(path.parent)
 
 
 @contextmanager
 def written_aside(out: Path) -> Iterator[Path]:
     """A folder to write into, which takes the place of `out` when the block ends: in one move where there is nothing
-    yet, else file by file, each in one move, `config.json` last. A block that does not end leaves `out` as it was.
-    Raises OSError.
+    yet, else file by file, each in one move, `config.json` last. A block that fails leaves `out` as it was, and nothing
+    beside it. Raises OSError.
     """
     out = out.resolve()
-    aside = out.with_name(f"{out.name}.new")
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
-    yield aside
-    if out.is_dir():
-        for path in sorted(aside.iterdir(), key=lambda path: (path.name == "config.json", path.name)):
-            path.replace(out / path.name)
-        aside.rmdir()
-    else:
-        aside.rename(out)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    aside = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
+    try:
+        aside.chmod(0o755)
+        yield aside
+        if out.is_dir():
+            for path in sorted(aside.iterdir(), key=lambda path: (path.name == "config.json", path.name)):
+                path.replace(out / path.name)
+            aside.rmdir()
+        else:
+            aside.rename(out)
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
 
 
 def read(path: Path) -> tuple[dict[str, Tensor], dict[str, str]] | None:

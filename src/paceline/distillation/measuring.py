@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 from paceline import dice
 from paceline.distillation.losses import agreement
@@ -95,7 +94,8 @@ def _measure_pack(
     """Fill `matches`: whether the k-th draft behind token r is the response's token; then walk every response."""
     keys, temperatures, firsts = _by_token(samples, thrown)
     heat = torch.from_numpy(np.where(temperatures > 0, temperatures, 1.0))[:, None]
-    log_p = (F.linear(pack.states[:, -shared.head.shape[1] :], shared.head) / heat).log_softmax(-1)
+    states = pack.states[:, -shared.head.shape[1] :]
+    num_ids = min(shared.vocab_size, network.vocab_size)
     depth = len(tally.tried)
     matches = np.zeros((depth, pack.num_tokens), np.bool_)
     for step, hidden in enumerate(network.unroll(pack, depth)):
@@ -103,11 +103,14 @@ def _measure_pack(
         deciding = pack.deciding[kept].numpy()
         inside = firsts[deciding] <= deciding - step  # the chain begins behind a response token
         rows, deciding = rows[torch.from_numpy(inside)], deciding[inside]
-        logits = network.logits(hidden[rows]).float()
+        logits = network.logits(hidden[rows])[:, :num_ids].float()
         some = slice(None, None, max(1, -(-len(deciding) // COMPARED_TOKENS)))
         compared = deciding[some]
-        log_q = (logits[some] / heat[compared]).log_softmax(-1)
-        tally.agreed[step] += float(agreement(log_p[compared], log_q).sum())
+        log_p, log_q = (
+            (one / heat[compared]).log_softmax(-1)
+            for one in (shared.logits(states[compared])[:, :num_ids], logits[some])
+        )
+        tally.agreed[step] += float(agreement(log_p, log_q).sum())
         tally.compared[step] += len(compared)
         positions = pack.positions.numpy()[deciding] + 1
         drafted, *_ = dice.propose(

@@ -22,7 +22,8 @@ from torch import Tensor
 from paceline.distillation.losses import LOSSES, keep_likeliest
 from paceline.distillation.networks import Eagle, Eagle3, Network, Shared, SmallModel
 from paceline.distillation.packing import Pack
-from paceline.distillation.target import load_model
+from paceline.distillation.target import check_packs, load_model
+from paceline.drafting.checkpoint import check_vocabulary
 from paceline.errors import ConfigError
 
 MethodName = Literal["eagle", "hass", "eagle3", "osd"]
@@ -78,26 +79,36 @@ METHODS: dict[MethodName, Method] = {
 
 
 def build_network(method: Method, shared: Shared, small_model: Path | None) -> Network:
-    """A fresh network, or for `osd` the one in a folder. Raises ConfigError if that is missing, or out of place."""
+    """A fresh network, or for `osd` the one in a folder. Raises ConfigError if that is missing, or out of place,
+    CheckpointError if it cannot be trained, or has another vocabulary.
+    """
     if issubclass(method.network, SmallModel):
         if small_model is None:
             raise ConfigError("method osd trains a small language model: give its folder")
-        return SmallModel(load_model(small_model))
+        model = load_model(small_model)
+        check_packs(model)
+        rows = (one.shape[0] for one in (model.get_output_embeddings().weight, shared.head))
+        check_vocabulary(small_model, *rows)
+        return SmallModel(model)
     if small_model is not None:
         raise ConfigError("a small language model is what method osd trains: leave it away, or choose osd")
     return method.network(shared)
 
 
 def compute_loss(network: Network, shared: Shared, pack: Pack, objective: Objective) -> Tensor:
-    """Mean loss per response token of the pack, the steps of its chains added up."""
+    """Mean loss per response token of the pack, the steps of its chains added up.
+
+    Ids that only one of the two vocabularies has, rows of padding, count for nothing.
+    """
     states = pack.states[:, -shared.head.shape[1] :]
-    log_p = (F.linear(states[pack.deciding], shared.head) / objective.temperature).log_softmax(-1)
+    num_ids = min(shared.vocab_size, network.vocab_size)
+    log_p = (shared.logits(states[pack.deciding])[:, :num_ids] / objective.temperature).log_softmax(-1)
     compare = LOSSES[objective.loss]
     total, weight = states.new_zeros(()), 1.0
     for step, hidden in enumerate(network.unroll(pack, objective.steps)):
         kept, rows = pack.rows(network.lead + step)
         made = hidden[rows]
-        log_q = (network.logits(made) / objective.temperature).log_softmax(-1)
+        log_q = (network.logits(made)[:, :num_ids] / objective.temperature).log_softmax(-1)
         value = objective.loss_weight * compare(*keep_likeliest(log_p[kept], log_q, objective.max_ids)).sum()
         if objective.feature_weight:
             near = F.smooth_l1_loss(made, states[pack.deciding[kept]], reduction="none").mean(-1)

@@ -8,7 +8,7 @@ checkpoints that vLLM loads (export.py), so that a network's trainable state is 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -22,6 +22,15 @@ from paceline.distillation.chain_attention import ChainAttention, KeysValues
 from paceline.distillation.packing import ATTENTION_NAME, Pack
 from paceline.errors import CheckpointError
 
+NEEDED = ("intermediate_size", "hidden_act", "max_position_embeddings", "rms_norm_eps", "rope_parameters")
+"""Of a target's configuration, besides what every model has."""
+LENGTH_BOUND = {"dynamic", "longrope"}
+"""Kinds of rotary positions whose angles depend on the longest position that is computed with them."""
+PROBE_TOKENS = 8
+"""Of a model that is tried out."""
+PROBE_ERROR = 1e-3
+"""Of what it makes, by which two ways to compute that may differ."""
+
 
 @dataclass(frozen=True, slots=True)
 class Shared:
@@ -31,6 +40,17 @@ class Shared:
     head: Tensor  # [vocab, hidden]
     config: Any
     """transformers' configuration of the target's language model."""
+    scale: float = 1.0
+    """Of its logits, `logit_scale`."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids, rows of padding among them."""
+        return int(self.head.shape[0])
+
+    def logits(self, states: Tensor) -> Tensor:
+        """What the target decides in its last states. [num_tokens, hidden] -> [num_tokens, vocab]"""
+        return F.linear(self.scale * states, self.head)
 
 
 class Network(nn.Module):  # type: ignore[misc]
@@ -42,6 +62,11 @@ class Network(nn.Module):  # type: ignore[misc]
     """transformers' configuration of the network, as its checkpoint has it."""
     num_fused: ClassVar[int] = 0
     """Inner states of the target per token that it reads; `Pack.states` must begin with them."""
+
+    @property
+    @abstractmethod
+    def vocab_size(self) -> int:
+        """Ids, rows of padding among them."""
 
     @abstractmethod
     def unroll(self, pack: Pack, num_steps: int) -> Iterator[Tensor]:
@@ -84,6 +109,10 @@ class DraftHead(Network):
     ) -> tuple[Tensor, Tensor]:
         """One step of all chains: (for the head, for the next step), each [num_tokens, hidden]."""
 
+    @property
+    def vocab_size(self) -> int:
+        return self.shared.vocab_size
+
     def unroll(self, pack: Pack, num_steps: int) -> Iterator[Tensor]:
         hidden = self.begin(pack.states)
         past: list[KeysValues] = []
@@ -94,7 +123,7 @@ class DraftHead(Network):
             yield output
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return F.linear(hidden, self.shared.head)
+        return self.shared.logits(hidden)
 
 
 class Eagle(DraftHead):
@@ -205,6 +234,11 @@ class SmallModel(Network):
                 f"attn_implementation={ATTENTION_NAME!r}"
             )
         self.model, self.config = model, model.config
+        self._scale = logit_scale(model)
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.model.get_output_embeddings().weight.shape[0])
 
     def unroll(self, pack: Pack, num_steps: int) -> Iterator[Tensor]:
         hidden = self.model.base_model(
@@ -217,12 +251,43 @@ class SmallModel(Network):
             yield hidden.roll(-step, 0)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        made: Tensor = self.model.get_output_embeddings()(hidden)
-        return made
+        return F.linear(self._scale * hidden, self.model.get_output_embeddings().weight)
+
+
+def logit_scale(model: Any) -> float:
+    """What a causal language model of transformers multiplies the product of state and head by: 1 for most, another
+    constant for Granite, Cohere and MiniCPM. Raises CheckpointError for logits that are more than that.
+    """
+    attention, head = model.config._attn_implementation, model.get_output_embeddings().weight
+    ids = torch.arange(PROBE_TOKENS)[None] % head.shape[0]
+    model.set_attn_implementation("eager")  # which every model has, and which takes no packs
+    try:
+        with torch.no_grad():
+            states = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+            logits, plain = model(input_ids=ids, use_cache=False).logits, F.linear(states, head)
+    finally:
+        model.set_attn_implementation(attention)
+    scale = float((logits * plain).sum() / plain.square().sum())
+    error = float((logits - scale * plain).abs().max())
+    if not error <= PROBE_ERROR * float(logits.abs().max()):
+        raise CheckpointError(
+            f"the logits of {type(model).__name__} are more than its last state times its head and a constant: "
+            "drafters are trained for or from models without bias or cap on them, such as Llama, Qwen2 or Qwen3"
+        )
+    return 1.0 if abs(scale - 1.0) < PROBE_ERROR else scale
 
 
 def head_config(target: Any) -> LlamaConfig:
-    """Configuration of a head: one Llama layer of the target's widths and rotary positions (TLT 4.1)."""
+    """Configuration of a head: one Llama layer of the target's widths and rotary positions (TLT 4.1).
+
+    Differs: rotary positions are of all of a head's width, and those that depend on the longest position are plain ones
+    of the same base. Raises CheckpointError for a target from whose configuration no Llama layer can be made.
+    """
+    if missing := [name for name in NEEDED if not hasattr(target, name)]:
+        raise CheckpointError(
+            f"a draft head needs {missing[0]} of the target's configuration, and {type(target).__name__} has none: "
+            "train a small model with --method osd"
+        )
     heads = target.num_attention_heads
     return LlamaConfig(
         vocab_size=target.vocab_size,
@@ -235,8 +300,15 @@ def head_config(target: Any) -> LlamaConfig:
         hidden_act=target.hidden_act,
         max_position_embeddings=target.max_position_embeddings,
         rms_norm_eps=target.rms_norm_eps,
-        rope_parameters=target.rope_parameters,
+        rope_parameters=_rotary_of(target.rope_parameters),
         tie_word_embeddings=False,
         bos_token_id=target.bos_token_id,
         eos_token_id=target.eos_token_id,
     )
+
+
+def _rotary_of(target: Mapping[str, Any]) -> dict[str, Any]:
+    """A head's, of its target's."""
+    if target.get("rope_type") in LENGTH_BOUND:
+        return {"rope_type": "default", "rope_theta": target["rope_theta"]}
+    return {name: value for name, value in target.items() if name != "partial_rotary_factor"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from random import Random
 from paceline.distillation.networks import SmallModel
 from paceline.distillation.packing import Sample, cut_contexts, divide, pack_samples
 from paceline.distillation.trainer import Trainer
+from paceline.errors import TrainingError
 
 WARM_UP = 0.05
 """Share of the time in which the learning rate rises."""
@@ -61,13 +63,21 @@ def train_offline(
     after_step: Callable[[Progress], None],
     clock: Callable[[], float] = time.process_time,
 ) -> None:
-    """Train until the schedule's time is used up. begun: what earlier calls have used; at least one step is made."""
+    """Train until the schedule's time is used up. begun: what earlier calls have used, which began with other samples;
+    at least one step is made. Raises TrainingError for a loss that is not finite.
+    """
+    seed += begun.num_tokens
     core_s, num_tokens = begun.core_s, begun.num_tokens
     began_s = clock() - core_s
     is_head, random = not isinstance(trainer.network, SmallModel), Random(seed + 1)
     for part in divide(repeat(samples, seed), schedule.pack_tokens, lambda sample: sample.num_tokens):
-        pack = pack_samples(cut_contexts(part, random) if is_head else part)
+        pack = pack_samples(cut_contexts(part, random, schedule.pack_tokens) if is_head else part)
         loss = trainer.step(pack, schedule.rate_at(core_s))
+        if not math.isfinite(loss):
+            raise TrainingError(
+                f"the loss is {loss} after {num_tokens:,} tokens, must be finite: lower --rate, which is "
+                f"{schedule.rate:g}, or begin anew if it was so from the start"
+            )
         num_tokens += pack.num_tokens
         core_s = clock() - began_s
         after_step(Progress(core_s, num_tokens, loss))

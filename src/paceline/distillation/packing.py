@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from math import exp, log
+from math import ceil, exp, log
 from random import Random
 from typing import TypeVar
 
@@ -95,8 +95,10 @@ def pack_samples(samples: Sequence[Sample]) -> Pack:
     )
 
 
-def cut_contexts(samples: Sequence[Sample], random: Random) -> list[Sample]:
-    """A share of the samples (`CUT_SHARE`) in pieces of random lengths, short ones as often as long ones.
+def cut_contexts(samples: Sequence[Sample], random: Random, max_tokens: int) -> list[Sample]:
+    """A share of the samples (`CUT_SHARE`) in pieces of random lengths, short ones as often as long ones, and all in
+    pieces of at most `max_tokens` tokens, as attention needs memory by the square of these. Pieces of a prompt alone
+    are left out.
 
     For a draft head: a piece begins with a state that has none before it, as its context does in an engine after a
     rest, a swap or a move. A head that has seen whole responses alone makes little of such a state.
@@ -105,10 +107,18 @@ def cut_contexts(samples: Sequence[Sample], random: Random) -> list[Sample]:
     for sample in samples:
         first = sample.num_prompt_tokens
         cuts = _cuts(first, sample.num_tokens, random) if random.random() < CUT_SHARE else []
-        for begin, end in itertools.pairwise([0, *cuts, sample.num_tokens]):
-            num_prompt_tokens = 1 if begin else first
-            made.append(Sample(sample.ids[begin:end], num_prompt_tokens, sample.states[begin:end]))
+        for begin, end in _shortened([0, *cuts, sample.num_tokens], max_tokens):
+            if end > first:
+                num_prompt_tokens = max(first - begin, 1)
+                made.append(Sample(sample.ids[begin:end], num_prompt_tokens, sample.states[begin:end]))
     return made
+
+
+def _shortened(cuts: Sequence[int], max_tokens: int) -> Iterator[tuple[int, int]]:
+    """Begin and end of what lies between the cuts, in equal pieces where it is longer than `max_tokens`."""
+    for begin, end in itertools.pairwise(cuts):
+        count = ceil((end - begin) / max_tokens)
+        yield from itertools.pairwise(begin + (end - begin) * n // count for n in range(count + 1))
 
 
 def _cuts(begin: int, end: int, random: Random) -> list[int]:
@@ -169,22 +179,24 @@ def attend_documents(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    document_lengths: Sequence[int],
+    document_lengths: Sequence[int] | None = None,
     scaling: float | None = None,
     **options: object,
 ) -> tuple[Tensor, None]:
     """What transformers calls as attention for a pack, a batch of one row. query: [1, num_heads, num_tokens, head_dim]
 
-    Raises TrainingError for attention that is not plain softmax over everything before.
+    Raises TrainingError for attention that is not plain softmax over everything before, or is not told the documents.
     """
     unknown = [
-        name
+        f"with {name}"
         for name in ("sliding_window", "softcap", "s_aux", "position_bias")
         if options.get(name) is not None
     ]
-    if unknown:
+    if document_lengths is None:
+        unknown.append("that is not told where documents begin")
+    if unknown or document_lengths is None:
         raise TrainingError(
-            f"attention with {unknown[0]} cannot be packed: use a model with full softmax attention, "
+            f"attention {unknown[0]} cannot be packed: use a model with full softmax attention, "
             "such as Llama, Qwen2 or Qwen3"
         )
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))

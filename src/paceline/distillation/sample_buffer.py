@@ -153,6 +153,11 @@ class SampleBuffer:
         self._remember(entry, sample)
         self._trim()
 
+    def discard(self, response: int) -> None:
+        """Keep no sample of this response of the current step."""
+        if (entry := self._entries.get((self.step, response))) is not None:
+            self._drop(entry)
+
     def draw(self, num_tokens: int) -> list[Sample]:
         """The next samples of the pass, no response twice, until they have so many tokens; all there are if fewer.
 

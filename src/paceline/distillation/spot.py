@@ -9,7 +9,8 @@ Everything passes through one folder, so that either side may stop at any moment
                             the same of further trainers; together they train one drafter (team.py)
     used.safetensors        from the run: the drafter that its engines have
 
-One response in twenty is not learned from: on these the drafter is measured, beside the one that the engines have.
+One response in twenty is not learned from: on these the drafter is measured, beside the one that the engines have. A
+head is measured on the states that they came with, until newer ones take their place.
 
 A draft head learns from the hidden states that the engine has read out of its own steps, one update older than the
 weights. For a small language model the states are computed here, by the newest weights, of the responses that are drawn
@@ -38,16 +39,16 @@ from paceline.distillation.methods import METHODS, Method, MethodName, Objective
 from paceline.distillation.networks import Network, Shared, SmallModel
 from paceline.distillation.packing import Pack, Sample, cut_contexts, pack_samples
 from paceline.distillation.sample_buffer import SampleBuffer
-from paceline.distillation.target import load_model, read_states, share
+from paceline.distillation.target import check_packs, load_model, read_states, share
 from paceline.distillation.team import Changed, Team
 from paceline.distillation.trainer import NETWORK, Trainer, load_network
 from paceline.distillation.training_folder import (
     FILE_NAME,
-    FURTHER_NAME,
     NOTE,
     USED_NAME,
     Description,
     describe,
+    file_name,
     find_newest,
     read_folder,
 )
@@ -140,6 +141,8 @@ class SpotTrainer:
         self._target = load_model(Path(settings.target)).eval().requires_grad_(False)
         self._shared = share(self._target)
         self._is_head = settings.method != "osd"
+        if not self._is_head:
+            check_packs(self._target)
         method = growing_method(settings.method, settings.temperature)
         self._build = partial(_load_drafter, method, self._shared, Path(settings.drafter))
         network = self._build()
@@ -167,9 +170,8 @@ class SpotTrainer:
         )
         self._random = Random(settings.index)
         self._held: list[Sample] = []  # newest first
-        self._exam: Pack | None = None  # of these, as they are to the present policy
-        own_name = FURTHER_NAME.format(settings.index) if settings.index else FILE_NAME
-        self._writer = CheckpointWriter(self._folder / own_name)
+        self._exam: Pack | None = None  # of these; for a small model as they are to the present policy
+        self._writer = CheckpointWriter(self._folder / file_name(settings.index))
         self._heard_ns = self._used_ns = 0
         self._saved_s = self._counted_s = self._clock()  # loading is not training
         self._disagreement = Objective("disagreement", temperature=method.objective.temperature)
@@ -184,15 +186,17 @@ class SpotTrainer:
             return False
         if self._team.leads and self._clock() - self._saved_s >= SAVE_EVERY_S:
             self._save()
-        num_tokens = 0
+        num_tokens = num_decided = 0
         if drawn:
-            pack = pack_samples(cut_contexts(drawn, self._random) if self._is_head else self._think(drawn))
+            pack = pack_samples(
+                cut_contexts(drawn, self._random, PACK_TOKENS) if self._is_head else self._think(drawn)
+            )
             self._trainer.look_at(pack)
-            num_tokens = pack.num_tokens
+            num_tokens, num_decided = pack.num_tokens, len(pack.deciding)
         now_s = self._clock()
         try:
             num_tokens, spent_s = self._team.average(
-                list(self._trainer.network.parameters()), num_tokens, now_s - self._counted_s
+                list(self._trainer.network.parameters()), num_decided, num_tokens, now_s - self._counted_s
             )
         except Changed:
             self._trainer.forget()
@@ -262,6 +266,7 @@ class SpotTrainer:
             sample = Sample(ids.clone(), num_prompt_tokens, states.clone())
             if is_held_out(step, number, len(shapes), is_first=not self._held):
                 held.append(sample)
+                self._buffer.discard(number)  # a trainer that was killed may have taken it for another one
             else:
                 is_own = number % self._num_trainers == self._index
                 self._buffer.add(number, sample, comes_later=not is_own)
@@ -294,7 +299,10 @@ class SpotTrainer:
         self._saved_s = self._clock()
 
     def _measure(self, network: Network | None) -> float | None:
-        """How often a drafter agrees with the newest target on what was held out; None where either is missing."""
+        """How often a drafter agrees with the target on what was held out; None where either is missing.
+
+        The target is the newest one for a small model; a head's states are those that the samples came with.
+        """
         if network is None or not self._held:
             return None
         if self._exam is None:

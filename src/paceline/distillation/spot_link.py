@@ -1,14 +1,16 @@
 """A run's end of its spot trainers: starts and stops them, tells them lessons, takes the drafters that they save.
 
 Nothing here waits for a trainer. It is stopped by the kernel, wherever it is: no pack has to be finished. One that was
-killed is started again when it may train next, and goes on from the newest checkpoint.
+killed is started again when it may train next, and goes on from the newest checkpoint. A disk that refuses costs what
+the drafter would have learned, and no more.
 """
 
 from __future__ import annotations
 
 import logging
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
@@ -20,14 +22,20 @@ from paceline.distillation.export import drafter_weights
 from paceline.distillation.packing import Sample
 from paceline.distillation.spot import LESSON, SpotSettings, make_lesson, read_drafter
 from paceline.distillation.trainer import NETWORK
-from paceline.distillation.training_folder import USED_NAME, Description, find_newest, read_folder
+from paceline.distillation.training_folder import (
+    USED_NAME,
+    Description,
+    file_name,
+    find_newest,
+    read_folder,
+)
 from paceline.drafting.child_process import ChildProcess
-from paceline.errors import EngineError
+from paceline.errors import EngineError, RecordError
 
 LOGGER = logging.getLogger(__name__)
 
 LEAST_LIFE_S = 60.0
-"""A trainer that ended sooner, and was not killed, could not load what it needs."""
+"""A trainer that ended sooner, or had saved nothing yet, and was not killed, cannot do its work."""
 
 
 class SpotLink:
@@ -111,8 +119,9 @@ class SpotLink:
             LOGGER.warning("cannot tell the drafter's trainers who they are: %s", error)
 
     def teach(self, step: int, policy: Mapping[str, Tensor], samples: Sequence[Sample]) -> None:
-        """Tell them a lesson (`make_lesson`); copied here, written in the background. Raises RecordError."""
-        self._lessons.save(*make_lesson(step, policy, samples))
+        """Tell them a lesson (`make_lesson`); copied here, written in the background."""
+        with _told("a lesson"):
+            self._lessons.save(*make_lesson(step, policy, samples))
 
     def take(self) -> tuple[dict[str, Tensor], Description] | None:
         """Weights and description of the newest drafter that was saved; None if that was taken before."""
@@ -132,11 +141,12 @@ class SpotLink:
 
     def use(self) -> None:
         """The engines draft with what was taken last: the trainer measures it beside what it makes from now on, and a
-        resumed run finds it. Copied here, written in the background. Raises RecordError.
+        resumed run finds it. Copied here, written in the background.
         """
         if self._taken is not None:
             tensors, made = self._taken
-            self._used.save(tensors, made.note())
+            with _told("the drafter that is used"):
+                self._used.save(tensors, made.note())
 
     def used(self) -> tuple[dict[str, Tensor], Description] | None:
         """The drafter that engines used last, before the run was resumed too; None before the first."""
@@ -146,16 +156,29 @@ class SpotLink:
         """End them. What they have saved stays."""
         for child in self._children:
             child.close()
-        self._lessons.close()
-        self._used.close()
+        with _told("the last lesson"):
+            self._lessons.close()
+        with _told("the drafter that is used"):
+            self._used.close()
+
+
+@contextmanager
+def _told(what: str) -> Iterator[None]:
+    """Warn of a disk that refuses, which is no reason to end a run."""
+    try:
+        yield
+    except RecordError as error:
+        LOGGER.warning("%s is not kept for the drafter's training: %s", what, error)
 
 
 def _start(settings: SpotSettings, index: int) -> ChildProcess:
     text = msgspec.json.encode(msgspec.structs.replace(settings, index=index)).decode()
+    saved = Path(settings.folder) / file_name(index)
     return ChildProcess(
         "drafter's trainer",
         "paceline.distillation.spot_process",
         (text,),
         {"OMP_NUM_THREADS": "1"},
         LEAST_LIFE_S,
+        lambda started_ns: saved.exists() and saved.stat().st_mtime_ns > started_ns,
     )

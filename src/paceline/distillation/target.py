@@ -13,28 +13,56 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from paceline.distillation.networks import Shared
+from paceline.distillation.networks import PROBE_ERROR, PROBE_TOKENS, Shared, logit_scale
 from paceline.distillation.packing import ATTENTION_NAME, Sample, divide
 from paceline.errors import CheckpointError
 
 
 def load_model(folder: Path) -> Any:
-    """A causal language model of transformers in float32 that takes packs. Raises CheckpointError."""
+    """A causal language model of transformers in float32. Raises CheckpointError for one that is not there, or lacks
+    weights. Before it is given packs, `check_packs`.
+    """
     try:
-        return AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, attn_implementation=ATTENTION_NAME, local_files_only=True
+        model, report = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=torch.float32,
+            attn_implementation=ATTENTION_NAME,
+            local_files_only=True,
+            output_loading_info=True,
         )
     except (OSError, ValueError) as error:
         raise CheckpointError(f"cannot load {folder}: {' '.join(str(error).split())[:200]}") from error
+    if missing := sorted(report["missing_keys"]):
+        raise CheckpointError(
+            f"{folder} lacks {len(missing)} weights of its model, first {missing[0]!r}: save it again with "
+            "save_pretrained"
+        )
+    return model
 
 
 def share(model: Any) -> Shared:
-    """What heads use of a target. The tensors are the model's own."""
+    """What heads use of a target. The tensors are the model's own. Raises CheckpointError for a target whose logits are
+    not those of its head, or a multiple.
+    """
     return Shared(
         embedding=model.get_input_embeddings().weight.detach(),
         head=model.get_output_embeddings().weight.detach(),
         config=model.config.get_text_config(),
+        scale=logit_scale(model),
     )
+
+
+def check_packs(model: Any) -> None:
+    """Raise CheckpointError for a model in which a document of a pack is not alone, as convolutions and state spaces
+    mix it with the one before; TrainingError for attention that cannot be packed (`attend_documents`).
+    """
+    first, second = (torch.arange(PROBE_TOKENS) + n for n in (0, PROBE_TOKENS))
+    behind, alone = read_states(model, [first, second], ())[1], read_states(model, [second], ())[0]
+    if not float((behind - alone).abs().max()) <= PROBE_ERROR * float(alone.abs().max()):
+        raise CheckpointError(
+            f"{type(model).__name__} mixes responses that are computed side by side: use a model with full softmax "
+            "attention in all layers, such as Llama, Qwen2 or Qwen3"
+        )
 
 
 def choose_layers(num_layers: int) -> tuple[int, int, int]:

@@ -9,9 +9,9 @@ comes back. Through the run's folder:
     round.json        from the leader, the first that is there: who trains together from here on, and where they meet
 
 A round begins with the leader's drafter, its optimizers' state among it, for everyone. In every step each learns from
-responses that it has drawn, and the gradients are averaged by tokens (torch.distributed, gloo). Who comes later waits
-for the next round, which the leader calls between two steps. When session or round change, what is under way is given
-up: a step then counts for those that have taken it, and the next round begins with what the leader has.
+responses that it has drawn, and the gradients are averaged by response tokens (torch.distributed, gloo). Who comes
+later waits for the next round, which the leader calls between two steps. When session or round change, what is under
+way is given up: a step then counts for those that have taken it, and the next round begins with what the leader has.
 
 TLT leaves open how members join and leave. Rounds are the smallest that bears a member which stops inside a collective
 call: gloo knows no way out of one but to drop the group.
@@ -130,26 +130,29 @@ class Team:
                 lead()
         return self._call(tell) if self.leads else self._follow(hear)
 
-    def average(self, parameters: Sequence[Tensor], num_tokens: int, seconds: float) -> tuple[int, float]:
-        """Give every parameter the gradient of all trainers' tokens together.
+    def average(
+        self, parameters: Sequence[Tensor], num_decided: int, num_tokens: int, seconds: float
+    ) -> tuple[int, float]:
+        """Give every parameter the gradient of all trainers' response tokens together.
 
-        num_tokens: that this trainer's gradients are the mean of; 0: it has none. seconds: that it has spent on them.
-        Returns both of all trainers. Raises Changed where that cannot be.
+        num_decided: response tokens that this trainer's gradients are the mean of; 0: it has none. num_tokens: with
+        their prompts. seconds: that it has spent on them. Returns the last two of all trainers. Raises Changed where
+        that cannot be.
         """
         if self._group is None:
             return num_tokens, seconds
         parts = [
-            torch.zeros(p.numel()) if p.grad is None else p.grad.flatten() * num_tokens for p in parameters
+            torch.zeros(p.numel()) if p.grad is None else p.grad.flatten() * num_decided for p in parameters
         ]
-        flat = torch.cat([*parts, torch.tensor([float(num_tokens), seconds])])
+        flat = torch.cat([*parts, torch.tensor([float(num_decided), float(num_tokens), seconds])])
         self._wait(self._group.allreduce([flat]), flat)
-        total, spent_s = int(flat[-2]), float(flat[-1])
-        if total:
+        decided, total, spent_s = flat[-3:].tolist()
+        if decided:
             for parameter, part in zip(
-                parameters, flat.split([*(p.numel() for p in parameters), 2]), strict=False
+                parameters, flat.split([*(p.numel() for p in parameters), 3]), strict=False
             ):
-                parameter.grad = (part / total).view_as(parameter)
-        return total, spent_s
+                parameter.grad = (part / decided).view_as(parameter)
+        return int(total), spent_s
 
     def _call(self, tell: Callable[[], bytes]) -> bool:
         """As the leader: go on with the present round, unless others have come or one has died."""

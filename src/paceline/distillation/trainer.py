@@ -70,8 +70,10 @@ class Trainer:
             optimizer.zero_grad()
 
     def move(self, rate: float) -> None:
-        """The other half: follow the gradients at this learning rate."""
-        torch.nn.utils.clip_grad_norm_(self.network.parameters(), MAX_GRADIENT_NORM)
+        """The other half: follow the gradients at this learning rate, or give them up where they are not finite."""
+        if not torch.nn.utils.clip_grad_norm_(self.network.parameters(), MAX_GRADIENT_NORM).isfinite():
+            self.forget()
+            return
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = rate

@@ -73,6 +73,11 @@ def find_newest(folder: Path) -> str:
     return max((FILE_NAME, *names_in(folder)), key=lambda name: _trained_tokens(folder, name))
 
 
+def file_name(index: int) -> str:
+    """Of the trainer with this index."""
+    return FURTHER_NAME.format(index) if index else FILE_NAME
+
+
 def names_in(folder: Path) -> list[str]:
     """The files of all trainers."""
     return [path.name for name in (FILE_NAME, FURTHER_NAME.format("*")) for path in folder.glob(name)]
@@ -104,7 +109,8 @@ def rebuild_network(description: Description, tensors: Mapping[str, Tensor], sha
     network: Network
     if issubclass(kind, SmallModel):
         config = AutoConfig.for_model(**description.config)
-        network = SmallModel(AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME))
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME)
+        network = SmallModel(model.eval())
     else:
         network = kind(shared)
     load_network(network, tensors)

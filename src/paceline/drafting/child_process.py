@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -58,9 +58,13 @@ class ChildProcess:
         arguments: Sequence[str],
         environment: Mapping[str, str] | None = None,
         least_life_s: float = LEAST_LIFE_S,
+        has_worked: Callable[[int], bool] | None = None,
     ) -> None:
-        """what: its name in warnings. environment: beside that of this process. least_life_s: see `LEAST_LIFE_S`."""
-        self._what, self._least_life_s = what, least_life_s
+        """what: its name in warnings. environment: beside that of this process. least_life_s: see `LEAST_LIFE_S`.
+        has_worked: whether it has done anything since a time, nanoseconds of `time.time_ns`: one that ended before, and
+        was not killed, failed to start however long it lived, as one may that is stopped for most of its life.
+        """
+        self._what, self._least_life_s, self._has_worked = what, least_life_s, has_worked
         self._command = [sys.executable, "-m", module, *arguments]
         self._environment = {**os.environ, **(environment or {})}
         self.num_starts = 0
@@ -84,7 +88,10 @@ class ChildProcess:
 
         if self.has_ended:
             return None
-        used = psutil.Process(self.pid).cpu_times()
+        try:
+            used = psutil.Process(self.pid).cpu_times()
+        except psutil.NoSuchProcess:
+            return None
         return float(used.user + used.system)
 
     def check(self) -> None:
@@ -94,12 +101,10 @@ class ChildProcess:
         now_s = time.monotonic()
         if self._ended_s is None:
             self._ended_s = now_s
-            is_killed = self._process.returncode == -signal.SIGKILL
-            has_failed = now_s - self._started_s < self._least_life_s and not is_killed
-            self._num_failed = self._num_failed + 1 if has_failed else 0
+            self._num_failed = self._num_failed + 1 if self._has_failed(now_s) else 0
             if self._num_failed == MAX_FAILED_STARTS:
                 LOGGER.warning(
-                    "the %s ended %d times at once: going on without", self._what, self._num_failed
+                    "the %s failed to start %d times: going on without", self._what, self._num_failed
                 )
                 return
         if now_s - self._ended_s >= (2.0 ** (self._num_failed - 2) if self._num_failed else 0.0):
@@ -108,6 +113,13 @@ class ChildProcess:
             except OSError as error:  # no memory, or no room for a process: it is a help
                 LOGGER.warning("the %s cannot be started again: %s", self._what, error.strerror)
                 self._num_failed, self._ended_s = min(self._num_failed + 1, MAX_FAILED_STARTS), now_s
+
+    def _has_failed(self, now_s: float) -> bool:
+        """Whether the present one, which has ended, failed to start."""
+        if self._process.returncode == -signal.SIGKILL:
+            return False
+        is_early = now_s - self._started_s < self._least_life_s
+        return is_early or (self._has_worked is not None and not self._has_worked(self._started_ns))
 
     def send(self, number: signal.Signals) -> None:
         """Send it a signal, if it has not ended."""
@@ -124,5 +136,5 @@ class ChildProcess:
 
     def _start(self) -> subprocess.Popen[bytes]:
         self.num_starts += 1
-        self._started_s, self._ended_s = time.monotonic(), None
+        self._started_s, self._started_ns, self._ended_s = time.monotonic(), time.time_ns(), None
         return subprocess.Popen(self._command, stdin=subprocess.DEVNULL, env=self._environment)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -108,34 +109,42 @@ class Actors:
         return _get(method.remote(*arguments), worker, name, timeout_s)
 
     def ask_all(self, name: str, *, timeout_s: float) -> list[Any]:
-        """Call a method of every worker that is up and wait for what they return, without those where it fails or takes
-        longer.
+        """Call a method of every worker that is up and wait for what they return, without those where it fails or that
+        have not answered when `timeout_s` are over for all.
         """
+        until_s = time.monotonic() + timeout_s
         refs = {
             worker: getattr(actor.handle, name).remote()
             for worker, actor in self._actors.items()
             if actor.process is not None
         }
-        answers = [_get(ref, worker, name, timeout_s) for worker, ref in refs.items()]
+        answers = [
+            _get(ref, worker, name, max(until_s - time.monotonic(), 0.0)) for worker, ref in refs.items()
+        ]
         return [answer for answer in answers if answer is not None]
 
     def take(self, ref: Any) -> WorkerEvent | None:
-        """One of `calls` has been answered: what it tells, if anything."""
-        call = self._calls.pop(ref)
+        """One of `calls` has been answered: what it tells, if anything.
+
+        Where this is interrupted the call stays, so that the worker is heard the next time.
+        """
+        call = self._calls[ref]
         worker, life = call.worker, call.life
         try:
             answer = ray.get(ref)
         except ray.exceptions.RayError as error:
             self.stop(worker, life)
+            del self._calls[ref]
             return WorkerLost(worker, life, _reason(error))
+        actor = self._actors.get(worker)
+        if call.kind in {"start", "report"} and actor is not None and actor.life == life:
+            report = actor.handle.report.options(concurrency_group="reports").remote(REPORT_WAIT_S)
+            self._calls[report] = _Call("report", worker, life)
+        del self._calls[ref]
         if call.kind == "order":
             return None
         if call.kind == "load":
             return WeightsLoaded(worker, life, answer)
-        actor = self._actors.get(worker)
-        if actor is not None and actor.life == life:
-            ref = actor.handle.report.options(concurrency_group="reports").remote(REPORT_WAIT_S)
-            self._calls[ref] = _Call("report", worker, life)
         if call.kind == "report":
             return Reported(worker, life, answer)
         if actor is not None and actor.life == life:

@@ -30,6 +30,9 @@ SPARE_CPUS = 2
 
 CONNECT_S = 5.0
 
+_num_fleets = 0  # of this process, that use the Ray which `connect` has started or joined
+_is_local = False  # whether it has started it
+
 QUIET = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_DISABLE_IMPORT_WARNING": "1",
@@ -80,14 +83,19 @@ def import_ray() -> Any:
 def connect(settings: FleetSettings, vllm: Any) -> bool:
     """Join the cluster at `settings.address`, or start Ray on this machine; one that is connected already is used.
 
-    vllm: arguments of vLLM's EngineArgs. Returns whether Ray was connected here and is to be shut down here. Raises
-    ConfigError for an address without Ray behind it, or a cluster that is too small.
+    vllm: arguments of vLLM's EngineArgs. Returns whether Ray was connected here, if only for an earlier fleet: then
+    `disconnect` ends it after the last of them. Raises ConfigError for an address without Ray behind it, a cluster that
+    is too small, or one that was started here and has too little left for another fleet.
     """
+    global _is_local, _num_fleets
     ray = import_ray()
     gpus = _gpus(settings, vllm)
     if ray.is_initialized():
-        _check_size(settings, gpus, ray.cluster_resources(), ray.available_resources())
-        return False
+        is_ours = _num_fleets > 0
+        has, free = ray.cluster_resources(), ray.available_resources()
+        _check_size(settings, gpus, has, free, is_own=is_ours and _is_local)
+        _num_fleets += is_ours
+        return is_ours
     options: dict[str, Any] = {"address": settings.address}
     if settings.address is None:
         needed = settings.workers * settings.cpus_per_worker
@@ -105,7 +113,16 @@ def connect(settings: FleetSettings, vllm: Any) -> bool:
     except ConfigError:
         ray.shutdown()
         raise
+    _num_fleets, _is_local = 1, settings.address is None
     return True
+
+
+def disconnect() -> None:
+    """A fleet for which `connect` gave True is over: after the last one Ray is shut down."""
+    global _num_fleets
+    _num_fleets = max(_num_fleets - 1, 0)
+    if not _num_fleets:
+        import_ray().shutdown()
 
 
 @contextmanager
@@ -183,10 +200,18 @@ def _check_reachable(address: str) -> None:
         ) from error
 
 
-def _check_size(settings: FleetSettings, gpus: float, has: dict[str, float], free: dict[str, float]) -> None:
+def _check_size(
+    settings: FleetSettings,
+    gpus: float,
+    has: dict[str, float],
+    free: dict[str, float],
+    *,
+    is_own: bool = False,
+) -> None:
     """Raise ConfigError for a cluster that is too small; one that others use may have room later.
 
-    gpus: of each worker. has, free: the cluster's resources, and those that nobody uses.
+    gpus: of each worker. has, free: the cluster's resources, and those that nobody uses. is_own: those who use it are
+    fleets of this process, for which alone it was made.
     """
     needs = {"CPU": settings.cpus_per_worker, "GPU": gpus, **settings.resources_per_worker}
     for name, each in needs.items():
@@ -195,9 +220,15 @@ def _check_size(settings: FleetSettings, gpus: float, has: dict[str, float], fre
                 f"{settings.workers} workers need {settings.workers * each:g} {name}, the Ray cluster has "
                 f"{has.get(name, 0.0):g}: lower the number of workers or what each needs, or add nodes"
             )
-        if settings.workers * each > free.get(name, 0.0):
-            LOGGER.warning(
-                "%d workers need %g %s, of which the Ray cluster has %g free: the others start once there is room "
-                "(ray status tells who uses it)",
-                settings.workers, settings.workers * each, name, free.get(name, 0.0),
-            )  # fmt: skip
+        if settings.workers * each <= free.get(name, 0.0):
+            continue
+        if is_own:
+            raise ConfigError(
+                f"{settings.workers} workers need {settings.workers * each:g} {name}, another fleet here has "
+                f"left {free.get(name, 0.0):g}: close that one first, or start Ray yourself with room for both"
+            )
+        LOGGER.warning(
+            "%d workers need %g %s, of which the Ray cluster has %g free: the others start once there is room "
+            "(ray status tells who uses it)",
+            settings.workers, settings.workers * each, name, free.get(name, 0.0),
+        )  # fmt: skip

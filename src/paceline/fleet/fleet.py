@@ -51,7 +51,7 @@ from paceline.dice import derive_key
 from paceline.drafting.drafter import is_draft_head
 from paceline.engine.keys import MASK, prompt_group
 from paceline.engine.rollout_engine import check_checkpoint, check_params
-from paceline.errors import ConfigError, EngineError, RequestError, UnsupportedError
+from paceline.errors import CheckpointError, ConfigError, EngineError, RequestError, UnsupportedError
 from paceline.fleet import cluster
 from paceline.fleet.chunk_log import ChunkLog
 from paceline.fleet.controller_log import ControllerLog, open_log
@@ -158,6 +158,7 @@ class Fleet:
         self.max_model_len = max_model_len
         self.policy_version = self.drafter_version = 0
         self._renews_drafter = renews_drafter
+        self._num_rollouts, self._is_closed = 0, False
         folder = check_checkpoint(model).resolve()
         for drafter in self.engine_settings.drafter_folders:
             check_checkpoint(drafter)
@@ -214,7 +215,7 @@ class Fleet:
         if self.metrics is not None:
             made.callback(self.metrics.close)
         if cluster.connect(self.settings, vllm_arguments):
-            made.callback(cluster.import_ray().shutdown)
+            made.callback(cluster.disconnect)
         is_one_machine = cluster.is_one_machine(self.settings)
         self._kv_pool = open_pool(self.settings, self.engine_settings, is_one_machine)
         if self._kv_pool is not None:
@@ -284,14 +285,22 @@ class Fleet:
     ) -> Generator[Finished, None, None]:
         """Generate all requests, yielding each response as it is finished, and scored where there is a reward.
 
-        Leaving the iterator early abandons the rest.
+        Leaving the iterator early abandons the rest. Raises as `submit` and `advance` do, and EngineError once another
+        rollout was begun meanwhile.
         """
-        self.submit(requests, params)
+        rollout = self._num_rollouts + 1
         try:
+            self.submit(requests, params)
             while self.num_unfinished:
                 yield from self.advance()
+                if self._num_rollouts != rollout:
+                    raise EngineError(
+                        "another rollout was begun while this one was being read: read one to its end, or close its "
+                        "iterator, before the next"
+                    )
         finally:
-            self.abandon()
+            if self._num_rollouts == rollout:
+                self.abandon()
 
     def submit(
         self,
@@ -309,8 +318,9 @@ class Fleet:
             journal: keeps what responses have so far; what it knows of them is not generated again.
             true_lengths: response tokens of each request, for the variant `oracle`.
 
-        Raises RequestError or UnsupportedError before any work.
+        Raises RequestError or UnsupportedError before any work, EngineError for a fleet that is closed.
         """
+        self._check_open()
         if self.num_unfinished:
             raise RequestError(
                 f"{self.num_unfinished} responses are still running: finish or abandon them first"
@@ -324,6 +334,7 @@ class Fleet:
         resolved = tuple(self._resolve(index, request) for index, request in enumerate(requests))
         kept = {} if journal is None else journal.find(resolved)
         self._requests, self._params, self._journal = resolved, params, journal
+        self._num_rollouts += 1
         try:
             variant = self._variant or self._default_variant()
             others = [one for one in self._drafting if one.drafter != self._drafter]
@@ -332,18 +343,19 @@ class Fleet:
             self._tell(
                 Submitted(resolved, kept, lengths, variant, self._drafter, tuple(others), num_trainers)
             )
-        except Exception:
+        except BaseException:
             self.abandon()
             raise
 
     def advance(self, wait_s: float = TICK_S) -> list[Finished]:
         """Wait for something to happen, at most `wait_s`, and react; what has finished since the last call.
 
-        Raises EngineError when no worker is left or engines disagree about a token, RequestError for a request that no
-        engine can run. Call it often: between calls, workers run out of chunks.
+        Raises EngineError when no worker is left, engines disagree about a token or the fleet is closed, RequestError
+        for a request that no engine can run. Call it often: between calls, workers run out of chunks.
         """
         import ray
 
+        self._check_open()
         if self._draft_server is not None:
             self._draft_server.child.check()
         if self._kv_pool is not None:
@@ -373,7 +385,9 @@ class Fleet:
 
     def abandon(self) -> None:
         """Give up what is unfinished. What the journal knows stays there."""
-        if self.num_unfinished:
+        if self._is_closed:
+            self._controller.decide(Abandoned())  # there is nobody to tell
+        elif self.num_unfinished:
             self._tell(Abandoned())
             if self._rewards is not None:
                 self._rewards.clear()
@@ -409,10 +423,11 @@ class Fleet:
                 as no two weights may share a number.
 
         Returns the new policy version, once all workers that are there have it. Raises EngineError while responses are
-        running.
+        running, or where the fleet is closed.
         """
         import ray
 
+        self._check_open()
         if self.num_unfinished:
             raise EngineError(
                 f"{self.num_unfinished} responses are running: finish or abandon them before new weights"
@@ -470,11 +485,20 @@ class Fleet:
         """Give every engine new weights of its model drafter, as `RolloutEngine.push_drafter`, before its next chunk; a
         worker that is restarted gets them too.
 
-        Returns the new drafter version. Raises UnsupportedError for a fleet that was not started with `renews_drafter`.
+        Returns the new drafter version. Raises UnsupportedError for a fleet that was not started with `renews_drafter`
+        or whose engines have no drafter with a checkpoint of its own, CheckpointError for weights that are not finite.
+        Those that do not fit are not taken: each engine goes on with its old ones, with a warning in its log.
         """
         import ray
 
+        self._check_open()
         self._check_renewal()
+        for name, tensor in weights.items():
+            if not tensor.isfinite().all():
+                raise CheckpointError(
+                    f"weight {name!r} is not finite; the drafter goes on with the old ones: push those of an earlier "
+                    "checkpoint"
+                )
         self._actors.settle("load_drafter", ray.put(pack_weights(weights.items())))
         self.drafter_version += 1
         return self.drafter_version
@@ -487,9 +511,15 @@ class Fleet:
     def collect_states(self, share: float, max_bytes: int) -> None:
         """Let every engine keep hidden states of a share of the responses (`RolloutEngine.collect_states`); 0: none.
 
-        max_bytes: of all engines together.
+        max_bytes: of all engines together. Raises ConfigError for values out of range.
         """
-        self._actors.settle("collect_states", share, max_bytes // self.settings.workers)
+        workers = self.settings.workers
+        if not 0.0 <= share <= 1.0 or (share and max_bytes < workers):
+            raise ConfigError(
+                f"hidden states of a share of {share} of the responses in {max_bytes} bytes: give a share from 0 to 1, "
+                f"and at least 1 byte for each of {workers} workers"
+            )
+        self._actors.settle("collect_states", share, max_bytes // workers)
 
     def take_samples(self) -> list[Sample]:
         """What the engines have kept since the last call (`RolloutEngine.take_samples`); what a lost one had is lost. A
@@ -507,6 +537,12 @@ class Fleet:
         if not self._renews_drafter:
             raise UnsupportedError(
                 "workers of this fleet may draft for others with the model too: start it with renews_drafter=True"
+            )
+        engine = self.engine_settings
+        if engine.model_drafter in {None, MTP} or engine.draft_worker:
+            raise UnsupportedError(
+                f"model_drafter {engine.model_drafter!r}: the engines have no drafter that takes weights; start the "
+                "fleet with a folder as model_drafter, and without draft_worker"
             )
 
     def use_ladder(self, known: LadderFile) -> None:
@@ -534,6 +570,10 @@ class Fleet:
     def drafter_score(self) -> DrafterScore:
         """How often the engines' own model drafters were right, over all lives of all workers."""
         return self.board.drafter_score
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise EngineError("this fleet is closed: start another one")
 
     def _check_idle(self) -> None:
         if self.num_unfinished:
@@ -697,7 +737,8 @@ class Fleet:
             self.advance()
 
     def close(self) -> None:
-        """End all workers, and Ray if it was started here."""
+        """End all workers, and Ray if it was started here and no other fleet of this process uses it."""
+        self._is_closed = True
         self._made.close()
 
     def __enter__(self) -> Fleet:

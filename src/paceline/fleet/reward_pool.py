@@ -98,16 +98,16 @@ class RewardPool:
         return Scored(index, response, Reward(self._failure_reward, f"it {response.failure}"))
 
     def take(self, ref: Any) -> list[Scored]:
-        """One of `calls` has been answered."""
-        call, now_s = self._calls.pop(ref), time.monotonic()
+        """One of `calls` has been answered. Where this is interrupted the call stays, and is taken the next time."""
+        call, now_s = self._calls[ref], time.monotonic()
         try:
             value = ray.get(ref)
-        except ray.exceptions.RayTaskError as error:
-            if call.is_start:
-                return self._act(self._scheduler.died(call.worker, call.life, _reason(error), now_s))
-            return self._act(self._scheduler.raised(call.worker, call.life, _reason(error), now_s))
         except ray.exceptions.RayError as error:
-            return self._act(self._scheduler.died(call.worker, call.life, _reason(error), now_s))
+            del self._calls[ref]
+            has_raised = isinstance(error, ray.exceptions.RayTaskError) and not call.is_start
+            tell = self._scheduler.raised if has_raised else self._scheduler.died
+            return self._act(tell(call.worker, call.life, _reason(error), now_s))
+        del self._calls[ref]
         if call.is_start:
             if self._lives[call.worker] == call.life:
                 self._processes[call.worker] = value

@@ -5,7 +5,8 @@ each, and the response gets `RewardSettings.failure_reward` with the reason besi
 
 * the function raises, or returns something that is no finite number: at once, for it would do so again;
 * it takes longer than `timeout_s`: its worker is killed and replaced;
-* its worker dies: scored again up to `max_crashes` times, for it may have been killed from outside.
+* its worker dies: scored again up to `max_crashes` times, for it may have been killed from outside. Idle workers
+  are replaced first: that one has died too is only noticed when it is given something.
 
 Time counts from when a worker is up: starting one, with everything that the function imports, has a limit of its own.
 """
@@ -142,6 +143,9 @@ class RewardScheduler:
             crashes = self._num_crashes[ticket]
             if crashes <= self._settings.max_crashes:
                 self._line.appendleft(ticket)
+                for other, idle in enumerate(self._states):  # whatever ended that one may have ended them
+                    if idle.is_up and idle.ticket is None:
+                        actions += self._replace(other, now_s)
             else:
                 actions.append(self._settle(ticket, self._failed(f"its process died, {crashes} times")))
         return [*actions, *self._hand_out(now_s)]
@@ -161,13 +165,14 @@ class RewardScheduler:
         return [*actions, *self._hand_out(now_s)]
 
     def clear(self, now_s: float) -> list[RewardAction]:
-        """Nobody wants the open rewards; what is being scored is cut off."""
+        """Nobody wants the open rewards; what is being scored is cut off, and who is not up is started anew."""
         self._line.clear()
         self._num_crashes.clear()
+        self._num_failed_starts = 0
         return [
             action
             for worker, state in enumerate(self._states)
-            if state.ticket is not None
+            if state.ticket is not None or not state.is_up
             for action in self._replace(worker, now_s)
         ]
 

@@ -16,6 +16,7 @@ import time
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -38,7 +39,7 @@ from paceline.control.events import (
 )
 from paceline.control.packed import Digest, Packed
 from paceline.engine.kv.use import read_kv_use
-from paceline.errors import EngineError, PacelineError
+from paceline.errors import CheckpointError, EngineError, PacelineError
 from paceline.fleet.weights import PackedTensor, unpack_weights
 from paceline.types import Progress
 
@@ -106,6 +107,9 @@ class Facts:
 
 HEAR_S = 0.05
 """A worker that drafts for another one looks so often for orders."""
+
+ASK_S = 1.0
+"""Who asks the engine's thread looks so often whether it is still there."""
 
 MOST_GROWTHS_PER_S = 100_000
 """What all workers together tell their driver: it takes about a third of one of its cores."""
@@ -217,7 +221,7 @@ class RolloutWorker:
 
     def load_drafter(self, weights: Sequence[PackedTensor] | None) -> None:
         """Give the engine's model drafter these weights, once everything ordered before is done; None: do not use those
-        that it has. Returns at once.
+        that it has. Those that do not fit are not taken: the old ones go on, with a warning. Returns at once.
         """
         self._order(self._load_drafter, weights)
 
@@ -267,10 +271,16 @@ class RolloutWorker:
         self._orders.put(lambda: do(*arguments))
 
     def _ask(self, do: Callable[[], T]) -> T:
-        """What this gives in the engine's thread."""
+        """What this gives in the engine's thread. Raises EngineError where that has ended."""
         done: Future[T] = Future()
         self._order(self._answer, do, done)
-        return done.result()
+        while True:
+            is_over = not self._thread.is_alive()  # asked first: it may have answered last of all
+            with suppress(TimeoutError):
+                return done.result(timeout=0.0 if is_over else ASK_S)
+            if is_over:
+                why = "it was stopped" if self._failure is None else _describe_failure(self._failure)
+                raise EngineError(f"the engine has ended and answers nothing more ({why}): start another")
 
     def _answer(self, do: Callable[[], T], done: Future[T]) -> None:
         try:
@@ -375,8 +385,11 @@ class RolloutWorker:
     def _load_drafter(self, weights: Sequence[PackedTensor] | None) -> None:
         if weights is None:
             self._engine.drop_drafter()
-        else:
+            return
+        try:
             self._engine.push_drafter(dict(unpack_weights(weights)))
+        except CheckpointError as error:  # the old ones go on: no reason to end an engine
+            LOGGER.warning("new weights of the drafter were not taken: %s", error)
 
     def _stop(self) -> None:
         self._is_stopping = True

@@ -2,7 +2,7 @@
 
 Owns the request buffer of a rollout as a state machine without I/O, called by the controller, live and
 simulated: `submit` groups, report `worker_up` and `worker_lost`, ask `next_assignment` until it gives None, report
-`chunk_finished`; `next_waiting` looks ahead and changes nothing. Each is O(log n) per response that it touches.
+`chunk_finished` or `retry`; `next_waiting` looks ahead and changes nothing. Each is O(log n) per response it touches.
 
 Invariants: a waiting or running response is in exactly one place; the chunks that run on a worker never need more KV
 blocks than it has nor exceed its concurrency, so no engine has to preempt; a response finishes once, whatever workers
@@ -204,6 +204,19 @@ class Dispatcher:
             self._wait(response)
         return True
 
+    def retry(self, assignment: Assignment, num_tokens: int) -> bool:
+        """A chunk failed: the response, with so many tokens by now, runs on another worker next, before anything else.
+
+        Returns False, and changes nothing, where no other one could run it; not with `group`, which binds.
+        """
+        response = self._running[assignment.number][1]
+        room = self._rooms.by_worker[assignment.worker]
+        is_full = num_tokens >= response.group.max_tokens
+        if is_full or not self.can_move or not self._rooms.has_other(room, response.num_blocks):
+            return False
+        response.failed_in = room
+        return self.chunk_finished(assignment, num_tokens, finished=False)
+
     @property
     def can_move(self) -> bool:
         """Whether running chunks may be moved: `group` binds them."""
@@ -274,7 +287,9 @@ class Dispatcher:
 
     def _wait(self, response: BufferedResponse) -> None:
         """Line 19, for the chunk that the response will run next; then into the buffer."""
-        group = response.group
+        group, failed_in = response.group, response.failed_in
+        if failed_in is not None and self._rooms.by_worker.get(failed_in.worker) is not failed_in:
+            response.failed_in = None
         is_divided = self._settings.variant != "group"
         left = group.max_tokens - response.num_tokens
         held = group.prompt_tokens + response.num_tokens

@@ -56,7 +56,17 @@ class BufferedGroup:
 class BufferedResponse:
     """A response and, while it waits, the chunk that it will run next."""
 
-    __slots__ = ("chunk_tokens", "group", "home", "num_blocks", "num_tokens", "order", "rank", "sample")
+    __slots__ = (
+        "chunk_tokens",
+        "failed_in",
+        "group",
+        "home",
+        "num_blocks",
+        "num_tokens",
+        "order",
+        "rank",
+        "sample",
+    )
 
     def __init__(self, group: BufferedGroup, sample: int, rank: int, order: int) -> None:
         self.group = group
@@ -67,6 +77,7 @@ class BufferedResponse:
         self.chunk_tokens = 0
         self.num_blocks = 0
         self.home: Room | None = None  # where its last chunk ran, be it up or not
+        self.failed_in: Room | None = None  # where its last chunk failed, be it up or not
 
 
 class Room:
@@ -212,6 +223,22 @@ class Rooms:
         stays = home is not None and home.has_room(response.num_blocks) and left <= home.free_blocks
         return home if stays else freest
 
+    def has_other(self, room: Room, num_blocks: int) -> bool:
+        """Whether another worker than this one could run a response with so many blocks, when it is empty."""
+        rooms = self.by_worker.values()
+        return any(other is not room and num_blocks <= other.num_blocks for other in rooms)
+
+    def choose_other(self, response: BufferedResponse) -> Room | None:
+        """Where a response that failed runs next: on the freest of the other workers, or nowhere before that has room.
+
+        It goes where it failed only if that is the one worker that is large enough.
+        """
+        failed, num_blocks = response.failed_in, response.num_blocks
+        is_bound = failed is None or not self.has_other(failed, num_blocks)
+        freest = self._by_free_blocks.lowest(2)
+        room = next((room for room in freest if is_bound or room is not failed), None)
+        return room if room is not None and room.has_room(num_blocks) else None
+
     def take(self, room: Room, assignment: int, num_blocks: int) -> None:
         """A chunk begins."""
         room.running.add(assignment)
@@ -272,12 +299,16 @@ class DividedBuffer:
         self._has_probes = has_probes
         self._guard_interval = guard_interval
         self._token_weight = token_weight
+        self._failed: deque[BufferedResponse] = deque()
         self._probes: list[tuple[int, int, BufferedResponse]] = []  # heap by tokens so far and order
         self._rest = _LazyHeap[BufferedGroup]()  # by key of the first that waits
         self._by_service: list[_Entry[BufferedGroup]] = []  # heap by tokens ordered when it was entered
         self._num_taken = 0  # of the rest
 
     def add(self, response: BufferedResponse) -> None:
+        if response.failed_in is not None:
+            self._failed.append(response)
+            return
         if self._has_probes and response.sample == 0:
             heappush(self._probes, (response.num_tokens, response.order, response))
             return
@@ -286,6 +317,12 @@ class DividedBuffer:
         self._place(response.group)
 
     def match(self) -> tuple[BufferedResponse, Room] | None:
+        """What failed comes first: until other workers have it nobody is given anything else, so that one broken worker
+        cannot run through all that waits.
+        """
+        if self._failed:
+            room = self._rooms.choose_other(self._failed[0])
+            return None if room is None else (self._failed.popleft(), room)
         response = self._head()
         room = self._rooms.choose(response) if response is not None else None
         if response is None or room is None:
@@ -295,7 +332,8 @@ class DividedBuffer:
 
     def peek(self, count: int) -> list[BufferedResponse]:
         """Without what the guard will draw, and what stands in a worker's line: its keys and values are there."""
-        found = [response for *_, response in islice(_in_order(self._probes), count)]
+        found = list(islice(self._failed, count))
+        found += [response for *_, response in islice(_in_order(self._probes), count - len(found))]
         groups = self._rest.lowest(count - len(found))
         rest = merge(*map(self._foresee, groups))
         return [*found, *(place[-1] for place in islice(rest, count - len(found)))]
@@ -373,7 +411,7 @@ class StickyBuffer(DividedBuffer):
 
     def add(self, response: BufferedResponse) -> None:
         home = self._rooms.home_of(response)
-        if home is None or response.num_blocks > home.num_blocks:
+        if home is None or response.num_blocks > home.num_blocks or response.failed_in is not None:
             response.home = None
             super().add(response)
             return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -61,8 +62,11 @@ def train(
 
     Example: paceline drafter train models/policy responses.jsonl --out runs/head --core-minutes 10
     """
-    if core_minutes <= 0:
-        raise ConfigError(f"--core-minutes {core_minutes}: must be above 0")
+    if not 0 < core_minutes < math.inf:
+        raise ConfigError(f"--core-minutes {core_minutes}: must be above 0, and finite")
+    if not 0 < rate <= 1:
+        raise ConfigError(f"--rate {rate}: must be above 0, and at most 1; 0.004 suits a fresh drafter")
+    _check_threads(threads)
     read_checkpoint(target)
     from paceline.commands.drafter.job import TrainingJob, run_training
 
@@ -102,10 +106,16 @@ def measure(
     """
     if depth < 1 or not sharpness > 0:
         raise ConfigError(f"--depth {depth}, --sharpness {sharpness}: both must be above 0")
+    _check_threads(threads)
     read_checkpoint(target)
     from paceline.commands.drafter.job import run_measuring
 
     run_measuring(target, responses, drafter, depth, sharpness, threads)
+
+
+def _check_threads(threads: int) -> None:
+    if threads < 0:
+        raise ConfigError(f"--threads {threads}: must be 0, as many as torch finds cores, or more")
 
 
 @drafter.command()

@@ -23,11 +23,11 @@ from paceline.distillation.checkpoints import CheckpointWriter
 from paceline.distillation.measuring import Dice, Worth
 from paceline.distillation.measuring import measure as measure_worth
 from paceline.distillation.methods import METHODS, MethodName, build_network
-from paceline.distillation.networks import Network, Shared, SmallModel
+from paceline.distillation.networks import Network, Shared
 from paceline.distillation.offline import Progress, Schedule, train_offline
 from paceline.distillation.packing import Sample
 from paceline.distillation.responses import Response, read_responses
-from paceline.distillation.target import choose_layers, load_model, read_samples, share
+from paceline.distillation.target import check_packs, choose_layers, load_model, read_samples, share
 from paceline.distillation.trainer import Trainer
 from paceline.distillation.training_folder import (
     FILE_NAME,
@@ -39,7 +39,8 @@ from paceline.distillation.training_folder import (
     read_folder,
     rebuild_network,
 )
-from paceline.errors import ConfigError, RecordError
+from paceline.drafting.drafter import is_draft_head
+from paceline.errors import CheckpointError, ConfigError, RecordError, TrainingError
 from paceline.terminal.screen import Screen
 from paceline.terminal.tables import make_table
 
@@ -81,9 +82,11 @@ def _train(job: TrainingJob, *, resume: bool, overwrite: bool) -> None:
     temperature = _temperature(rows)
     method = method.at_temperature(temperature)
     model = load_model(job.target)
+    check_packs(model)
     shared = share(model)
     torch.manual_seed(job.seed)
     network = build_network(method, shared, job.small_model)
+    _check_ids(rows, job.responses, network, shared)
     layers = choose_layers(shared.config.num_hidden_layers) if network.num_fused else ()
     samples = _read(model, rows, layers, job.max_memory_gib)
     trainer = Trainer(network, shared, method.objective)
@@ -99,8 +102,12 @@ def _train(job: TrainingJob, *, resume: bool, overwrite: bool) -> None:
         begun = Progress(made.trained_s, made.trained_tokens, 0.0)
         try:
             train_offline(trainer, samples, Schedule(job.core_s, job.rate), begun, job.seed, told.after_step)
-        finally:
+        except TrainingError:
+            raise  # what it has come to is of no use
+        except BaseException:
             told.save()
+            raise
+        told.save()
 
 
 class _Telling:
@@ -137,8 +144,10 @@ def run_measuring(
     rows = read_responses(responses)
     thrown = [_dice_of(row, responses) for row in rows]
     model = load_model(target)
+    check_packs(model)
     shared = share(model)
     network, layers = _load_drafter(drafter, shared)
+    _check_ids(rows, responses, network, shared)
     samples = read_samples(model, map(_as_pair, rows), layers, READ_TOKENS)
     _show(measure_worth(network, shared, zip(samples, thrown, strict=True), depth, sharpness))
 
@@ -185,12 +194,14 @@ def _find(out: Path, resume: bool) -> tuple[dict[str, Tensor], Description] | No
 
 
 def _continue(old: Description, new: Description) -> Description:
-    """The old description. Raises ConfigError if this run would train something else."""
+    """The old description, with the configuration that is right by now. Raises ConfigError if this run would train
+    something else.
+    """
     for field in ("method", "loss", "temperature", "fused_layers"):
         was, wanted = getattr(old, field), getattr(new, field)
         if was != wanted:
             raise ConfigError(f"--resume with another {field}: it began with {was}, and this is {wanted}")
-    return old
+    return msgspec.structs.replace(old, config=new.config)
 
 
 def _temperature(rows: Sequence[Response]) -> float:
@@ -200,6 +211,15 @@ def _temperature(rows: Sequence[Response]) -> float:
             f"the responses were sampled at {len(found)} temperatures: train on those of one rollout"
         )
     return found.pop()
+
+
+def _check_ids(rows: Sequence[Response], file: Path, network: Network, shared: Shared) -> None:
+    """Raise RecordError for responses in another vocabulary than target's and drafter's."""
+    num_ids = min(shared.vocab_size, network.vocab_size)
+    if (most := max(int(row.ids.max()) for row in rows)) >= num_ids:
+        raise RecordError(
+            f"{file} has token id {most}, and target and drafter know {num_ids}: give responses of this target"
+        )
 
 
 def _as_pair(row: Response) -> tuple[Tensor, int]:
@@ -234,7 +254,9 @@ def _load_drafter(folder: Path, shared: Shared) -> tuple[Network, Sequence[int]]
     """A network from where it was trained, or a small language model; and the target's layers that it reads."""
     found = read_folder(folder, find_newest(folder))
     if found is None:
-        return SmallModel(load_model(read_checkpoint(folder).folder)), ()
+        if is_draft_head(folder):
+            raise CheckpointError(f"{folder} is an exported draft head: measure the folder it was trained in")
+        return build_network(METHODS["osd"], shared, read_checkpoint(folder).folder), ()
     tensors, made = found
     return rebuild_network(made, tensors, shared), made.fused_layers
 
