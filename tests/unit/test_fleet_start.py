@@ -267,7 +267,9 @@ def test_a_machine_without_room_for_a_process_goes_on_without(
 
     server.child.kill()
     wait_for_end(server)
-    monkeypatch.setattr(child_process, "time", SimpleNamespace(monotonic=lambda: now_s[0], time_ns=time.time_ns))
+    monkeypatch.setattr(
+        child_process, "time", SimpleNamespace(monotonic=lambda: now_s[0], time_ns=time.time_ns)
+    )
     monkeypatch.setattr(child_process.subprocess, "Popen", refuse)
     for _ in range(200):
         server.child.check()
@@ -309,7 +311,9 @@ def test_sockets_of_a_killed_process_are_removed(tmp_path: Path, monkeypatch: py
 def test_a_server_that_cannot_start_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(child_process.sys, "executable", "/bin/false")
     now_s = [0.0]
-    monkeypatch.setattr(child_process, "time", SimpleNamespace(monotonic=lambda: now_s[0], time_ns=time.time_ns))
+    monkeypatch.setattr(
+        child_process, "time", SimpleNamespace(monotonic=lambda: now_s[0], time_ns=time.time_ns)
+    )
     server = DraftProcess(OwnedFolder(tmp_path, "sockets-"))
     starts_s = []
     for _ in range(200):
