@@ -127,6 +127,10 @@ class World:
     )  # workers in a row that it alone had just begun on
     suspects: set[int] = field(default_factory=set)  # responses
     failed: dict[int, set[tuple[str, int]]] = field(default_factory=dict)  # places where responses failed
+    verdicts: dict[int, tuple[str, int, int]] = field(
+        default_factory=dict
+    )  # the last one, until it is refuted: place, end
+    has_buried: bool = False  # a worker, in this rollout
     alone: set[int] = field(default_factory=set)  # responses that failed where no other worker was up
     failure: Fail | None = None
     num_helps: Counter[Help | None] = field(default_factory=Counter)
@@ -161,7 +165,9 @@ class World:
             if self.owners.get(ending.chunk) == event.worker:
                 self.workers[event.worker].has_generated |= ending.failure is None or ending.num_tokens > 0
                 if ending.failure is not None:
-                    self.note_failure(self.indices[ending.chunk], event.worker)
+                    self.note_failure(
+                        self.indices[ending.chunk], event.worker, ending.start + ending.num_tokens
+                    )
                 self.take(event.worker, ending.chunk, ending.start + num_told, len(ending.rest))
                 del self.owners[ending.chunk]
 
@@ -173,11 +179,14 @@ class World:
             self.num_crashes[index] = 0
             self.suspects.discard(index)
             self.workers[name].has_generated = True
+            if index in self.verdicts and self.num_held[index] > self.verdicts[index][-1]:
+                del self.verdicts[index]
 
     def tell(self, event: Event) -> None:
         self.clock_s += 1.0
         self.log.hear(event, self.clock_s)
         self.hear(event)
+        goes_on = self.goes_on()
         actions = self.controller.decide(event)
         self.log.note(actions, self.clock_s)
         leaders: list[str | None] = []
@@ -191,7 +200,9 @@ class World:
                     self.workers[name] = Worker(life)
                 case StopWorker(name, life):
                     assert self.workers[name].life == life
-                    self.bury(name)
+                    is_broken = isinstance(event, Reported) and event.worker != name
+                    waits = isinstance(event, Tick) and self.workers[name].version is None and goes_on
+                    self.bury(name, blames=not is_broken, is_fruitless=not waits)
                 case LoadWeights(name, life, version):
                     assert self.workers[name].life == life
                     assert version > 0, "nobody has the weights of the checkpoint"
@@ -253,26 +264,38 @@ class World:
             assert len(self.failed[index]) > 1 or index in self.alone
             assert index in self.failing or self.has_broken
 
-    def note_failure(self, index: int, name: str) -> None:
-        self.failed.setdefault(index, set()).add((name, self.workers[name].life))
+    def note_failure(self, index: int, name: str, end: int) -> None:
+        place = name, self.workers[name].life
+        self.failed.setdefault(index, set()).add(place)
+        self.verdicts[index] = *place, end
         if self.up() == {name} or self.settings.variant == "group":
             self.alone.add(index)
 
     def up(self) -> set[str]:
         return {name for name, one in self.workers.items() if one.version == self.version and not one.loads}
 
-    def bury(self, name: str) -> int:
-        """A worker's life is over: what follows from it, by the rules of FleetSettings. Gives its number."""
+    def goes_on(self) -> bool:
+        """Whether others generate, or could: a worker that has not started may wait for room."""
+        if self.controller.num_unfinished:
+            return any(worker.chunks for worker in self.workers.values())
+        return bool(self.up())
+
+    def bury(self, name: str, *, blames: bool = True, is_fruitless: bool = True) -> int:
+        """A worker's life is over: what follows from it, by the rules of FleetSettings. Gives its number.
+
+        blames: what had begun there may have ended it, not what another worker has said of it.
+        """
         worker = self.workers.pop(name)
+        self.has_buried = True
         self.owners = {chunk: owner for chunk, owner in self.owners.items() if owner != name}
         is_up = worker.version is not None and not worker.loads
-        new = self.new_on(worker)
+        new = self.new_on(worker) if blames else set()
         self.suspects |= new
         if worker.has_generated:
             self.num_fruitless[name] = 0
             if len(new) == 1:
                 self.num_crashes.update(new)
-        elif not is_up or worker.has_run:
+        elif is_fruitless and (not is_up or worker.has_run):
             self.num_fruitless[name] += 1
         return worker.life
 
@@ -301,8 +324,9 @@ class World:
         assert not worker.loads, "a worker that loads weights cannot generate"
         index = self.index_of(order)
         assert self.num_crashes[index] <= self.settings.max_crashes
-        if self.version == 0 and self.settings.help == "none":  # else who missed weights may be asked again
-            has_failed_there = (order.worker, order.life) in self.failed.get(index, ())
+        # Else who missed weights may be asked again, and what waited for a suspect was given out while no other was up.
+        if self.version == 0 and self.settings.help == "none" and not self.has_buried:
+            has_failed_there = (order.worker, order.life) == self.verdicts.get(index, ())[:2]
             assert not has_failed_there or self.up() == {order.worker}, "another worker goes on with it"
         others = self.new_on(worker)
         assert not others & self.suspects, "nothing begins beside a suspect"
@@ -399,8 +423,8 @@ class World:
             tokens = tuple(token(key, self.version, start + i) for i in range(running.num_made))
             fails = index in self.failing and start + running.num_made > self.lengths[index] // 2
             if fails or worker.is_broken:
-                told = running.num_told
-                ending = make_ending(number, start, tokens, "error", num_told=told, logprob=-0.5)
+                told, so_far = running.num_told, tokens[: end - start - 1]  # the last one would have ended it
+                ending = make_ending(number, start, so_far, "error", num_told=told, logprob=-0.5)
                 endings.append(replace(ending, failure="NaN"))
                 del worker.chunks[number]
                 continue
@@ -468,6 +492,8 @@ class World:
         self.num_crashes.clear()
         self.suspects.clear()
         self.failed.clear()
+        self.verdicts.clear()
+        self.has_buried = False
         self.alone.clear()
         self.most_trainers = 1 + len(requests) % 3
         self.tell(Submitted(requests, kept, tuple(self.lengths), trainers=self.most_trainers))

@@ -12,7 +12,7 @@ import pytest
 from reports import make_ending, make_growths, pack
 
 from paceline.config import FleetSettings
-from paceline.control.controller import Controller
+from paceline.control.controller import MOST_FAILURES, Controller
 from paceline.control.events import (
     Abandoned,
     Action,
@@ -333,6 +333,17 @@ def test_a_worker_that_waits_for_room_is_waited_for_while_another_is_up() -> Non
     assert fleet.state_of("w1") == "given up"
 
 
+def test_a_verifier_that_never_starts_is_given_up_where_drafters_alone_are_up() -> None:
+    """Then the drafters verify."""
+    fleet = controller(
+        2, roles="1 verifiers + 1 drafters", help="draft", max_failed_starts=2, start_timeout_s=3.0
+    )
+    fleet.decide(up("w1"))
+    fleet.decide(Submitted((request(1),)))
+    [run] = run_of(listen(fleet, 0, 50))
+    assert run.worker == "w1"
+
+
 def test_workers_that_never_start_are_given_up_where_none_is_up() -> None:
     fleet = controller(2, max_failed_starts=2, start_timeout_s=3.0)
     assert "no worker is left" in failure_of(listen(fleet, 0, 50), EngineError)
@@ -584,6 +595,43 @@ def test_a_worker_that_fails_what_another_one_generates_is_replaced() -> None:
     actions = fleet.decide(Reported("w1", 0, grown(again.chunk, 2, 6)))
     assert actions[:2] == [StopWorker("w0", 0), StartWorker("w0", 1)]
     assert [(run.worker, run.index) for run in run_of(actions)] == [("w1", 1)]
+
+
+def test_what_had_just_begun_on_a_worker_that_is_replaced_is_no_suspect() -> None:
+    fleet = controller(2, max_crashes=0)
+    fleet.decide(up("w0"))
+    runs = run_of(fleet.decide(Submitted(tuple(map(request, range(1, 6))))))
+    fleet.decide(Reported("w0", 0, grown(runs[0].chunk, 0, 4)))
+    fleet.decide(up("w1"))
+    [again] = run_of(fleet.decide(Reported("w0", 0, failed(runs[0].chunk, 0, 4, 5))))
+    actions = fleet.decide(Reported("w1", 0, grown(again.chunk, 2, 6)))
+    assert sorted(run.index for run in run_of(actions)) == [1, 2, 3, 4], "all at once"
+
+
+def test_a_response_that_fails_now_here_now_there_is_given_up() -> None:
+    """Each engine brings a token, which refutes the other one, and fails then: else it would cost an engine a token."""
+    fleet = controller(2)
+    fleet.decide(up("w0"))
+    [run] = run_of(fleet.decide(Submitted((request(1),))))
+    fleet.decide(up("w1"))
+    num_starts = 0
+    for token in range(20):
+        begun = [
+            action
+            for action in fleet.decide(Reported(run.worker, run.life, grown(run.chunk, token, token)))
+            if isinstance(action, StartWorker)
+        ]
+        for start in begun:
+            fleet.decide(up(start.worker, start.life))
+        num_starts += len(begun)
+        first = len(run.request.generated)
+        told = failed(run.chunk, first, *range(first, token + 1))
+        actions = fleet.decide(Reported(run.worker, run.life, told))
+        if any(isinstance(action, Deliver) for action in actions):
+            break
+        [run] = run_of(actions)
+    assert fleet.num_unfinished == 0
+    assert num_starts == MOST_FAILURES - 1
 
 
 def test_nothing_else_is_given_out_while_a_failed_response_waits_for_another_worker() -> None:

@@ -427,6 +427,25 @@ def test_an_iterator_is_of_one_rollout_alone(monkeypatch: pytest.MonkeyPatch) ->
     assert fleet.num_unfinished == 0
 
 
+def test_an_iterator_that_has_all_is_at_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though another rollout was begun before its reader asked for more; what was abandoned is missed."""
+    fleet, params = idle_fleet(), SimpleNamespace(**PLAIN)
+    requests = [RolloutRequest((1, 2), 10), RolloutRequest((1, 3), 10)]
+    monkeypatch.setattr(Fleet, "advance", lambda self: [0, 1])
+    read: Any = fleet.stream(requests, params)  # type: ignore[arg-type]
+    assert next(read) == 0
+    fleet.abandon()  # all were finished
+    fleet.submit(requests, params)  # type: ignore[arg-type]
+    assert list(read) == [1]
+    fleet.abandon()
+    monkeypatch.setattr(Fleet, "advance", lambda self: [0])
+    read = fleet.stream(requests, params)  # type: ignore[arg-type]
+    assert next(read) == 0
+    fleet.abandon()
+    with pytest.raises(EngineError, match="abandoned while this one was being read, 1 responses are missing"):
+        next(read)
+
+
 def test_a_submission_that_is_interrupted_leaves_the_fleet_free(monkeypatch: pytest.MonkeyPatch) -> None:
     fleet, act = idle_fleet(), Fleet._act
 

@@ -88,6 +88,9 @@ LONGEST_TICK_S = 1.0
 HELP_S = 0.5
 """How often free workers and stragglers are brought together."""
 
+MOST_FAILURES = 4
+"""So often a response fails, on whatever workers, until it is given up: each time may have cost an engine."""
+
 KEEP_S = 1.0
 """How often responses that grow are kept for a restarted driver: one growth of all has a few tokens, and a header."""
 
@@ -484,7 +487,8 @@ class Controller:
         self._refute(worker, response, broken, is_final=is_final)
         assert self._dispatcher is not None
         assert self._rollout is not None
-        self._dispatcher.chunk_finished(chunk.assignment, num_tokens, is_final)
+        is_sound = response.failed is None
+        self._dispatcher.chunk_finished(chunk.assignment, num_tokens, is_final, is_sound=is_sound)
         self._remove(worker, ending.chunk)
         actions: list[Action] = [*self._cancel_runs(response, keep_kv=not is_final)]
         if not is_final:
@@ -500,12 +504,20 @@ class Controller:
         chunk = worker.chunks[number]
         response = chunk.response
         failed = response.failed
-        is_first = failed is None or failed[:2] == worker.place
+        # What a worker says counts no more once it is replaced.
+        is_first = (
+            failed is None or self._workers[failed.worker].life != failed.life or failed[:2] == worker.place
+        )
+        response.num_failures += 1
         if is_first:
             response.failed = FailedChunk(*worker.place, end)
         if len(response.runs) > 1:
             self._leave_race(worker, number, for_good=True)
-        elif is_first and self._dispatcher.retry(chunk.assignment, response.num_tokens):
+        elif (
+            is_first
+            and response.num_failures < MOST_FAILURES
+            and self._dispatcher.retry(chunk.assignment, response.num_tokens)
+        ):
             self._remove(worker, number)
             self._rollout.unkept[response.index] = response
         else:
@@ -538,7 +550,7 @@ class Controller:
             return actions
         others = [one for one in actions if not (isinstance(one, Order) and one.worker == worker.name)]
         reason = f"it failed response {response.index} behind {failed.end} tokens, and another worker went on with it"
-        return [*others, StopWorker(worker.name, worker.life), *self._lose(worker, reason)]
+        return [*others, StopWorker(worker.name, worker.life), *self._lose(worker, reason, blames=False)]
 
     def _give_up(
         self, worker: _Worker, number: int, failure: str, error: type[PacelineError] = RequestError
@@ -680,12 +692,15 @@ class Controller:
         assert self._dispatcher is not None
         self._dispatcher.worker_up(worker.name, facts.num_kv_blocks, facts.max_concurrency)
 
-    def _lose(self, worker: _Worker, reason: str, *, is_fruitless: bool = True) -> list[Action]:
+    def _lose(
+        self, worker: _Worker, reason: str, *, is_fruitless: bool = True, blames: bool = True
+    ) -> list[Action]:
         """A worker is gone: what it ran goes on elsewhere from the last token told, and another engine is started.
 
-        is_fruitless: without a token this life counts as one that came to nothing.
+        is_fruitless: without a token this life counts as one that came to nothing. blames: what had begun there may
+        have ended it.
         """
-        actions = self._blame(worker, reason)
+        actions = self._blame(worker, reason) if blames else []
         lost = self._withdraw(worker).values()
         if worker.has_generated:
             worker.num_fruitless = 0
@@ -788,9 +803,8 @@ class Controller:
         self._helped_s = event.now_s
         helping.look(self._progress.copy())
         rested, self._rested = self._rested, set(self._idle)
-        if self._settings.num_drafters:
-            idle = self._in_order(self._idle)
-            actions += helping.assign([worker.place for worker in idle if worker.is_drafter])
+        drafters = self._in_order(name for name in self._idle if self._workers[name].is_drafter)
+        actions += helping.assign([worker.place for worker in drafters])
         if not helping.kinds or self._dispatcher.num_waiting:
             return actions
         free = (one for one in self._in_order(self._idle - helping.helpers) if not one.is_drafter)
@@ -908,10 +922,13 @@ class Controller:
     def _look_for_silence(self, now_s: float) -> list[Action]:
         """Give up on workers of which something has been expected for too long.
 
-        One that only did not start is started again, however often, while others are up: it may wait for room.
+        One that only did not start is started again, however often, while others generate: it may wait for room.
         """
         listened_s = self._listen(now_s)
-        is_any_up = any(worker.state == "up" for worker in self._workers.values())
+        if self.num_unfinished:
+            goes_on = self.num_running > 0
+        else:
+            goes_on = any(worker.state == "up" for worker in self._workers.values())
         helpers = self._helping.helpers if self._helping is not None else ()
         actions: list[Action] = []
         for worker in self._workers.values():
@@ -929,7 +946,7 @@ class Controller:
                 worker.waiting_since_s = listened_s
             elif listened_s - worker.waiting_since_s > limit_s:
                 actions.append(StopWorker(worker.name, worker.life))
-                waits = state == "starting" and is_any_up
+                waits = state == "starting" and goes_on
                 actions += self._lose(worker, self._silence_of(worker), is_fruitless=not waits)
         return actions
 

@@ -28,6 +28,7 @@ class LiveResponse:
         "logprobs",
         "may_race",
         "num_draft_tokens",
+        "num_failures",
         "num_kept",
         "num_losses",
         "num_steps",
@@ -49,6 +50,8 @@ class LiveResponse:
         """A worker was lost before it got a token there, and it has got none since."""
         self.failed: FailedChunk | None = None
         """Where its chunk failed; None: nowhere, or it has gone on elsewhere since."""
+        self.num_failures = 0
+        """Chunks of it that failed."""
         self.runs: dict[int, str] = {}
         """Workers of the chunk that runs and of its copy, by number; the owner's, whom dispatch knows, comes first."""
         self.is_raced = False

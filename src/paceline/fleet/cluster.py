@@ -10,6 +10,7 @@ import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -93,6 +94,10 @@ def connect(settings: FleetSettings, vllm: Any) -> bool:
     if ray.is_initialized():
         is_ours = _num_fleets > 0
         has, free = ray.cluster_resources(), ray.available_resources()
+        until_s = time.monotonic() + CONNECT_S  # what a fleet that was just closed had becomes free by and by
+        while is_ours and not _has_room(settings, gpus, free) and time.monotonic() < until_s:
+            time.sleep(0.1)
+            free = ray.available_resources()
         _check_size(settings, gpus, has, free, is_own=is_ours and _is_local)
         _num_fleets += is_ours
         return is_ours
@@ -200,6 +205,16 @@ def _check_reachable(address: str) -> None:
         ) from error
 
 
+def _needs(settings: FleetSettings, gpus: float) -> dict[str, float]:
+    """Of all workers."""
+    each = {"CPU": settings.cpus_per_worker, "GPU": gpus, **settings.resources_per_worker}
+    return {name: settings.workers * amount for name, amount in each.items()}
+
+
+def _has_room(settings: FleetSettings, gpus: float, free: dict[str, float]) -> bool:
+    return all(amount <= free.get(name, 0.0) for name, amount in _needs(settings, gpus).items())
+
+
 def _check_size(
     settings: FleetSettings,
     gpus: float,
@@ -213,22 +228,21 @@ def _check_size(
     gpus: of each worker. has, free: the cluster's resources, and those that nobody uses. is_own: those who use it are
     fleets of this process, for which alone it was made.
     """
-    needs = {"CPU": settings.cpus_per_worker, "GPU": gpus, **settings.resources_per_worker}
-    for name, each in needs.items():
-        if settings.workers * each > has.get(name, 0.0):
+    for name, amount in _needs(settings, gpus).items():
+        if amount > has.get(name, 0.0):
             raise ConfigError(
-                f"{settings.workers} workers need {settings.workers * each:g} {name}, the Ray cluster has "
+                f"{settings.workers} workers need {amount:g} {name}, the Ray cluster has "
                 f"{has.get(name, 0.0):g}: lower the number of workers or what each needs, or add nodes"
             )
-        if settings.workers * each <= free.get(name, 0.0):
+        if amount <= free.get(name, 0.0):
             continue
         if is_own:
             raise ConfigError(
-                f"{settings.workers} workers need {settings.workers * each:g} {name}, another fleet here has "
+                f"{settings.workers} workers need {amount:g} {name}, another fleet here has "
                 f"left {free.get(name, 0.0):g}: close that one first, or start Ray yourself with room for both"
             )
         LOGGER.warning(
             "%d workers need %g %s, of which the Ray cluster has %g free: the others start once there is room "
             "(ray status tells who uses it)",
-            settings.workers, settings.workers * each, name, free.get(name, 0.0),
+            settings.workers, amount, name, free.get(name, 0.0),
         )  # fmt: skip

@@ -288,16 +288,19 @@ class Fleet:
         Leaving the iterator early abandons the rest. Raises as `submit` and `advance` do, and EngineError once another
         rollout was begun meanwhile.
         """
-        rollout = self._num_rollouts + 1
+        rollout, left = self._num_rollouts + 1, len(requests)
         try:
             self.submit(requests, params)
-            while self.num_unfinished:
-                yield from self.advance()
-                if self._num_rollouts != rollout:
-                    raise EngineError(
-                        "another rollout was begun while this one was being read: read one to its end, or close its "
-                        "iterator, before the next"
-                    )
+            while self.num_unfinished and self._num_rollouts == rollout:
+                for finished in self.advance():
+                    left -= 1
+                    yield finished
+            if left:
+                what = "abandoned" if self._num_rollouts == rollout else "another rollout was begun"
+                raise EngineError(
+                    f"{what} while this one was being read, {left} responses are missing: read one to its end, or "
+                    "close its iterator, before the next"
+                )
         finally:
             if self._num_rollouts == rollout:
                 self.abandon()
@@ -386,7 +389,9 @@ class Fleet:
     def abandon(self) -> None:
         """Give up what is unfinished. What the journal knows stays there."""
         if self._is_closed:
-            self._controller.decide(Abandoned())  # there is nobody to tell
+            for action in self._controller.decide(Abandoned()):  # there is no worker to tell
+                if isinstance(action, EndTraining) and self._trainer is not None:
+                    self._trainer.pause(action.worker, action.leader)
         elif self.num_unfinished:
             self._tell(Abandoned())
             if self._rewards is not None:
@@ -557,6 +562,7 @@ class Fleet:
         responses: generated with the present weights. None: no worker is up, or it was lost meanwhile. Raises
         EngineError during a rollout.
         """
+        self._check_open()
         self._check_idle()
         up = [name for name in self._controller.workers if self._controller.state_of(name) == "up"]
         if not up:

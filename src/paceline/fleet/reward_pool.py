@@ -129,6 +129,7 @@ class RewardPool:
             ray.kill(actor)
         self._actors.clear()
         self._calls.clear()
+        self._open.clear()
 
     def _act(self, actions: list[RewardAction]) -> list[Scored]:
         settled = []

@@ -144,7 +144,7 @@ class RewardScheduler:
             if crashes <= self._settings.max_crashes:
                 self._line.appendleft(ticket)
                 for other, idle in enumerate(self._states):  # whatever ended that one may have ended them
-                    if idle.is_up and idle.ticket is None:
+                    if crashes == 1 and idle.is_up and idle.ticket is None:
                         actions += self._replace(other, now_s)
             else:
                 actions.append(self._settle(ticket, self._failed(f"its process died, {crashes} times")))
@@ -165,14 +165,17 @@ class RewardScheduler:
         return [*actions, *self._hand_out(now_s)]
 
     def clear(self, now_s: float) -> list[RewardAction]:
-        """Nobody wants the open rewards; what is being scored is cut off, and who is not up is started anew."""
+        """Nobody wants the open rewards; what is being scored is cut off. After starts that failed, who is not up is
+        started anew.
+        """
+        has_failed = self._num_failed_starts > 0
         self._line.clear()
         self._num_crashes.clear()
         self._num_failed_starts = 0
         return [
             action
             for worker, state in enumerate(self._states)
-            if state.ticket is not None or not state.is_up
+            if state.ticket is not None or (has_failed and not state.is_up)
             for action in self._replace(worker, now_s)
         ]
 

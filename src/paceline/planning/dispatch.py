@@ -178,8 +178,11 @@ class Dispatcher:
             self._wait(response)
         return tuple(assignment for assignment, _ in chunks)
 
-    def chunk_finished(self, assignment: Assignment, num_tokens: int, finished: bool) -> bool:
-        """A chunk ended: the response is finished, or returns to the buffer.
+    def chunk_finished(
+        self, assignment: Assignment, num_tokens: int, finished: bool, *, is_sound: bool = True
+    ) -> bool:
+        """A chunk ended: the response is finished, or returns to the buffer. is_sound: wherever it failed before, it
+        may go there again.
 
         num_tokens: response tokens so far, all chunks together; at the limit the response is finished, whatever
         `finished` says. Returns False, and changes nothing, if the assignment is not running (any more): the late
@@ -197,6 +200,8 @@ class Dispatcher:
             )
         finished = finished or num_tokens == response.group.max_tokens
         response.num_tokens = num_tokens
+        if is_sound:
+            response.failed_in = None
         if finished:
             self._lengths.finish(response.group.number, num_tokens)
         self._leave(assignment, finished)
@@ -215,7 +220,7 @@ class Dispatcher:
         if is_full or not self.can_move or not self._rooms.has_other(room, response.num_blocks):
             return False
         response.failed_in = room
-        return self.chunk_finished(assignment, num_tokens, finished=False)
+        return self.chunk_finished(assignment, num_tokens, finished=False, is_sound=False)
 
     @property
     def can_move(self) -> bool:
