@@ -162,7 +162,9 @@ def test_what_is_written_aside_touches_nothing_beside_it(tmp_path: Path) -> None
     with written_aside(tmp_path / "head") as aside:
         (aside / "config.json").write_text("{}")
     assert (tmp_path / "head.new" / "notes").read_text() == "mine"
-    assert (tmp_path / "head").stat().st_mode & 0o777 == 0o755
+    (tmp_path / "plain").mkdir()
+    assert (tmp_path / "head").stat().st_mode == (tmp_path / "plain").stat().st_mode
+    (tmp_path / "plain").rmdir()
     with pytest.raises(IsADirectoryError), written_aside(tmp_path / "head") as aside:
         aside.write_text("what is written here fails")
     assert (tmp_path / "head" / "config.json").read_text() == "{}"

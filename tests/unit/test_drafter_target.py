@@ -13,7 +13,7 @@ from tiny_target import tiny_target
 from transformers import AutoModelForCausalLM
 
 from paceline.distillation.methods import METHODS, build_network
-from paceline.distillation.networks import SmallModel, head_config
+from paceline.distillation.networks import Eagle, SmallModel, head_config
 from paceline.distillation.packing import ATTENTION_NAME
 from paceline.distillation.target import check_packs, load_model, read_states, share
 from paceline.errors import CheckpointError, TrainingError
@@ -66,6 +66,10 @@ def test_a_constant_that_logits_are_multiplied_by_is_taken_over(
     with torch.no_grad():
         drafted = SmallModel(model).logits(states)
     torch.testing.assert_close(drafted, logits_of(model), rtol=1e-4, atol=1e-4)
+    head = Eagle(shared)
+    assert getattr(head.config, "logit_scale", 1.0) == pytest.approx(scale, rel=1e-4), (
+        "vLLM's heads multiply by it"
+    )
 
 
 def test_logits_that_are_more_than_a_multiple_are_refused() -> None:

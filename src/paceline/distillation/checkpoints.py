@@ -9,8 +9,8 @@ one comes is given up for it.
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
-import tempfile
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -126,9 +126,9 @@ def written_aside(out: Path) -> Iterator[Path]:
     """
     out = out.resolve()
     out.parent.mkdir(parents=True, exist_ok=True)
-    aside = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
+    aside = out.with_name(f".{out.name}-{secrets.token_hex(4)}")
+    aside.mkdir()
     try:
-        aside.chmod(0o755)
         yield aside
         if out.is_dir():
             for path in sorted(aside.iterdir(), key=lambda path: (path.name == "config.json", path.name)):

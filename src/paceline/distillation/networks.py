@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import LlamaConfig
+from transformers.modeling_outputs import MoeModelOutputWithPast
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding
 
 from paceline.distillation.chain_attention import ChainAttention, KeysValues
@@ -89,6 +90,8 @@ class DraftHead(Network):
     def __init__(self, shared: Shared) -> None:
         super().__init__()
         self.config = head_config(shared.config)
+        if shared.scale != 1.0:
+            self.config.logit_scale = shared.scale  # by which vLLM's heads multiply too
         self.shared = shared
         self.rotary = LlamaRotaryEmbedding(self.config)
         size = self.config.hidden_size
@@ -254,22 +257,33 @@ class SmallModel(Network):
         return F.linear(self._scale * hidden, self.model.get_output_embeddings().weight)
 
 
+@dataclass
+class _Decoded(MoeModelOutputWithPast):  # type: ignore[misc]
+    """What any decoder may return."""
+
+    cross_attentions: Any = None
+
+
 def logit_scale(model: Any) -> float:
     """What a causal language model of transformers multiplies the product of state and head by: 1 for most, another
     constant for Granite, Cohere and MiniCPM. Raises CheckpointError for logits that are more than that.
     """
-    attention, head = model.config._attn_implementation, model.get_output_embeddings().weight
-    ids = torch.arange(PROBE_TOKENS)[None] % head.shape[0]
-    model.set_attn_implementation("eager")  # which every model has, and which takes no packs
+    head, decoder = model.get_output_embeddings().weight.detach(), model.get_decoder()
+    states = torch.randn(1, PROBE_TOKENS, head.shape[1], generator=torch.Generator().manual_seed(0)).to(head)
+    plain = F.linear(states, head)
+    # Small logits, which show a bias, and large ones, which show a cap.
+    factors = torch.tensor([1.0, 100.0]).repeat(PROBE_TOKENS // 2)[None, :, None] / float(plain.abs().max())
+    states, plain = states * factors.to(head), plain * factors.to(head)
+    decoder.forward = lambda *_, **__: _Decoded(last_hidden_state=states)  # the decoder itself costs seconds
     try:
         with torch.no_grad():
-            states = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
-            logits, plain = model(input_ids=ids, use_cache=False).logits, F.linear(states, head)
+            ids = torch.zeros(1, PROBE_TOKENS, dtype=torch.int64)
+            logits = model(input_ids=ids, use_cache=False).logits
     finally:
-        model.set_attn_implementation(attention)
+        del decoder.forward
     scale = float((logits * plain).sum() / plain.square().sum())
-    error = float((logits - scale * plain).abs().max())
-    if not error <= PROBE_ERROR * float(logits.abs().max()):
+    error = float(((logits - scale * plain).abs().amax(-1) / logits.abs().amax(-1)).max())
+    if not error <= PROBE_ERROR:
         raise CheckpointError(
             f"the logits of {type(model).__name__} are more than its last state times its head and a constant: "
             "drafters are trained for or from models without bias or cap on them, such as Llama, Qwen2 or Qwen3"

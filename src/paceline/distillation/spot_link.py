@@ -25,8 +25,8 @@ from paceline.distillation.trainer import NETWORK
 from paceline.distillation.training_folder import (
     USED_NAME,
     Description,
-    file_name,
     find_newest,
+    names_in,
     read_folder,
 )
 from paceline.drafting.child_process import ChildProcess
@@ -173,12 +173,12 @@ def _told(what: str) -> Iterator[None]:
 
 def _start(settings: SpotSettings, index: int) -> ChildProcess:
     text = msgspec.json.encode(msgspec.structs.replace(settings, index=index)).decode()
-    saved = Path(settings.folder) / file_name(index)
+    folder = Path(settings.folder)  # where a leader saves what all have learned
     return ChildProcess(
         "drafter's trainer",
         "paceline.distillation.spot_process",
         (text,),
         {"OMP_NUM_THREADS": "1"},
         LEAST_LIFE_S,
-        lambda started_ns: saved.exists() and saved.stat().st_mtime_ns > started_ns,
+        lambda started_ns: any((folder / name).stat().st_mtime_ns > started_ns for name in names_in(folder)),
     )

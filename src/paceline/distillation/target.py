@@ -56,7 +56,8 @@ def check_packs(model: Any) -> None:
     """Raise CheckpointError for a model in which a document of a pack is not alone, as convolutions and state spaces
     mix it with the one before; TrainingError for attention that cannot be packed (`attend_documents`).
     """
-    first, second = (torch.arange(PROBE_TOKENS) + n for n in (0, PROBE_TOKENS))
+    num_ids = model.get_input_embeddings().weight.shape[0]
+    first, second = ((torch.arange(PROBE_TOKENS) + n) % num_ids for n in (0, PROBE_TOKENS))
     behind, alone = read_states(model, [first, second], ())[1], read_states(model, [second], ())[0]
     if not float((behind - alone).abs().max()) <= PROBE_ERROR * float(alone.abs().max()):
         raise CheckpointError(

@@ -104,7 +104,9 @@ class ChildProcess:
             self._num_failed = self._num_failed + 1 if self._has_failed(now_s) else 0
             if self._num_failed == MAX_FAILED_STARTS:
                 LOGGER.warning(
-                    "the %s failed to start %d times: going on without", self._what, self._num_failed
+                    "the %s ended %d times before it had done anything: going on without",
+                    self._what,
+                    self._num_failed,
                 )
                 return
         if now_s - self._ended_s >= (2.0 ** (self._num_failed - 2) if self._num_failed else 0.0):

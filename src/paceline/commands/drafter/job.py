@@ -23,7 +23,7 @@ from paceline.distillation.checkpoints import CheckpointWriter
 from paceline.distillation.measuring import Dice, Worth
 from paceline.distillation.measuring import measure as measure_worth
 from paceline.distillation.methods import METHODS, MethodName, build_network
-from paceline.distillation.networks import Network, Shared
+from paceline.distillation.networks import LENGTH_BOUND, Network, Shared
 from paceline.distillation.offline import Progress, Schedule, train_offline
 from paceline.distillation.packing import Sample
 from paceline.distillation.responses import Response, read_responses
@@ -103,7 +103,7 @@ def _train(job: TrainingJob, *, resume: bool, overwrite: bool) -> None:
         try:
             train_offline(trainer, samples, Schedule(job.core_s, job.rate), begun, job.seed, told.after_step)
         except TrainingError:
-            raise  # what it has come to is of no use
+            raise  # the weights may be no numbers either
         except BaseException:
             told.save()
             raise
@@ -195,12 +195,18 @@ def _find(out: Path, resume: bool) -> tuple[dict[str, Tensor], Description] | No
 
 def _continue(old: Description, new: Description) -> Description:
     """The old description, with the configuration that is right by now. Raises ConfigError if this run would train
-    something else.
+    something else, CheckpointError for a head whose positions were others.
     """
     for field in ("method", "loss", "temperature", "fused_layers"):
         was, wanted = getattr(old, field), getattr(new, field)
         if was != wanted:
             raise ConfigError(f"--resume with another {field}: it began with {was}, and this is {wanted}")
+    was, wanted = (one.config.get("rope_parameters") for one in (old, new))
+    if was is not None and was.get("rope_type") in LENGTH_BOUND and was != wanted:
+        raise CheckpointError(
+            f"this head was trained with {was['rope_type']} rotary positions, and heads have plain ones now: "
+            "begin anew, with --overwrite"
+        )
     return msgspec.structs.replace(old, config=new.config)
 
 
