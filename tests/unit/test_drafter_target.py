@@ -66,10 +66,12 @@ def test_a_constant_that_logits_are_multiplied_by_is_taken_over(
     with torch.no_grad():
         drafted = SmallModel(model).logits(states)
     torch.testing.assert_close(drafted, logits_of(model), rtol=1e-4, atol=1e-4)
-    head = Eagle(shared)
-    assert getattr(head.config, "logit_scale", 1.0) == pytest.approx(scale, rel=1e-4), (
-        "vLLM's heads multiply by it"
-    )
+
+
+def test_a_head_says_what_its_logits_are_multiplied_by() -> None:
+    """vLLM's heads go by it."""
+    assert Eagle(share(make("Granite", logits_scaling=8.0))).config.logit_scale == pytest.approx(0.125)
+    assert not hasattr(Eagle(share(make("Llama"))).config, "logit_scale")
 
 
 def test_logits_that_are_more_than_a_multiple_are_refused() -> None:
