@@ -468,6 +468,8 @@ def test_counters_tell_what_was_told_again(server: Server, join: Callable[..., D
     other.watch(GROUP, THERE)
     one.report(GROUP, HERE, 0, range(10))
     hear(other, {HERE: list(range(10))})
+    other.report(GROUP, THERE, 0, [1])
+    hear(one, {THERE: [1]})  # it knows the server's log, and that another one is another
     server.kill()
     server.start()
     one.report(GROUP, HERE, 10, [10])
