@@ -925,13 +925,11 @@ class Controller:
         One that only did not start is started again, however often, while others generate: it may wait for room.
         """
         listened_s = self._listen(now_s)
-        if self.num_unfinished:
-            goes_on = self.num_running > 0
-        else:
-            goes_on = any(worker.state == "up" for worker in self._workers.values())
+        workers, is_idle = self._workers.values(), not self.num_unfinished
+        goes_on = any(worker.state == "up" if is_idle else worker.chunks for worker in workers)
         helpers = self._helping.helpers if self._helping is not None else ()
         actions: list[Action] = []
-        for worker in self._workers.values():
+        for worker in workers:
             state = worker.state
             if state == "up":
                 if not worker.chunks and worker.name not in helpers:

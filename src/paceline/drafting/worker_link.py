@@ -53,7 +53,8 @@ START_S = 120.0
 """The same for one that has said nothing yet: it may have to load a model."""
 
 BUSY_SHARE = 0.1
-"""A silent worker that uses so much of a core reads, and is left alone."""
+"""A silent worker that has used so much of a core since it was last found silent reads, and is left alone: one that
+hangs after it has worked is found at the second look."""
 
 LEAST_LIFE_S = 60.0
 """A worker that ended sooner by itself cannot be: its model does not load, say."""
