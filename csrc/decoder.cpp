@@ -6,7 +6,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstdlib>
 #include <cstring>
 #include <new>
 #include <numeric>
@@ -265,15 +264,16 @@ LayerStack::LayerStack(const DecoderShape& shape, std::vector<DecoderLayer> laye
 }
 
 LayerStack::Store LayerStack::allocate() const {
-  constexpr size_t kPage = 4096;
-  const auto needed = static_cast<size_t>(shape_.rows * shape_.kv_heads * head_words()) * sizeof(uint32_t);
-  const size_t bytes = (needed + kPage - 1) / kPage * kPage;
-  auto* words = static_cast<uint32_t*>(std::aligned_alloc(kPage, bytes));
-  if (words == nullptr) throw std::bad_alloc();
+  const auto bytes = static_cast<size_t>(shape_.rows * shape_.kv_heads * head_words()) * sizeof(uint32_t);
+  // A mapping of its own: memory that was used before would be resident already.
+  void* words = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (words == MAP_FAILED) throw std::bad_alloc();
   // With huge pages, which some machines give unasked, each short row would take some megabytes.
   static_cast<void>(madvise(words, bytes, MADV_NOHUGEPAGE));
-  return Store(words);
+  return Store(static_cast<uint32_t*>(words), Unmap{bytes});
 }
+
+void LayerStack::Unmap::operator()(uint32_t* words) const { munmap(words, bytes); }
 
 void LayerStack::run(size_t layer, const Tokens& tokens, const float* x, float* hidden, Scratch& scratch,
                      int64_t threads) {

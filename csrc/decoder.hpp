@@ -1,15 +1,16 @@
 // A small Llama-like decoder's forward pass on the CPU, with its own key-value cache: one row per response.
 //
-// Keys and values are bfloat16, weights too or, of large models, integers of 8 bits; arithmetic is float32, or in integers
-// where the processor has a dot product of octets (decoder_dot.cpp). Weights are packed once into panels of outputs, so that a product streams them in order; keys lie in blocks of 16 positions, so that
-// 16 scores are made side by side, and the query heads that share a key head read it once. Nothing is padded or masked.
+// Keys and values are bfloat16, weights too or, of large models, integers of 8 bits; arithmetic is float32, or in
+// integers where the processor has a dot product of octets (decoder_dot.cpp). Weights are packed once into panels of
+// outputs, so that a product streams them in order; keys lie in blocks of 16 positions, so that 16 scores are made side
+// by side, and the query heads that share a key head read it once. Nothing is padded or masked.
 // What it computes decides which tokens are drafted, never which are accepted: the last bits do not matter.
 
 #pragma once
 
 #include <algorithm>
+#include <cstddef>
 #include <cstdint>
-#include <cstdlib>
 #include <memory>
 #include <utility>
 #include <vector>
@@ -143,10 +144,11 @@ class LayerStack {
   void copy_row(int64_t source, int64_t target, int64_t known, int64_t length);
 
  private:
-  struct Free {
-    void operator()(uint32_t* words) const { std::free(words); }
+  struct Unmap {
+    size_t bytes;
+    void operator()(uint32_t* words) const;
   };
-  using Store = std::unique_ptr<uint32_t[], Free>;
+  using Store = std::unique_ptr<uint32_t[], Unmap>;
 
   void attend_all(size_t layer, const Tokens& tokens, const float* x, Scratch& scratch, int64_t threads);
   void attend_head(size_t layer, int64_t kv_head, const Tokens& tokens, Scratch& scratch, float* scores);

@@ -20,6 +20,7 @@ call: gloo knows no way out of one but to drop the group.
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -297,7 +298,7 @@ def _id_of(stat: os.stat_result) -> tuple[int, int]:
 
 def write_json(path: Path, value: msgspec.Struct) -> None:
     """In one move: whoever reads finds the old one or the new one."""
-    fresh = path.with_name(f"{path.name}.{os.getpid()}")
+    fresh = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}")
     fresh.write_bytes(msgspec.json.encode(value))
     now_ns = time.time_ns()  # finer than what the file system writes, so that no two files are taken for one
     os.utime(fresh, ns=(now_ns, now_ns))
