@@ -13,6 +13,7 @@ from vllm import SamplingParams
 
 from paceline.config import BudgetSettings, EngineSettings
 from paceline.engine.rollout_engine import RolloutEngine
+from paceline.errors import CheckpointError
 from paceline.types import Response, RolloutRequest
 
 pytestmark = pytest.mark.slow
@@ -57,3 +58,17 @@ def test_tokens_and_log_probabilities_are_those_without_drafts(
     assert sum(r.num_accepted_tokens for r in scripted) > 30
     assert (gap is None) == (kind == "two processes")
     assert gap is None or "RoutedExperts" in gap
+
+
+def test_drafter_weights_that_do_not_fit_are_refused_by_two_processes(model_dir: Path) -> None:
+    """In the same words as by one, and the engine goes on."""
+    settings = SETTINGS.model_copy(update={"model_drafter": str(model_dir)})
+    with RolloutEngine(
+        model_dir, settings, dtype="float32", max_model_len=256, kv_cache_bytes=1 << 26, **TWO_PROCESSES
+    ) as engine:
+        before = generate(engine, REQUESTS[:3])
+        with pytest.raises(CheckpointError, match=r"weights were not sent, first .* send the complete set"):
+            engine.push_drafter({})
+        assert engine.push_drafter(load_file(model_dir / "model.safetensors")) == 1
+        assert [r.tokens for r in generate(engine, REQUESTS[:3])] == [r.tokens for r in before]
+        assert engine.drafter_score().acceptance is not None

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from paceline.drafting.draft_worker import DraftWorker
     from paceline.drafting.synthetic import Play
     from paceline.drafting.worker_link import WorkerLink
+    from paceline.engine.worker import Refusal
 
 FINISH_REASONS = {"stop", "length", "abort", "repetition"}
 """Ways to end that are no failure."""
@@ -500,7 +501,9 @@ class RolloutEngine:
         CheckpointError for weights that do not fit or are not finite; the old ones then go on.
         """
         self._check_model_drafter()
-        self._engine.collective_rpc("reload_drafter", args=(weights,))
+        refusals: list[Refusal | None] = self._engine.collective_rpc("reload_drafter", args=(weights,))
+        for kind, why in filter(None, refusals):
+            raise kind(why)
         self.scheduler.loop.renew_model()
         self.drafter_version += 1
         return self.drafter_version

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
@@ -19,12 +19,16 @@ from paceline.engine.arguments import check_engine, fused_layers, read_settings
 from paceline.engine.compat import is_batch_invariant_gpu, is_cpu, platform_worker, repack_tied_head
 from paceline.engine.kv.connector import PoolConnector, worker_end
 from paceline.engine.runner import Runner
+from paceline.errors import PacelineError
 
 if TYPE_CHECKING:
     from paceline.distillation.packing import Sample
     from paceline.drafting.synthetic import Play
 
 _LOGGER = logging.getLogger("vllm.paceline")
+
+Refusal: TypeAlias = tuple[type[PacelineError], str]
+"""The kind of error that a worker has not raised, and its text."""
 
 
 def _adopt(runner: Any, vllm_config: Any) -> Runner:
@@ -136,10 +140,16 @@ class PacelineWorker(platform_worker()):  # type: ignore[misc]
             return None
         return invariance.describe_gap(self.model_runner.get_model())
 
-    def reload_drafter(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Give the model drafter other weights. Called by `collective_rpc`."""
-        with self._kernels():
-            self.model_runner.drafter.reload(weights)
+    def reload_drafter(self, weights: Mapping[str, torch.Tensor]) -> Refusal | None:
+        """Give the model drafter other weights, or say why not: an error of another process, raised or returned, would
+        arrive as a RuntimeError. Called by `collective_rpc`.
+        """
+        try:
+            with self._kernels():
+                self.model_runner.drafter.reload(weights)
+        except PacelineError as refusal:
+            return type(refusal), str(refusal)
+        return None
 
     def use_drafter(self, place: int, played: Play | None) -> None:
         """Draft with another of the model drafters. Called by `collective_rpc`, on model runner V1."""
