@@ -517,8 +517,9 @@ class FleetSettings(Section):
     max_failed_starts: int = Field(default=3, ge=1)
     """A worker that is lost so many times in a row without generating anything is given up."""
     max_crashes: int = Field(default=3, ge=0)
-    """How many workers in a row may be lost that generated for others, when one response alone had just begun there and
-    had no token. One more, and the response has failed: it is what ends them."""
+    """How many workers in a row may be lost that have generated before, when one response alone had just begun there
+    and had no token. One more, and the response has failed: it is what ends them. Others with its prompt have failed
+    with the first worker that they end, if it never got a token."""
     on_failure: OnFailure = "deliver"
     """What becomes of a response that fails: its options leave no token to draw, the model gives NaN, no engine takes
     it, or it ends its workers; but where another worker is up, only once that one has failed it too (not with the

@@ -126,6 +126,8 @@ class World:
         default_factory=Counter
     )  # workers in a row that it alone had just begun on
     suspects: set[int] = field(default_factory=set)  # responses
+    fatal: set[int] = field(default_factory=set)  # responses whose prompt has ended workers
+    proven: set[str] = field(default_factory=set)  # workers that may blame a response
     failed: dict[int, set[tuple[str, int]]] = field(default_factory=dict)  # places where responses failed
     verdicts: dict[int, tuple[str, int, int]] = field(
         default_factory=dict
@@ -163,13 +165,18 @@ class World:
         for ending in event.report.endings:
             num_told = ending.num_tokens - len(ending.rest)
             if self.owners.get(ending.chunk) == event.worker:
-                self.workers[event.worker].has_generated |= ending.failure is None or ending.num_tokens > 0
+                if ending.failure is None or ending.num_tokens > 0:
+                    self.prove(event.worker)
                 if ending.failure is not None:
                     self.note_failure(
                         self.indices[ending.chunk], event.worker, ending.start + ending.num_tokens
                     )
                 self.take(event.worker, ending.chunk, ending.start + num_told, len(ending.rest))
                 del self.owners[ending.chunk]
+
+    def prove(self, name: str) -> None:
+        self.workers[name].has_generated = True
+        self.proven.add(name)
 
     def take(self, name: str, chunk: int, start: int, count: int) -> None:
         """Tokens of a chunk arrived: they count unless something before them is missing."""
@@ -178,7 +185,8 @@ class World:
             self.num_held[index] = start + count
             self.num_crashes[index] = 0
             self.suspects.discard(index)
-            self.workers[name].has_generated = True
+            self.fatal.discard(index)
+            self.prove(name)
             if index in self.verdicts and self.num_held[index] > self.verdicts[index][-1]:
                 del self.verdicts[index]
 
@@ -291,13 +299,31 @@ class World:
         is_up = worker.version is not None and not worker.loads
         new = self.new_on(worker) if blames else set()
         self.suspects |= new
+        is_blamed = len(new) == 1 and (name in self.proven or new <= self.fatal)
+        if is_blamed:
+            self.blame(worker, name, *new)
         if worker.has_generated:
             self.num_fruitless[name] = 0
-            if len(new) == 1:
-                self.num_crashes.update(new)
+        elif is_blamed:
+            pass
         elif is_fruitless and (not is_up or worker.has_run):
             self.num_fruitless[name] += 1
         return worker.life
+
+    def blame(self, worker: Worker, name: str, index: int) -> None:
+        """A response has ended a worker. Too many, and its prompt is taken to be what ends them."""
+        self.num_crashes[index] += 1
+        if self.num_crashes[index] <= self.settings.max_crashes:
+            return
+        if not worker.has_generated and index not in self.fatal:
+            self.proven.discard(name)
+        if self.num_held[index] == 0:
+            request = self.requests[index]
+            for other, one in enumerate(self.requests):
+                if one.group == request.group and other != index and not self.num_held[other]:
+                    self.suspects.add(other)
+                    self.fatal.add(other)
+                    self.num_crashes[other] = self.settings.max_crashes
 
     def new_on(self, worker: Worker) -> set[int]:
         """The responses whose chunks there have brought no token yet."""
@@ -491,6 +517,7 @@ class World:
         self.num_held = Counter({index: len(one.packed) for index, one in kept.items()})
         self.num_crashes.clear()
         self.suspects.clear()
+        self.fatal.clear()
         self.failed.clear()
         self.verdicts.clear()
         self.has_buried = False
@@ -542,7 +569,7 @@ class SearchingController(Controller):
     def _help(self, helping: Helping, event: Event) -> list[Action]:
         actions = super()._help(helping, event)
         standings = {name: self._standing(worker.place) for name, worker in self._workers.items()}
-        settled = standings.keys() - self._changed.keys()  # the others begin a copy, or take over, now
+        settled = standings.keys() - self._runs.changed.keys()  # the others begin a copy, or take over, now
         assert self._idle & settled == {name for name in settled if standings[name] is Standing.IDLE}
         assert helping._doors == {}, "nobody can be drafted for"
         for pair in [pair for name in self._workers for pair in self.pairs_of(name)]:
@@ -552,7 +579,7 @@ class SearchingController(Controller):
 
     def _check_predictions(self, helping: Helping, workers: Iterable[str]) -> None:
         scratch = replace(helping, _ends=Ends(), _busy={}, _stale={})
-        dispatcher = self._dispatcher
+        dispatcher = self._runs.dispatcher
         for name in workers if dispatcher is not None else ():
             worker = self._workers[name]
             can_move = dispatcher.can_move and not worker.held and not worker.new

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import random
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -40,7 +40,7 @@ from paceline.control.events import (
 )
 from paceline.control.live_response import LiveResponse
 from paceline.errors import EngineError, PacelineError, RequestError
-from paceline.types import RolloutRequest
+from paceline.types import Response, RolloutRequest
 
 
 def request(key: int, max_tokens: int = 20, generated: tuple[int, ...] = ()) -> RolloutRequest:
@@ -497,6 +497,73 @@ def test_a_worker_that_never_worked_is_not_held_against_a_response() -> None:
     for life in range(2):
         fleet.decide(up(life=life))
         assert fleet.decide(WorkerLost("w0", life, "killed")) == [StartWorker("w0", life + 1)]
+
+
+class Poison:
+    """One worker, which some responses end before they have a token; all others end well."""
+
+    def __init__(self, poison: set[int], groups: Sequence[int], **settings: object) -> None:
+        self.fleet = controller(**{"max_failed_starts": 3, "max_crashes": 2, **settings})
+        self.poison, self.num_lives = poison, 0
+        self.delivered: dict[int, Response] = {}
+        self.running: list[RunChunk] = []
+        self.fleet.decide(up())
+        requests = [
+            replace(request(key), prompt=(1, 2, group), group=group) for key, group in enumerate(groups, 1)
+        ]
+        self.hear(self.fleet.decide(Submitted(tuple(requests))))
+
+    def hear(self, actions: list[Action]) -> None:
+        self.running += run_of(actions)
+        self.delivered |= {one.index: one.response for one in actions if isinstance(one, Deliver)}
+
+    def roll_out(self) -> None:
+        """Until the rollout has ended, or the fleet's last worker. Who ends workers is the last to be generated."""
+        while self.fleet.num_unfinished:
+            run = min(self.running, key=lambda one: one.index in self.poison)
+            if run.index not in self.poison:
+                self.running.remove(run)
+                self.hear(self.fleet.decide(Reported("w0", self.num_lives, ended(run.chunk, 0, 4, 5))))
+                continue
+            self.running.clear()
+            self.hear(self.fleet.decide(WorkerLost("w0", self.num_lives, "killed")))
+            self.num_lives += 1
+            if self.fleet.state_of("w0") == "given up":
+                break
+            self.hear(self.fleet.decide(up(life=self.num_lives)))
+
+
+@pytest.mark.parametrize("max_crashes", [0, 2, 7])
+def test_what_ends_the_only_worker_is_found_although_nothing_else_is_left(max_crashes: int) -> None:
+    world = Poison({0}, range(4), max_crashes=max_crashes)
+    world.roll_out()
+    assert world.num_lives == max_crashes + 1
+    assert [index for index, one in world.delivered.items() if one.failure] == [0]
+    assert len(world.delivered) == 4
+
+
+def test_a_prompt_that_ends_workers_costs_each_further_response_one() -> None:
+    world = Poison({0, 1, 2, 3}, [7, 7, 7, 7, 8])
+    world.roll_out()
+    assert world.num_lives - 1 <= (2 + 1) + 3, "at the first loss all of them had just begun"
+    failures = [world.delivered[index].failure or "" for index in range(5)]
+    assert sum("from 3 workers in a row" in failure for failure in failures) == 1
+    assert sum("as 3 were with another response to its prompt" in failure for failure in failures) == 3
+    assert not failures[4]
+
+
+def test_one_response_is_blamed_until_the_worker_has_generated_again() -> None:
+    """Else one that breaks for another reason would end all that is left."""
+    world = Poison({0, 1}, [7, 8, 9])
+    world.roll_out()
+    assert [index for index, one in world.delivered.items() if one.failure] in ([0], [1])
+    assert world.fleet.state_of("w0") == "given up"
+
+
+def test_a_prompt_is_acquitted_by_a_token() -> None:
+    world = Poison({0}, [7, 7, 8])
+    world.roll_out()
+    assert [index for index, one in world.delivered.items() if one.failure] == [0]
 
 
 def test_a_delivered_response_is_forgotten() -> None:

@@ -17,11 +17,11 @@ of the two, the owner; where that one stops for another reason, the copy is the 
 
 Workers that are free and find nobody to help may lend their cores to the drafter's trainer (`training.py`).
 
-Silence is measured while the driver listens: of a long time between two ticks only `LONGEST_TICK_S` count.
-
 A worker that is lost makes suspects of the responses that had begun there and had no token yet. Until it gets one, a
 suspect begins only where no other chunk is without a token, and none begins beside it. It is blamed only for workers
-that are lost while it is alone in that, so something else that ends workers costs time and seldom a response.
+that are lost while it is alone in that and that have generated before, in this life or an earlier one; so something
+else that ends workers costs time and seldom a response. Who gives one up in a life that generated nothing has to
+generate again before it blames another one.
 
 Tokens are a function of weights, prefix and key. So a response that fails waits for another worker and is given up
 where that one fails it too, or where there is none; if it goes on there, the first one is broken and is replaced.
@@ -29,16 +29,13 @@ where that one fails it too, or where there is none; if it goes on there, the fi
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Literal
+from dataclasses import dataclass, field
 
 from paceline.config import FleetSettings, Variant
 from paceline.control.events import (
     Abandoned,
     Action,
-    Adopt,
     CancelChunk,
     Deliver,
     Disagree,
@@ -52,7 +49,6 @@ from paceline.control.events import (
     Order,
     Report,
     Reported,
-    RunChunk,
     StartWorker,
     StopWorker,
     Submitted,
@@ -64,15 +60,16 @@ from paceline.control.events import (
     WorkerLost,
     WorkerUp,
 )
-from paceline.control.helping import Door, Helping, Pair, Place, Remainder, Standing
+from paceline.control.helping import Helping, Pair, Place, Remainder, Standing
 from paceline.control.live_response import FailedChunk, LiveResponse, RunningChunk
+from paceline.control.placement import Placement
+from paceline.control.silence import Silence
 from paceline.control.training import TrainingSessions
+from paceline.control.worker import Worker, WorkerState
 from paceline.errors import EngineError, PacelineError, RequestError
-from paceline.planning.dispatch import Assignment, Dispatcher, DispatchSettings
+from paceline.planning.dispatch import Dispatcher, DispatchSettings
 from paceline.planning.help import Help
-from paceline.types import Progress, RolloutRequest, StepCosts
-
-WorkerState = Literal["starting", "loading", "up", "drafting", "racing", "training", "given up"]
+from paceline.types import Progress, RolloutRequest
 
 HELP_KINDS: dict[str, frozenset[Help]] = {
     "auto": frozenset({Help.DRAFT, Help.COPY, Help.TAKE}),
@@ -82,9 +79,6 @@ HELP_KINDS: dict[str, frozenset[Help]] = {
     "none": frozenset(),
 }
 
-LONGEST_TICK_S = 1.0
-"""Of a longer time between two ticks so much counts as silence: the driver was busy elsewhere and has heard nobody."""
-
 HELP_S = 0.5
 """How often free workers and stragglers are brought together."""
 
@@ -93,52 +87,6 @@ MOST_FAILURES = 4
 
 KEEP_S = 1.0
 """How often responses that grow are kept for a restarted driver: one growth of all has a few tokens, and a header."""
-
-
-@dataclass(slots=True)
-class _Worker:
-    """A place for an engine, and its present life."""
-
-    name: str
-    life: int = 0
-    is_drafter: bool = False
-    """Whether it drafts for others, and verifies nothing."""
-    state: WorkerState = "starting"
-    facts: WorkerUp | None = None
-    costs: StepCosts | None = None
-    """Of its steps, as told last."""
-    progress: Progress | None = None
-    """Of its life, as told last."""
-    num_steps: int = 0
-    """Of its life, as told last."""
-    has_run: bool = False
-    """Chunks, in this life."""
-    has_generated: bool = False
-    may_help: bool = True
-    """Drafting for others has not failed here in this rollout."""
-    chunks: dict[int, RunningChunk] = field(default_factory=dict)
-    """Those that run here, by number."""
-    second: set[int] = field(default_factory=set)
-    """Of them, those of responses that another worker ran when they came: only these can be copies."""
-    new: dict[int, LiveResponse] = field(default_factory=dict)
-    """The responses of those that have begun here and brought no token yet."""
-    held: list[RunChunk] = field(default_factory=list)
-    """Those that have not begun, because of a suspect."""
-    num_fruitless: int = 0
-    """Lives in a row that came to nothing."""
-    waiting_since_s: float | None = None
-    """When a tick first found that something is expected of it, in seconds that the driver has listened; None: nothing
-    is, or it has just done something."""
-
-    @property
-    def copies(self) -> list[int]:
-        """The chunks that others own and that run here too."""
-        return sorted(number for number in self.second if self.chunks[number].response.owner != number)
-
-    @property
-    def place(self) -> Place:
-        """Its present life."""
-        return Place(self.name, self.life)
 
 
 @dataclass(slots=True)
@@ -170,15 +118,13 @@ class Controller:
         self._open_response = open_response
         first_drafter = settings.workers - settings.num_drafters
         self._workers = {
-            f"w{i}": _Worker(f"w{i}", is_drafter=i >= first_drafter) for i in range(settings.workers)
+            f"w{i}": Worker(f"w{i}", is_drafter=i >= first_drafter) for i in range(settings.workers)
         }
         self._ranks = {name: rank for rank, name in enumerate(self._workers)}
-        self._version = 0
+        self._runs = Placement(self._workers)
         self._rollout: _Rollout | None = None
-        self._dispatcher: Dispatcher | None = None
         kinds = HELP_KINDS[settings.help]
         self._helping = Helping(kinds) if kinds or settings.num_drafters else None
-        self._changed: dict[str, None] = {}  # workers whose standing may not be what `_help` saw last
         self._idle: set[str] = set()
         self._rested: set[str] = set()  # that were idle when helpers were looked for last, and ever since
         self._progress: dict[str, Progress] = {}  # of the workers that have chunks, as told last
@@ -186,9 +132,7 @@ class Controller:
             False  # whether a worker was lost in this rollout before some response got a token there
         )
         self._training = TrainingSessions()
-        self._numbers = itertools.count()
-        self._last_tick_s: float | None = None
-        self._listened_s = 0.0
+        self._silence = Silence(settings)
         self._kept_s = self._helped_s = float("-inf")
         self.num_unfinished = 0
         """Responses of the rollout that are not delivered."""
@@ -203,7 +147,7 @@ class Controller:
         actions: list[Action] = []
         match event:
             case Opened():
-                actions = [StartWorker(worker.name, worker.life) for worker in self._workers.values()]
+                actions = [StartWorker(*worker.place) for worker in self._workers.values()]
             case Submitted():
                 actions = self._submit(event)
             case Abandoned():
@@ -223,7 +167,7 @@ class Controller:
             actions += self._help(self._helping, event)
         return [*self._train(event), *actions]
 
-    def _hear(self, event: WorkerEvent, worker: _Worker) -> list[Action]:
+    def _hear(self, event: WorkerEvent, worker: Worker) -> list[Action]:
         match event:
             case WorkerUp():
                 worker.facts = event
@@ -257,7 +201,7 @@ class Controller:
     @property
     def num_waiting(self) -> int:
         """Responses that wait for a worker; 0 before the first worker is up."""
-        return self._dispatcher.num_waiting if self._dispatcher is not None else 0
+        return self._runs.dispatcher.num_waiting if self._runs.dispatcher is not None else 0
 
     @property
     def num_running(self) -> int:
@@ -266,10 +210,10 @@ class Controller:
 
     def next_waiting(self, count: int) -> list[RolloutRequest]:
         """The requests whose next chunks will run next if nothing else happens, in that order; at most `count`."""
-        if self._dispatcher is None or self._rollout is None:
+        if self._runs.dispatcher is None or self._rollout is None:
             return []
         places = self._rollout.places
-        return [places[place].request for place in self._dispatcher.next_waiting(count)]
+        return [places[place].request for place in self._runs.dispatcher.next_waiting(count)]
 
     # -- the rollout
 
@@ -280,7 +224,7 @@ class Controller:
             )
         if all(worker.state == "given up" for worker in self._workers.values()):
             raise EngineError("no worker is left, all have been given up: start another fleet")
-        self._dispatcher, self._rollout = (
+        self._runs.dispatcher, self._rollout = (
             None,
             _Rollout(event.true_lengths, event.variant or self._settings.variant or "even"),
         )
@@ -294,7 +238,7 @@ class Controller:
             kept = event.kept.get(index)
             response = self._open_response(index, request, kept)
             if kept is not None and (reason := kept.finish_reason) is not None:
-                actions.append(Deliver(index, response.finish(reason, self._version)))
+                actions.append(Deliver(index, response.finish(reason, self._runs.version)))
                 continue
             response.check_room()
             self._rollout.add(response)
@@ -307,9 +251,9 @@ class Controller:
     def _begin_dispatch(self) -> None:
         """Make the dispatcher, once there is a rollout and a worker has told how large KV blocks are."""
         rollout = self._rollout
-        if self._dispatcher is not None or rollout is None or not self.num_unfinished:
+        if self._runs.dispatcher is not None or rollout is None or not self.num_unfinished:
             return
-        up = [worker for worker in self._workers.values() if worker.state == "up" and not worker.is_drafter]
+        up = [worker for worker in self._workers.values() if worker.verifies]
         if not up:
             return
         assert up[0].facts is not None
@@ -323,7 +267,7 @@ class Controller:
             ),
             _true_lengths(groups, rollout.true_lengths),
         )
-        self._dispatcher = dispatcher
+        self._runs.dispatcher = dispatcher
         for worker in up:  # first, so that a response that fits nowhere is refused at once
             self._join(worker)
         for number, responses in enumerate(groups):
@@ -336,91 +280,35 @@ class Controller:
     def _match(self) -> list[Action]:
         """Give out chunks until nothing waits or nobody has room, nor ever will, not even a worker that is starting."""
         actions: list[Action] = []
-        given: dict[str, _Worker] = {}
-        while self._dispatcher is not None:
+        given: dict[str, Worker] = {}
+        while self._runs.dispatcher is not None:
             try:
-                assignment = self._dispatcher.next_assignment()
+                assignment = self._runs.dispatcher.next_assignment()
             except RequestError as error:
                 if all(worker.state in {"up", "given up"} for worker in self._workers.values()):
                     actions.append(Fail(RequestError, str(error)))
                 break
             if assignment is None:
                 break
-            given[assignment.worker] = self._give(assignment)
+            assert self._rollout is not None
+            response = self._rollout.places[assignment.group, assignment.sample]
+            given[assignment.worker] = self._runs.give(assignment, response)
         for worker in given.values():
-            actions += [*self._end_copies(worker), *self._begin(worker)]
+            actions += [*self._runs.end_copies(worker), *worker.begin(has_suspects=self._has_suspects)]
         return actions
-
-    def _give(self, assignment: Assignment) -> _Worker:
-        """A worker gets a chunk, which begins there when it may."""
-        assert self._rollout is not None
-        response = self._rollout.places[assignment.group, assignment.sample]
-        worker = self._workers[assignment.worker]
-        worker.has_run = True
-        start, response.is_raced = response.num_tokens, False
-        end = start + assignment.chunk_tokens
-        chunk = RunningChunk(assignment, response, worker.name, start, end, response.num_steps)
-        worker.held.append(self._place(worker, chunk))
-        return worker
-
-    def _place(self, worker: _Worker, chunk: RunningChunk, pair: Pair | None = None) -> RunChunk:
-        """A chunk runs on a worker from now on."""
-        number, response = next(self._numbers), chunk.response
-        if response.runs:
-            worker.second.add(number)
-        worker.chunks[number], response.runs[number] = chunk, worker.name
-        self._changed[worker.name] = None
-        kind, helped = (None, None) if pair is None else (pair.kind, pair.helped.worker)
-        request = response.next_request(chunk.end)
-        return RunChunk(
-            worker.name, worker.life, number, request, self._version, response.index, kind, helped
-        )
-
-    def _begin(self, worker: _Worker) -> list[RunChunk]:
-        """Begin what may begin on a worker: suspects first, each alone, on one that has worked if there is a choice."""
-        if not worker.held:
-            return []
-        if self._has_suspects and any(response.is_suspect for response in worker.new.values()):
-            return []
-        responses = {order.chunk: worker.chunks[order.chunk].response for order in worker.held}
-        suspects = [order for order in worker.held if responses[order.chunk].is_suspect]
-        begun = [order for order in worker.held if not responses[order.chunk].is_suspect]
-        if suspects and worker.new:
-            return []
-        if suspects and begun and not worker.has_generated:
-            begun = begun[:1]
-        elif suspects:
-            begun = [max(suspects, key=lambda order: responses[order.chunk].num_losses)]
-        numbers = {order.chunk for order in begun}
-        worker.held = [order for order in worker.held if order.chunk not in numbers]
-        worker.new |= {number: responses[number] for number in numbers}
-        return begun
-
-    def _end_all(self, worker: _Worker) -> dict[int, RunningChunk]:
-        """Nothing runs on the worker any more. Gives what had begun there, by number."""
-        held = {order.chunk for order in worker.held}
-        begun = {number: chunk for number, chunk in worker.chunks.items() if number not in held}
-        for found in (worker.chunks, worker.second, worker.new, worker.held):
-            found.clear()
-        self._changed[worker.name] = None
-        return begun
 
     def _abandon(self) -> list[Action]:
         actions = self._keep_all()
         for worker in self._workers.values():
-            actions += [CancelChunk(worker.name, worker.life, number) for number in self._end_all(worker)]
-        self._rollout = self._dispatcher = None
+            actions += [CancelChunk(*worker.place, number) for number in self._runs.clear(worker)]
+        self._rollout = self._runs.dispatcher = None
         self.num_unfinished = 0
         return actions
 
     # -- what workers tell
 
-    def _read(self, worker: _Worker, report: Report) -> list[Action]:
-        if report.num_steps > worker.num_steps:
-            worker.num_steps, worker.waiting_since_s = report.num_steps, None
-        worker.costs = report.costs or worker.costs
-        worker.progress = report.progress or worker.progress
-        worker.may_help &= not report.has_failed_drafting
+    def _read(self, worker: Worker, report: Report) -> list[Action]:
+        worker.hear(report)
         actions: list[Action] = []
         broken: dict[FailedChunk, LiveResponse] = {}
         for growth in report.growths:
@@ -434,9 +322,9 @@ class Controller:
                 actions += self._fail(worker, number, "cannot run", reason, chunk.start)
         for failed, response in broken.items():
             actions = self._replace_broken(failed, response, actions)
-        return [*actions, *self._begin(worker)]
+        return [*actions, *worker.begin(has_suspects=self._has_suspects)]
 
-    def _grow(self, worker: _Worker, growth: Growth, broken: dict[FailedChunk, LiveResponse]) -> list[Action]:
+    def _grow(self, worker: Worker, growth: Growth, broken: dict[FailedChunk, LiveResponse]) -> list[Action]:
         chunk = worker.chunks.get(growth.chunk)
         if chunk is None:  # it was taken away or has ended
             return []
@@ -447,21 +335,15 @@ class Controller:
         except EngineError as error:
             return self._disagree(worker, growth.chunk, error)
         if is_new:
-            worker.has_generated = True
+            worker.prove()
             worker.new.pop(growth.chunk, None)
             response.num_steps = chunk.num_steps + growth.num_steps
             assert self._rollout is not None
             self._rollout.unkept[response.index] = response
             self._refute(worker, response, broken)
-        return self._share_lead(growth.chunk, response, known) if is_new else []
+        return [*self._runs.share_lead(growth.chunk, response, known)] if is_new else []
 
-    def _share_lead(self, number: int, response: LiveResponse, known: int) -> list[Action]:
-        """In a race the other worker hears what this chunk was the first to tell, behind `known` tokens."""
-        others = [(name, other) for other, name in response.runs.items() if other != number]
-        tokens = response.tokens[known:].tobytes() if others else b""
-        return [Adopt(name, self._workers[name].life, other, known, tokens) for name, other in others]
-
-    def _end(self, worker: _Worker, ending: Ending, broken: dict[FailedChunk, LiveResponse]) -> list[Action]:
+    def _end(self, worker: Worker, ending: Ending, broken: dict[FailedChunk, LiveResponse]) -> list[Action]:
         chunk = worker.chunks.get(ending.chunk)
         if chunk is None:
             return []
@@ -473,9 +355,10 @@ class Controller:
         except EngineError as error:
             return self._disagree(worker, ending.chunk, error)
         num_tokens = response.num_tokens
-        worker.has_generated |= ending.failure is None or ending.num_tokens > 0
+        if ending.failure is None or ending.num_tokens > 0:
+            worker.prove()
         if len(response.runs) > 1 and ending.failure is None and not is_whole:
-            self._leave_race(worker, ending.chunk)
+            self._runs.leave_race(worker, ending.chunk)
             return []
         if len(response.runs) == 1 or ending.failure is None:
             response.num_steps = chunk.num_steps + ending.num_steps
@@ -485,21 +368,19 @@ class Controller:
             return self._fail(worker, ending.chunk, "failed", ending.failure, end)
         is_final = is_whole and (ending.finish_reason == "stop" or num_tokens == response.request.max_tokens)
         self._refute(worker, response, broken, is_final=is_final)
-        assert self._dispatcher is not None
         assert self._rollout is not None
         is_sound = response.failed is None
-        self._dispatcher.chunk_finished(chunk.assignment, num_tokens, is_final, is_sound=is_sound)
-        self._remove(worker, ending.chunk)
-        actions: list[Action] = [*self._cancel_runs(response, keep_kv=not is_final)]
+        self._runs.known.chunk_finished(chunk.assignment, num_tokens, is_final, is_sound=is_sound)
+        self._runs.remove(worker, ending.chunk)
+        actions: list[Action] = [*self._runs.cancel(response, keep_kv=not is_final)]
         if not is_final:
             self._rollout.unkept[response.index] = response
             return actions
         self._rollout.unkept.pop(response.index, None)
         return [*actions, response.keep(ending.finish_reason), self._deliver(chunk, ending.finish_reason)]
 
-    def _fail(self, worker: _Worker, number: int, what: str, reason: str, end: int) -> list[Action]:
+    def _fail(self, worker: Worker, number: int, what: str, reason: str, end: int) -> list[Action]:
         """An engine has given a response up behind `end` tokens: another one tries, unless one has or none is up."""
-        assert self._dispatcher is not None
         assert self._rollout is not None
         chunk = worker.chunks[number]
         response = chunk.response
@@ -512,13 +393,13 @@ class Controller:
         if is_first:
             response.failed = FailedChunk(*worker.place, end)
         if len(response.runs) > 1:
-            self._leave_race(worker, number, for_good=True)
+            self._runs.leave_race(worker, number, for_good=True)
         elif (
             is_first
             and response.num_failures < MOST_FAILURES
-            and self._dispatcher.retry(chunk.assignment, response.num_tokens)
+            and self._runs.known.retry(chunk.assignment, response.num_tokens)
         ):
-            self._remove(worker, number)
+            self._runs.remove(worker, number)
             self._rollout.unkept[response.index] = response
         else:
             before = "" if failed is None or is_first else f", as on {failed.worker} before"
@@ -527,7 +408,7 @@ class Controller:
 
     def _refute(
         self,
-        worker: _Worker,
+        worker: Worker,
         response: LiveResponse,
         broken: dict[FailedChunk, LiveResponse],
         *,
@@ -550,104 +431,33 @@ class Controller:
             return actions
         others = [one for one in actions if not (isinstance(one, Order) and one.worker == worker.name)]
         reason = f"it failed response {response.index} behind {failed.end} tokens, and another worker went on with it"
-        return [*others, StopWorker(worker.name, worker.life), *self._lose(worker, reason, blames=False)]
+        return [*others, StopWorker(*worker.place), *self._lose(worker, reason, blames=False)]
 
     def _give_up(
-        self, worker: _Worker, number: int, failure: str, error: type[PacelineError] = RequestError
+        self, worker: Worker, number: int, failure: str, error: type[PacelineError] = RequestError
     ) -> list[Action]:
         """A response has failed: it is delivered as far as it came, or the rollout ends with the error."""
         chunk = worker.chunks[number]
         response = chunk.response
         if self._settings.on_failure == "raise":
             return [Fail(error, f"response {response.index} {failure}")]
-        assert self._dispatcher is not None
         assert self._rollout is not None
-        self._dispatcher.give_up(chunk.assignment)
-        self._remove(worker, number)
+        self._runs.known.give_up(chunk.assignment)
+        self._runs.remove(worker, number)
         self._rollout.unkept.pop(response.index, None)
-        return [*self._cancel_runs(response), self._deliver(chunk, "error", failure)]
-
-    def _remove(self, worker: _Worker, number: int) -> None:
-        """A chunk has left its worker."""
-        runs = worker.chunks.pop(number).response.runs
-        del runs[number]
-        self._changed |= dict.fromkeys((worker.name, *runs.values()))
-        worker.second.discard(number)
-        worker.new.pop(number, None)
-
-    def _cancel_runs(self, response: LiveResponse, *, keep_kv: bool = False) -> list[CancelChunk]:
-        """What still generates the response stops."""
-        actions = []
-        for number, name in list(response.runs.items()):
-            worker = self._workers[name]
-            self._remove(worker, number)
-            actions.append(CancelChunk(name, worker.life, number, keep_kv))
-        return actions
+        return [*self._runs.cancel(response), self._deliver(chunk, "error", failure)]
 
     # -- a response that runs twice
 
-    def _copy(self, helping: Helping, helper: _Worker, helped: _Worker, pair: Pair) -> list[Action]:
-        """A free worker generates a response of another one too, if it has room for it."""
-        assert self._dispatcher is not None
-        [number] = pair.chunks
-        chunk = helped.chunks[number]
-        if not self._dispatcher.has_room(chunk.assignment, helper.name):
-            return []
-        helping.add(pair)
-        response = chunk.response
-        response.is_raced = True
-        copy = replace(chunk, worker=helper.name, start=response.num_tokens, num_steps=response.num_steps)
-        return [self._place(helper, copy, pair)]
-
-    def _take_over(self, helper: _Worker, helped: _Worker, pair: Pair) -> list[Action]:
-        """A free worker goes on with responses of another one, as far as it has room for them."""
-        assert self._dispatcher is not None
-        actions: list[Action] = []
-        for number in pair.chunks:
-            chunk = helped.chunks[number]
-            if not self._dispatcher.has_room(chunk.assignment, helper.name):
-                break
-            response = chunk.response
-            moved = self._dispatcher.move(chunk.assignment, helper.name)
-            self._remove(helped, number)
-            actions.append(CancelChunk(helped.name, helped.life, number, keep_kv=True))
-            start, response.is_raced = response.num_tokens, False
-            there = RunningChunk(moved, response, helper.name, start, chunk.end, response.num_steps)
-            actions.append(order := self._place(helper, there, pair))
-            helper.has_run, helper.new[order.chunk] = True, response
-        return actions
-
-    def _leave_race(self, worker: _Worker, number: int, *, for_good: bool = False) -> None:
-        """One of the two that generate a response stops; the other one owns it from now on.
-
-        for_good: the response gets no further copy.
-        """
-        assert self._dispatcher is not None
-        chunk = worker.chunks[number]
-        chunk.response.may_race &= not for_good
-        was_owner = chunk.response.owner == number
-        self._remove(worker, number)
-        [(copy, name)] = chunk.response.runs.items()
-        if was_owner:
-            other, moved = self._workers[name], self._dispatcher.move(chunk.assignment, name)
-            other.chunks[copy] = replace(other.chunks[copy], assignment=moved)
-
-    def _end_copies(self, worker: _Worker) -> list[CancelChunk]:
-        """A worker gets a chunk of its own: it runs copies no more."""
-        copies = worker.copies
-        for number in copies:
-            self._leave_race(worker, number)
-        return [CancelChunk(worker.name, worker.life, number) for number in copies]
-
-    def _disagree(self, worker: _Worker, number: int, error: EngineError) -> list[Action]:
+    def _disagree(self, worker: Worker, number: int, error: EngineError) -> list[Action]:
         """A worker tells other tokens than are known. In a race it stops, and the other one goes on; else it is an
         error.
         """
         response = worker.chunks[number].response
         if len(response.runs) < 2:
             raise error
-        self._leave_race(worker, number, for_good=True)
-        cancel = CancelChunk(worker.name, worker.life, number)
+        self._runs.leave_race(worker, number, for_good=True)
+        cancel = CancelChunk(*worker.place, number)
         return [Disagree(worker.name, response.index, str(error)), cancel]
 
     def _deliver(self, chunk: RunningChunk, reason: str, failure: str | None = None) -> Deliver:
@@ -655,8 +465,8 @@ class Controller:
         del self._rollout.places[chunk.assignment.group, chunk.assignment.sample]
         self.num_unfinished -= 1
         if not self.num_unfinished:
-            self._rollout = self._dispatcher = None
-        return Deliver(chunk.response.index, chunk.response.finish(reason, self._version, failure))
+            self._rollout = self._runs.dispatcher = None
+        return Deliver(chunk.response.index, chunk.response.finish(reason, self._runs.version, failure))
 
     def _keep_grown(self, now_s: float) -> list[Action]:
         """Keep what has grown, from time to time."""
@@ -673,47 +483,39 @@ class Controller:
 
     # -- workers come and go
 
-    def _welcome(self, worker: _Worker, version: int) -> list[Action]:
+    def _welcome(self, worker: Worker, version: int) -> list[Action]:
         """A worker has weights: those of the present, or it shall load them first."""
         worker.waiting_since_s = None
-        if version != self._version:
+        if version != self._runs.version:
             worker.state = "loading"
-            return [LoadWeights(worker.name, worker.life, self._version)]
+            return [LoadWeights(*worker.place, self._runs.version)]
         worker.state = "up"
-        if self._dispatcher is None:
+        if self._runs.dispatcher is None:
             self._begin_dispatch()
         elif not worker.is_drafter:
             self._join(worker)
         return []
 
-    def _join(self, worker: _Worker) -> None:
+    def _join(self, worker: Worker) -> None:
         facts = worker.facts
         assert facts is not None
-        assert self._dispatcher is not None
-        self._dispatcher.worker_up(worker.name, facts.num_kv_blocks, facts.max_concurrency)
+        self._runs.known.worker_up(worker.name, facts.num_kv_blocks, facts.max_concurrency)
 
     def _lose(
-        self, worker: _Worker, reason: str, *, is_fruitless: bool = True, blames: bool = True
+        self, worker: Worker, reason: str, *, is_fruitless: bool = True, blames: bool = True
     ) -> list[Action]:
         """A worker is gone: what it ran goes on elsewhere from the last token told, and another engine is started.
 
         is_fruitless: without a token this life counts as one that came to nothing. blames: what had begun there may
         have ended it.
         """
-        actions = self._blame(worker, reason) if blames else []
-        lost = self._withdraw(worker).values()
-        if worker.has_generated:
-            worker.num_fruitless = 0
-        elif is_fruitless and (worker.state != "up" or worker.has_run):
-            worker.num_fruitless += 1
-        worker.life += 1
-        self._changed[worker.name] = None
-        worker.facts, worker.costs, worker.progress = None, None, None
-        worker.waiting_since_s, worker.num_steps = None, 0
-        worker.has_run, worker.has_generated, worker.may_help = False, False, True
+        actions, is_excused = self._blame(worker, reason) if blames else ([], False)
+        lost = self._runs.withdraw(worker).values()
+        worker.end_life(is_fruitless=is_fruitless and not is_excused)
+        self._runs.changed[worker.name] = None
         if worker.num_fruitless < self._settings.max_failed_starts:
             worker.state = "starting"
-            return [StartWorker(worker.name, worker.life), *actions]
+            return [StartWorker(*worker.place), *actions]
         worker.state = "given up"
         self._replace_verifiers()
         if all(other.state == "given up" for other in self._workers.values()):
@@ -733,46 +535,51 @@ class Controller:
         drafters = [worker for worker in workers if worker.is_drafter]
         for worker in drafters:
             worker.is_drafter = False
-        if self._dispatcher is None:
+        if self._runs.dispatcher is None:
             self._begin_dispatch()
             return
         for worker in drafters:
             if worker.state == "up":
                 self._join(worker)
 
-    def _blame(self, worker: _Worker, reason: str) -> list[Action]:
-        """A worker is lost: is there a response that ends every worker which runs it?"""
+    def _blame(self, worker: Worker, reason: str) -> tuple[list[Action], bool]:
+        """A worker is lost: is there a response that ends every worker which runs it? Gives whether one is held to have
+        ended this one.
+        """
         for response in worker.new.values():
             response.is_suspect = self._has_suspects = True
-        if len(worker.new) != 1 or not worker.has_generated:
-            return []
+        if len(worker.new) != 1:
+            return [], False
         [(number, response)] = worker.new.items()
+        if not (worker.is_proven or response.has_fatal_prompt):
+            return [], False
         response.num_losses += 1
         if response.num_losses <= (most := self._settings.max_crashes):
-            return []
-        failure = (
-            f"got no token from {most + 1} workers in a row that were lost when nothing else had just begun there, the "
-            f"last one thus: {reason}; leave it out, or raise max_crashes ({most}) if something else ends the workers"
+            return [], True
+        workers = (
+            f"{most + 1} workers in a row that were lost when nothing else had just begun there, the last one"
         )
-        return self._give_up(worker, number, failure, EngineError)
+        if response.has_fatal_prompt:
+            workers = f"a worker that was lost, as {most + 1} were with another response to its prompt,"
+        elif not worker.has_generated:
+            worker.is_proven = False
+        failure = (
+            f"got no token from {workers} thus: {reason}; leave it out, or raise max_crashes ({most}) if something "
+            "else ends the workers"
+        )
+        if response.num_tokens == 0:
+            self._warn_of_prompt(worker.chunks[number].assignment.group)
+        return self._give_up(worker, number, failure, EngineError), True
 
-    def _withdraw(self, worker: _Worker) -> dict[int, RunningChunk]:
-        """Take the worker out of the rollout; its chunks wait again. Gives those that had begun, by number."""
-        if worker.state != "up" or worker.is_drafter or self._dispatcher is None:
-            return {}
-        lost = dict(worker.chunks)
-        for number, chunk in lost.items():
-            if len(chunk.response.runs) > 1:
-                self._leave_race(worker, number)
-        progress = {}
-        for number, chunk in worker.chunks.items():
-            del chunk.response.runs[number]
-            place = chunk.assignment.group, chunk.assignment.sample
-            progress[place] = chunk.response.num_tokens
-        self._dispatcher.worker_lost(worker.name, progress)
-        held = {order.chunk for order in worker.held}
-        self._end_all(worker)
-        return {number: chunk for number, chunk in lost.items() if number not in held}
+    def _warn_of_prompt(self, group: int) -> None:
+        """A response has ended its workers before its first token: the others of its group begin with the same prefill.
+        Each of them is given up with the first worker that it ends.
+        """
+        assert self._rollout is not None
+        for (number, _), response in self._rollout.places.items():
+            if number == group and response.num_tokens == 0:
+                response.is_suspect = response.has_fatal_prompt = True
+                response.num_losses = self._settings.max_crashes
 
     # -- help for stragglers
 
@@ -787,16 +594,16 @@ class Controller:
             else:
                 self._idle.discard(name)
                 self._rested.discard(name)
-            helping.note(name, self._door(place) if standing is Standing.BUSY else None)
+            helping.note(name, self._workers[name].door if standing is Standing.BUSY else None)
             self._note_progress(self._workers[name])
         actions = helping.end(changed, self._standing)
         if isinstance(event, Reported):
             actions += helping.judge(event.worker, self._workers[event.worker].progress)
-        if not self._idle or self._dispatcher is None:
+        if not self._idle or self._runs.dispatcher is None:
             return actions
         for name in helping.take_stale():
             worker = self._workers[name]
-            settled = self._dispatcher.can_move and not worker.held and not worker.new
+            settled = self._runs.dispatcher.can_move and not worker.held and not worker.new
             helping.predict(worker.place, self._remainders(worker), worker.costs, can_move=settled)
         if not isinstance(event, Tick) or event.now_s - self._helped_s < HELP_S:
             return actions
@@ -805,34 +612,36 @@ class Controller:
         rested, self._rested = self._rested, set(self._idle)
         drafters = self._in_order(name for name in self._idle if self._workers[name].is_drafter)
         actions += helping.assign([worker.place for worker in drafters])
-        if not helping.kinds or self._dispatcher.num_waiting:
+        if not helping.kinds or self._runs.dispatcher.num_waiting:
             return actions
         free = (one for one in self._in_order(self._idle - helping.helpers) if not one.is_drafter)
         for pair in helping.choose(((worker.place, worker.costs) for worker in free), rested):
             helper, helped = self._workers[pair.helper.worker], self._workers[pair.helped.worker]
             match pair.kind:
                 case Help.COPY:
-                    actions += self._copy(helping, helper, helped, pair)
+                    if (order := self._runs.copy(helper, helped, pair)) is not None:
+                        helping.add(pair)
+                        actions.append(order)
                 case Help.TAKE:
-                    actions += self._take_over(helper, helped, pair)
+                    actions += self._runs.take_over(helper, helped, pair)
                 case _:
                     actions.append(helping.draft(pair))
         return actions
 
-    def _note_progress(self, worker: _Worker) -> None:
+    def _note_progress(self, worker: Worker) -> None:
         """What it has generated counts while it is busy."""
         if worker.chunks and worker.progress is not None:
             self._progress[worker.name] = worker.progress
         else:
             self._progress.pop(worker.name, None)
 
-    def _in_order(self, names: Iterable[str]) -> list[_Worker]:
+    def _in_order(self, names: Iterable[str]) -> list[Worker]:
         """Some workers, in the fleet's order."""
         return [self._workers[name] for name in sorted(names, key=self._ranks.__getitem__)]
 
     def _take_changed(self, event: Event) -> Iterable[str]:
         """The workers that may have other standings, or other responses left, than at the last call."""
-        changed, self._changed = self._changed, {}
+        changed, self._runs.changed = self._runs.changed, {}
         if isinstance(event, WorkerEvent):
             changed[event.worker] = None
         elif isinstance(event, Submitted | WeightsChanged):
@@ -871,19 +680,13 @@ class Controller:
         is_up = worker.place == place and worker.state == "up"
         return is_up and not worker.chunks and not self.pairs_of(worker.name)
 
-    def _door(self, place: Place) -> Door | None:
-        """Where others may draft for a worker."""
-        facts = self._workers[place.worker].facts
-        return (place, facts.draft_addresses) if facts is not None and facts.draft_addresses else None
-
     def expected_rest(self, worker: str, chunk: int, num_tokens: int) -> int:
         """Tokens that the response of a running chunk will still get, now that it has `num_tokens`."""
-        assert self._dispatcher is not None
-        return self._dispatcher.expected_rest(self._workers[worker].chunks[chunk].assignment, num_tokens)
+        return self._runs.known.expected_rest(self._workers[worker].chunks[chunk].assignment, num_tokens)
 
-    def _remainders(self, worker: _Worker) -> list[Remainder]:
+    def _remainders(self, worker: Worker) -> list[Remainder]:
         """What is left of a worker's responses."""
-        dispatcher = self._dispatcher
+        dispatcher = self._runs.dispatcher
         if dispatcher is None:
             return []
         return [
@@ -897,26 +700,26 @@ class Controller:
             if chunk.response.owner == number
         ]
 
-    def _renew(self, worker: _Worker) -> list[Action]:
+    def _renew(self, worker: Worker) -> list[Action]:
         """A worker has refused a chunk, so it has missed new weights; those of version 0 nobody can give it."""
-        if self._version == 0:
-            stop = StopWorker(worker.name, worker.life)
+        if self._runs.version == 0:
+            stop = StopWorker(*worker.place)
             return [stop, *self._lose(worker, "it refused a chunk with the model's own weights")]
-        cancels = [CancelChunk(worker.name, worker.life, number) for number in self._withdraw(worker)]
+        cancels = [CancelChunk(*worker.place, number) for number in self._runs.withdraw(worker)]
         worker.state, worker.waiting_since_s = "loading", None
-        return [*cancels, LoadWeights(worker.name, worker.life, self._version)]
+        return [*cancels, LoadWeights(*worker.place, self._runs.version)]
 
     def _change_weights(self, version: int) -> list[Action]:
         if self.num_unfinished:
             raise EngineError(
                 f"{self.num_unfinished} responses are running: finish or abandon them before new weights"
             )
-        self._version = version
+        self._runs.version = version
         actions: list[Action] = []
         for worker in self._workers.values():
             if worker.state == "up":  # one that is loading is given these when it is done
                 worker.state, worker.waiting_since_s = "loading", None
-                actions.append(LoadWeights(worker.name, worker.life, version))
+                actions.append(LoadWeights(*worker.place, version))
         return actions
 
     def _look_for_silence(self, now_s: float) -> list[Action]:
@@ -924,44 +727,15 @@ class Controller:
 
         One that only did not start is started again, however often, while others generate: it may wait for room.
         """
-        listened_s = self._listen(now_s)
-        workers, is_idle = self._workers.values(), not self.num_unfinished
-        goes_on = any(worker.state == "up" if is_idle else worker.chunks for worker in workers)
         helpers = self._helping.helpers if self._helping is not None else ()
+        is_idle = not self.num_unfinished
         actions: list[Action] = []
-        for worker in workers:
-            state = worker.state
-            if state == "up":
-                if not worker.chunks and worker.name not in helpers:
-                    worker.waiting_since_s = None
-                    continue
-                limit_s = self._settings.silence_s
-            elif state == "given up":
-                continue
-            else:
-                limit_s = self._settings.start_timeout_s
-            if worker.waiting_since_s is None:
-                worker.waiting_since_s = listened_s
-            elif listened_s - worker.waiting_since_s > limit_s:
-                actions.append(StopWorker(worker.name, worker.life))
-                waits = state == "starting" and goes_on
-                actions += self._lose(worker, self._silence_of(worker), is_fruitless=not waits)
+        for worker, reason, may_wait in self._silence.look(
+            now_s, self._workers.values(), helpers, is_idle=is_idle
+        ):
+            stop = StopWorker(*worker.place)
+            actions += [stop, *self._lose(worker, reason, is_fruitless=not may_wait)]
         return actions
-
-    def _silence_of(self, worker: _Worker) -> str:
-        """What a worker has not done for too long."""
-        if worker.state == "up":
-            step = "engine step" if worker.chunks else "turn of drafting"
-            return f"it finished no {step} after {self._settings.silence_s:g} s"
-        hint = " (`ray status` tells whether there was room for it)" if worker.state == "starting" else ""
-        return f"it was still {worker.state} after {self._settings.start_timeout_s:g} s{hint}"
-
-    def _listen(self, now_s: float) -> float:
-        """Time goes on; gives the seconds that the driver has listened so far."""
-        before_s, self._last_tick_s = self._last_tick_s, now_s
-        if before_s is not None:
-            self._listened_s += min(now_s - before_s, LONGEST_TICK_S)
-        return self._listened_s
 
 
 def _name(chunks: Collection[RunningChunk]) -> str:

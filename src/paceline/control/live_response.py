@@ -22,6 +22,7 @@ class LiveResponse:
 
     __slots__ = (
         "failed",
+        "has_fatal_prompt",
         "index",
         "is_raced",
         "is_suspect",
@@ -48,6 +49,8 @@ class LiveResponse:
         """Workers in a row that had worked, and were lost when it alone had begun there and got no token."""
         self.is_suspect = False
         """A worker was lost before it got a token there, and it has got none since."""
+        self.has_fatal_prompt = False
+        """A response with the same prompt has ended its workers before it got a token, and this one has none yet."""
         self.failed: FailedChunk | None = None
         """Where its chunk failed; None: nowhere, or it has gone on elsewhere since."""
         self.num_failures = 0
@@ -85,8 +88,12 @@ class LiveResponse:
         self.logprobs.frombytes(piece.logprobs)
         num_new = len(self.tokens) - known
         if num_new:
-            self.num_losses, self.is_suspect = 0, False
+            self.acquit()
         return num_new
+
+    def acquit(self) -> None:
+        """It has got a token: it is not what ends workers."""
+        self.num_losses, self.is_suspect, self.has_fatal_prompt = 0, False, False
 
     def _compare(self, start: int, piece: Packed) -> None:
         """Raise EngineError if a token from index `start` on is not the one that is known."""

@@ -33,7 +33,8 @@ class CountedResponse(LiveResponse):
         """Count what is new; nothing is lost on the way."""
         end = ending.start + ending.num_tokens
         if end > self._num_tokens:
-            self._num_tokens, self.num_losses, self.is_suspect = end, 0, False
+            self._num_tokens = end
+            self.acquit()
         return True
 
     def check_extent(self, chunk: RunningChunk, start: int, end: int) -> None:
