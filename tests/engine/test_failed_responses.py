@@ -101,6 +101,20 @@ def test_options_that_leave_no_token_end_one_response(
     assert any(ended[i].num_accepted_tokens for i in range(len(GOOD))) == drafts
 
 
+def test_who_scores_a_prompt_and_gets_no_token_ends_alone(
+    engine: RolloutEngine, alone: list[Response]
+) -> None:
+    """vLLM's scheduler has no place for log-probabilities of a prompt without a token behind it."""
+    for index, request in enumerate(GOOD):
+        engine.submit(index, request, params())
+    vllm = engine.vllm_engine
+    nothing = params(allowed_token_ids=[LAST], stop_token_ids=[LAST], min_tokens=1, prompt_logprobs=1)
+    vllm.add_request("scored", {"prompt_token_ids": [1, 6]}, nothing)
+    ended = finish(engine)
+    assert [ended[i].tokens for i in range(len(GOOD))] == [r.tokens for r in alone]
+    assert not vllm.has_unfinished_requests()
+
+
 @pytest.mark.parametrize("right", [0.0, 1.0])
 def test_a_response_keeps_what_it_had_and_drafts_do_not_move_its_end(
     engine: RolloutEngine, monkeypatch: pytest.MonkeyPatch, right: float

@@ -128,6 +128,8 @@ def test_observations_tell_what_the_engine_did(engine: RolloutEngine) -> None:
         (RolloutRequest((1, 2), 5), {"n": 2}, UnsupportedError, "n=2"),
         (RolloutRequest((1, 2), 5), {"prompt_logprobs": 1}, UnsupportedError, "prompt_logprobs"),
         (RolloutRequest((1, 2), 5), {"logprobs": -1}, UnsupportedError, "logprobs=-1"),
+        (RolloutRequest((1, 2), 5), {"logprobs": 5}, UnsupportedError, "logprobs=5.*of no others"),
+        (RolloutRequest((1, 2), 5), {"allowed_token_ids": [999]}, RequestError, "request 0: .*999"),
     ],
 )
 def test_refusals(
@@ -212,7 +214,7 @@ def read_by_vllm(engine: RolloutEngine, response: Response, options: Any) -> tup
     return list(completion.token_ids), scores
 
 
-@pytest.mark.parametrize("logprobs", [0, 3])
+@pytest.mark.parametrize("logprobs", [0, 1])
 def test_tokens_are_read_as_vllms_own_processor_reads_them(
     engine: RolloutEngine, logprobs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -198,6 +198,23 @@ def few_drafts(rng: np.random.Generator, depth: int) -> tuple[list[Request], Row
     return requests, rows, rng.integers(0, VOCABULARY, depth)
 
 
+def test_a_neighbours_top_p_excludes_nothing() -> None:
+    """Cutting by a probability of 1 would exclude what has none."""
+    from vllm import SamplingParams
+
+    one, other = (
+        Request(SamplingParams(temperature=1.0, top_p=top_p, top_k=top_k), [5], [], [], None)
+        for top_p, top_k in ((1.0, 4), (0.5, 0))
+    )
+    logits = torch.zeros(2, VOCABULARY)
+    logits[:, :4] = torch.tensor([200.0, 150.0, 96.0, 90.0])
+    rows = Rows.of(np.zeros(2, np.int64), np.ones(2, np.int64))
+    first, second = apply_filters(logits.clone(), rows, make_metadata([one, other]))
+    assert first[:4].tolist() == [200.0, 150.0, 96.0, 90.0]
+    assert torch.isneginf(first[4:]).all()
+    assert torch.isneginf(second[1:]).all()
+
+
 @pytest.mark.parametrize("named", [False, True])
 def test_log_probabilities_are_computed_where_there_is_a_token(
     monkeypatch: pytest.MonkeyPatch, named: bool

@@ -18,8 +18,9 @@ from vllm.v1.request import RequestStatus
 
 from paceline.config import EngineSettings
 from paceline.dice import derive_key
+from paceline.engine import arguments
 from paceline.engine.arguments import check_engine
-from paceline.engine.compat import _check_exact
+from paceline.engine.compat import PauseState, _check_exact
 from paceline.engine.rollout_engine import RolloutEngine
 from paceline.engine.scheduler import LiveBatch, PacelineScheduler, ScheduledResponse
 from paceline.engine.waiting import front_of
@@ -120,7 +121,10 @@ def a_scheduler(
         scheduler_config=SimpleNamespace(max_num_batched_tokens=1200, long_prefill_token_threshold=0),
         adaptive_long_prefill_threshold=False,
         max_num_scheduled_tokens=500,
-        kv_cache_manager=SimpleNamespace(block_pool=pool, prefix_cache_lookup_enabled=lambda request: False),
+        kv_cache_manager=SimpleNamespace(
+            block_pool=pool, prefix_cache_lookup_enabled=lambda request: False, watermark_blocks=0
+        ),
+        _pause_state=PauseState.UNPAUSED,
         kv_pool=None,
         block_size=128,
     )
@@ -164,6 +168,23 @@ def test_requests_that_wait_for_something_else_are_not_told() -> None:
     assert scheduler._num_other_tokens(0, []) == 50 + 30
     scheduler.max_num_active_reqs = 2
     assert scheduler._num_other_tokens(0, []) == 30
+
+
+@pytest.mark.parametrize("state", [PauseState.PAUSED_NEW, PauseState.PAUSED_ALL])
+def test_new_requests_are_not_told_where_none_is_admitted(state: PauseState) -> None:
+    """A trainer that has the engine drain before new weights: what runs on is the tail, where drafts pay most."""
+    scheduler = a_scheduler([], waiting_lengths=(40, 50), num_free_blocks=99)
+    scheduler.kv_holding_waiting = [a_waiting_request(90, num_computed_tokens=60)]
+    assert scheduler._num_other_tokens(0, []) == 40 + 50 + 30
+    scheduler._pause_state = state
+    assert scheduler._num_other_tokens(0, []) == 30
+
+
+def test_blocks_that_vllm_keeps_free_admit_nobody() -> None:
+    scheduler = a_scheduler([], waiting_lengths=(128, 128), num_free_blocks=4)
+    assert scheduler._num_other_tokens(0, []) == 256
+    scheduler.kv_cache_manager.watermark_blocks = 2
+    assert scheduler._num_other_tokens(0, []) == 128
 
 
 @dataclass
@@ -250,6 +271,18 @@ def test_what_is_not_given_may_be_null(engine: RolloutEngine) -> None:
     extra = {"paceline_generated": None, "paceline_key": None, "paceline_sample": None}
     output = run_alone(engine, params(extra_args=extra, presence_penalty=0.5, ignore_eos=True))
     assert output.outputs[0].finish_reason == "length"
+
+
+def test_weights_may_change_under_a_response_whose_options_are_null(engine: RolloutEngine) -> None:
+    vllm = engine.vllm_engine
+    options = params(extra_args={"paceline_generated": None}, ignore_eos=True)
+    vllm.add_request("alone", {"prompt_token_ids": list(PROMPT)}, options)
+    vllm.step()
+    assert vllm.reset_prefix_cache(reset_running_requests=True)
+    outputs: list[Any] = []
+    while vllm.has_unfinished_requests():
+        outputs += vllm.step()
+    assert outputs[-1].outputs[0].finish_reason == "length"
 
 
 def test_no_tokens_asked_for_by_name_are_none(engine: RolloutEngine) -> None:
@@ -378,6 +411,14 @@ def test_modes_that_cannot_work_are_refused(section: str, name: str, value: obje
     setattr(getattr(config, section), name, value)
     with pytest.raises(UnsupportedError, match=remedy):
         check_engine(config)
+
+
+def test_installed_logits_processors_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM refuses those that an argument names, and would leave these out without a word."""
+    installed = {"vllm.logits_processors": [SimpleNamespace(name="only_seven")]}
+    monkeypatch.setattr(arguments, "entry_points", lambda group: installed.get(group, []))
+    with pytest.raises(UnsupportedError, match=r"\['only_seven'\] process logits"):
+        check_engine(make_config())
 
 
 def test_ranks_that_schedule_by_their_own_clocks_are_refused() -> None:

@@ -81,6 +81,7 @@ def test_impossible_carries_are_refused(value: object) -> None:
         (1, 1 << 64, {}, "does not fit in 64 bits"),
         (2, None, {"paceline_key": 0}, "paceline_key with n=2"),
         (2, None, {"paceline_sample": 0}, "paceline_sample with n=2"),
+        (1, None, {"paceline_kye": 7}, "paceline_kye is no option of a request: these are paceline_key, "),
     ],
 )
 def test_wrong_options_are_refused_where_they_are_made(
@@ -102,6 +103,8 @@ def test_right_options_pass() -> None:
     check_options(SimpleNamespace(n=1, seed=None, extra_args={"paceline_key": -1, "paceline_sample": 0}))
     check_options(SimpleNamespace(n=8, seed=3, extra_args={"paceline_group": 4, "theirs": "x"}))
     check_options(SimpleNamespace(n=8, seed=None, extra_args=None))
+    sent_again = {"paceline_key": 5, "paceline_response": 3}  # what the scheduler made of them
+    check_options(SimpleNamespace(n=1, seed=None, extra_args=sent_again))
 
 
 def test_engines_of_one_run_derive_keys_of_their_own() -> None:

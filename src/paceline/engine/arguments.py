@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 from collections.abc import Iterable
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -168,6 +169,8 @@ def read_settings(vllm_config: Any) -> EngineSettings:
 
 def check_engine(vllm_config: Any) -> None:
     """Raise UnsupportedError for an engine mode in which sampling by key cannot work. Before the model is loaded."""
+    from vllm.v1.sample.logits_processor import LOGITSPROCS_GROUP
+
     from paceline.engine.compat import is_cpu
 
     settings = read_settings(vllm_config)
@@ -188,6 +191,11 @@ def check_engine(vllm_config: Any) -> None:
             and vllm_config.parallel_config.world_size > 1
         ),
     }
+    if names := [one.name for one in entry_points(group=LOGITSPROCS_GROUP)]:
+        raise UnsupportedError(
+            f"vLLM's plug-ins {names} process logits, which sampling by key would leave out: uninstall them, or run "
+            "this engine without Paceline"
+        )
     if vllm_config.use_v2_model_runner:
         remedies |= _v2_remedies(vllm_config, settings)
     for remedy, is_needed in remedies.items():

@@ -26,6 +26,7 @@ from vllm.platforms import current_platform  # noqa: E402
 from vllm.sampling_params import SamplingParams  # noqa: E402
 from vllm.utils.torch_utils import PIN_MEMORY  # noqa: E402
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler  # noqa: E402
+from vllm.v1.core.sched.interface import PauseState  # noqa: E402
 from vllm.v1.core.sched.output import SchedulerOutput  # noqa: E402
 from vllm.v1.core.sched.request_queue import PriorityRequestQueue  # noqa: E402
 from vllm.v1.core.sched.scheduler import Scheduler  # noqa: E402
@@ -60,6 +61,7 @@ __all__ = [
     "MinPLogitsProcessor",
     "MinTokensLogitsProcessor",
     "ModelRunnerOutput",
+    "PauseState",
     "PriorityRequestQueue",
     "Request",
     "RequestStatus",

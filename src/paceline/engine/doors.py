@@ -99,7 +99,7 @@ DOORS: tuple[Door, ...] = (
         members="running waiting kv_holding_waiting num_waiting_for_streaming_input max_num_active_reqs "
         "_is_blocked_waiting_status requests num_spec_tokens max_model_len max_num_scheduled_tokens block_size "
         "adaptive_long_prefill_threshold get_request_counts scheduler_config kv_cache_manager connector "
-        "grammar_compile_error_reqs",
+        "grammar_compile_error_reqs pause_state",
     ),
     Door(
         f"{SCHEDULER}.schedule",
@@ -178,9 +178,14 @@ DOORS: tuple[Door, ...] = (
         members="FINISHED_LENGTH_CAPPED FINISHED_ABORTED FINISHED_STOPPED",
     ),
     Door(
+        "vllm.v1.core.sched.interface:PauseState",
+        "whether requests that wait are admitted (waiting.py)",
+        members="UNPAUSED",
+    ),
+    Door(
         KV_MANAGER,
         "free blocks, what a prompt has cached, and blocks of a step that is withdrawn",
-        members="block_pool coordinator prefix_cache_lookup_enabled get_blocks evict_blocks",
+        members="block_pool coordinator prefix_cache_lookup_enabled get_blocks evict_blocks watermark_blocks",
     ),
     Door(
         COORDINATOR,
@@ -221,7 +226,7 @@ DOORS: tuple[Door, ...] = (
         "KeyedRunner, MultiPathRunner (v1/): sampling, drafting and the rows of draft paths",
         overrides="load_model initialize_kv_cache initialize_metadata_builders execute_model sample_tokens _sample "
         "_prepare_inputs _preprocess _get_slot_mappings _determine_batch_execution_and_padding _prepare_padding_mask "
-        "take_draft_token_ids use_aux_hidden_state_outputs",
+        "_input_fits_in_drafter take_draft_token_ids use_aux_hidden_state_outputs",
         members="get_model input_batch requests drafter model_config vllm_config device discard_request_mask "
         "attn_groups kv_caches positions input_ids execute_model_state",
     ),
@@ -572,6 +577,10 @@ DOORS: tuple[Door, ...] = (
     Door(
         "vllm.v1.sample.logits_processor:BUILTIN_LOGITS_PROCESSORS",
         "all of them are made, under speculation too",
+    ),
+    Door(
+        "vllm.v1.sample.logits_processor:LOGITSPROCS_GROUP",
+        "plug-ins of this group would be left out, so an engine with some is refused",
     ),
     Door(PROCESSORS, "made anew for the batch", members="argmax_invariant non_argmax_invariant"),
     Door(f"{BUILTIN}:MinPLogitsProcessor", "its option, row by row", members="min_p min_p_count"),

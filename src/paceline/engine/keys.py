@@ -33,6 +33,7 @@ MAX_PROMPTS = 1 << 16
 """Prompts whose samples are counted; beyond this the longest unused is forgotten."""
 
 POOL_OPTIONS = ("paceline_policy_version", "paceline_keep_kv")
+PREFIX, RESPONSE = "paceline_", "paceline_response"  # the latter is written by the scheduler
 OPTIONS = ("paceline_key", "paceline_group", "paceline_sample", "paceline_generated", *POOL_OPTIONS)
 
 
@@ -53,6 +54,9 @@ def check_options(params: Any) -> None:
     Raises RequestError, or UnsupportedError for what a resumed response cannot have.
     """
     extra = params.extra_args or {}
+    unknown = [name for name in extra if name.startswith(PREFIX) and name not in (*OPTIONS, RESPONSE)]
+    if unknown:
+        raise RequestError(f"{unknown[0]} is no option of a request: these are {', '.join(OPTIONS)}")
     values = {name: _integer(extra, name) for name in OPTIONS}
     for name in ("paceline_sample", "paceline_generated", "paceline_policy_version"):
         if not 0 <= (values[name] or 0) <= MASK >> 1:
@@ -150,7 +154,7 @@ class KeyBook:
         if key is None:
             key = self._derive(params, prompt, _integer(extra, "paceline_sample"))
         extra["paceline_key"] = key & MASK
-        extra["paceline_response"] = response
+        extra[RESPONSE] = response
         params.extra_args = extra
         params.seed = self.seed(key & MASK)
         params.min_tokens = max(params.min_tokens - carried, 0)

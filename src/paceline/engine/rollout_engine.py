@@ -25,7 +25,14 @@ from paceline.config import EngineSettings
 from paceline.engine.installed import is_cpu_build
 from paceline.engine.keys import check_resumed
 from paceline.engine.token_outputs import Grown, TokenOutputs
-from paceline.errors import CheckpointError, ConfigError, EngineError, RequestError, UnsupportedError
+from paceline.errors import (
+    CheckpointError,
+    ConfigError,
+    EngineError,
+    PacelineError,
+    RequestError,
+    UnsupportedError,
+)
 from paceline.types import (
     DrafterScore,
     DraftSharingCounters,
@@ -111,9 +118,10 @@ def check_params(params: SamplingParams) -> None:
         raise UnsupportedError(f"n={params.n}: give one RolloutRequest per sample, n must be 1")
     if params.prompt_logprobs is not None:
         raise UnsupportedError("prompt_logprobs: score prompts with the trainer's model instead")
-    if params.logprobs is not None and params.logprobs < 0:
+    if params.logprobs not in {None, 0, 1}:
         raise UnsupportedError(
-            f"logprobs={params.logprobs}: log-probabilities of the whole vocabulary are not kept; ask for a number"
+            f"logprobs={params.logprobs}: a response has the log-probability of each of its tokens and of no others; "
+            "leave it unset"
         )
 
 
@@ -378,6 +386,7 @@ class RolloutEngine:
             )
 
     def _submit(self, index: int, request: RolloutRequest, params: SamplingParams) -> str:
+        from vllm.exceptions import VLLMValidationError
         from vllm.sampling_params import RequestOutputKind
 
         own = params.clone()
@@ -388,7 +397,7 @@ class RolloutEngine:
         own.min_tokens = min(own.min_tokens, request.max_tokens)
         if self.settings is None:  # else Paceline's scheduler counts what is carried
             own.min_tokens = max(own.min_tokens - carried, 0)
-        own.logprobs = own.logprobs or 0
+        own.logprobs = 0  # of the token itself
         own.output_kind = RequestOutputKind.DELTA
         own.detokenize = bool(own.stop)
         if self.settings is not None:
@@ -397,7 +406,15 @@ class RolloutEngine:
         prompt: dict[str, Any] = {"prompt_token_ids": [*request.prompt, *request.generated]}
         if (salt := self._cache_salt()) is not None:
             prompt["cache_salt"] = salt
-        internal = self._outputs.add(name, prompt, own)
+        try:
+            internal = self._outputs.add(name, prompt, own)
+        except PacelineError:
+            raise
+        except (
+            ValueError,
+            VLLMValidationError,
+        ) as error:  # vLLM's own words for options that it does not take
+            raise RequestError(f"request {index}: {error}") from error
         self._pending[internal] = _Pending(index, request, internal)
         return internal
 

@@ -222,11 +222,12 @@ class PacelineScheduler(Scheduler):  # type: ignore[misc]
             self.kv_pool.forget_running()
         if self.spare_blocks is not None:
             self.spare_blocks.release()
-        is_reset = super().reset_prefix_cache(*args, **kwargs)
-        for request, live in running:
-            carried = (request.sampling_params.extra_args or {}).get("paceline_generated", 0)
-            self._tell(request, live, carried)
-        return is_reset
+        try:
+            return super().reset_prefix_cache(*args, **kwargs)
+        finally:
+            for request, live in running:
+                carried = (request.sampling_params.extra_args or {}).get("paceline_generated") or 0
+                self._tell(request, live, carried)
 
     def shutdown(self) -> None:
         self.loop.shut_down()
@@ -402,6 +403,9 @@ class PacelineScheduler(Scheduler):  # type: ignore[misc]
         for name, why in undrawable_of(model_runner_output).items():
             self._give_up(name, why)
             self._stained += self._blocks_of(name)
+            # vLLM takes no log-probabilities of a prompt without a token behind it.
+            model_runner_output.prompt_logprobs_dict.pop(name, None)
+            model_runner_output.prompt_token_id_logprobs_dict.pop(name, None)
         withdrawn = withdrawn_of(model_runner_output)
         if withdrawn:
             self._batch.settle()  # what was counted before this step is no growth of it

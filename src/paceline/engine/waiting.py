@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
-from paceline.engine.compat import PriorityRequestQueue, Request
+from paceline.engine.compat import PauseState, PriorityRequestQueue, Request
 
 
 def num_admissible_tokens(scheduler: Any, room: int, longest: int) -> int:
@@ -27,10 +27,11 @@ def num_admissible_tokens(scheduler: Any, room: int, longest: int) -> int:
     if seats <= 0:
         return 0
     manager, pool = scheduler.kv_cache_manager, scheduler.kv_pool
-    queues = scheduler.kv_holding_waiting, scheduler.waiting
+    is_paused = scheduler.pause_state is not PauseState.UNPAUSED  # then no new ones
+    queues = (scheduler.kv_holding_waiting, *(() if is_paused else (scheduler.waiting,)))
     front = itertools.chain(*(front_of(queue, scheduler.max_num_active_reqs) for queue in queues))
     ready = (r for r in front if not scheduler._is_blocked_waiting_status(r.status))
-    blocks, tokens = manager.block_pool.get_num_free_blocks(), 0
+    blocks, tokens = manager.block_pool.get_num_free_blocks() - manager.watermark_blocks, 0
     for request in itertools.islice(ready, seats):
         is_new = request.num_computed_tokens == 0
         known = _num_cached_tokens(manager, request) if is_new else request.num_computed_tokens

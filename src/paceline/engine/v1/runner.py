@@ -87,6 +87,10 @@ class KeyedRunner:
             kwargs["num_tokens"] = max(kwargs["num_tokens"], compiled.MIN_TOKENS)
         return super()._determine_batch_execution_and_padding(*args, **kwargs)  # type: ignore[misc]
 
+    def _input_fits_in_drafter(self, metadata: Any) -> bool:
+        """Drafters end each request's drafts where its context ends; vLLM drops all for one that is near its end."""
+        return metadata is not None
+
     def initialize_kv_cache(self: Any, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
         super().initialize_kv_cache(kv_cache_config, *args, **kwargs)  # type: ignore[misc]
         sizes = [group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups]

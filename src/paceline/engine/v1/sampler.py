@@ -294,8 +294,17 @@ def apply_filters(logits: torch.Tensor, rows: Rows, metadata: SamplingMetadata) 
         bound = probabilities.amax(dim=-1, keepdim=True) * min_p[index]
         logits = logits.masked_fill_(probabilities < bound, float("-inf"))
     top_k = None if metadata.top_k is None else metadata.top_k[index]
-    top_p = None if metadata.top_p is None else metadata.top_p[index]
-    return apply_top_k_top_p_pytorch(logits, top_k, top_p, allow_cpu_sync=True)
+    if metadata.top_p is None:
+        return apply_top_k_top_p_pytorch(logits, top_k, None, allow_cpu_sync=True)
+    top_p = metadata.top_p[index]
+    # A row without a top-p of its own would lose the ids whose probability is nothing, for its neighbours' sake.
+    for is_cut in (True, False):
+        rows_in = (top_p < 1.0) == is_cut
+        own_k = None if top_k is None else top_k[rows_in]
+        if rows_in.any() and (is_cut or own_k is not None):
+            own_p = top_p[rows_in] if is_cut else None
+            logits[rows_in] = apply_top_k_top_p_pytorch(logits[rows_in], own_k, own_p, allow_cpu_sync=True)
+    return logits
 
 
 def _changes_logits(metadata: SamplingMetadata) -> bool:
