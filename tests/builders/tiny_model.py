@@ -67,7 +67,7 @@ def write_tokenizer(folder: Path) -> None:
     ).save_pretrained(folder)
 
 
-def make_mixture(folder: Path) -> Path:
+def make_mixture(folder: Path, *, expert_size: int = 64) -> Path:
     """Write a random mixture of 8 experts, of which each token has two; without a tokenizer."""
     import torch
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -76,7 +76,7 @@ def make_mixture(folder: Path) -> Path:
     config = Qwen3MoeConfig(
         vocab_size=VOCAB,
         hidden_size=128,
-        moe_intermediate_size=64,
+        moe_intermediate_size=expert_size,
         num_hidden_layers=2,
         num_attention_heads=2,
         num_key_value_heads=1,

@@ -13,7 +13,7 @@ from vllm import SamplingParams
 
 from paceline.config import BudgetSettings, EngineSettings
 from paceline.engine.rollout_engine import RolloutEngine
-from paceline.errors import CheckpointError
+from paceline.errors import CheckpointError, EngineError
 from paceline.types import Response, RolloutRequest
 
 pytestmark = pytest.mark.slow
@@ -58,6 +58,33 @@ def test_tokens_and_log_probabilities_are_those_without_drafts(
     assert sum(r.num_accepted_tokens for r in scripted) > 30
     assert (gap is None) == (kind == "two processes")
     assert gap is None or "RoutedExperts" in gap
+
+
+@pytest.mark.parametrize("expert_size", [64, 48])
+def test_new_weights_reach_the_experts(expert_size: int, tmp_path: Path) -> None:
+    """vLLM packs them for its kernels when it loads them, and forgets it when they are renewed. Sizes that do not fit
+    the kernel are padded.
+    """
+    from transformers import AutoModelForCausalLM
+
+    folder = make_mixture(tmp_path, expert_size=expert_size)
+    policy = AutoModelForCausalLM.from_pretrained(folder)
+    sizes: dict[str, Any] = {"dtype": "float32", "max_model_len": 256, "kv_cache_bytes": 1 << 26}
+    with RolloutEngine(folder, SETTINGS, **sizes, skip_tokenizer_init=True) as engine:
+        before = generate(engine)
+        own = load_file(folder / "model.safetensors")
+        engine.push_weights(iter(own.items()))
+        assert [r.tokens for r in generate(engine)] == [r.tokens for r in before]
+        engine.push_weights((name, weight * 0.5) for name, weight in own.items())
+        assert [r.tokens for r in generate(engine)] != [r.tokens for r in before]
+        engine.push_weights(
+            policy.named_parameters()
+        )  # transformers has the experts of a layer in one tensor
+        after = generate(engine)
+        with pytest.raises(EngineError, match=r"experts\.0\."):
+            engine.push_weights((name, weight) for name, weight in own.items() if "experts.1." in name)
+    assert [r.tokens for r in after] == [r.tokens for r in before]
+    assert [r.logprobs for r in after] == [r.logprobs for r in before]
 
 
 def test_drafter_weights_that_do_not_fit_are_refused_by_two_processes(model_dir: Path) -> None:

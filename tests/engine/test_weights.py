@@ -99,6 +99,26 @@ def test_reload_weights_by_collective_call(pair: tuple) -> None:
     assert gap(rollout(engine), policy) < 1e-4
 
 
+def test_a_part_of_a_packed_layer_is_refused(pair: tuple) -> None:
+    """Its other parts would be memory that nobody has written; layers of which nothing comes keep their weights."""
+    engine, policy = pair
+    disturb(policy, seed=5)
+    engine.push_weights(policy.named_parameters())
+    part = [(name, weight) for name, weight in policy.named_parameters() if "q_proj" in name]
+    with pytest.raises(EngineError, match=r"weights did not come, first '.*layers\.0\.self_attn\.k_proj"):
+        engine.push_weights(part)
+    with pytest.raises(EngineError, match="push them again"):
+        rollout(engine)
+    disturb(policy, seed=6)
+    engine.push_weights(policy.named_parameters())
+    with torch.no_grad():
+        policy.model.layers[0].self_attn.o_proj.weight.mul_(1.5)
+    engine.push_weights(
+        (name, weight) for name, weight in policy.named_parameters() if "layers.0.self_attn.o_proj" in name
+    )
+    assert gap(rollout(engine), policy) < 1e-4
+
+
 def test_weights_are_refused_while_responses_run(pair: tuple) -> None:
     from vllm import SamplingParams
 

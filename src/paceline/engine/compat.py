@@ -6,6 +6,8 @@ fail when one has moved.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 from paceline.engine.installed import require_vllm
@@ -142,6 +144,26 @@ def repack_tied_head(model: Any) -> bool:
         return False
     dispatch_cpu_unquantized_gemm(head, remove_weight=False)
     return True
+
+
+@contextmanager
+def repacking_experts() -> Iterator[None]:
+    """While weights are reloaded on the CPU: pack fused experts again, which vLLM does at the first load alone."""
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+
+    set_up = UnquantizedFusedMoEMethod._setup_kernel
+
+    def set_up_anew(self: Any, layer: Any, *args: Any, **kwargs: Any) -> None:
+        is_update = self.moe_kernel is not None
+        set_up(self, layer, *args, **kwargs)
+        if is_update and is_cpu():
+            self.moe_kernel.fused_experts.process_weights_after_loading(layer)
+
+    UnquantizedFusedMoEMethod._setup_kernel = set_up_anew
+    try:
+        yield
+    finally:
+        UnquantizedFusedMoEMethod._setup_kernel = set_up
 
 
 def uses_v2() -> bool:

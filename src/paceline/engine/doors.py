@@ -649,6 +649,21 @@ DOORS: tuple[Door, ...] = (
         mentions=("cpu_linear",),
     ),
     Door(
+        "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method:UnquantizedFusedMoEMethod._setup_kernel",
+        "packs experts at the first load alone; wrapped, so that it does after a reload too (compat.py)",
+        mentions=("if not is_weight_update", "fused_experts.process_weights_after_loading(layer)"),
+    ),
+    Door(
+        "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method:UnquantizedFusedMoEMethod",
+        "its method is replaced while weights are reloaded",
+        members="_setup_kernel",
+    ),
+    Door(
+        "vllm.model_executor.layers.fused_moe.experts.cpu_moe:CPUUnquantizedExperts.process_weights_after_loading",
+        "pads and packs what the layer holds",
+        mentions=("cpu_prepack_moe_weight(layer.w13_weight", "cpu_prepack_moe_weight(layer.w2_weight"),
+    ),
+    Door(
         "vllm.model_executor.layers:utils",
         "its function above, which layers look up when called, is replaced while weights are packed (linear.py)",
         members="dispatch_cpu_unquantized_gemm",

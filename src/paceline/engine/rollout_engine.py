@@ -474,7 +474,8 @@ class RolloutEngine:
         """Load new weights of the policy into the running engine and forget what the old ones left behind.
 
         Args:
-            weights: (name, tensor) in the checkpoint's names, every parameter of the model.
+            weights: (name, tensor) in the checkpoint's names. Layers of which nothing comes keep theirs; of one that
+                vLLM keeps as one tensor (queries, keys and values; gate and up; experts) all have to come.
             version: the trainer's number for them; None counts on. Workers that share drafts or a KV pool (which
                 requires it) need the same number for the same weights, one that joined late too; 0 is the checkpoint's.
 

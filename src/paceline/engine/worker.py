@@ -10,16 +10,24 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
 from paceline.engine import compiled, invariance
 from paceline.engine.arguments import check_engine, fused_layers, read_settings
-from paceline.engine.compat import is_batch_invariant_gpu, is_cpu, platform_worker, repack_tied_head
+from paceline.engine.compat import (
+    is_batch_invariant_gpu,
+    is_cpu,
+    platform_worker,
+    repack_tied_head,
+    repacking_experts,
+)
 from paceline.engine.kv.connector import PoolConnector, worker_end
 from paceline.engine.runner import Runner
-from paceline.errors import PacelineError
+from paceline.engine.weight_parts import checkpoint_names, missing_parts, noted
+from paceline.errors import EngineError, PacelineError
 
 if TYPE_CHECKING:
     from paceline.distillation.packing import Sample
@@ -104,23 +112,36 @@ class PacelineWorker(platform_worker()):  # type: ignore[misc]
         self._unname_weights()
         super().update_weights(*args, **kwargs)
 
-    def reload_weights(self, *args: Any, **kwargs: Any) -> None:
+    def reload_weights(
+        self, weights_iterator: Iterable[tuple[str, torch.Tensor]] | None = None, *args: Any, **kwargs: Any
+    ) -> None:
         """Renew the weights and everything derived from them: packed layers, a tied head, the invariance wrappers.
 
-        What `model.load_weights` was given before goes first.
+        What `model.load_weights` was given before goes first. Raises EngineError, once all have come, if parts of a
+        packed layer are missing.
         """
         self._apply_pending()
         self._unname_weights()
         model = self.model_runner.get_model()
+        came: set[str] = set()
+        if weights_iterator is not None:
+            weights_iterator = noted(weights_iterator, came)
         stand_in = model.__dict__.pop("load_weights", None)
-        with self._kernels():
+        with self._kernels(), repacking_experts():
             try:
-                super().reload_weights(*args, **kwargs)
+                super().reload_weights(weights_iterator, *args, **kwargs)
             finally:
                 if stand_in is not None:
                     model.load_weights = stand_in
             repack_tied_head(model)
         self.model_runner.seal_model()
+        folder = Path(self.vllm_config.model_config.model)
+        packed = getattr(model, "packed_modules_mapping", None) or {}
+        if missing := missing_parts(came, checkpoint_names(folder) if came else came, packed):
+            raise EngineError(
+                f"{len(missing)} weights did not come, first {missing[0]!r}, although others did of the same layer, "
+                "which vLLM keeps as one tensor: send all of a layer's weights together"
+            )
 
     def _kernels(self) -> AbstractContextManager[None]:
         """Around everything that packs weights: whose kernels the linear layers get."""
