@@ -348,7 +348,7 @@ DOORS: tuple[Door, ...] = (
     Door(
         RUNNER_OUTPUT,
         "what a step decided; carries requests without a next token (runner.py)",
-        members="sampled_token_ids req_id_to_index",
+        members="sampled_token_ids req_id_to_index prompt_logprobs_dict prompt_token_id_logprobs_dict",
     ),
     Door(
         "vllm.v1.outputs:DraftTokenIds",
