@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+from functools import partial
 from pathlib import Path
 
+import pytest
+
 from paceline.commands.bench.command import choose_methods, compare
-from paceline.commands.bench.contender import Measurement, summarise
+from paceline.commands.bench.contender import Contender, Measurement, summarise
+from paceline.errors import EngineError
 from paceline.types import Response, RolloutRequest
 
 
@@ -53,3 +59,21 @@ def test_every_token_is_compared_with_the_reference() -> None:
     assert rows["plain"]["compared_tokens"] == rows["none"]["compared_tokens"] == 0
     assert rows["suffix"]["acceptance_length"] == 1.0
     assert rows["suffix"]["acceptance_rate"] == 0.5
+
+
+@pytest.mark.parametrize("is_busy", [False, True])
+def test_an_engine_that_dies_is_named_whether_it_rests_or_works(tmp_path: Path, is_busy: bool) -> None:
+    log = tmp_path / "log"
+    log.write_text("out of memory\n")
+    ours, theirs = multiprocessing.Pipe()
+    dead = multiprocessing.get_context("spawn").Process(target=os._exit, args=(9,))
+    dead.start()
+    dead.join()
+    contender = Contender.__new__(Contender)
+    contender.name, contender._pipe, contender._process, contender._log = "suffix", ours, dead, log
+    if is_busy:  # it takes the requests with it: the pipe is reset, not at its end
+        ours.send(())
+    theirs.close()
+    ask = contender.wait_until_ready if is_busy else partial(contender.measure, [RolloutRequest((1,), 4)])
+    with pytest.raises(EngineError, match=r"(?s)method 'suffix' died \(exit code 9\).*out of memory"):
+        ask()

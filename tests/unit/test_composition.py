@@ -52,6 +52,12 @@ def test_who_cannot_draft_ahead_never_does() -> None:
     assert best_of(few, Mode.DECOUPLED) is None
 
 
+def test_a_drafter_larger_than_every_engine_drafts_inside_alone() -> None:
+    large = replace(SMALL, alone={8: AffineLatency(0.002, 1e-5)})
+    modes = {one.mode for one in rank_options(DEVICES, [large], 16)}
+    assert modes == {None, Mode.COUPLED}
+
+
 def test_no_drafter_is_plain_decoding() -> None:
     (only,) = rank_options(DEVICES, [], 16)
     assert (only.mode, only.drafter, only.num_groups, only.batch) == (None, "", 64, 64)

@@ -6,6 +6,7 @@ import errno
 import logging
 import math
 import os
+import struct
 from pathlib import Path
 
 import msgspec
@@ -155,6 +156,22 @@ def test_a_damaged_line_is_named(tmp_path: Path) -> None:
     path = write(tmp_path, STEP)
     path.write_bytes(path.read_bytes() + b"\xce\x00\x00\x00\x01\xc0")
     with DecisionReader(path) as reader, pytest.raises(RecordError, match="the line that ends at byte"):
+        list(reader)
+
+
+@pytest.mark.parametrize("value", [b"\xa4caf\xe9", b"\x91" * 100_000 + b"\x90"], ids=["not UTF-8", "nested"])
+def test_what_no_decoder_takes_is_damage_too(tmp_path: Path, value: bytes) -> None:
+    def framed(line: bytes) -> bytes:
+        return struct.pack(">BI", 0xCE, len(line)) + line
+
+    path = tmp_path / "some.decisions"
+    path.write_bytes(framed(b"\x82\xa7version\x01\xa8settings\x81\xa1x" + value))
+    with pytest.raises(RecordError, match="is not a decision log"):
+        DecisionReader(path)
+    line = framed(b"\x83\xa4line\xaacontroller\xa4body" + value + b"\xa5event" + value)
+    path = write(tmp_path)
+    path.write_bytes(path.read_bytes() + line)
+    with DecisionReader(path) as reader, pytest.raises(RecordError, match="the file is damaged"):
         list(reader)
 
 

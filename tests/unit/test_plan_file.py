@@ -10,7 +10,7 @@ import pytest
 from command_line import Run
 from test_planning_commands import make_profile, rows
 
-from paceline.commands.inputs.planned import carry_out
+from paceline.commands.inputs.planned import carry_out, warn_of_others
 from paceline.config import EngineSettings, FleetSettings
 from paceline.errors import ConfigError, RecordError
 from paceline.record.plan_file import PlanFile, read_plan, write_plan
@@ -83,6 +83,25 @@ def test_it_says_how_engines_draft() -> None:
 def test_what_cannot_be_carried_out_is_refused(plan: PlanFile, engine: EngineSettings, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         carry_out(plan, engine)
+
+
+@pytest.mark.parametrize(
+    ("plan", "drafter", "told"),
+    [
+        (make_plan(), "models/small", ""),
+        (make_plan(drafter="models/small"), "models/small", ""),
+        (make_plan(mode="plain", drafter=""), None, ""),
+        (make_plan(target="other"), "small", "the plan is for 'other'"),
+        (make_plan(), "models/tiny", "the plan drafts with 'small', --model-drafter is 'models/tiny'"),
+    ],
+)
+def test_a_plan_for_something_else_is_told(
+    plan: PlanFile, drafter: str | None, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    warn_of_others(plan, Path("models/policy"), EngineSettings(model_drafter=drafter))
+    error = capsys.readouterr().err
+    assert told in error
+    assert bool(error) == bool(told)
 
 
 @pytest.mark.parametrize("acceptance", ["small=0.99", "suffix=0.9", "small=0.0"])

@@ -150,6 +150,23 @@ def test_a_plan_takes_acceptance_as_measured(profile_file: Path, run: Run, tmp_p
     assert "no drafter has an acceptance rate" in run("plan", profile_file).error
 
 
+def test_a_ladder_of_other_drafters_is_named(profile_file: Path, run: Run, tmp_path: Path) -> None:
+    file = tmp_path / "ladder.json"
+    write_ladder(LadderFile(ladder=None, tried={"huge": Tried(1.0, 2.0)}), file)
+    told = run("plan", profile_file, "--ladder", file)
+    assert told.code == 2
+    assert f"--ladder {file} is of drafter huge, the profiles are of suffix, small" in told.error
+    assert "--acceptance" not in told.error
+
+
+def test_a_window_that_no_engine_takes_is_refused(profile_file: Path, run: Run) -> None:
+    plan = ("plan", profile_file, "--acceptance", 0.7, "--max-window")
+    assert run(*plan, 127).code == 0
+    told = run(*plan, 128)
+    assert told.code == 2
+    assert "--max-window 128: engines take draft windows up to 127" in told.error
+
+
 def test_a_plan_is_what_the_placement_says(profile_file: Path, run: Run) -> None:
     """The decoupled row of the table against the planning function itself, context priced per request."""
     told = run(

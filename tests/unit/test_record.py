@@ -42,6 +42,10 @@ from paceline.types import StepObservation
 
 MACHINE = Machine(cpu="Example", cores=2, memory_bytes=1 << 30)
 HEADER = Header(machine=MACHINE, versions={"paceline": "0.1.0"}, started_unix_s=1.5)
+UNDECODABLE = (
+    b'{"schema":1,"t_s":1.0,"text":"caf\xe9","event":"note\xe9"}',
+    b'{"schema":1,"t_s":1.0,"x":' + b"[" * 100_000 + b"]" * 100_000 + b',"event":"note"}',
+)
 EVERY_STEP = RecordConfig(bucket_ms=0.0)
 
 JSON_VALUES = st.recursive(
@@ -221,6 +225,22 @@ def test_missing_empty_and_foreign_files_are_refused(tmp_path: Path) -> None:
             RecordReader(tmp_path)
 
 
+def test_a_header_torn_before_its_newline_is_no_record(tmp_path: Path) -> None:
+    RecordWriter.create(tmp_path, HEADER).close()
+    path = tmp_path / FILE_NAME
+    path.write_bytes(torn := path.read_bytes()[:-1])
+    with pytest.raises(RecordError, match="line 1: no record header"):
+        RecordWriter.resume(tmp_path)
+    assert path.read_bytes() == torn
+
+
+@pytest.mark.parametrize("line", UNDECODABLE)
+def test_a_first_line_that_no_decoder_takes_is_no_header(tmp_path: Path, line: bytes) -> None:
+    (tmp_path / FILE_NAME).write_bytes(line.replace(b"note", b"header") + b"\n")
+    with pytest.raises(RecordError, match="line 1: no"):
+        RecordReader(tmp_path)
+
+
 def test_a_newer_schema_is_refused_by_name(tmp_path: Path) -> None:
     line = msgspec.json.decode(msgspec.json.encode(HEADER)) | {"schema": 99, "machine": "of a later kind"}
     (tmp_path / FILE_NAME).write_bytes(msgspec.json.encode(line) + b"\n")
@@ -230,7 +250,15 @@ def test_a_newer_schema_is_refused_by_name(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "broken",
-    [b"not json", b'{"event":"note"}', b'{"t_s":1}', b'{"event":1}', b"", msgspec.json.encode(HEADER)],
+    [
+        b"not json",
+        b'{"event":"note"}',
+        b'{"t_s":1}',
+        b'{"event":1}',
+        b"",
+        msgspec.json.encode(HEADER),
+        *UNDECODABLE,
+    ],
 )
 def test_a_broken_line_is_named(tmp_path: Path, broken: bytes) -> None:
     with RecordWriter.create(tmp_path, HEADER) as writer:

@@ -26,6 +26,7 @@ from paceline.record import (
     DrafterStep,
     EngineStepSample,
     Evaluation,
+    Event,
     Failure,
     Header,
     Note,
@@ -55,7 +56,7 @@ from paceline.report.figures import (
     running_figure,
 )
 from paceline.report.headline import headline, missing, saving_of, verdict
-from paceline.report.history import MAX_POINTS, MAX_ROLLOUTS, RunHistory, Speculation, collect, read_history
+from paceline.report.history import MAX_POINTS, MAX_ROLLOUTS, RunHistory, collect, read_history
 from paceline.report.page import SECTIONS, render
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "run"
@@ -189,9 +190,8 @@ def test_prepared_corrections_are_told(run_dir: Path) -> None:
     assert tile(history, "Acceptance length")[1].endswith(unspaced("; 40 corrections prepared, 9 came"))
 
 
-def test_what_each_of_several_drafters_has_supplied_is_told(run_dir: Path) -> None:
-    history = read_history(run_dir)
-    history.total = Speculation()
+def test_what_each_of_several_drafters_has_supplied_is_told() -> None:
+    history = RunHistory(HEADER)
     sample = EngineStepSample(
         t_s=99.0,
         num_steps=2,
@@ -327,6 +327,41 @@ def test_a_step_that_was_done_again_after_a_resumption_counts_once() -> None:
     assert history.rows[0].train.reward_mean == 0.2
     assert list(history.rollouts[1].ends_s) == [22.0, 26.0]
     assert history.versions == {"paceline": "0.2.0"}
+
+
+def test_no_sum_counts_what_was_done_again_after_a_resumption() -> None:
+    def step(number: int, begin_s: float, accepted: int, plain_s: float, reason: str) -> list[Event]:
+        done = replace(response(number, begin_s + 1.0), finish_reason=reason)
+        sample = EngineStepSample(
+            t_s=begin_s,
+            num_steps=10,
+            step_s=1.0,
+            num_running=2.0,
+            num_draft_tokens=20,
+            num_accepted_tokens=accepted,
+            step=number,
+        )
+        compared = Comparison(
+            t_s=begin_s, step=number, responses=1, tokens=5, plain_s=plain_s, accelerated_s=1.0
+        )
+        return [sample, done, compared]
+
+    resumed = Resumed(t_s=20.0, resumed_unix_s=0.0, machine=MACHINE, versions={})
+    kept = [*step(1, 10.0, 10, 2.0, "stop"), train_step(1)]
+    ended, begun = [*step(2, 12.0, 0, 9.0, "length"), train_step(2)], step(3, 14.0, 0, 9.0, "length")
+    again = [*step(2, 20.0, 10, 2.0, "stop"), train_step(2)]
+    history = collect(HEADER, [*kept, *ended, *begun, resumed, *again])
+    alone = collect(HEADER, [*kept, *again])
+    assert history.total == alone.total
+    assert history.by_batch == alone.by_batch
+    assert history.total.acceptance_length == 1.5
+    assert history.num_responses == 2
+    assert history.response_tokens == alone.response_tokens > 0
+    assert history.lengths.used().tolist() == alone.lengths.used().tolist()
+    assert history.lengths.used().sum(axis=0).tolist() == [2.0, 0.0]
+    measured = saving_of(history)
+    assert measured is not None
+    assert measured.ratio == 2.0
 
 
 def test_rollouts_outside_of_training_only_count_in_the_throughput() -> None:

@@ -108,6 +108,16 @@ def test_a_foreign_line_in_the_output_is_refused(tmp_path: Path) -> None:
         ResponseFile.resume(path)
 
 
+@pytest.mark.parametrize(
+    "value", [b'"caf\xe9"', b"[" * 100_000 + b"]" * 100_000], ids=["not UTF-8", "nested"]
+)
+def test_a_line_that_no_decoder_takes_is_foreign_too(tmp_path: Path, value: bytes) -> None:
+    path = tmp_path / "o.jsonl"
+    path.write_bytes(b'{"x":' + value + b',"finish_reason":' + value + b"}\n")
+    with pytest.raises(RecordError, match="line 1 is not a response of 'paceline rollout'"):
+        ResponseFile.resume(path)
+
+
 def test_two_runs_do_not_write_one_output(tmp_path: Path) -> None:
     path = tmp_path / "o.jsonl"
     with ResponseFile.create(path), pytest.raises(RecordError, match="another process"):

@@ -120,6 +120,16 @@ def test_histograms_count_from_the_file(tmp_path: Path) -> None:
         ({"phases": {"learn_share": 0.6, "prepare_share": 0.5}}, "below 1"),
         ({"claims": [{"text": "x", "of": "y", "paper": 1.0, "source": "z"}]}, "claim 'x' is about 'y'"),
         ({"models": [{**SMALL["models"][0], "tree_level": 0.6}]}, "tree_level 0.6 is below"),
+        ({"lengths": {"median_tokens": 9, "scale": 2}}, "scale 2 is a factor on a histogram"),
+        ({"lengths": {"median_tokens": 3e9}}, "median_tokens.*3000000000.*2147483647"),
+        ({"prompt_tokens": 1 << 31}, "prompt_tokens.*2147483648.*2147483647"),
+        ({"max_tokens": 1 << 31}, "max_tokens.*2147483648.*2147483647"),
+        ({"seed": 1 << 63}, "seed.*9223372036854775808"),
+        ({"seer": {"request_tokens": 129}}, "request_tokens.*129.*128"),
+        ({"tlt": {"strategies": [[200, 16]], "batch_sizes": [1]}}, "strategies.*200.*128"),
+        ({"tlt": {"strategies": [[2, -1]], "batch_sizes": [1]}}, "strategies.*-1"),
+        ({"tlt": {"batch_sizes": [0, 1, 2, 3]}}, "batch_sizes.*0.*1"),
+        ({"tlt": {"strategies": [], "batch_sizes": []}}, "strategies.*at least 1 item"),
         ({"extends": "nowhere"}, "neither a scenario file nor a preset"),
     ],
 )
@@ -145,7 +155,14 @@ def claim(**changes: Any) -> Claim:
 
 @pytest.mark.parametrize(
     ("paper", "to", "ours", "difference"),
-    [(2.0, None, 1.0, -0.5), (2.0, 2.4, 2.2, 0.0), (2.0, 2.4, 3.0, 0.25), (2.0, 2.4, 1.0, -0.5)],
+    [
+        (2.0, None, 1.0, -0.5),
+        (2.0, 2.4, 2.2, 0.0),
+        (2.0, 2.4, 3.0, 0.25),
+        (2.0, 2.4, 1.0, -0.5),
+        (0.2, 0.0, 0.1, 0.0),
+        (0.2, 0.0, 0.3, 0.5),
+    ],
 )
 def test_difference_counts_from_the_nearest_end(
     paper: float, to: float | None, ours: float, difference: float
@@ -162,6 +179,34 @@ def test_the_gain_is_compared_too_where_there_is_one(
 ) -> None:
     found = ClaimResult(claim(paper=paper, paper_to=to), ours).gain_difference
     assert found == (None if difference is None else pytest.approx(difference))
+
+
+@pytest.mark.parametrize(
+    ("paper", "ours", "difference"), [(0.0, 0.5, None), (0.0, 0.0, 0.0), (1.5, None, None)]
+)
+def test_nothing_is_relative_to_nothing(paper: float, ours: float | None, difference: float | None) -> None:
+    judged = ClaimResult(claim(paper=paper), ours)
+    assert judged.difference == difference
+    assert judged.gain_difference is None
+    assert judged.difference_text == ("–" if difference is None else "+0 %")
+
+
+def test_systems_without_a_tail_are_not_compared_by_it(tmp_path: Path) -> None:
+    claims = [claim(quantity=one).model_dump() for one in ("tail", "tail_cut", "tail_s")]
+    scenario = load_scenario(write(tmp_path, groups=1, group_size=1, claims=claims))
+    results = run_systems(scenario, scenario.systems)
+    assert [one.tail_s for one in results.values()] == [0.0, 0.0]
+    judged = judge_claims(scenario, results, {})
+    assert [one.ours for one in judged] == [None, None, 0.0]
+    assert [one.ours_text for one in judged] == ["–", "–", "0"]
+
+
+def test_a_median_replaces_the_scale_of_a_histogram_too(tmp_path: Path) -> None:
+    (tmp_path / "lengths.json").write_text("[[100, 1.0]]")
+    write(tmp_path, lengths={"histogram": "lengths.json", "scale": 3.0, "group_correlation": 0.25})
+    (tmp_path / "own.yaml").write_text("{extends: small.yaml, lengths: {median_tokens: 9}}")
+    lengths = load_scenario(str(tmp_path / "own.yaml")).lengths
+    assert (lengths.median_tokens, lengths.scale, lengths.group_correlation) == (9.0, 1.0, 0.25)
 
 
 def test_a_share_has_no_gain() -> None:

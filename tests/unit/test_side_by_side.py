@@ -12,7 +12,15 @@ from paceline.commands.bench.command import compare
 from paceline.commands.bench.contender import Measurement
 from paceline.errors import RecordError
 from paceline.report import build_report
-from paceline.report.side_by_side import FILE_NAME, read_side_by_side, side_by_side_figure
+from paceline.report.history import MAX_POINTS
+from paceline.report.side_by_side import (
+    FILE_NAME,
+    Case,
+    Row,
+    SideBySide,
+    read_side_by_side,
+    side_by_side_figure,
+)
 from paceline.training.run_folder import clear_folder
 
 
@@ -62,8 +70,23 @@ def test_the_picture_falls_from_all_to_none(run_dir: Path) -> None:
     assert len({series.colour for series in figure.series}) == 3
 
 
-def test_another_file_of_that_name_is_refused(run_dir: Path) -> None:
-    (run_dir / FILE_NAME).write_text('{"rows": 3}')
+def test_the_picture_of_many_responses_is_thinned() -> None:
+    ends_s = [float(at) for at in range(1, 10 * MAX_POINTS + 2)]
+    row = Row("none", ends_s[-1], 1.0, 1.0, 1.0, 0, 0, ends_s)
+    (series,) = side_by_side_figure(SideBySide(Case("m", 1, len(ends_s)), [row])).series
+    assert MAX_POINTS // 2 < len(series.x) == len(series.y) <= MAX_POINTS
+    assert (series.x[0], series.y[0]) == (0.0, len(ends_s))
+    assert (series.x[-1], series.y[-1]) == (ends_s[-1], 0.0)
+    assert all(left == len(ends_s) - at for at, left in zip(series.x[2::2], series.y[2::2], strict=True))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [b'{"rows": 3}', b'{"case": {"model": "caf\xe9"}}', b'{"x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"],
+    ids=["foreign", "not UTF-8", "nested"],
+)
+def test_another_file_of_that_name_is_refused(run_dir: Path, text: bytes) -> None:
+    (run_dir / FILE_NAME).write_bytes(text)
     with pytest.raises(RecordError, match=r"no result of 'paceline bench'.*remove it"):
         build_report(run_dir)
 

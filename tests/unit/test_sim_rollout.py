@@ -14,6 +14,7 @@ from paceline.errors import ConfigError
 from paceline.planning.dispatch import DispatchSettings
 from paceline.planning.latency_profile import AffineLatency, PiecewiseLatency, StepLatency
 from paceline.planning.racing import assign_best_of_n, assign_fastest_of_n
+from paceline.record import measure_tail
 from paceline.sim.acceptance_model import AcceptanceModel, AcceptanceProcess
 from paceline.sim.costs import Drafter, EngineCosts
 from paceline.sim.paceline_system import PacelineOptions, PacelineStage, paceline
@@ -106,6 +107,7 @@ SYSTEMS = all_systems(make_setup())
 def check(result: RolloutResult, work: Workload) -> None:
     assert (result.end_s > 0.0).all()
     assert result.end_s.max() == result.rollout_s
+    assert result.tail_s == measure_tail(result.end_s.tolist()), "as records and bench have it"
     generated = sum(one.generated_tokens for one in result.counters)
     assert generated >= work.length_tokens.sum() * (1 - 1e-6)
     for one in result.counters:

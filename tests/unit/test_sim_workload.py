@@ -81,6 +81,24 @@ def test_files_that_are_no_histogram_are_refused(tmp_path: Path, text: str) -> N
         read_histogram(path)
 
 
+@pytest.mark.parametrize(
+    "content",
+    [
+        gzip.compress(b"[[1, 0.5]]")[:-12],
+        gzip.compress(b"[[1, 0.5]]")[:10] + b"\xff" * 20,
+        gzip.compress(b"[[1, NaN], [2, 0.5]]"),
+        gzip.compress(b"[[Infinity, 0.5]]"),
+        gzip.compress(b"[" * 100_000),
+    ],
+    ids=["cut off", "damaged", "not a number", "infinite", "nested"],
+)
+def test_damaged_histograms_are_refused(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "lengths.json.gz"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=r"lengths\.json\.gz"):
+        read_histogram(path)
+
+
 def test_recorded_lengths_are_taken_as_they_are() -> None:
     work = recorded_workload([[3, 4], [5, 6]], [7, 8], 10)
     assert work.length_tokens.tolist() == [3, 4, 5, 6]

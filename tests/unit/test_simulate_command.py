@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -31,6 +33,29 @@ def test_a_scenario_is_shown_as_it_is_written(run: Run) -> None:
     outcome = run("simulate", "tlt-qwen2.5-7b", "--show")
     assert outcome.code == 0
     assert "step_ms" in outcome.out
+
+
+def test_a_scenario_that_is_no_text_is_not_shown(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "own.yaml").write_bytes(b"title: caf\xe9")
+    outcome = run("simulate", tmp_path / "own.yaml", "--show")
+    assert outcome.code == 2
+    assert "it is not UTF-8 text" in outcome.error
+
+
+@pytest.mark.parametrize("options", [[], ["--what-if", "gpus=4,8"]])
+def test_results_are_written_whole_or_not_at_all(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str]
+) -> None:
+    def refuse(*names: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    out = tmp_path / "out.json"
+    out.write_text("old")
+    monkeypatch.setattr(os, "replace", refuse)
+    outcome = run("simulate", write(tmp_path), "--json", out, *options)
+    assert outcome.code == 6
+    assert "No space left" in outcome.error
+    assert out.read_text() == "old"
 
 
 def test_systems_and_claims_are_compared(run: Run, tmp_path: Path) -> None:

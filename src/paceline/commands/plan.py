@@ -31,6 +31,8 @@ from paceline.record.plan_file import PlanFile, write_plan
 from paceline.record.profile import Profile
 from paceline.terminal.tables import make_table
 
+MOST_WINDOW = 127
+"""Draft tokens (`EngineSettings.draft_window`)."""
 _ON = {None: " ", Mode.COUPLED: "shared", Mode.DECOUPLED: ""}
 """Where a drafter runs that has no devices of its own."""
 
@@ -89,8 +91,11 @@ def plan(
     )
     if alternatives < 0:
         raise ConfigError(f"--alternatives {alternatives}: must be at least 0")
-    rates = [*_measured_rates(ladder), *(acceptance or ())]
-    job = _read_job(profiles, rates, drafter, devices, requests, context, max_window, paper)
+    if max_window > MOST_WINDOW:
+        raise ConfigError(f"--max-window {max_window}: engines take draft windows up to {MOST_WINDOW}")
+    job = _read_job(
+        profiles, ladder, acceptance or (), drafter, devices, requests, context, max_window, paper
+    )
     candidates = [
         Candidate(name, job.acceptance[name], job.draft[name][min(job.draft[name])], job.draft[name])
         for name in job.acceptance
@@ -109,14 +114,20 @@ def plan(
         write_plan(_to_file(options[0], job), out)
 
 
-def _measured_rates(ladder: Path | None) -> list[str]:
-    """As `--acceptance` has them."""
+def _measured_rates(ladder: Path | None, names: Sequence[str]) -> list[str]:
+    """As `--acceptance` has them. Raises ConfigError for a drafter that is not among `names`."""
     tried = {} if ladder is None else read_ladder(ladder).tried
+    if others := sorted(tried.keys() - set(names)):
+        raise ConfigError(
+            f"--ladder {ladder} is of drafter {', '.join(others)}, the profiles are of {', '.join(names)}: profile the "
+            "ladder's drafters, or measure a ladder of these"
+        )
     return [f"{name}={rate_of(one)}" for name, one in tried.items()]
 
 
 def _read_job(
     profiles: Sequence[Path],
+    ladder: Path | None,
     acceptance: Sequence[str],
     drafter: str | None,
     devices: int,
@@ -140,7 +151,8 @@ def _read_job(
     for made, _, fits in loaded:
         for one in made.drafters:
             draft.setdefault(one.name, {})[one.num_gpus] = fits[one.name].model
-    rates = read_rates("--acceptance", acceptance, list(draft))
+    given = [*_measured_rates(ladder, list(draft)), *acceptance]
+    rates = read_rates("--acceptance", given, list(draft))
     if drafter is not None:
         if drafter not in rates:
             raise ConfigError(

@@ -15,8 +15,17 @@ from rich.table import Table
 
 from paceline.commands.inputs.options import check_writable
 from paceline.errors import ConfigError
+from paceline.record.whole_file import write_text
 from paceline.sim.comparison import ClaimResult, SystemResult, judge_claims, run_systems
-from paceline.sim.scenario import SYSTEMS, Scenario, as_row, find_scenario, load_scenario, preset_names
+from paceline.sim.scenario import (
+    PRESETS,
+    SYSTEMS,
+    Scenario,
+    as_row,
+    find_scenario,
+    load_scenario,
+    preset_names,
+)
 from paceline.terminal.tables import make_table
 
 RESULT_VERSION = 1
@@ -63,7 +72,7 @@ def simulate(
     if show:
         if override or what_if or system:
             raise ConfigError("--show prints the file as it is: leave out --set, --what-if and --system")
-        typer.echo(find_scenario(scenario).read_text(encoding="utf-8"))
+        typer.echo(_read_text(find_scenario(scenario)))
         return
     for option, path in (("--html", html), ("--json", json_file)):
         if path is not None:
@@ -87,6 +96,14 @@ def simulate(
 
         build_simulation_page(html, loaded.title, results, claims, _facts(loaded))
         typer.echo(f"picture: {html}")
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise ConfigError(f"cannot read the scenario {path}: {reason}; see {PRESETS}") from error
 
 
 def run_scenario(
@@ -179,7 +196,7 @@ def claims_table(claims: Sequence[ClaimResult]) -> Table:
         claim = one.claim
         high = f"-{claim.paper_to:g}" if claim.paper_to is not None else ""
         text = claim.text + ("" if claim.standing == "predicted" else " *")
-        table.add_row(text, f"{claim.paper:g}{high}", f"{one.ours:.3g}", f"{100 * one.difference:+.0f} %")
+        table.add_row(text, f"{claim.paper:g}{high}", one.ours_text, one.difference_text)
     return table
 
 
@@ -205,7 +222,7 @@ def _sweep(
         rows += [{"what_if": chosen, **_row(one)} for one in results.values()]
     Console().print(table)
     if target is not None:
-        target.write_text(json.dumps({"version": RESULT_VERSION, "rows": rows}, indent=1) + "\n")
+        write_text(json.dumps({"version": RESULT_VERSION, "rows": rows}, indent=1) + "\n", target)
 
 
 def _read_axis(text: str) -> tuple[str, list[str]]:
@@ -239,7 +256,7 @@ def _write_json(
             for one in claims
         ],
     }
-    target.write_text(json.dumps(found, indent=1) + "\n")
+    write_text(json.dumps(found, indent=1) + "\n", target)
 
 
 def _facts(scenario: Scenario) -> dict[str, Any]:

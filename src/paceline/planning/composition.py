@@ -146,8 +146,8 @@ def _inside(devices: Devices, one: Candidate, max_window: int, rules: Rules) -> 
 def _alone(
     devices: Devices, one: Candidate, max_window: int, rules: Rules, num_alternatives: int
 ) -> Iterator[Option]:
-    if not one.alone or min(one.alone) + min(devices.verify) > devices.num_gpus:
-        return
+    if not any(d <= v and d + v <= devices.num_gpus for d in one.alone for v in devices.verify):
+        return  # no larger than its engine, and beside it (`placement.place`)
     cluster = Cluster(devices.num_gpus, devices.num_requests, one.alone, devices.verify)
     found = place(cluster, one.acceptance, max_window, rules, num_alternatives)
     for p in (found.best, *found.alternatives):

@@ -28,6 +28,7 @@ from paceline import __version__
 from paceline.config import describe
 from paceline.errors import RecordError
 from paceline.record.append import AppendFile
+from paceline.record.damage import UNREADABLE
 from paceline.types import Float32Array, StepObservation
 
 LOGGER = logging.getLogger(__name__)
@@ -364,7 +365,7 @@ class DecisionReader:
                     f"{DECISIONS_VERSION}: replay it with the Paceline that wrote it"
                 )
             return msgspec.msgpack.decode(line, type=DecisionHeader)
-        except msgspec.MsgspecError as error:
+        except UNREADABLE as error:
             raise RecordError(f"{self.path} is not a decision log ({error})") from error
 
     def _read_line(self) -> bytes | None:
@@ -386,7 +387,7 @@ class DecisionReader:
         while (line := self._read_line()) is not None:
             try:
                 yield _decoder.decode(line)
-            except msgspec.MsgspecError as error:
+            except UNREADABLE as error:
                 raise RecordError(
                     f"{self.path}, the line that ends at byte {self._file.tell()}: not a decision ({error}); the file "
                     "is damaged"

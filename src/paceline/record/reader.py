@@ -10,6 +10,7 @@ from typing import BinaryIO, Self, get_args
 import msgspec
 
 from paceline.errors import RecordError
+from paceline.record.damage import UNREADABLE
 from paceline.record.schema import FILE_NAME, SCHEMA_VERSION, Event, Header, Line
 
 _decoder: msgspec.json.Decoder[Line] = msgspec.json.Decoder(Line)
@@ -61,12 +62,13 @@ class RecordReader:
 
     def _read_header(self) -> Header:
         line = self._file.readline()
+        no_header = f"{self.path}, line 1: no record header; the file is empty, torn or not a Paceline record"
+        if not line.endswith(b"\n"):
+            raise RecordError(no_header)
         try:
             found = msgspec.json.decode(line, type=_Schema)
-        except msgspec.MsgspecError as error:
-            raise RecordError(
-                f"{self.path}, line 1: no record header; the file is empty, torn or not a Paceline record"
-            ) from error
+        except UNREADABLE as error:
+            raise RecordError(no_header) from error
         if found.schema != SCHEMA_VERSION:
             raise RecordError(
                 f"{self.path} has schema version {found.schema}, this Paceline reads version "
@@ -82,7 +84,7 @@ class RecordReader:
         """The line, None for a kind of event that this Paceline does not know."""
         try:
             return _decoder.decode(line)
-        except msgspec.MsgspecError as error:
+        except UNREADABLE as error:
             if _is_of_unknown_kind(line):
                 return None
             raise RecordError(
@@ -121,5 +123,5 @@ class RecordReader:
 def _is_of_unknown_kind(line: bytes) -> bool:
     try:
         return msgspec.json.decode(line, type=_Kind).event not in _KINDS
-    except msgspec.MsgspecError:
+    except UNREADABLE:
         return False

@@ -11,23 +11,37 @@ from typing import TypeVar
 import msgspec
 
 from paceline.errors import RecordError
+from paceline.record.damage import UNREADABLE
 
 _File = TypeVar("_File", bound=msgspec.Struct)
+
+
+def is_stream(path: Path) -> bool:
+    """Whether what is there takes bytes but cannot be replaced: a device, a pipe."""
+    return os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path)
+
+
+def name_draft(path: Path) -> Path:
+    """Where to write what will take the place of `path`: beside the file that it names, links followed."""
+    return Path(os.path.realpath(path) + ".part")
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """Gives the file to write; when the block ends it takes the place of `path`, after an error it is gone.
 
-    Raises RecordError when it cannot be written.
+    A link stays, and the file behind it is replaced; a device or a pipe is written to itself. Raises RecordError when
+    it cannot be written.
     """
-    draft = path.with_name(path.name + ".part")
+    draft = path if is_stream(path) else name_draft(path)
     try:
         yield draft
-        os.replace(draft, path)
+        if draft != path:
+            os.replace(draft, os.path.realpath(path))
     except BaseException as error:
-        with suppress(OSError):
-            draft.unlink()
+        if draft != path:
+            with suppress(OSError):
+                draft.unlink()
         if isinstance(error, OSError):
             raise RecordError(
                 f"cannot write {path}: {error.strerror}; free some space or choose another file"
@@ -39,11 +53,16 @@ class _Version(msgspec.Struct):
     version: int
 
 
+def write_text(text: str, path: Path) -> None:
+    """Write the file and its folder. Raises RecordError when it cannot be written."""
+    with replacing(path) as draft:
+        draft.parent.mkdir(parents=True, exist_ok=True)
+        draft.write_text(text, encoding="utf-8")
+
+
 def write_json(value: msgspec.Struct, path: Path) -> None:
     """Write the file, for a person to read too, and its folder. Raises RecordError when it cannot be written."""
-    with replacing(path) as draft:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        draft.write_bytes(msgspec.json.format(msgspec.json.encode(value), indent=1) + b"\n")
+    write_text(msgspec.json.format(msgspec.json.encode(value), indent=1).decode() + "\n", path)
 
 
 def read_json(path: Path, kind: type[_File], version: int, noun: str, command: str) -> _File:
@@ -62,5 +81,5 @@ def read_json(path: Path, kind: type[_File], version: int, noun: str, command: s
         return msgspec.json.decode(text, type=kind)
     except OSError as error:
         raise RecordError(f"cannot read {path}: {error.strerror}; {remedy}") from error
-    except msgspec.MsgspecError as error:
+    except UNREADABLE as error:
         raise RecordError(f"{path} is not a {noun} ({error}): {remedy}") from error

@@ -347,10 +347,11 @@ def acceptance_figure(history: RunHistory) -> Drawing | str:
     if not known:
         return "No acceptance length was recorded."
     xs, ys = zip(*known, strict=True)
-    mean = history.total.acceptance_length or float(np.mean(ys))
+    total = history.total
+    mean = total.acceptance_length or float(np.mean(ys))
     rate = (
-        f" {percent(history.total.accepted / history.total.drafted)} of the draft tokens were accepted."
-        if history.total.drafted
+        f" {percent(total.accepted / total.drafted)} of the draft tokens were accepted."
+        if total.drafted
         else ""
     )
     return Figure(
@@ -422,10 +423,10 @@ def _cores(core_s: float | None) -> str:
 
 def batch_figure(history: RunHistory) -> Drawing | str:
     """Acceptance length by the number of requests decoding together."""
-    if not history.by_batch:
+    by_batch, total = history.by_batch, history.total
+    if not by_batch:
         return "No engine step was recorded."
-    sizes = sorted(history.by_batch)
-    groups = [history.by_batch[size] for size in sizes]
+    sizes, groups = list(by_batch), list(by_batch.values())
     names = [str(2**s) if s == 0 else f"{2**s}–{2 ** (s + 1) - 1}" for s in sizes]
     return Figure(
         x=Axis("requests decoding together"),
@@ -441,7 +442,7 @@ def batch_figure(history: RunHistory) -> Drawing | str:
         edges=[float(i) for i in range(len(sizes) + 1)],
         names=names,
         named=True,
-        details=[_batch_detail(group, history.total) for group in groups],
+        details=[_batch_detail(group, total) for group in groups],
         summary=_batch_summary(names, groups),
     )
 

@@ -76,29 +76,28 @@ def _reward(history: RunHistory) -> Tile:
 
 
 def _acceptance(history: RunHistory) -> Tile:
-    mean = history.total.acceptance_length
+    total = history.total
+    mean = total.acceptance_length
     if mean is None:
         known = [a for row in history.rows if (a := row.acceptance_length) is not None]
         mean = sum(known) / len(known) if known else None
     if mean is None:
         return Tile("Acceptance length", "–", "no engine step recorded")
-    drafted, accepted = history.total.drafted, history.total.accepted
+    drafted, accepted = total.drafted, total.accepted
     rate = f"; {percent(accepted / drafted)} of drafts accepted" if drafted else ""
-    if model := history.total.model:
+    if model := total.model:
         rate += f", {percent(model / accepted)} of these from the model drafter"
-        rate += _split(
-            history, [percent(tokens / accepted) for tokens in _parts(model, history.total.further)]
-        )
-    if adopted := history.total.adopted:
+        rate += _split(history, [percent(tokens / accepted) for tokens in _parts(model, total.further)])
+    if adopted := total.adopted:
         rate += f", {percent(adopted / accepted)} from the other worker of a race"
-    if wasted := history.total.wasted:
+    if wasted := total.wasted:
         rate += f"; {number(wasted)} drafted ahead in vain"
-        rate += _split(history, [number(tokens) for tokens in _parts(wasted, history.total.further_wasted)])
-    if history.total.wait_s > 0.0:
-        share = percent(history.total.wait_s / history.total.busy_s, 1)
+        rate += _split(history, [number(tokens) for tokens in _parts(wasted, total.further_wasted)])
+    if total.wait_s > 0.0:
+        share = percent(total.wait_s / total.busy_s, 1)
         rate += f"; {share} of the steps' time for drafts made elsewhere"
-    if branches := history.total.branches:
-        rate += f"; {number(branches)} corrections prepared, {number(history.total.branch_hits)} came"
+    if branches := total.branches:
+        rate += f"; {number(branches)} corrections prepared, {number(total.branch_hits)} came"
     return Tile("Acceptance length", f"{mean:.2f}", f"tokens per request and engine step{rate}")
 
 

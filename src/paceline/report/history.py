@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from paceline.record import (
@@ -82,6 +82,12 @@ class Speculation:
         self.generated += sample.num_generated_tokens
         self.busy_s += sample.step_s
 
+    def merge(self, other: Speculation) -> None:
+        """Add the sums over other engine steps."""
+        for one in fields(self):
+            ours, theirs = getattr(self, one.name), getattr(other, one.name)
+            setattr(self, one.name, add_counts(ours, theirs) if isinstance(ours, tuple) else ours + theirs)
+
     @property
     def acceptance_length(self) -> float | None:
         """1 + accepted draft tokens per request and step; None while nothing decoded."""
@@ -102,10 +108,24 @@ class StepRow:
     session: int
     train: TrainStep | None = None
     speculation: Speculation = field(default_factory=Speculation)
-    num_responses: int = 0
-    num_cut: int = 0
-    """Responses that ended at the length limit."""
+    by_batch: dict[int, Speculation] = field(default_factory=dict)
+    """Key: floor(log2(decoding requests per step))."""
+    whole_lengths: array[int] = field(default_factory=lambda: array("q"))
+    """Tokens of each response that ended by itself."""
+    cut_lengths: array[int] = field(default_factory=lambda: array("q"))
+    """Tokens of each response that ended at the length limit."""
+    comparisons: list[Comparison] = field(default_factory=list)
     tail_s: float | None = None
+
+    @property
+    def num_responses(self) -> int:
+        """Responses that finished."""
+        return len(self.whole_lengths) + self.num_cut
+
+    @property
+    def num_cut(self) -> int:
+        """Responses that ended at the length limit."""
+        return len(self.cut_lengths)
 
     @property
     def acceptance_length(self) -> float | None:
@@ -141,7 +161,8 @@ class RunHistory:
     """Accumulates a record's events.
 
     Train step 0 stands for rollouts outside of training (evaluation, side by side): they count in the
-    throughput alone. After a resumption, a step recorded again replaces the earlier one.
+    throughput alone. After a resumption, a step recorded again replaces the earlier one: sums are kept by step, and
+    those of the run are added up when they are asked for.
     """
 
     def __init__(self, header: Header) -> None:
@@ -152,21 +173,13 @@ class RunHistory:
         self.steps: dict[int, StepRow] = {}
         self.rollouts: dict[int, Rollout] = {}
         self.evaluations: dict[int, Evaluation] = {}
-        self.comparisons: list[Comparison] = []
         self.drafter_steps: dict[int, DrafterStep] = {}
         self.session_s = 0.0
         """Of all sessions of an adaptive drafter."""
         self.session_core_s: float | None = None
         """Processor time that its trainer has used in them; None: the record does not say."""
-        self.total = Speculation()
-        self.by_batch: dict[int, Speculation] = {}
-        """Key: floor(log2(decoding requests per step))."""
-        self.lengths = Bins(2, width=1.0, capacity=8192)
-        """Columns: responses, of which ended at the length limit; over response tokens."""
         self.throughput = Bins(2, width=0.05, capacity=MAX_POINTS)
         """Columns: generated tokens, seconds of an engine's rollout; over the run clock."""
-        self.num_responses = 0
-        self.response_tokens = 0
         self.messages: list[Note | Failure] = []
         self.num_messages = 0
         self.end: RunEnd | None = None
@@ -193,7 +206,7 @@ class RunHistory:
             case Evaluation():
                 self.evaluations[event.step] = event
             case Comparison():
-                self.comparisons.append(event)
+                self._row(event.step).comparisons.append(event)
             case DrafterStep():
                 self.drafter_steps[event.step] = event
             case DrafterSession():
@@ -219,10 +232,10 @@ class RunHistory:
         self._open[sample.worker] = sample
         if sample.step == 0:
             return
-        self._row(sample.step).speculation.add(sample)
-        self.total.add(sample)
+        row = self._row(sample.step)
+        row.speculation.add(sample)
         if sample.num_running >= 1:
-            self.by_batch.setdefault(round(sample.num_running).bit_length() - 1, Speculation()).add(sample)
+            row.by_batch.setdefault(round(sample.num_running).bit_length() - 1, Speculation()).add(sample)
         self._rollout(sample.step, sample.t_s)
 
     def close(self) -> None:
@@ -246,12 +259,8 @@ class RunHistory:
         if response.step == 0:
             return
         row = self._row(response.step)
-        cut = response.finish_reason == "length"
-        row.num_responses += 1
-        row.num_cut += cut
-        self.num_responses += 1
-        self.response_tokens += response.response_tokens
-        self.lengths.add(response.response_tokens, 1, cut)
+        lengths = row.cut_lengths if response.finish_reason == "length" else row.whole_lengths
+        lengths.append(response.response_tokens)
         rollout = self._rollout(response.step, response.t_start_s)
         rollout.starts_s.append(response.t_start_s - rollout.begin_s)
         rollout.ends_s.append(response.t_end_s - rollout.begin_s)
@@ -319,6 +328,43 @@ class RunHistory:
             self.rollouts.pop(step, None)
 
     @property
+    def total(self) -> Speculation:
+        """Of all steps."""
+        return _sum(row.speculation for row in self.rows)
+
+    @property
+    def by_batch(self) -> dict[int, Speculation]:
+        """Key: floor(log2(decoding requests per step))."""
+        sizes = sorted({size for row in self.rows for size in row.by_batch})
+        return {size: _sum(row.by_batch[size] for row in self.rows if size in row.by_batch) for size in sizes}
+
+    @property
+    def lengths(self) -> Bins:
+        """Columns: responses, of which ended at the length limit; over response tokens."""
+        lengths = Bins(2, width=1.0, capacity=8192)
+        for row in self.rows:
+            for tokens in row.whole_lengths:
+                lengths.add(tokens, 1, 0)
+            for tokens in row.cut_lengths:
+                lengths.add(tokens, 1, 1)
+        return lengths
+
+    @property
+    def num_responses(self) -> int:
+        """That finished, in all steps."""
+        return sum(row.num_responses for row in self.rows)
+
+    @property
+    def response_tokens(self) -> int:
+        """Of these."""
+        return sum(sum(row.whole_lengths) + sum(row.cut_lengths) for row in self.rows)
+
+    @property
+    def comparisons(self) -> list[Comparison]:
+        """Of all steps, in order."""
+        return [one for row in self.rows for one in row.comparisons]
+
+    @property
     def drawn_rollouts(self) -> dict[int, Rollout]:
         """The rollouts of which something is known, by train step in order."""
         return {s: r for s, r in sorted(self.rollouts.items()) if r.running.num_used or r.ends_s}
@@ -341,6 +387,13 @@ def collect(header: Header, events: Iterable[Event]) -> RunHistory:
         history.add(event)
     history.close()
     return history
+
+
+def _sum(parts: Iterable[Speculation]) -> Speculation:
+    whole = Speculation()
+    for part in parts:
+        whole.merge(part)
+    return whole
 
 
 def _end_of_sample(sample: EngineStepSample, following: EngineStepSample) -> float:

@@ -217,7 +217,7 @@ def _steps(history: RunHistory) -> str:
         return '<section class="wide"><h2>Steps</h2><p class="none">No train step was recorded.</p></section>'
     stride = -(-len(rows) // MAX_ROWS)
     shown = [row for i, row in enumerate(rows) if i % stride == 0 or row is rows[-1]]
-    note = f"<p>Every {stride}th of {len(rows)} steps.</p>" if stride > 1 else ""
+    note = f"<p>1 step in {stride}, of {len(rows)}.</p>" if stride > 1 else ""
     head = "".join(f'<th scope="col">{escape(name)}</th>' for name in NUM_COLUMNS)
     lines = "".join(f"<tr>{''.join(_cells(history, row))}</tr>" for row in shown)
     return (

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from paceline.record.whole_file import replacing
+from paceline.record.whole_file import write_text
 from paceline.report.figures import Drawing
 
 HERE = Path(__file__).parent
@@ -69,5 +69,4 @@ def facts_table(facts: Mapping[str, Any]) -> str:
 
 def write_page(path: Path, text: str) -> None:
     """Write the page, whole or not at all. Raises RecordError when it cannot be written."""
-    with replacing(path) as draft:
-        draft.write_text(text, encoding="utf-8")
+    write_text(text, path)

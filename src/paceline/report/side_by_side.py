@@ -11,7 +11,9 @@ from pathlib import Path
 import msgspec
 
 from paceline.errors import RecordError
+from paceline.record.damage import UNREADABLE
 from paceline.report.figures import Axis, Figure, Series, duration, number
+from paceline.report.history import MAX_POINTS
 from paceline.report.shell import canvas
 
 FILE_NAME = "bench.json"
@@ -61,7 +63,7 @@ def read_side_by_side(run_dir: Path) -> SideBySide | None:
         return None
     try:
         return msgspec.json.decode(path.read_bytes(), type=SideBySide)
-    except (OSError, msgspec.MsgspecError) as error:
+    except (OSError, *UNREADABLE) as error:
         raise RecordError(f"{path} is no result of 'paceline bench': {error}; remove it") from error
 
 
@@ -77,12 +79,13 @@ def side_by_side_figure(found: SideBySide) -> Figure:
 
 
 def _unfinished(row: Row, colour: int) -> Series:
-    """A staircase from all to none."""
-    xs, ys, left = [0.0], [float(len(row.ends_s))], len(row.ends_s)
-    for end_s in row.ends_s:
-        xs += [end_s, end_s]
-        ys += [float(left), float(left - 1)]
-        left -= 1
+    """A staircase from all to none, of at most `MAX_POINTS` points: where there are more responses, several a stair."""
+    count = len(row.ends_s)
+    stride = -(-count // ((MAX_POINTS - 1) // 2))
+    xs, ys = [0.0], [float(count)]
+    for done in (min(at, count) for at in range(stride, count + stride, stride)):
+        xs += [row.ends_s[done - 1]] * 2
+        ys += [ys[-1], float(count - done)]
     return Series(name=row.name, x=xs, y=[*ys], colour=colour, style="line")
 
 

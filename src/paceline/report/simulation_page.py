@@ -99,8 +99,8 @@ def _claims_table(claims: Sequence[ClaimResult]) -> str:
                 one.claim.text,
                 of,
                 paper,
-                f"{one.ours:.3g}",
-                f"{100 * one.difference:+.0f} %",
+                one.ours_text,
+                one.difference_text,
                 one.claim.standing,
                 one.claim.source,
             )

@@ -40,25 +40,41 @@ class ClaimResult:
     """A published number and ours."""
 
     claim: Claim
-    ours: float
+    ours: float | None
+    """None: a ratio to no time at all, such as the tail of responses that end together."""
 
     @property
-    def difference(self) -> float:
-        """Ours relative to the published number, or to the nearest end of the range; 0 within it."""
-        return self.ours / self._nearest - 1.0
+    def difference(self) -> float | None:
+        """Ours relative to the published number, or to the nearest end of the range; 0 within it. None: there is
+        neither, or that number is 0."""
+        if self.ours is None:
+            return None
+        nearest = self._nearest(self.ours)
+        if self.ours == nearest:
+            return 0.0
+        return self.ours / nearest - 1.0 if nearest else None
 
     @property
     def gain_difference(self) -> float | None:
         """As `difference`, of the gains (speed-up - 1): 1.1 for 1.2 is half of the gain. None: not a gain."""
-        if self.claim.quantity not in ("rollout", "step", "tail") or self._nearest <= 1.0:
+        if self.ours is None or self.claim.quantity not in ("rollout", "step", "tail"):
             return None
-        return (self.ours - 1.0) / (self._nearest - 1.0) - 1.0
+        nearest = self._nearest(self.ours)
+        return (self.ours - 1.0) / (nearest - 1.0) - 1.0 if nearest > 1.0 else None
 
     @property
-    def _nearest(self) -> float:
-        low = min(self.claim.paper, self.claim.paper_to or self.claim.paper)
-        high = max(self.claim.paper, self.claim.paper_to or self.claim.paper)
-        return min(max(self.ours, low), high)
+    def ours_text(self) -> str:
+        """For a table."""
+        return "–" if self.ours is None else f"{self.ours:.3g}"
+
+    @property
+    def difference_text(self) -> str:
+        """For a table."""
+        return "–" if self.difference is None else f"{100 * self.difference:+.0f} %"
+
+    def _nearest(self, ours: float) -> float:
+        ends = (self.claim.paper, self.claim.paper if self.claim.paper_to is None else self.claim.paper_to)
+        return min(max(ours, min(ends)), max(ends))
 
 
 def run_systems(
@@ -108,16 +124,16 @@ def judge_claims(
     return found
 
 
-def _measure(claim: Claim, results: Mapping[str, SystemResult]) -> float:
+def _measure(claim: Claim, results: Mapping[str, SystemResult]) -> float | None:
     of, over = results[claim.of], results[claim.over or claim.of]
     if claim.quantity == "rollout":
         return over.rollout_s / of.rollout_s
     if claim.quantity == "step":
         return over.step_s / of.step_s
     if claim.quantity == "tail":
-        return over.tail_s / of.tail_s
+        return over.tail_s / of.tail_s if of.tail_s else None
     if claim.quantity == "tail_cut":
-        return 1.0 - of.tail_s / over.tail_s
+        return 1.0 - of.tail_s / over.tail_s if over.tail_s else None
     return float(getattr(of, claim.quantity))
 
 
@@ -134,7 +150,7 @@ def _summary(system: System, steps: Sequence[StepResult]) -> SystemResult:
         idle_share=fmean(r.idle_share for r in rollouts),
         wasted_tokens=fmean(r.wasted_tokens for r in rollouts),
         drafted_tokens=drafted,
-        acceptance_length=generated / rounds,
+        acceptance_length=generated / rounds if rounds else 1.0,
         preemptions=fmean(r.preemptions for r in rollouts),
         training_s=fmean(r.training_s for r in rollouts),
         last=rollouts[-1],

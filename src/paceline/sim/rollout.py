@@ -38,6 +38,7 @@ from paceline.control.packed import Digest, Packed
 from paceline.errors import ConfigError
 from paceline.planning.dispatch import DispatchSettings
 from paceline.planning.harvest import HarvestSettings
+from paceline.record import measure_tail
 from paceline.sim.acceptance_model import AcceptanceModel
 from paceline.sim.costs import Drafter, EngineCosts
 from paceline.sim.counted_response import CountedResponse, make_requests
@@ -49,8 +50,6 @@ from paceline.sim.speculation import Speculation
 from paceline.sim.workload import Workload
 from paceline.types import Float64Array, Int64Array
 
-TAIL_SHARE = 0.9
-"""The tail begins when this share of the responses has ended."""
 _TIMER = -1
 _ENDLESS = 1 << 40  # KV blocks and concurrency of a worker that queues for itself
 
@@ -170,11 +169,10 @@ class _Fleet:
         assert self.race or not self.controller.num_unfinished
         for worker in self.workers:
             worker.close(now_s)
-        ends = np.sort(self.end_s)
         return RolloutResult(
             rollout_s=now_s,
             end_s=self.end_s,
-            tail_s=now_s - float(ends[int(TAIL_SHARE * (len(ends) - 1))]),
+            tail_s=measure_tail(self.end_s.tolist()),
             counters=tuple(worker.counters for worker in self.workers),
             racing=self.race.close(now_s) if self.race else ((),) * len(self.workers),
             training_s=self.training.end(now_s) if self.training else 0.0,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from pydantic import Field, model_validator
@@ -34,12 +34,16 @@ from paceline.sim.workload import (
 )
 
 PRESETS = Path(__file__).parent / "presets"
+MOST_TOKENS = (1 << 31) - 1
+"""Of a prompt or a response."""
+MOST_DRAFT_TOKENS = 128
+"""Of one draft (`BudgetSettings.max_draft_tokens`)."""
 
 
 class Lengths(Section):
     """Response lengths: a log-normal distribution, or a histogram."""
 
-    median_tokens: float | None = Field(default=None, gt=0.0)
+    median_tokens: float | None = Field(default=None, gt=0.0, le=MOST_TOKENS)
     """Log-normal: the median."""
     sigma: float = Field(default=1.0, ge=0.0)
     """Log-normal: standard deviation of the logarithm; p90 = median x exp(1.28 sigma)."""
@@ -54,6 +58,10 @@ class Lengths(Section):
     def _one_source(self) -> Lengths:
         if (self.median_tokens is None) == (self.histogram is None):
             raise ValueError("give either median_tokens or histogram")
+        if self.histogram is None and self.scale != 1.0:
+            raise ValueError(
+                f"scale {self.scale:g} is a factor on a histogram's lengths: leave it out, and change median_tokens"
+            )
         return self
 
 
@@ -166,7 +174,7 @@ class SeerSection(Section):
     """Seer's parameters."""
 
     chunk_tokens: int = Field(default=8192, ge=1)
-    request_tokens: int = Field(default=8, ge=0)
+    request_tokens: int = Field(default=8, ge=0, le=MOST_DRAFT_TOKENS)
     """Longest draft of a request."""
     batch_tokens: int = Field(default=256, ge=0)
     """Draft tokens of a batch, shared by its requests."""
@@ -176,14 +184,19 @@ class SeerSection(Section):
     """Draft length where nothing adapts."""
 
 
+Depth = Annotated[int, Field(ge=0, le=MOST_DRAFT_TOKENS)]
+
+
 class TltSection(Section):
     """TLT's parameters."""
 
     max_batch: int = Field(default=32, ge=1)
     """Requests of a worker up to which it speculates."""
-    strategies: tuple[tuple[int, int], ...] = ((10, 64), (10, 48), (10, 32), (10, 16))
+    strategies: tuple[tuple[Depth, Annotated[int, Field(ge=0)]], ...] = Field(
+        default=((10, 64), (10, 48), (10, 32), (10, 16)), min_length=1
+    )
     """(draft depth, tokens to verify)."""
-    batch_sizes: tuple[int, ...] = (1, 2, 3, 8)
+    batch_sizes: tuple[Annotated[int, Field(ge=1)], ...] = Field(default=(1, 2, 3, 8), min_length=1)
     """Smallest batch of each number of tokens to verify, the largest number first."""
 
 
@@ -247,8 +260,8 @@ class Scenario(Section):
     gpus: int = Field(ge=1)
     groups: int = Field(ge=1)
     group_size: int = Field(ge=1)
-    prompt_tokens: int = Field(default=512, ge=1)
-    max_tokens: int = Field(ge=1)
+    prompt_tokens: int = Field(default=512, ge=1, le=MOST_TOKENS)
+    max_tokens: int = Field(ge=1, le=MOST_TOKENS)
     lengths: Lengths
     engine: Engine
     models: tuple[DrafterSection, ...] = ()
@@ -260,7 +273,7 @@ class Scenario(Section):
     phases: PhasesSection = PhasesSection()
     steps: int = Field(default=1, ge=1)
     """Training steps in a row; means are shown."""
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, lt=1 << 63)
     mean_context_tokens: int = Field(default=2048, ge=0)
     """At which plans are made."""
     vanilla_window: int = Field(default=4, ge=1)
@@ -361,8 +374,11 @@ def find_scenario(source: str, folder: Path = Path()) -> Path:
     )
 
 
-_SOURCES = {"lengths": ("median_tokens", "histogram"), "engine": ("step_ms", "profile")}
-"""Keys of a section of which one holds: that of the file replaces the other of the one it extends."""
+_REPLACED: dict[str, dict[str, tuple[str, ...]]] = {
+    "lengths": {"median_tokens": ("histogram", "scale"), "histogram": ("median_tokens",)},
+    "engine": {"step_ms": ("profile",), "profile": ("step_ms",)},
+}
+"""By section and key of a file: what of the one that it extends no longer holds."""
 
 
 def _read(path: Path, extending: tuple[Path, ...] = ()) -> dict[str, Any]:
@@ -377,10 +393,11 @@ def _read(path: Path, extending: tuple[Path, ...] = ()) -> dict[str, Any]:
     if found.resolve() in (path.resolve(), *(one.resolve() for one in extending)):
         raise ConfigError(f"scenario {path} extends itself through {base!r}: name another one")
     inherited = _read(found, (path, *extending))
-    for section, keys in _SOURCES.items():
-        own = fields.get(section)
-        if isinstance(own, dict) and any(key in own for key in keys):
-            inherited[section] = {k: v for k, v in inherited.get(section, {}).items() if k not in keys}
+    for section, replaced in _REPLACED.items():
+        own, theirs = fields.get(section), inherited.get(section)
+        if isinstance(own, dict) and isinstance(theirs, dict):
+            gone = {key for one in own for key in replaced.get(one, ())}
+            inherited[section] = {k: v for k, v in theirs.items() if k not in gone}
     return _merged(inherited, fields)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gzip
 import json
 import math
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,11 +94,15 @@ def read_histogram(path: Path, key: str = "output_tokens") -> HistogramLengths:
         pairs = np.array(found[key] if isinstance(found, dict) else found, dtype=np.float64)
         pairs = pairs[np.argsort(pairs[:, 0])]
         chances = np.maximum(pairs[:, 1], 0.0)
-    except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
+    except (OSError, EOFError, zlib.error, ValueError, LookupError, TypeError, RecursionError) as error:
         raise ConfigError(
             f"{path} is no length histogram ({error}): give a JSON list of [length, probability], "
             f"or an object with such a list under {key!r}"
         ) from error
+    if not np.isfinite(pairs).all():
+        raise ConfigError(
+            f"{path} has a length or a probability that is no finite number: leave that pair out"
+        )
     total = np.cumsum(chances)
     if not len(total) or total[-1] <= 0.0 or pairs[0, 0] < 0.0:
         raise ConfigError(f"{path} has no positive probability, or a negative length: is it a histogram?")

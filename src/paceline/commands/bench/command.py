@@ -44,8 +44,9 @@ from paceline.commands.inputs.options import (
 )
 from paceline.commands.inputs.prompts import Prompt, read_prompts
 from paceline.commands.inputs.sampling import Sampling
-from paceline.errors import ConfigError, RecordError
+from paceline.errors import ConfigError
 from paceline.record import describe_machine, describe_versions
+from paceline.record.whole_file import write_text
 from paceline.terminal.interruption import INTERRUPTED
 from paceline.terminal.screen import error_console
 from paceline.terminal.tables import make_table
@@ -353,7 +354,4 @@ def _write(path: Path, rows: Sequence[Mapping[str, Any]], case: Mapping[str, Any
         "case": case,
         "rows": list(rows),
     }
-    try:
-        path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise RecordError(f"cannot write {path}: {error.strerror}; choose another --json") from error
+    write_text(json.dumps(result, indent=2) + "\n", path)

@@ -72,7 +72,10 @@ class Contender:
     def measure(self, requests: Sequence[RolloutRequest]) -> Measurement:
         """Generate, from an empty cache. Raises EngineError when the engine fails."""
         self._busy = True
-        self._pipe.send(tuple(requests))
+        try:
+            self._pipe.send(tuple(requests))
+        except OSError as error:
+            raise self._died() from error
         result = self._receive()
         if not isinstance(result, Measurement):
             raise EngineError(f"the engine of method {self.name!r} answered {result!r}")
@@ -81,15 +84,18 @@ class Contender:
     def _receive(self) -> Any:
         try:
             answer = self._pipe.recv()
-        except EOFError as error:
-            raise EngineError(
-                f"the engine of method {self.name!r} died (exit code {self._exit_code()}); its last words:\n"
-                f"{self._words()}"
-            ) from error
+        except (EOFError, OSError) as error:
+            raise self._died() from error
         self._busy = False
         if isinstance(answer, Exception):
             raise answer
         return answer
+
+    def _died(self) -> EngineError:
+        return EngineError(
+            f"the engine of method {self.name!r} died (exit code {self._exit_code()}); its last words:\n"
+            f"{self._words()}"
+        )
 
     def _exit_code(self) -> int | None:
         self._process.join(STOP_S)

@@ -20,8 +20,9 @@ from paceline.commands.doctor.child import in_child
 from paceline.commands.doctor.findings import Finding, State
 from paceline.commands.doctor.invariance_check import INVARIANT, Way, write_model
 from paceline.engine.installed import is_cpu_build
-from paceline.errors import InstallError, PacelineError, RecordError
+from paceline.errors import InstallError, PacelineError
 from paceline.record import describe_machine, describe_versions
+from paceline.record.whole_file import write_text
 
 AREA = "gpu"
 TOLD = (
@@ -198,7 +199,4 @@ def write_report(
         "findings": [*findings, *(answer.finding for answer in answers)],
         "parts": {a.finding.name: {"seconds": a.seconds, "measured": a.measured} for a in answers},
     }
-    try:
-        path.write_text(json.dumps(msgspec.to_builtins(report), indent=1) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise RecordError(f"cannot write {path}: {error.strerror}; choose another --out") from error
+    write_text(json.dumps(msgspec.to_builtins(report), indent=1) + "\n", path)

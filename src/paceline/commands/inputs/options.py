@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -9,6 +11,7 @@ import typer
 
 from paceline import processor
 from paceline.errors import ConfigError, RecordError
+from paceline.record.whole_file import is_stream, name_draft
 
 ModelArgument = Annotated[
     Path, typer.Argument(metavar="MODEL", help="Folder of the model, in Hugging Face format.")
@@ -120,9 +123,13 @@ def check_writable(option: str, path: Path) -> None:
     """Raise before the long work: RecordError for what cannot be written, ConfigError for a folder."""
     if path.is_dir():
         raise ConfigError(f"{option} {path} is a folder: give a file in it")
-    draft = path.with_name(path.name + ".part")
+    draft = name_draft(path)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        if is_stream(path):
+            if not os.access(path, os.W_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+            return
+        draft.parent.mkdir(parents=True, exist_ok=True)
         draft.touch()
         draft.unlink()
     except OSError as error:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import typer
+
 from paceline.config import BudgetSettings, EngineSettings
 from paceline.errors import ConfigError
 from paceline.record.plan_file import PlanFile
@@ -18,6 +22,24 @@ def check_plan(plan: PlanFile, settings: EngineSettings) -> None:
         raise ConfigError(f"--plan drafts with {plan.drafter!r}: give its folder as --model-drafter")
     if plan.drafters and settings.draft_worker:
         raise ConfigError("--plan has drafters on workers of their own: drop --draft-worker")
+
+
+def warn_of_others(plan: PlanFile, model: Path, settings: EngineSettings) -> None:
+    """Say so where model or drafter has another name than what was planned for: it may be a later checkpoint, or
+    another model, which the plan knows nothing of."""
+    if model.resolve().name != plan.target:
+        _warn(f"the plan is for {plan.target!r}, the model is {str(model)!r}")
+    drafter = settings.model_drafter
+    if drafter is None or plan.drafter in ("", "suffix"):
+        return
+    if plan.drafter not in (drafter, Path(drafter).name, Path(drafter).resolve().name):
+        _warn(f"the plan drafts with {plan.drafter!r}, --model-drafter is {drafter!r}")
+
+
+def _warn(what: str) -> None:
+    typer.echo(
+        f"note: {what}: unless it is a checkpoint of the same one, plan again from its own profile", err=True
+    )
 
 
 def carry_out(plan: PlanFile, settings: EngineSettings) -> EngineSettings:

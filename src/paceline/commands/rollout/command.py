@@ -40,7 +40,7 @@ from paceline.commands.inputs.options import (
     check_seed,
     check_writable,
 )
-from paceline.commands.inputs.planned import carry_out
+from paceline.commands.inputs.planned import carry_out, warn_of_others
 from paceline.commands.inputs.prompts import read_prompts
 from paceline.commands.inputs.sampling import Sampling
 from paceline.commands.rollout.fleet_job import check_fleet_job, has_journal, journal_of, run_fleet_job
@@ -273,6 +273,7 @@ def rollout(
         )
     if planned is not None:
         settings = carry_out(planned, settings)
+        warn_of_others(planned, model, settings)
     if record is not None:
         refuse_existing_record(record, may_go=resume or overwrite)
     if not (resume or overwrite):

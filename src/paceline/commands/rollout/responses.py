@@ -16,6 +16,7 @@ import msgspec
 
 from paceline.errors import RecordError
 from paceline.record.append import AppendFile, read_lines
+from paceline.record.damage import UNREADABLE
 
 Identity = tuple[str | int, int]
 """(prompt id, sample)"""
@@ -140,7 +141,7 @@ def _read(file: AppendFile) -> dict[Identity, KnownResponse]:
     for number, line in enumerate(read_lines(file.path), start=1):
         try:
             found = _decoder.decode(line)
-        except msgspec.DecodeError as error:
+        except UNREADABLE as error:
             raise RecordError(
                 f"{file.path}, line {number} is not a response of 'paceline rollout' ({error}): choose another --out, "
                 "or start anew with --overwrite"
