@@ -20,7 +20,18 @@ _Model = TypeVar("_Model", bound=BaseModel)
 
 
 class _Loader(yaml.SafeLoader):
-    """Safe YAML in which 1e-6 is a number, as in YAML 1.2; PyYAML takes it for text."""
+    """Safe YAML in which 1e-6 is a number and no key stands twice, as in YAML 1.2; PyYAML takes the first for text, and
+    the last value of a key.
+    """
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        seen: set[tuple[str, str]] = set()
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+            if (name := (key.tag, key.value)) in seen:
+                raise yaml.MarkedYAMLError(problem=f"{key.value} stands twice", problem_mark=key.start_mark)
+            seen.add(name)
+        return node
 
 
 _Loader.add_implicit_resolver(
@@ -61,7 +72,9 @@ def apply_override(fields: dict[str, Any], override: str, option: str = "--set")
         ) from error
     holder = fields
     for key in keys[:-1]:
-        inner = holder.setdefault(key, {})
+        if holder.get(key) is None:
+            holder[key] = {}
+        inner = holder[key]
         if not isinstance(inner, dict):
             raise ConfigError(f"{option} {override}: {key} is the value {inner!r}, not a section")
         holder = inner

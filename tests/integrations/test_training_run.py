@@ -286,7 +286,7 @@ def test_long_prompt_is_refused_before_the_engine_starts(policy_dir: Path, tmp_p
 def test_too_long_context_is_refused_before_the_engine_starts(policy_dir: Path, tmp_path: Path) -> None:
     recipe = make_recipe(policy_dir, lengths={"prompt_tokens": 64, "response_tokens": 300})
     with pytest.raises(ConfigError, match="exceeds the 256 positions"):
-        run(recipe, tmp_path / "run")
+        train_command._run(recipe, tmp_path / "run", resume=False, overwrite=False)
 
 
 def test_finished_run_trains_no_further_when_resumed(

@@ -51,7 +51,6 @@ def make_trainer(engine: RolloutEngine, policy_dir: Path, folder: Path, **sectio
         "batch": {"prompts": PROMPTS, "group_size": GROUP, "micro_batch": 4},
         "lengths": {"prompt_tokens": 32, "response_tokens": 48},
         "optimizer": {"learning_rate": 1e-2},
-        "trl": {"save_only_model": True},
     }
     recipe = Recipe.model_validate(fields | sections)
     task, seen = DigitTask(), []
@@ -61,9 +60,11 @@ def make_trainer(engine: RolloutEngine, policy_dir: Path, folder: Path, **sectio
         return [task.reward(text, {"number": 1}) for text in completions]
 
     kind = trl.RLOOTrainer if recipe.algorithm.name == "rloo" else trl.GRPOTrainer
+    arguments = trainer_arguments(recipe, folder, on_cpu=True)
+    arguments.save_strategy = "no"
     trainer = kind(
         model=load_policy(policy_dir, 80, on_cpu=True),
-        args=trainer_arguments(recipe, folder, on_cpu=True),
+        args=arguments,
         reward_funcs=reward,
         train_dataset=Dataset.from_list(task.train_rows(16, 0)),
         processing_class=load_tokenizer(policy_dir),
@@ -219,7 +220,7 @@ def test_a_failed_response_has_the_reward_of_a_failure() -> None:
     from paceline.integrations.trl.trainers import EngineTrainer
 
     class Scored:
-        def _calculate_rewards(self, inputs: list[Any]) -> torch.Tensor:
+        def _calculate_rewards(self, inputs: list[Any], *told: Any) -> torch.Tensor:
             return torch.ones(len(inputs), 2)
 
     class Trainer(EngineTrainer, Scored):
@@ -227,15 +228,17 @@ def test_a_failed_response_has_the_reward_of_a_failure() -> None:
             self._failure_reward = failure_reward
             whole = Response(RolloutRequest((1,), 5), (4,), (-1.0,), "stop", 0, 0, 0, 0, 0, 1)
             failed = replace(whole, finish_reason="error", failure="ended its workers")
-            self.vllm_generation = SimpleNamespace(responses=[whole, failed])  # type: ignore[assignment]
+            turns = [[whole, failed]]
+            self.vllm_generation = SimpleNamespace(responses=turns[0], turns=turns)  # type: ignore[assignment]
             self.model = SimpleNamespace(training=True)
             self._metrics = {"train": defaultdict(list)}
 
-    assert Trainer(-2.0)._calculate_rewards([{}, {}]).tolist() == [[1.0, 1.0], [-2.0, -2.0]]
+    told = [{}, {}], ["", ""], ["", ""], [[4], [4]]
+    assert Trainer(-2.0)._calculate_rewards(*told).tolist() == [[1.0, 1.0], [-2.0, -2.0]]
     with pytest.raises(
         EngineError, match="response 1 ended its workers; it has no reward: set failure_reward"
     ):
-        Trainer(None)._calculate_rewards([{}, {}])
+        Trainer(None)._calculate_rewards(*told)
 
 
 def test_refuses_an_option_that_would_do_nothing(engine: RolloutEngine, tmp_path: Path) -> None:

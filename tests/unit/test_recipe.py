@@ -7,6 +7,7 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -96,6 +97,15 @@ def test_overrides_win_and_are_yaml(tmp_path: Path) -> None:
             "remove engine.draft_worker",
         ),
         ("fleet: {variant: oracle}", "choose even, context, no-context, sticky or group"),
+        ("seed: 4294967296", "seed = 4294967296: must be at most 4294967295"),
+        (
+            "batch: {prompts: 4097}",
+            "task.problems=4096 are fewer than the batch.prompts=4097 of a step: raise task.problems",
+        ),
+        ("capacity: {vllm: {max_model_len: 9}}", "vllm.max_model_len = 9: leave it away, it is lengths."),
+        ("capacity: {vllm: {dtype: float32}}", "vllm.dtype = 'float32': leave it away, set capacity.dtype"),
+        ("capacity: {vllm: {max_num_seqs: 2}}", "leave it away, set capacity.max_num_seqs"),
+        ("capacity: {vllm: {logprobs_mode: raw_logprobs}}", "vllm.logprobs_mode = 'raw_logprobs': leave it"),
     ],
 )
 def test_bad_value_is_named_with_its_remedy(tmp_path: Path, text: str, message: str) -> None:
@@ -111,6 +121,8 @@ def test_bad_value_is_named_with_its_remedy(tmp_path: Path, text: str, message: 
         ("", "must be a mapping"),
         ("- 1", "must be a mapping"),
         ("a: [", "is not YAML"),
+        ("batch: {prompts: 2}\nsteps: 3\nbatch: {updates: 2}", "batch stands twice.*line 3"),
+        ("batch: {prompts: 2, prompts: 3}", "prompts stands twice"),
         ("steps: 3", "model is missing"),
     ],
 )
@@ -122,6 +134,18 @@ def test_bad_file_is_refused(tmp_path: Path, text: str, message: str) -> None:
 def test_missing_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"nothing\.yaml: No such file"):
         load_recipe(tmp_path / "nothing.yaml")
+
+
+def test_merged_keys_do_not_stand_twice(tmp_path: Path) -> None:
+    """Whatever the order in which the mappings are made."""
+    text = "task: {name: countdown, options: {a: &a {x: 1}, b: &b {<<: *a, x: 2}}}\nmodel: m\nsteps: 1\ntrl: {<<: *b}"
+    assert load_recipe(write(tmp_path, text)).trl == {"x": 2}
+
+
+def test_override_reaches_an_empty_section(tmp_path: Path) -> None:
+    fleet = load_recipe(write(tmp_path, MINIMAL + "fleet:\n"), ["fleet.workers=2"]).fleet
+    assert fleet is not None
+    assert fleet.workers == 2
 
 
 @pytest.mark.parametrize("override", ["steps", "=3", "a..b=1", "steps.x=1", "steps=[", "task.name.x=1"])
@@ -145,6 +169,19 @@ def test_resume_allows_what_changes_no_result_and_nothing_else(tmp_path: Path) -
     for override in ("seed=1", "batch.prompts=4", "engine.max_draft_tokens=8", "trl.delta=2.0"):
         with pytest.raises(ConfigError, match=override.split("=")[0]):
             check_resumable(load_recipe(path, [override]), recorded)
+
+
+def test_an_infinite_value_is_recorded_as_what_it_is(tmp_path: Path) -> None:
+    changes = ["engine.sharpness=.inf", "algorithm.clip_high=.inf", "trl.delta=.inf"]
+    path = write(tmp_path, MINIMAL)
+    recipe = load_recipe(path, changes)
+    recorded = msgspec.json.decode(msgspec.json.encode(recipe.recorded()))
+    assert Recipe.model_validate(recorded | {"trl": recipe.trl}) == recipe
+    check_resumable(recipe, recorded)
+    for left_out in changes:
+        changed = load_recipe(path, [change for change in changes if change != left_out])
+        with pytest.raises(ConfigError, match="was 'inf' and is None"):
+            check_resumable(changed, recorded)
 
 
 def test_a_run_keeps_to_its_mode(tmp_path: Path) -> None:

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from paceline.commands.train import _check_capacity
+from paceline.errors import ConfigError
+from paceline.training.recipe import load_recipe
 
 ASSETS = Path(__file__).parents[2] / "assets"
 RECIPE = "task: {name: countdown}\nmodel: policy\nsteps: 4\n"
@@ -124,6 +132,23 @@ def test_impossible_engines_leave_the_old_run_alone(
     given = train(recipe, "--out", str(out), "--overwrite", "--set", model, "--set", change)
     assert (given[0], old.exists()) == (2, True), given
     assert message in given[2]
+
+
+@pytest.mark.parametrize(
+    ("scaling", "fits"), [({}, False), ({"rope_scaling": {"rope_type": "linear", "factor": 4.0}}, True)]
+)
+def test_a_context_may_be_as_long_as_the_scaled_positions(
+    recipe: str, tmp_path: Path, scaling: dict[str, Any], fits: bool
+) -> None:
+    """As in `paceline rollout`."""
+    model = shutil.copytree(ASSETS / "countdown-policy", tmp_path / "model")
+    config = json.loads((model / "config.json").read_text()) | {"rope_parameters": None} | scaling
+    (model / "config.json").write_text(json.dumps(config))
+    wanted = load_recipe(
+        recipe, [f"model={model}", f"lengths.response_tokens={config['max_position_embeddings']}"]
+    )
+    with nullcontext() if fits else pytest.raises(ConfigError, match=r"exceeds the \d+ positions of"):
+        _check_capacity(wanted)
 
 
 def test_unknown_key_is_refused_at_once(recipe: str, tmp_path: Path) -> None:

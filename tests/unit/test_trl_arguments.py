@@ -10,7 +10,7 @@ import pytest
 from paceline.errors import ConfigError
 from paceline.training import trl_arguments
 from paceline.training.recipe import Recipe
-from paceline.training.trl_arguments import FOREIGN, emulates_bfloat16, trainer_arguments
+from paceline.training.trl_arguments import FOREIGN, OWNED_SAMPLING, emulates_bfloat16, trainer_arguments
 
 pytest.importorskip("trl", reason="TRL is not installed")
 
@@ -51,6 +51,7 @@ def test_given_clips_replace_the_papers() -> None:
 
 def test_extra_fields_pass() -> None:
     assert arguments(trl={"delta": 2.0}).delta == 2.0
+    assert arguments(trl={"generation_kwargs": {"min_tokens": 2}}).generation_kwargs == {"min_tokens": 2}
 
 
 @pytest.mark.parametrize(
@@ -62,6 +63,11 @@ def test_extra_fields_pass() -> None:
         (
             {"vllm_importance_sampling_clip_min": 5.0, "vllm_importance_sampling_clip_max": 3.0},
             "TRL refuses the recipe: vllm_importance_sampling_clip_min",
+        ),
+        ({"generation_kwargs": ["stop"]}, r"generation_kwargs = \['stop'\]: it must map"),
+        *(
+            ({"generation_kwargs": {name: 1}}, f"generation_kwargs.{name} = 1: set {own} instead")
+            for name, own in OWNED_SAMPLING.items()
         ),
         *(({key: 1}, reason[:20]) for key, reason in FOREIGN.items()),
     ],

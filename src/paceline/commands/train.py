@@ -14,7 +14,7 @@ from rich.table import Table
 from paceline.commands.inputs.launch import check_batch, check_model_drafter, hush
 from paceline.commands.inputs.model_folder import read_checkpoint
 from paceline.engine.arguments import check_vllm_arguments
-from paceline.errors import PacelineError, RecordError, TrainingError
+from paceline.errors import ConfigError, PacelineError, RecordError, TrainingError
 from paceline.fleet.cluster import check_fleet
 from paceline.record import FILE_NAME
 from paceline.terminal.interruption import INTERRUPTED
@@ -79,9 +79,15 @@ def train(
 
 def _check_capacity(recipe: Recipe) -> None:
     """Raise ConfigError for engines that cannot be, before a run that is to be overwritten is touched."""
-    capacity = recipe.capacity
+    capacity, lengths = recipe.capacity, recipe.lengths
+    checkpoint = read_checkpoint(Path(recipe.model))
+    if checkpoint.max_len is not None and recipe.context_tokens > checkpoint.max_len:
+        raise ConfigError(
+            f"lengths.prompt_tokens + lengths.response_tokens = {lengths.prompt_tokens} + {lengths.response_tokens} "
+            f"exceeds the {checkpoint.max_len} positions of {recipe.model}: lower one"
+        )
     check_batch(
-        read_checkpoint(Path(recipe.model)),
+        checkpoint,
         dtype=capacity.dtype,
         max_model_len=recipe.context_tokens,
         max_num_seqs=capacity.max_num_seqs,

@@ -20,6 +20,7 @@ class TrainingHooks(TrainerCallback):  # type: ignore[misc]
         self._train_s = 0.0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        state.save_steps = args.save_steps  # a checkpoint brings what the run had before
         self._runner.begin()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

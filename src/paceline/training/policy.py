@@ -1,4 +1,4 @@
-"""Model folders, loaded for training: tokenizer, policy, context length. Failures are CheckpointErrors."""
+"""Model folders, loaded for training: tokenizer and policy. Failures are CheckpointErrors."""
 
 from __future__ import annotations
 
@@ -37,11 +37,3 @@ def load_policy(model: str | Path, context_tokens: int, on_cpu: bool) -> Any:
         return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation=attention)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"cannot load {model}: {' '.join(str(error).split())[:200]}") from error
-
-
-def model_length(model: str | Path) -> int | None:
-    """Positions that the model was made for, if its config tells."""
-    from transformers import AutoConfig
-
-    length = getattr(AutoConfig.from_pretrained(model), "max_position_embeddings", None)
-    return int(length) if length is not None else None

@@ -7,10 +7,11 @@ Owns the schema; `config_file.py` reads it. Imports nothing heavy: a bad recipe 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import isfinite
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 from paceline.config import MTP, EngineSettings, FleetSettings, RecordConfig, Section
 from paceline.config_file import apply_override, read_yaml, validate
@@ -24,6 +25,15 @@ FREE_ON_RESUME = frozenset(
 )
 """Sections that a resumed run may change: none of them has a say in the tokens or the gradients."""
 
+
+OWNED_BY_RECIPES = {
+    "model": "the recipe's model is what is trained",
+    "dtype": "set capacity.dtype",
+    "max_num_seqs": "set capacity.max_num_seqs",
+    "max_model_len": "it is lengths.prompt_tokens + lengths.response_tokens",
+    "logprobs_mode": "training needs the log-probabilities of what was sampled from",
+}
+"""Arguments of the engine that `capacity.vllm` may not hold, and why."""
 
 PATHS = (
     ("model",),
@@ -46,13 +56,14 @@ class TaskSection(Section):
     options: dict[str, Any] = Field(default_factory=dict)
     """Options of the task, see docs/countdown.md; checked when the task is loaded."""
     problems: int = Field(default=4096, ge=1)
-    """Different prompts to train on; they are shuffled and, once used up, used again."""
+    """Different prompts to train on, one step's at least; they are shuffled and, once used up, used again. A remainder
+    too small for a step is left out of that pass."""
     seed: int = Field(default=0, ge=0)
     """Seed of the choice of training prompts."""
 
 
 class AlgorithmSection(Section):
-    """The policy-gradient method; the fields left out take the values of its paper."""
+    """The policy-gradient method; the fields left out take the values of its paper. clip_low alone is both clips."""
 
     name: Algorithm = "grpo"
     """grpo; dapo (token-level loss, higher upper clip, truncated responses masked); dr_grpo (no length and no
@@ -60,7 +71,7 @@ class AlgorithmSection(Section):
     kl: float = Field(default=0.0, ge=0.0, allow_inf_nan=False)
     """Weight of the KL penalty towards the initial policy; above 0 costs a second model in memory."""
     clip_low: float | None = Field(default=None, gt=0.0)
-    """Lower clip of the importance ratio, as a distance from 1."""
+    """Lower clip of the importance ratio, as a distance from 1; also the upper one where that is left out."""
     clip_high: float | None = Field(default=None, gt=0.0)
     """Upper clip of the importance ratio, as a distance from 1."""
     mask_truncated: bool | None = None
@@ -185,6 +196,13 @@ class CapacitySection(Section):
     vllm: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of vLLM's EngineArgs, such as gpu_memory_utilization."""
 
+    @model_validator(mode="after")
+    def _vllm_is_further(self) -> CapacitySection:
+        for name, value in self.vllm.items():
+            if name in OWNED_BY_RECIPES:
+                raise ValueError(f"vllm.{name} = {value!r}: leave it away, {OWNED_BY_RECIPES[name]}")
+        return self
+
 
 class EvaluationSection(Section):
     """Held-out solve rate, sampled at the training temperature with the same keys every time."""
@@ -216,12 +234,14 @@ class OutputSection(Section):
 class Recipe(Section):
     """A training run. Relative paths in a file are relative to that file."""
 
+    model_config = ConfigDict(ser_json_inf_nan="constants")  # for `recorded`, within `trl` and its like
+
     task: TaskSection
     model: str
     """Folder of the policy to start from, in Hugging Face format."""
     steps: int = Field(ge=1)
     """Training steps; each is one rollout."""
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, le=2**32 - 1)
     """Seed of the run: keys of all responses, order of the prompts."""
     algorithm: AlgorithmSection = AlgorithmSection()
     batch: BatchSection = BatchSection()
@@ -241,6 +261,15 @@ class Recipe(Section):
     record: RecordConfig = RecordConfig()
     trl: dict[str, Any] = Field(default_factory=dict)
     """Further fields of TRL's GRPOConfig (or RLOOConfig) that the recipe does not name itself."""
+
+    @model_validator(mode="after")
+    def _fills_a_step(self) -> Recipe:
+        if self.task.problems < self.batch.prompts:
+            raise ValueError(
+                f"task.problems={self.task.problems} are fewer than the batch.prompts={self.batch.prompts} of a step: "
+                "raise task.problems, or lower batch.prompts"
+            )
+        return self
 
     @model_validator(mode="after")
     def _lengths_unknown(self) -> Recipe:
@@ -291,6 +320,13 @@ class Recipe(Section):
         """Longest prompt plus response."""
         return self.lengths.prompt_tokens + self.lengths.response_tokens
 
+    def recorded(self) -> dict[str, Any]:
+        """As it is recorded. Infinite numbers are text, which JSON keeps and the schema takes back; as numbers they
+        would become null, which is another value.
+        """
+        fields: dict[str, Any] = _spell_infinite(self.model_dump(mode="json"))
+        return fields
+
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """Read a recipe and apply `key.path=value` overrides; their paths are relative to the current folder.
@@ -311,7 +347,7 @@ BEFORE_A_CHOICE = {"engine.compiled": False, "engine.linear_kernel": "vllm"}
 
 def check_resumable(recipe: Recipe, recorded: Mapping[str, Any]) -> None:
     """Raise ConfigError if `recipe` differs from the `recorded` one in anything that the results rest on."""
-    old, new = _flatten(recorded), _flatten(recipe.model_dump(mode="json"))
+    old, new = _flatten(recorded), _flatten(recipe.recorded())
     for key, value in BEFORE_A_CHOICE.items():
         old.setdefault(key, value)
     if not is_cpu_build():
@@ -330,6 +366,14 @@ def check_resumable(recipe: Recipe, recorded: Mapping[str, Any]) -> None:
             f"--resume continues the same run, but the recipe has changed: {pairs}; set them back, or start "
             "anew with another --out"
         )
+
+
+def _spell_infinite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _spell_infinite(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_spell_infinite(one) for one in value]
+    return value if not isinstance(value, float) or isfinite(value) else str(value)
 
 
 def _resolve_paths(fields: dict[str, Any], folder: Path) -> None:

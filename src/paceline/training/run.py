@@ -20,7 +20,7 @@ from paceline.config import EngineSettings, RewardSettings
 from paceline.engine.compiled import check_compiler
 from paceline.engine.rollout_engine import RolloutEngine, check_checkpoint, prepare_environment
 from paceline.engine.rungs import measure_ladder
-from paceline.errors import ConfigError, PacelineError
+from paceline.errors import ConfigError, PacelineError, TrainingError
 from paceline.record import (
     FILE_NAME,
     Failure,
@@ -38,7 +38,7 @@ from paceline.tasks import Row, load_task
 from paceline.terminal.interruption import Interrupted, Interruption
 from paceline.terminal.progress import Progress
 from paceline.training.checkpoints import checkpoint_at, is_complete, latest_checkpoint, remove, step_of
-from paceline.training.policy import load_policy, load_tokenizer, model_length
+from paceline.training.policy import load_policy, load_tokenizer
 from paceline.training.recipe import Recipe, check_resumable
 from paceline.training.rollout_journals import RolloutJournals
 from paceline.training.run_folder import (
@@ -117,13 +117,6 @@ class TrainingRun:
                 raise ConfigError(
                     f"a {kind} prompt has {longest} tokens, lengths.prompt_tokens is {limit}: raise it"
                 )
-        room = model_length(self.recipe.model)
-        if room is not None and self.recipe.context_tokens > room:
-            lengths = self.recipe.lengths
-            raise ConfigError(
-                f"lengths.prompt_tokens + lengths.response_tokens = {lengths.prompt_tokens} + "
-                f"{lengths.response_tokens} exceeds the {room} positions of {self.recipe.model}: lower one"
-            )
 
     def _build_arguments(self) -> Any:
         import torch
@@ -197,7 +190,7 @@ class TrainingRun:
             machine=describe_machine(),
             versions=describe_versions(),
             started_unix_s=time.time(),
-            config=self.recipe.model_dump(mode="json"),
+            config=self.recipe.recorded(),
             model=Path(self.recipe.model).name,
             task=self.recipe.task.name,
             num_steps_planned=self.recipe.steps,
@@ -322,7 +315,10 @@ class TrainingRun:
         return trainer
 
     def _train(self, trainer: Any, runner: StepRunner) -> str:
-        """Returns "finished" or "interrupted"; saves a checkpoint of the last finished step either way."""
+        """Returns "finished" or "interrupted"; saves a checkpoint of the last finished step either way.
+
+        Raises TrainingError where the trainer ends before the last step by itself.
+        """
         checkpoint = latest_checkpoint(self.folder / CHECKPOINTS) if self._resume else None
         try:
             if checkpoint is not None and step_of(checkpoint) >= self._arguments.max_steps:
@@ -334,6 +330,12 @@ class TrainingRun:
             return "interrupted"
         if runner.interrupted:
             return "interrupted"
+        done, planned = int(trainer.state.global_step), self._arguments.max_steps
+        if done < planned:
+            raise TrainingError(
+                f"the trainer ended after {done} of {planned} updates: its log says why, --resume goes on from the "
+                "last checkpoint"
+            )
         trainer.save_model(str(self.folder / POLICY))
         self._journals.clear()
         return "finished"

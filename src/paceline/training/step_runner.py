@@ -223,15 +223,10 @@ class StepRunner:
                 self._evaluate(step)
 
     def _evaluate(self, step: int) -> None:
-        from vllm import SamplingParams
-
-        self.trainer.vllm_generation.sync_weights()
+        generation = self.trainer.vllm_generation
+        generation.sync_weights()
         self._progress.show_phase("evaluation")
-        sampling = self.recipe.sampling
-        params = SamplingParams(
-            temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k, min_p=sampling.min_p
-        )
-        rollout = self._rollouts.run(self._evaluation_requests(), params, None)
+        rollout = self._rollouts.run(self._evaluation_requests(), generation.sampling_params(), None)
         texts = self._tokenizer.batch_decode([r.tokens for r in rollout.responses], skip_special_tokens=True)
         rewards = [self._task.reward(text, row) for text, row in zip(texts, self._held_out, strict=True)]
         solve_rate = sum(reward >= SOLVED for reward in rewards) / len(rewards)

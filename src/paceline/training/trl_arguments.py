@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import ConfigError
-from paceline.integrations.trl.options import check_options
+from paceline.integrations.trl.options import check_generation, check_options
 from paceline.training.recipe import AlgorithmSection, Recipe
 
 CLIPS = {
@@ -27,8 +27,20 @@ FOREIGN = {
     "vllm_importance_sampling_cap": "it is deprecated; use vllm_importance_sampling_clip_max",
     "resume_from_checkpoint": "use --resume",
     "num_train_epochs": "it follows from steps",
+    "sync_ref_model": "checkpoints do not hold the reference model, so no run could be resumed exactly",
+    "save_only_model": "--resume needs all of a checkpoint",
+    "ignore_data_skip": "a resumed run would begin the prompts anew",
+    "eval_on_start": "held-out evaluation is set by the recipe's evaluation section",
 }
 """TRL fields that a recipe can set neither way, with the reason."""
+OWNED_SAMPLING = {
+    "temperature": "sampling.temperature",
+    "top_p": "sampling.top_p",
+    "top_k": "sampling.top_k",
+    "min_p": "sampling.min_p",
+    "max_tokens": "lengths.response_tokens",
+}
+"""Keys that `trl.generation_kwargs` may not hold, and the recipe's own."""
 
 
 def trainer_arguments(recipe: Recipe, folder: Path, on_cpu: bool) -> Any:
@@ -133,7 +145,18 @@ def _check_extra(extra: dict[str, Any], owned: set[str], known: set[str], config
             raise ConfigError(
                 f"recipe key trl.{key} = {value!r}: the recipe has a section for it, see docs/training.md"
             )
+        if key == "generation_kwargs":
+            check_generation(value or {})
+            _check_sampling(value or {})
         if key not in known:
             near = difflib.get_close_matches(key, known - owned, n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
             raise ConfigError(f"recipe key trl.{key} = {value!r}: {config} has no such field{hint}")
+
+
+def _check_sampling(options: dict[str, Any]) -> None:
+    for name, value in options.items():
+        if name in OWNED_SAMPLING:
+            raise ConfigError(
+                f"recipe key trl.generation_kwargs.{name} = {value!r}: set {OWNED_SAMPLING[name]} instead"
+            )

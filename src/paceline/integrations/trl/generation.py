@@ -77,6 +77,9 @@ class EngineGeneration:
         self.engine = engine
         self.responses: list[Response] = []
         """The responses of the last `generate`, in order."""
+        self.turns: list[list[Response]] = []
+        """Those of each `generate` since the trainer last counted rewards: the second and later ones go on after calls
+        of tools, for the rows that called one."""
         self._trainer = trainer
         self._run_seed = run_seed
         self._model = model
@@ -118,7 +121,8 @@ class EngineGeneration:
             raise UnsupportedError("prompts with images: only text prompts can be rolled out")
         requests = self._requests(prompts, num_generations)
         with profiler or nullcontext():
-            self.responses = _delivering(self.engine)(requests, self._params())
+            self.responses = _delivering(self.engine)(requests, self.sampling_params())
+        self.turns.append(self.responses)
         _refuse_empty(self.responses)
         tokens = [list(response.tokens) for response in self.responses]
         logprobs = [[[value] for value in response.logprobs] for response in self.responses]
@@ -151,7 +155,8 @@ class EngineGeneration:
         self._drawn = now
         return (*now, self._draw)
 
-    def _params(self) -> SamplingParams:
+    def sampling_params(self) -> SamplingParams:
+        """What responses are sampled with, by the trainer's options."""
         from vllm import SamplingParams
         from vllm.sampling_params import StructuredOutputsParams
 

@@ -187,6 +187,8 @@ def check_options(config: Any) -> None:
 
 def check_generation(options: Mapping[str, Any]) -> None:
     """Raise ConfigError for a key of `generation_kwargs` that rollouts cannot honour."""
+    if not isinstance(options, Mapping):
+        raise ConfigError(f"generation_kwargs = {options!r}: it must map vLLM's sampling options to values")
     for name, value in options.items():
         if name in SAMPLING or (name == "n" and value == 1) or (name == "logprobs" and not value):
             continue

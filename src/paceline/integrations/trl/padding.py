@@ -19,6 +19,25 @@ ORDER_FREE_LOSSES = frozenset({"grpo", "dapo", "dr_grpo"})
 """Losses whose gradient does not depend on which rows share a micro-batch."""
 
 
+def sorting_span(trainer: Any) -> int | None:
+    """Consecutive micro-batches of a rollout whose rows may change places; None: none may.
+
+    They must belong to one optimizer update, and nothing in the loss may be a mean or a quantile over a micro-batch:
+    top_entropy_quantile, the bonus on entropy and the load balancing of experts are.
+    """
+    args = trainer.args
+    if (
+        getattr(args, "loss_type", "grpo") not in ORDER_FREE_LOSSES
+        or getattr(args, "top_entropy_quantile", 1.0) < 1.0
+        or getattr(args, "entropy_coef", 0.0)
+        or getattr(args, "use_adaptive_entropy", False)
+        or trainer.aux_loss_enabled
+    ):
+        return None
+    update, rollout = args.gradient_accumulation_steps, args.steps_per_generation
+    return min(update, rollout) if rollout % update == 0 or update % rollout == 0 else None
+
+
 def sort_by_length(batches: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """The same rows in as many micro-batches, shortest response first. Ties keep their order.
 

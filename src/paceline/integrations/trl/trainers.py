@@ -12,6 +12,7 @@ by which the columns of `rollout_columns` reach reward functions and logs; two m
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -22,7 +23,8 @@ import trl.trainer.rloo_trainer as rloo_module
 from paceline.errors import ConfigError, EngineError
 from paceline.integrations.trl.generation import Engine, EngineGeneration
 from paceline.integrations.trl.options import check_options
-from paceline.integrations.trl.padding import ORDER_FREE_LOSSES, score_trimmed, sort_by_length
+from paceline.integrations.trl.padding import score_trimmed, sort_by_length, sorting_span
+from paceline.integrations.trl.prompt_order import PromptOrder
 from paceline.types import Response
 
 
@@ -61,6 +63,39 @@ def rollout_metrics(responses: Sequence[Response]) -> dict[str, float]:
     }
 
 
+def failed_rows(turns: Sequence[Sequence[Response]], completions: Sequence[Sequence[int]]) -> dict[int, str]:
+    """What the rows of a batch have failed of, in any turn; a row without a failure is not there.
+
+    Args:
+        turns: responses to all rows, then those to the rows that called a tool, and so on.
+        completions: token ids of each row, over all turns, cut to TRL's limit.
+
+    A later turn does not say to which row it belongs, so its tokens do: its prompt is what the row had before. Of rows
+    that are equal to there, the first that is free.
+    """
+    failed: dict[int, str] = {}
+    for turn in turns:
+        whole_batch = len(turn) == len(completions)
+        for index, response in enumerate(turn):
+            if response.failure is None:
+                continue
+            rows = [index] if whole_batch else _rows_of(response, turns[0], completions)
+            if (row := next((row for row in rows if row not in failed), None)) is not None:
+                failed[row] = response.failure
+    return failed
+
+
+def _rows_of(
+    response: Response, first_turn: Sequence[Response], completions: Sequence[Sequence[int]]
+) -> Iterator[int]:
+    """Rows that begin with a response and its prompt, as far as they go."""
+    ids = (*response.request.prompt, *response.tokens)
+    for row, (first, completion) in enumerate(zip(first_turn, completions, strict=False)):
+        whole = (*first.request.prompt, *completion)
+        if ids[: len(whole)] == whole[: len(ids)]:
+            yield row
+
+
 class EngineTrainer:
     """Mixin over a TRL trainer: `engine` in place of TRL's own vLLM, rollout columns for the rewards.
 
@@ -89,7 +124,8 @@ class EngineTrainer:
         **kwargs: Any,
     ) -> None:
         self._failure_reward = failure_reward
-        config = kwargs.get("args")
+        given = inspect.signature(super().__init__).bind_partial(*args, **kwargs)
+        config = given.arguments.get("args")
         if config is None or not config.use_vllm:
             raise ConfigError("use_vllm=False: set use_vllm=True in args, or TRL will not ask the engine")
         check_options(config)
@@ -97,10 +133,14 @@ class EngineTrainer:
         def build(**options: Any) -> EngineGeneration:
             return EngineGeneration(trainer=self, engine=engine, run_seed=run_seed, **options)
 
+        given.arguments["callbacks"] = [*(given.arguments.get("callbacks") or ()), PromptOrder()]
         with _replaced(self._module, "VLLMGeneration", build):
-            super().__init__(*args, **kwargs)
+            super().__init__(*given.args, **given.kwargs)
 
-    def _calculate_rewards(self, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    def _calculate_rewards(
+        self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any
+    ) -> Any:
+        turns, self.vllm_generation.turns = self.vllm_generation.turns, []
         responses = self.vllm_generation.responses
         if len(responses) == len(inputs):
             columns = rollout_columns(responses)
@@ -111,10 +151,9 @@ class EngineTrainer:
         mode = "train" if self.model.training else "eval"
         for name, value in rollout_metrics(responses).items():
             self._metrics[mode][name].append(value)
-        rewards = super()._calculate_rewards(inputs, *args, **kwargs)  # type: ignore[misc]
-        for index, response in enumerate(responses):
-            if response.failure is not None:
-                rewards[index] = self._reward_failure(index, response.failure)
+        rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)  # type: ignore[misc]
+        for row, failure in failed_rows(turns, completion_ids_list).items():
+            rewards[row] = self._reward_failure(row, failure)
         return rewards
 
     def _reward_failure(self, index: int, failure: str) -> float:
@@ -128,9 +167,8 @@ class EngineTrainer:
         before = self._buffered_inputs
         inputs = super()._prepare_inputs(generation_batch)  # type: ignore[misc]
         fresh = self._buffered_inputs
-        if fresh is before or getattr(self, "loss_type", "grpo") not in ORDER_FREE_LOSSES:
+        if fresh is before or (size := sorting_span(self)) is None:
             return inputs
-        size = self.args.gradient_accumulation_steps
         self._buffered_inputs = [
             batch
             for start in range(0, len(fresh), size)
