@@ -222,7 +222,7 @@ def _sweep(
         rows += [{"what_if": chosen, **_row(one)} for one in results.values()]
     Console().print(table)
     if target is not None:
-        write_text(json.dumps({"version": RESULT_VERSION, "rows": rows}, indent=1) + "\n", target)
+        write_text(json.dumps({"version": RESULT_VERSION, "rows": rows}, indent=1) + "\n", target, "--json")
 
 
 def _read_axis(text: str) -> tuple[str, list[str]]:
@@ -256,7 +256,7 @@ def _write_json(
             for one in claims
         ],
     }
-    write_text(json.dumps(found, indent=1) + "\n", target)
+    write_text(json.dumps(found, indent=1) + "\n", target, "--json")
 
 
 def _facts(scenario: Scenario) -> dict[str, Any]:

@@ -27,11 +27,11 @@ def name_draft(path: Path) -> Path:
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[Path]:
+def replacing(path: Path, choice: str = "file") -> Iterator[Path]:
     """Gives the file to write; when the block ends it takes the place of `path`, after an error it is gone.
 
-    A link stays, and the file behind it is replaced; a device or a pipe is written to itself. Raises RecordError when
-    it cannot be written.
+    choice: what names it, for the message. A link stays, and the file behind it is replaced; a device or a pipe is
+    written to itself. Raises RecordError when it cannot be written.
     """
     draft = path if is_stream(path) else name_draft(path)
     try:
@@ -44,7 +44,7 @@ def replacing(path: Path) -> Iterator[Path]:
                 draft.unlink()
         if isinstance(error, OSError):
             raise RecordError(
-                f"cannot write {path}: {error.strerror}; free some space or choose another file"
+                f"cannot write {path}: {error.strerror}; free some space or choose another {choice}"
             ) from error
         raise
 
@@ -53,9 +53,9 @@ class _Version(msgspec.Struct):
     version: int
 
 
-def write_text(text: str, path: Path) -> None:
-    """Write the file and its folder. Raises RecordError when it cannot be written."""
-    with replacing(path) as draft:
+def write_text(text: str, path: Path, choice: str = "file") -> None:
+    """Write the file and its folder. choice: what names it. Raises RecordError when it cannot be written."""
+    with replacing(path, choice) as draft:
         draft.parent.mkdir(parents=True, exist_ok=True)
         draft.write_text(text, encoding="utf-8")
 

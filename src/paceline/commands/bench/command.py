@@ -354,4 +354,4 @@ def _write(path: Path, rows: Sequence[Mapping[str, Any]], case: Mapping[str, Any
         "case": case,
         "rows": list(rows),
     }
-    write_text(json.dumps(result, indent=2) + "\n", path)
+    write_text(json.dumps(result, indent=2) + "\n", path, "--json")

@@ -199,4 +199,4 @@ def write_report(
         "findings": [*findings, *(answer.finding for answer in answers)],
         "parts": {a.finding.name: {"seconds": a.seconds, "measured": a.measured} for a in answers},
     }
-    write_text(json.dumps(msgspec.to_builtins(report), indent=1) + "\n", path)
+    write_text(json.dumps(msgspec.to_builtins(report), indent=1) + "\n", path, "--out")
