@@ -59,6 +59,10 @@ def describe_limit(item: Mapping[str, Any]) -> str:
     return text
 
 
+MOST_DRAFT_TOKENS = 127
+"""Longest draft of one request in one step. vLLM refuses more than 128 tokens."""
+MOST_DRAFT_WINDOW = MOST_DRAFT_TOKENS // 2
+"""Of a draft worker, which has up to two windows of a response under way."""
 MTP = "mtp"
 """As a model drafter: the prediction layers that the target's own checkpoint brings (multi-token prediction)."""
 
@@ -107,7 +111,7 @@ class EngineSettings(Section):
     """Take over what another engine has generated of a response that both generate, as drafts that are all but certain;
     a fleet switches it on (`FleetSettings.help`)."""
 
-    draft_window: int = Field(default=8, ge=1, le=63)
+    draft_window: int = Field(default=8, ge=1, le=MOST_DRAFT_WINDOW)
     """Draft worker: w. After w tokens of a response that the target has not decided it drafts up to w more. With
     `reconfigure_steps` only until the first plan."""
 
@@ -123,8 +127,8 @@ class EngineSettings(Section):
     """Draft worker: it drafts w tokens of every response, then a step verifies them, by turns: a drafter that was
     merely moved to another device (SpecActor's naive disaggregation). For comparison alone."""
 
-    max_draft_tokens: int = Field(default=32, ge=1, le=127)
-    """Longest draft of one request in one step. vLLM refuses more than 128 tokens."""
+    max_draft_tokens: int = Field(default=32, ge=1, le=MOST_DRAFT_TOKENS)
+    """Longest draft of one request in one step."""
 
     num_paths: int = Field(default=1, ge=1, le=8)
     """Draft paths per request, verified by row expansion; more than one is used only in small batches. Needs a drafter

@@ -78,6 +78,7 @@ def test_it_says_how_engines_draft() -> None:
         (make_plan(engine_devices=4), EngineSettings(model_drafter="small"), "tensor_parallel_size"),
         (make_plan(), EngineSettings(), "--model-drafter"),
         (make_plan(), EngineSettings(model_drafter="small", draft_worker=True), "--draft-worker"),
+        (make_plan(window=64), EngineSettings(model_drafter="small"), "window of 64.*--max-window 63"),
     ],
 )
 def test_what_cannot_be_carried_out_is_refused(plan: PlanFile, engine: EngineSettings, message: str) -> None:

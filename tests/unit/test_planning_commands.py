@@ -164,7 +164,7 @@ def test_a_window_that_no_engine_takes_is_refused(profile_file: Path, run: Run) 
     assert run(*plan, 127).code == 0
     told = run(*plan, 128)
     assert told.code == 2
-    assert "--max-window 128: engines take draft windows up to 127" in told.error
+    assert "--max-window 128: engines draft at most 127 tokens in a row" in told.error
 
 
 def test_a_plan_is_what_the_placement_says(profile_file: Path, run: Run) -> None:

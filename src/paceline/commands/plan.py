@@ -20,6 +20,7 @@ from paceline.commands.inputs.profiles import (
     check_least,
     warn_beyond,
 )
+from paceline.config import MOST_DRAFT_TOKENS
 from paceline.errors import ConfigError
 from paceline.planning.composition import Candidate, Devices, Option, best_of, rank_options
 from paceline.planning.ladder import rate_of
@@ -31,8 +32,6 @@ from paceline.record.plan_file import PlanFile, write_plan
 from paceline.record.profile import Profile
 from paceline.terminal.tables import make_table
 
-MOST_WINDOW = 127
-"""Draft tokens (`EngineSettings.draft_window`)."""
 _ON = {None: " ", Mode.COUPLED: "shared", Mode.DECOUPLED: ""}
 """Where a drafter runs that has no devices of its own."""
 
@@ -91,8 +90,10 @@ def plan(
     )
     if alternatives < 0:
         raise ConfigError(f"--alternatives {alternatives}: must be at least 0")
-    if max_window > MOST_WINDOW:
-        raise ConfigError(f"--max-window {max_window}: engines take draft windows up to {MOST_WINDOW}")
+    if max_window > MOST_DRAFT_TOKENS:
+        raise ConfigError(
+            f"--max-window {max_window}: engines draft at most {MOST_DRAFT_TOKENS} tokens in a row"
+        )
     job = _read_job(
         profiles, ladder, acceptance or (), drafter, devices, requests, context, max_window, paper
     )

@@ -556,13 +556,11 @@ class Controller:
         response.num_losses += 1
         if response.num_losses <= (most := self._settings.max_crashes):
             return [], True
-        workers = (
-            f"{most + 1} workers in a row that were lost when nothing else had just begun there, the last one"
-        )
         if response.has_fatal_prompt:
             workers = f"a worker that was lost, as {most + 1} were with another response to its prompt,"
-        elif not worker.has_generated:
-            worker.is_proven = False
+        else:
+            workers = f"{most + 1} workers in a row that were lost when nothing else had just begun there, the last one"
+            worker.is_proven = worker.has_generated
         failure = (
             f"got no token from {workers} thus: {reason}; leave it out, or raise max_crashes ({most}) if something "
             "else ends the workers"

@@ -520,7 +520,8 @@ class RolloutEngine:
         """
         self._check_model_drafter()
         refusals: list[Refusal | None] = self._engine.collective_rpc("reload_drafter", args=(weights,))
-        for kind, why in filter(None, refusals):
+        if (refusal := next(filter(None, refusals), None)) is not None:
+            kind, why = refusal
             raise kind(why)
         self.scheduler.loop.renew_model()
         self.drafter_version += 1

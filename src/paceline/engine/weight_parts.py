@@ -10,7 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from safetensors import SafetensorError, safe_open
+from paceline.drafting.checkpoint import read_shapes
+from paceline.errors import CheckpointError
 
 if TYPE_CHECKING:
     import torch
@@ -27,14 +28,10 @@ def noted(weights: Iterable[tuple[str, torch.Tensor]], names: set[str]) -> Itera
 
 def checkpoint_names(folder: Path) -> frozenset[str]:
     """The names of a model folder's weights; none where it has none in safetensors form."""
-    names: set[str] = set()
-    for file in sorted(folder.glob("*.safetensors")):
-        try:
-            with safe_open(file, framework="pt") as tensors:
-                names.update(tensors.keys())
-        except (OSError, SafetensorError):
-            return frozenset()
-    return frozenset(names)
+    try:
+        return frozenset(read_shapes(folder))
+    except CheckpointError:
+        return frozenset()
 
 
 def missing_parts(came: Set[str], known: Set[str], packed: Mapping[str, Sequence[str]]) -> list[str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -135,13 +136,17 @@ class PacelineWorker(platform_worker()):  # type: ignore[misc]
                     model.load_weights = stand_in
             repack_tied_head(model)
         self.model_runner.seal_model()
-        folder = Path(self.vllm_config.model_config.model)
         packed = getattr(model, "packed_modules_mapping", None) or {}
-        if missing := missing_parts(came, checkpoint_names(folder) if came else came, packed):
+        if missing := missing_parts(came, self._known_weights, packed):
             raise EngineError(
                 f"{len(missing)} weights did not come, first {missing[0]!r}, although others did of the same layer, "
                 "which vLLM keeps as one tensor: send all of a layer's weights together"
             )
+
+    @cached_property
+    def _known_weights(self) -> frozenset[str]:
+        """The names of the checkpoint's weights."""
+        return checkpoint_names(Path(self.vllm_config.model_config.model))
 
     def _kernels(self) -> AbstractContextManager[None]:
         """Around everything that packs weights: whose kernels the linear layers get."""

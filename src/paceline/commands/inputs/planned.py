@@ -6,7 +6,7 @@ from pathlib import Path
 
 import typer
 
-from paceline.config import BudgetSettings, EngineSettings
+from paceline.config import MOST_DRAFT_WINDOW, BudgetSettings, EngineSettings
 from paceline.errors import ConfigError
 from paceline.record.plan_file import PlanFile
 
@@ -20,6 +20,11 @@ def check_plan(plan: PlanFile, settings: EngineSettings) -> None:
         )
     if plan.drafter not in ("", "suffix") and settings.model_drafter is None:
         raise ConfigError(f"--plan drafts with {plan.drafter!r}: give its folder as --model-drafter")
+    if plan.mode == "decoupled" and plan.window > MOST_DRAFT_WINDOW:
+        raise ConfigError(
+            f"--plan has a draft window of {plan.window}, and drafters on workers of their own draft at most "
+            f"{MOST_DRAFT_WINDOW} tokens ahead: plan again with --max-window {MOST_DRAFT_WINDOW}"
+        )
     if plan.drafters and settings.draft_worker:
         raise ConfigError("--plan has drafters on workers of their own: drop --draft-worker")
 
