@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,23 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     from processes import ByEngines
 
     return ByEngines(config, log)
+
+
+@pytest.fixture(scope="session")
+def little_to_collect() -> Iterator[None]:
+    """Garbage is looked for among what tests make, not in the modules that they import: vLLM collects all of it several
+    times for every engine, seconds each with the objects of so many modules, and thaws what was frozen when one ends.
+    """
+    import vllm.v1.engine.llm_engine
+    import vllm.v1.worker.cpu_worker  # noqa: F401
+
+    gc.collect()
+    gc.freeze()
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("freeze", "unfreeze"):
+            patch.setattr(gc, name, lambda: None)
+        yield
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="session")

@@ -131,6 +131,7 @@ class Progress:
     """Of its steps, by the clock: drafting inside and waiting for drafts are part of them."""
     response_s: float = 0.0
     """The same, each step counted once for every response there."""
+    num_steps: int = 0
 
     def __add__(self, other: Progress) -> Progress:
         """Both together."""

@@ -17,7 +17,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _kernels_replaced_once() -> Iterator[None]:
+def _kernels_replaced_once(little_to_collect: None) -> Iterator[None]:
     """vLLM looks through all modules for kernels to replace, for every engine of a process anew: a second each."""
     from vllm.platforms.cpu import CpuPlatform
 

@@ -40,7 +40,7 @@ def fleet(ray: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]
 
 
 @pytest.fixture(scope="session")
-def plain() -> Iterator[Generate]:
+def plain(little_to_collect: None) -> Iterator[Generate]:
     """A single engine without drafts."""
     from paceline.engine.rollout_engine import RolloutEngine
 

@@ -109,7 +109,7 @@ def test_killed_and_resumed(plain: Generate, tmp_path: Path) -> None:
         if first.poll() is not None or time.monotonic() > deadline_s:
             first.kill()
             pytest.fail(f"it did not get that far: {first.communicate()[1]}")
-        time.sleep(0.01)
+        time.sleep(0.05)
     first.send_signal(signal.SIGKILL)
     first.communicate()
     kept = count(out)
@@ -155,12 +155,12 @@ def test_ended_while_the_engines_start(tmp_path: Path, name: str) -> None:
         assert started.poll() is None
         assert time.monotonic() < deadline_s
         family |= _children(started)
-        time.sleep(0.05)
+        time.sleep(0.25)
     started.send_signal(signal.SIGTERM)
     while started.poll() is None:
         assert time.monotonic() < deadline_s
         family |= _children(started)
-        time.sleep(0.05)
+        time.sleep(0.25)
     assert started.stderr is not None
     said = started.stderr.read()
     assert started.returncode == 130, said

@@ -31,6 +31,16 @@ with CheckpointWriter(path) as writer:
         print(count, flush=True)
 """
 
+WRITES_ASIDE = """
+import sys, time
+from pathlib import Path
+from paceline.distillation.checkpoints import written_aside
+with written_aside(Path(sys.argv[1])) as aside:
+    (aside / "model.safetensors").write_text("half")
+    print("written", flush=True)
+    time.sleep(600.0)
+"""
+
 
 def test_a_killed_trainer_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
     path = tmp_path / "state.safetensors"
@@ -169,6 +179,48 @@ def test_what_is_written_aside_touches_nothing_beside_it(tmp_path: Path) -> None
         aside.write_text("what is written here fails")
     assert (tmp_path / "head" / "config.json").read_text() == "{}"
     assert {path.name for path in tmp_path.iterdir()} == {"head", "head.new"}
+
+
+def write_config(out: Path) -> None:
+    with written_aside(out) as aside:
+        (aside / "config.json").write_text("{}")
+
+
+def test_what_a_killed_process_was_writing_is_removed_by_the_next_one_alone(tmp_path: Path) -> None:
+    out = tmp_path / "head[1]"
+    mine = tmp_path / f".{out.name}-mine"
+    mine.mkdir()
+    child = subprocess.Popen([sys.executable, "-c", WRITES_ASIDE, out], stdout=subprocess.PIPE, text=True)
+    try:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "written\n"
+        write_config(out)
+        [half] = {*tmp_path.iterdir()} - {out, mine}
+        assert [path.read_text() for path in half.rglob("model.safetensors")] == ["half"], "its writer lives"
+        write_config(tmp_path / "other")
+        assert half.exists()
+    finally:
+        child.kill()
+        child.communicate()
+    write_config(tmp_path / "other")
+    assert half.exists(), "of another target"
+    write_config(out)
+    assert {*tmp_path.iterdir()} == {out, mine, tmp_path / "other"}
+    assert [path.name for path in out.iterdir()] == ["config.json"]
+
+
+def test_a_file_system_without_locks_is_written_to_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(fd: int, how: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    write_config(tmp_path / "head")
+    write_config(tmp_path / "head")
+    with pytest.raises(ValueError, match="half way"), written_aside(tmp_path / "head"):
+        raise ValueError("half way")
+    assert [path.name for path in tmp_path.rglob("*")] == ["head", "config.json"]
 
 
 def test_no_checkpoint_is_none_and_another_file_is_an_error(tmp_path: Path) -> None:

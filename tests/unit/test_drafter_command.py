@@ -8,11 +8,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import safetensors.torch
+import torch
 from command_line import Run, write
 from tiny_target import tiny_target
 
 from paceline.commands.drafter.job import _owned
+from paceline.distillation.responses import read_responses
 from paceline.distillation.trainer import Trainer
+from paceline.distillation.training_folder import FILE_NAME, NOTE, read_folder
+from paceline.errors import CheckpointError, RecordError
 
 TARGET = tiny_target()
 
@@ -128,6 +132,23 @@ def test_other_files_are_refused(run: Run, tmp_path: Path, folder: Path, respons
     assert "no response" in done.error
     assert run("drafter", "measure", folder, responses, tmp_path / "nowhere").code == 3
     assert run("drafter", "export", tmp_path / "nowhere", "--out", tmp_path / "out").code == 6
+
+
+@pytest.mark.parametrize(
+    "value", [b'"caf\xe9"', b"[" * 100_000 + b"]" * 100_000], ids=["not UTF-8", "nested"]
+)
+def test_responses_that_no_decoder_takes_are_refused(tmp_path: Path, value: bytes) -> None:
+    file = tmp_path / "o.jsonl"
+    file.write_bytes(b'{"prompt_ids": [1], "tokens": [2], "options": {"x": ' + value + b"}}\n")
+    with pytest.raises(RecordError, match=r"o\.jsonl is no file of 'paceline rollout' .*: give its --out"):
+        read_responses(file)
+
+
+def test_a_training_file_with_a_note_that_no_decoder_takes_is_refused(tmp_path: Path) -> None:
+    note = '{"config": {"x": ' + "[" * 100_000 + "]" * 100_000 + "}}"
+    safetensors.torch.save_file({"w": torch.zeros(1)}, tmp_path / FILE_NAME, {NOTE: note})
+    with pytest.raises(CheckpointError, match=r"was not written by .*: choose another folder"):
+        read_folder(tmp_path)
 
 
 def test_what_is_refused_costs_no_trained_drafter(

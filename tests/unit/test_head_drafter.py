@@ -22,7 +22,7 @@ from paceline.distillation.networks import DraftHead, Shared
 from paceline.distillation.packing import Sample, pack_samples
 from paceline.distillation.target import share
 from paceline.drafting import head as head_module
-from paceline.drafting.drafter import is_draft_head, read_fused_layers
+from paceline.drafting.drafter import is_draft_head, read_architectures, read_fused_layers
 from paceline.drafting.head import HeadDrafter, TargetEnds
 from paceline.drafting.head_layer import NativeLayer
 from paceline.drafting.proposal import NUM_CELLS
@@ -352,6 +352,16 @@ def test_what_counts_as_a_head(tmp_path: Path, target: Any) -> None:
     assert found == [True, True, False, False]
     with pytest.raises(ConfigError, match="max_requests"):
         load(tmp_path / "eagle", target, max_requests=0)
+
+
+def test_a_configuration_that_no_decoder_takes_is_none(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_bytes(b'{"architectures": ["caf\xe9"]}')
+    assert read_architectures(tmp_path) == ()
+    file.write_bytes(b'{"x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}")
+    assert read_architectures(tmp_path) == ()
+    with pytest.raises(CheckpointError, match=r"the configuration of the draft head cannot be read .*again"):
+        read_fused_layers(tmp_path)
 
 
 @pytest.mark.parametrize("inside", [True, False])

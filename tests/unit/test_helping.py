@@ -72,10 +72,12 @@ class Fleet:
     def report(self, worker: str, costs: StepCosts | None = SLOW, life: int = 0) -> list[Action]:
         return self.tell(Reported(worker, life, Report(1, costs=costs)))
 
-    def run(self, worker: str, rate: float, seconds: float = HELP_S, batch: int = 1) -> list[Action]:
+    def run(
+        self, worker: str, rate: float, seconds: float = HELP_S, batch: int = 1, step_s: float = 0.01
+    ) -> list[Action]:
         """The worker has generated so many tokens a second, of each response."""
         response_s = batch * seconds
-        self.progress += Progress(round(rate * response_s), seconds, response_s)
+        self.progress += Progress(round(rate * response_s), seconds, response_s, round(seconds / step_s))
         return self.tell(Reported(worker, 0, Report(1, costs=SLOW, progress=self.progress)))
 
     def end(self, index: int, num_tokens: int) -> list[Action]:
@@ -186,14 +188,25 @@ def test_who_has_just_fallen_free_waits_until_the_straggler_was_measured_without
 
 
 def test_speeds_are_compared_at_equal_numbers_of_responses() -> None:
-    before = Progress(100, 1.0, 2.0)
-    assert judge_help(before, Progress(49, TRIAL_S, TRIAL_S)) is None
-    assert judge_help(before, Progress(98, TRIAL_S, 2 * TRIAL_S)) is False
-    assert judge_help(before, Progress(100, TRIAL_S, 2 * TRIAL_S)) is True
-    assert judge_help(Progress(0, 1.0, 2.0), Progress(0, TRIAL_S, 2 * TRIAL_S)) is False, (
+    before = Progress(100, 1.0, 2.0, 50)
+    assert judge_help(before, Progress(49, TRIAL_S, TRIAL_S, 50)) is None
+    assert judge_help(before, Progress(98, TRIAL_S, 2 * TRIAL_S, 50)) is False
+    assert judge_help(before, Progress(100, TRIAL_S, 2 * TRIAL_S, 50)) is True
+    assert judge_help(Progress(0, 1.0, 2.0, 50), Progress(0, TRIAL_S, 2 * TRIAL_S, 50)) is False, (
         "nothing comes of it"
     )
-    assert judge_help(Progress(1, 0.01, 0.02), Progress(0, TRIAL_S, 2 * TRIAL_S)) is None
+    assert judge_help(Progress(1, 0.01, 0.02, 50), Progress(0, TRIAL_S, 2 * TRIAL_S, 50)) is None
+
+
+def test_of_a_few_long_steps_nothing_is_said() -> None:
+    """One brings a token and the next one thirty: it would be chance that ends help."""
+    fleet, busy, free = tail()
+    fleet.run(busy, 70.0, step_s=0.25)
+    assert fleet.tick() == []
+    fleet.run(busy, 100.0, step_s=0.25)
+    assert [type(one) for one in fleet.tick()] == [DraftFor]
+    assert fleet.run(busy, 20.0, TRIAL_S, step_s=0.25) == fleet.run(busy, 20.0, 4.0, step_s=0.25) == []
+    assert fleet.controller.state_of(free) == "drafting"
 
 
 @pytest.mark.parametrize(("steps", "helps"), [(20.0, False), (1000.0, True)])

@@ -217,6 +217,18 @@ def test_another_controller_is_shown(controller_log: Path, tmp_path: Path) -> No
     assert "tokens 0 to 12" in tally.first.planned
 
 
+def test_an_event_with_a_text_that_is_not_utf_8_is_named(controller_log: Path, tmp_path: Path) -> None:
+    def damage(number: int, line: DecisionLine) -> DecisionLine:
+        if number != 1:
+            return line
+        return msgspec.structs.replace(
+            line, event="WorkerLost", body=msgspec.Raw(b"\x81\xa6worker\xa4caf\xe9")
+        )
+
+    with pytest.raises(RecordError, match="has a WorkerLost that is another one in this Paceline"):
+        replay(edit_log(controller_log, tmp_path, damage))
+
+
 def test_an_error_is_a_decision_too(tmp_path: Path) -> None:
     log, controller = open_log(SETTINGS, str(tmp_path)), Controller(SETTINGS)
     assert log is not None

@@ -8,12 +8,12 @@ one comes is given up for it.
 
 from __future__ import annotations
 
+import glob
 import os
-import secrets
-import shutil
+import tempfile
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -24,6 +24,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from paceline.errors import CheckpointError, RecordError
+from paceline.owned_folder import OwnedFolder, remove_leftovers
 from paceline.record.append import sync
 
 Note = Mapping[str, str]
@@ -122,23 +123,35 @@ def write(path: Path, tensors: Mapping[str, Tensor], note: Note) -> None:
 def written_aside(out: Path) -> Iterator[Path]:
     """A folder to write into, which takes the place of `out` when the block ends: in one move where there is nothing
     yet, else file by file, each in one move, `config.json` last. A block that fails leaves `out` as it was, and nothing
-    beside it. Raises OSError.
+    beside it; what a killed process leaves there, the next one removes. Raises OSError.
     """
     out = out.resolve()
     out.parent.mkdir(parents=True, exist_ok=True)
-    aside = out.with_name(f".{out.name}-{secrets.token_hex(4)}")
-    aside.mkdir()
-    try:
+    with _folder_beside(out) as folder:
+        aside = folder / out.name
+        aside.mkdir()
         yield aside
         if out.is_dir():
             for path in sorted(aside.iterdir(), key=lambda path: (path.name == "config.json", path.name)):
                 path.replace(out / path.name)
-            aside.rmdir()
         else:
             aside.rename(out)
-    except BaseException:
-        shutil.rmtree(aside, ignore_errors=True)
-        raise
+
+
+@contextmanager
+def _folder_beside(out: Path) -> Iterator[Path]:
+    """A folder on the disk of `out` for the time of the block; those of processes that have died are removed."""
+    prefix = f".{out.name}-"
+    remove_leftovers(out.parent, glob.escape(prefix))
+    with ExitStack() as opened:
+        try:
+            owned = OwnedFolder(out.parent, prefix)
+            opened.callback(owned.close)
+            folder = owned.path
+        except OSError:  # a file system that locks no folders: who is killed there leaves one that stays
+            plain = tempfile.TemporaryDirectory(prefix=prefix, dir=out.parent, ignore_cleanup_errors=True)
+            folder = Path(opened.enter_context(plain))
+        yield folder
 
 
 def read(path: Path) -> tuple[dict[str, Tensor], dict[str, str]] | None:

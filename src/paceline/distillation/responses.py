@@ -11,6 +11,7 @@ from torch import Tensor
 
 from paceline.errors import RecordError
 from paceline.record.append import read_lines
+from paceline.record.damage import UNREADABLE
 
 
 class Response(msgspec.Struct, frozen=True):
@@ -45,7 +46,7 @@ def read_responses(file: Path) -> list[Response]:
         raise RecordError(
             f"cannot read {file}: {error.strerror}; give a file of 'paceline rollout'"
         ) from error
-    except msgspec.DecodeError as error:
+    except UNREADABLE as error:
         raise RecordError(f"{file} is no file of 'paceline rollout' ({error}): give its --out") from error
     found = [response for response in found if response.prompt_ids and response.tokens]
     if not found:

@@ -16,6 +16,7 @@ from paceline.distillation.networks import Network, Shared, SmallModel
 from paceline.distillation.packing import ATTENTION_NAME
 from paceline.distillation.trainer import load_network
 from paceline.errors import CheckpointError
+from paceline.record.damage import UNREADABLE
 
 FILE_NAME = "training.safetensors"
 FURTHER_NAME = "training-{}.safetensors"
@@ -92,7 +93,7 @@ def _trained_tokens(folder: Path, name: str) -> int:
 def _decode(note: Mapping[str, str], path: Path) -> Description:
     try:
         return msgspec.json.decode(note[NOTE], type=Description)
-    except (KeyError, msgspec.DecodeError) as error:
+    except (KeyError, *UNREADABLE) as error:
         raise CheckpointError(
             f"{path} was not written by 'paceline drafter train': choose another folder"
         ) from error

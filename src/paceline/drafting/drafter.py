@@ -10,6 +10,7 @@ import msgspec
 from safetensors import SafetensorError, safe_open
 
 from paceline.errors import CheckpointError
+from paceline.record.damage import UNREADABLE
 from paceline.types import DraftBatch, DraftPaths, DraftQuery, Float32Array, Int32Array, Int64Array
 
 PADDING_SHARE = 0.01
@@ -49,7 +50,7 @@ def read_fused_layers(head: Path) -> tuple[int, ...]:
     """
     try:
         config = msgspec.json.decode((head / "config.json").read_bytes(), type=_HeadConfig)
-    except (OSError, msgspec.DecodeError) as error:
+    except (OSError, *UNREADABLE) as error:
         raise CheckpointError(
             f"{head}: the configuration of the draft head cannot be read ({error}): export it again"
         ) from error
@@ -69,7 +70,7 @@ def read_architectures(folder: Path) -> tuple[str, ...]:
     """The model classes that a checkpoint's configuration names; () where there is none to read."""
     try:
         return msgspec.json.decode((folder / "config.json").read_bytes(), type=_Architectures).architectures
-    except (OSError, msgspec.DecodeError):
+    except (OSError, *UNREADABLE):
         return ()
 
 

@@ -797,6 +797,14 @@ DOORS: tuple[Door, ...] = (
         members="from_engine_args add_request abort_request collective_rpc reset_prefix_cache engine_core "
         "output_processor model_config vllm_config model_executor",
     ),
+    Door(
+        "vllm.v1.engine.exceptions:EngineDeadError", "an engine whose process has ended (rollout_engine.py)"
+    ),
+    Door(
+        "vllm.v1.executor.multiproc_executor:MultiprocExecutor",
+        "whether a worker's process has ended (rollout_engine.py)",
+        members="is_failed",
+    ),
     Door(EXECUTOR, "the runner, to time it on a GPU (commands/doctor/gpu_parts.py)", members="driver_worker"),
     Door(WORKER_WRAPPER, "the same", members="worker"),
     Door(f"{ENGINE}.abort_request", "by vLLM's own ids", parameters="request_ids internal"),

@@ -249,7 +249,7 @@ class RolloutEngine:
                 gives NaN). "raise" EngineError and abort the others, or go on with the others and "deliver" it as far
                 as it came, with `finish_reason` "error" and `failure` saying why.
 
-        Raises RequestError or UnsupportedError before any work, EngineError when the engine fails.
+        Raises RequestError or UnsupportedError before any work, EngineError when the engine has died.
         """
         responses: list[Response | None] = [None] * len(requests)
         for event in self.stream(requests, params, on_failure=on_failure):
@@ -282,7 +282,7 @@ class RolloutEngine:
             for index, request in enumerate(requests):
                 started.append(self._submit(index, request, params))
             while self._pending:
-                for grown in self._outputs.step():
+                for grown in self._step():
                     # What a request brought that was aborted while this step's others were handed out is dropped.
                     if grown.request in self._pending:
                         event = self._take(grown)
@@ -305,9 +305,9 @@ class RolloutEngine:
     def step(self) -> list[TokenEvent]:
         """Run one engine step and return what it brought; a response that failed is delivered, and the others go on.
 
-        Raises EngineError when the engine fails.
+        Raises EngineError when the engine has died; any other error of vLLM's comes as it is.
         """
-        return [self._take(grown) for grown in self._outputs.step() if grown.request in self._pending]
+        return [self._take(grown) for grown in self._step() if grown.request in self._pending]
 
     def abort(self, indices: Iterable[int], *, keep_kv: bool = True) -> None:
         """Stop the running requests at these positions of the list given to `stream`; what they have is dropped.
@@ -436,6 +436,24 @@ class RolloutEngine:
         from paceline.engine.kv.backend import cache_salt
 
         return cache_salt(self.settings.kv_pool, self.policy_version) if self.settings is not None else None
+
+    def _step(self) -> Iterator[Grown]:
+        try:
+            yield from self._outputs.step()
+        except Exception as error:
+            if not self._has_died(error):
+                raise
+            raise EngineError(
+                f"the engine has died ({type(error).__name__}: {error}): responses that were delivered stay; build the "
+                f"engine anew and generate the {len(self._pending)} others on it"
+            ) from error
+
+    def _has_died(self, error: Exception) -> bool:
+        """Whether the process of vLLM's engine has ended, or that of one of its workers."""
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        executor = getattr(self._engine, "model_executor", None)  # None: in the other process
+        return isinstance(error, EngineDeadError) or getattr(executor, "is_failed", False)
 
     def _take(self, grown: Grown) -> TokenEvent:
         pending = self._pending[grown.request]

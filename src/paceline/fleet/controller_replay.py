@@ -15,6 +15,7 @@ from paceline.control.controller import Controller
 from paceline.control.events import Event
 from paceline.errors import RecordError
 from paceline.fleet.controller_log import EVENTS, describe, describe_error
+from paceline.record.damage import UNREADABLE
 from paceline.record.decisions import ControllerLine, DecisionReader
 from paceline.record.tally import Tally
 
@@ -46,7 +47,7 @@ def _read_event(reader: DecisionReader, line: ControllerLine) -> Event:
         )
     try:
         return msgspec.msgpack.decode(line.body, type=kind)
-    except msgspec.MsgspecError as error:
+    except UNREADABLE as error:
         raise RecordError(
             f"{reader.path} has a {line.event} that is another one in this Paceline ({error}): replay it with Paceline "
             f"{reader.header.paceline}"

@@ -402,7 +402,7 @@ class RolloutWorker:
         with self._changed:
             self._num_steps += 1
             num_tokens = sum(len(event.tokens) for event in events)
-            self._progress += Progress(num_tokens, step_s, step_s * len(self._chunks))
+            self._progress += Progress(num_tokens, step_s, step_s * len(self._chunks), 1)
             if steps:  # one, unless nothing was scheduled
                 self._steps.append(WorkerStep(steps[-1], num_tokens))
             for event in events:

@@ -15,7 +15,7 @@ and others that need fewer end after base_s s + token_s q sum_i s_i seconds, as 
 step brings tau tokens in place of r, all s_i become s_i r / tau. On the helper a step takes `slowness` times as long.
 
 Predictions leave out what both workers cost each other (memory bandwidth above all), so drafting for a worker is a
-trial: `judge_help` ends it where the worker has become slower.
+trial: `judge_help` ends it where the worker has become slower, if its steps are short enough to tell.
 
 Invariant: whoever helps shortens the predicted end of the worker that ends last by at least `MIN_GAIN` and
 `MIN_GAIN_S`, so a tail that is over soon is left alone. Equal ends: in
@@ -47,6 +47,9 @@ EARLY_S = 0.3
 
 FAR_BEHIND = 0.75
 """Of the speed without help."""
+
+LEAST_STEPS = 12
+"""With fewer on either side nothing is said: one step brings a token, another one thirty."""
 
 TRIAL_S = 1.0
 """Seconds of steps under help after which it is kept or ended. Later ones are slower anyway, as contexts grow."""
@@ -164,7 +167,7 @@ def judge_help(before: Progress, after: Progress) -> bool | None:
 
     before: without help, while who helps was free already. after: under help, from its order on.
     """
-    if before.step_s < EARLY_S or after.step_s < EARLY_S:
+    if min(before.step_s, after.step_s) < EARLY_S or min(before.num_steps, after.num_steps) < LEAST_STEPS:
         return None
     batch = before.response_s / before.step_s
     if abs(after.response_s / after.step_s - batch) > SAME_BATCH * batch:

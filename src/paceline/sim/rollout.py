@@ -98,7 +98,7 @@ class RolloutResult:
     def idle_share(self) -> float:
         """Share of the workers' time in which nothing ran."""
         busy_s = sum(one.busy_s for one in self.counters)
-        return 1.0 - busy_s / (self.rollout_s * len(self.counters))
+        return max(1.0 - busy_s / (self.rollout_s * len(self.counters)), 0.0)  # sums are rounded
 
     @property
     def wasted_tokens(self) -> float:

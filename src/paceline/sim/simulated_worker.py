@@ -60,7 +60,6 @@ class HomeChunk(NamedTuple):
 class Counters:
     """What a worker has done."""
 
-    busy_s: float = 0.0
     generated_tokens: float = 0.0
     rounds: float = 0.0
     """Verifications, each request's counted."""
@@ -70,6 +69,11 @@ class Counters:
     preemptions: int = 0
     intervals: list[tuple[float, float]] = field(default_factory=list)
     """(from, to) of every time in which it had something to run."""
+
+    @property
+    def busy_s(self) -> float:
+        """All these times together."""
+        return sum((until_s - since_s for since_s, until_s in self.intervals), 0.0)
 
 
 Rates = Callable[[Int64Array, Float64Array], Float64Array]
@@ -210,10 +214,12 @@ class SimulatedWorker:
         return self._look
 
     def close(self, now_s: float) -> None:
-        """The rollout is over."""
+        """The rollout is over: a worker whose racers were stopped while it prefilled does not do the rest of that."""
         if not self.is_free:
             self.counters.intervals.append((self._busy_since, now_s))
-            self.counters.busy_s += now_s - self._busy_since
+        self.counters.intervals = [
+            (since_s, min(until_s, now_s)) for since_s, until_s in self.counters.intervals if since_s < now_s
+        ]
 
     @property
     def plan(self) -> RoundPlan:
@@ -346,5 +352,4 @@ class SimulatedWorker:
         """Note the end of a busy time."""
         if self.is_free and self._busy_since < self.clock_s:
             self.counters.intervals.append((self._busy_since, self.clock_s))
-            self.counters.busy_s += self.clock_s - self._busy_since
             self._busy_since = self.clock_s
