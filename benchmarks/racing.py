@@ -30,7 +30,6 @@ from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -126,14 +125,22 @@ def make_requests(long: list[Any], options: Namespace, block_tokens: int, seed: 
     from paceline.dice import derive_key
     from paceline.types import RolloutRequest
 
-    pair, fillers = PAIRS["countdown"], -(-(options.max_tokens + 64) // block_tokens)
-    prompts = iter(pair.draw_prompts(pair.policy, len(long) * fillers, seed))
+    def blocks(tokens: int) -> int:
+        return -(-tokens // block_tokens)
+
+    pair = PAIRS["countdown"]
+    prompts = iter(pair.draw_prompts(pair.policy, len(long) * blocks(options.max_tokens + 64), seed))
     made: list[Any] = []
+    left = 0  # blocks that the short ones still have to take
     for straggler in long:
         made.append(replace(straggler, group=len(made), sample=0))
-        for prompt in islice(prompts, fillers):
-            key = derive_key(seed, prompt, 0)
-            made.append(RolloutRequest(prompt, SHORT_TOKENS, key=key, group=len(made)))
+        left += blocks(len(straggler.prompt) + straggler.max_tokens)
+        while left > 0:
+            prompt = next(prompts)
+            made.append(
+                RolloutRequest(prompt, SHORT_TOKENS, key=derive_key(seed, prompt, 0), group=len(made))
+            )
+            left -= blocks(len(prompt) + SHORT_TOKENS)
     return made
 
 
@@ -152,7 +159,7 @@ def roll_out(fleet: Any, requests: list[Any], variant: str) -> dict[str, Any]:
     short = {index for index, one in enumerate(requests) if one.max_tokens == SHORT_TOKENS}
     begin_s = time.monotonic()
     fleet.submit(requests, SamplingParams(temperature=1.0))
-    worker = find_straggler(fleet)
+    worker = find_straggler(fleet, set(range(len(requests))) - short)
 
     def await_ends(wanted: set[int]) -> None:
         while not wanted <= tokens.keys():
@@ -192,13 +199,16 @@ def describe_costs(costs: Any) -> dict[str, float | None]:
     }
 
 
-def find_straggler(fleet: Any) -> Any:
-    """The controller's entry of the worker that has the first response, a long one."""
-    return next(
+def find_straggler(fleet: Any, long: set[int]) -> Any:
+    """The controller's entry of the worker that has these responses, the long ones."""
+    have = [
         worker
         for worker in fleet._controller._workers.values()
-        if any(chunk.response.index == 0 for chunk in worker.chunks.values())
-    )
+        if not long.isdisjoint(chunk.response.index for chunk in worker.chunks.values())
+    ]
+    if len(have) != 1:
+        raise SystemExit(f"the long responses run on {len(have)} workers, so none falls free in their tail")
+    return have[0]
 
 
 def summarise(

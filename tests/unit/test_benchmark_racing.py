@@ -17,16 +17,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import racing
 
 
+@pytest.mark.parametrize("block_tokens", [16, 32, 128])
 @pytest.mark.parametrize("stragglers", [1, 2, 4])
-def test_dispatch_puts_all_stragglers_on_one_worker(stragglers: int) -> None:
+def test_dispatch_puts_all_stragglers_on_one_worker(stragglers: int, block_tokens: int) -> None:
     found = [
         RolloutRequest((1, 2, 3), 512, key=key, group=key // 4, sample=key % 4) for key in range(stragglers)
     ]
-    requests = racing.make_requests(found, Namespace(max_tokens=512), 128, 0)
+    requests = racing.make_requests(found, Namespace(max_tokens=512), block_tokens, 0)
     assert len({request.group for request in requests}) == len(requests)
-    dispatcher = Dispatcher(DispatchSettings("even", 8192, 128))
+    dispatcher = Dispatcher(DispatchSettings("even", 8192, block_tokens))
     for name in ("w0", "w1"):
-        dispatcher.worker_up(name, 400, 128)
+        dispatcher.worker_up(name, 51_200 // block_tokens, 128)
     for number, request in enumerate(requests):
         dispatcher.submit(number, 1, len(request.prompt), request.max_tokens)
     places = {}
