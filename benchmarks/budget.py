@@ -142,6 +142,7 @@ def main() -> None:
     )
     made.add_argument("--threads", type=int, default=2)
     options = made.parse_args()
+    os.environ["OMP_NUM_THREADS"] = str(options.threads)  # of torch here, too
     pair = PAIRS[options.pair]
     options.drafter = options.drafter or pair.make_drafter(TARGETS / f"{options.pair}-drafter")
     rows = measure(options, options.model or pair.make_target(TARGETS / options.pair))

@@ -7,7 +7,8 @@ time four times a second. Help where half of 1000 workers drafts for the other h
 ends last has lost its helper, and 100 reports.
 
 And what an engine step spends on its draft worker, telling and hearing all and deciding whether to wait, at 1 and 128
-responses: the engine thread's time, median of 200 steps. `draft windows`: what it takes to learn from a step's drafts
+responses: the engine thread's time, median of 200 steps. `wait or go` is the part of it that decides: what the next
+drafts would bring, what waiting for them costs. `draft windows`: what it takes to learn from a step's drafts
 and to plan all windows, which is done every `reconfigure_steps` steps. `limit_ms` is what each should take at most; a
 row above it misses its limit. Before each measurement the processor's caches are filled with something else, as a
 target fills them.
@@ -19,9 +20,10 @@ import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
-from harness import median, parser, publish
+from harness import Stopwatch, median, parser, publish
 
 from paceline.config import FleetSettings
 from paceline.control.controller import Controller
@@ -192,8 +194,17 @@ def help_report(num_workers: int) -> Callable[[], object]:
     return decide
 
 
-def step_of_draft_worker(num_responses: int, every: int = 0, num_steps: int = 200) -> tuple[float, float]:
-    """Milliseconds of a step, and of these for windows, planned every so many steps; medians over `num_steps`.
+class DraftWorkerStep(NamedTuple):
+    """Milliseconds of the engine's thread, medians over steps."""
+
+    all_ms: float
+    windows_ms: float
+    waiting_ms: float
+    """Deciding whether to wait."""
+
+
+def step_of_draft_worker(num_responses: int, every: int = 0, num_steps: int = 200) -> DraftWorkerStep:
+    """What a step spends on its draft worker. every: steps from plan to plan of the windows.
 
     The worker's end is played here: 16 tokens are always drafted ahead of every response.
     """
@@ -231,7 +242,9 @@ def step_of_draft_worker(num_responses: int, every: int = 0, num_steps: int = 20
     step_time = StepTimeModel.initial()
     for count in (1, 2, 16, 128, 2048):
         step_time = update_measured_time(step_time, count, 0.014 + 0.0001 * count)
-    caches, seconds, planning_s = np.zeros(1 << 24, np.float32), [], []
+    caches, seconds, planning_s, deciding_s = np.zeros(1 << 24, np.float32), [], [], []
+    in_trees = Stopwatch(time.thread_time)
+    trees.best = in_trees.around(trees.best)  # type: ignore[method-assign]
     for _ in range(num_steps):
         tokens = ((positions[:, None] + decided) % 512).astype(np.int32)  # as they are drafted below
         caches += 1.0
@@ -252,10 +265,13 @@ def step_of_draft_worker(num_responses: int, every: int = 0, num_steps: int = 20
         caches += 1.0
         began_s = time.thread_time()
         assert ahead.listen()
+        heard_s, in_trees.total_s = time.thread_time(), 0.0
         ahead.best(query, step_time, 16 * num_responses, may_wait=True)
-        seconds.append(time.thread_time() - began_s + told_s - start_s)
+        end_s = time.thread_time()
+        deciding_s.append(end_s - heard_s - in_trees.total_s)
+        seconds.append(end_s - began_s + told_s - start_s)
     link.shut_down()
-    return 1e3 * median(seconds), 1e3 * median(planning_s)
+    return DraftWorkerStep(*(1e3 * median(some) for some in (seconds, planning_s, deciding_s)))
 
 
 def main() -> None:
@@ -278,10 +294,15 @@ def main() -> None:
     ]
     rows = [{"case": name, "ms": fastest_ms(prepare), "limit_ms": limit} for name, prepare, limit in cases]
     for count, limit in ((1, 0.05), (128, 0.3)):
-        step_ms, _ = step_of_draft_worker(count)
-        _, windows_ms = step_of_draft_worker(count, every=1)
-        for what, ms in (("step of a draft worker", step_ms), ("draft windows", windows_ms)):
-            rows.append({"case": f"{what}, responses: {count}", "ms": ms, "limit_ms": limit})
+        step, planned = step_of_draft_worker(count), step_of_draft_worker(count, every=1)
+        found = {
+            "wait or go": step.waiting_ms,
+            "draft windows": planned.windows_ms,
+            "step of a draft worker": step.all_ms,
+        }
+        rows += [
+            {"case": f"{what}, responses: {count}", "ms": ms, "limit_ms": limit} for what, ms in found.items()
+        ]
     publish("decisions", rows, COLUMNS, options)
 
 

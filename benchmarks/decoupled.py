@@ -2,9 +2,9 @@
 
 The target is the inflated Countdown policy. The shipped drafter is nearly free beside it, real ones are not, so it is
 inflated too, its function unchanged, until a draft token takes about a tenth or a fifth of a verification: real
-arithmetic. `draft_ms` (D), `verify_ms` (V) and `d_over_v` are those of all running responses, measured while both
-processes were busy, each pinned to a core; `cost` is D/V of one, about. Each system's engine lives in a process of its
-own; they take turns, and every one generates the same prompts. `running` responses of different prompts run at once,
+arithmetic. `draft_ms` (D, of one token of each response), `verify_ms` (V) and `d_over_v` are those of the steps in
+which all responses ran, with both processes busy, each pinned to a core; `cost` is D/V of one, about. Each system's
+engine lives in a process of its own; they take turns, and every one generates the same prompts. `running` responses of different prompts run at once,
 which are what is left in a tail.
 
     vanilla               drafts a fixed window, then verifies all of it, on one core; the other one idles
@@ -181,10 +181,12 @@ def generate(engine: Any, requests: list[Any], running: int, judged: Judged) -> 
     steps = engine.take_observations()
     tokens = sum(len(response.tokens) for response in responses)
     accepted = sum(step.num_accepted_tokens for step in steps)
-    drafting = None if ahead is None or coupling is not None else ahead.drafting(0)
     full = [step for step in steps if step.num_requests == running and not step.num_prefill_tokens]
     verified = [(step.num_tokens, step.step_s - step.wait_s) for step in full]
-    verify_s = median([s for _, s in verified]) if drafting and full else None
+    num_drafted = sum(sum(step.ahead_tokens) for step in full)
+    has_worker = ahead is not None and coupling is None and num_drafted > 0
+    draft_s = running * sum(sum(step.ahead_s) for step in full) / num_drafted if has_worker else None
+    verify_s = median([s for _, s in verified]) if has_worker else None
     return {
         "tokens_per_s": tokens / seconds,
         "acceptance_length": tokens / sum(response.num_steps for response in responses),
@@ -195,9 +197,9 @@ def generate(engine: Any, requests: list[Any], running: int, judged: Judged) -> 
         "model_share": sum(step.num_model_tokens for step in steps) / accepted if accepted else None,
         "mode_changes": changing.num_changes - changes_before if changing else None,
         "share_ahead": sum(any(step.ahead_tokens) for step in steps) / len(steps) if coupling else None,
-        "draft_ms": drafting and 1e3 * drafting[0],
+        "draft_ms": draft_s and 1e3 * draft_s,
         "verify_ms": verify_s and 1e3 * verify_s,
-        "d_over_v": drafting and verify_s and drafting[0] / verify_s,
+        "d_over_v": draft_s and verify_s and draft_s / verify_s,
         "acceptance_rate": judged.take(),
         "verified": verified,
         "full_tokens_per_s": sum(step.num_requests + step.num_accepted_tokens for step in full)
@@ -322,10 +324,10 @@ def summarise(
         ratios = [one["over"][other] for one in own if other in one["over"]]
         if ratios and (column == "ratio" or system == DECOUPLED):
             row |= {column: median(ratios), f"{column}_range": [min(ratios), max(ratios)]}
-    if system == AUTO:
+    if system == AUTO and not own[0]["over"].keys().isdisjoint(REACHED):
         over = [min(one["over"][other] for other in REACHED if other in one["over"]) for one in own]
         row |= {"over_best": median(over), "over_best_range": [min(over), max(over)]}
-    if system in (CHAIN, *REPLANNED):
+    if system in (CHAIN, *REPLANNED) and all(one["draft_ms"] for one in own):
         given = [protocol_tokens_per_s(one, running, window, is_fixed=system == CHAIN) for one in own]
         row["of_protocol"] = median(
             [one["full_tokens_per_s"] / best for one, best in zip(own, given, strict=True)]

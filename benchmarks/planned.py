@@ -77,6 +77,7 @@ def profile(
             *(sys.executable, "-m", "paceline.cli", "profile", target, "--drafter", drafter),
             *("--batches", ",".join(map(str, options.running)), "--tokens", "1,2,4,6,8,12,16"),
             *("--contexts", "64,256", "--dtype", "bfloat16", "--out", outs[-1]),
+            *(["--eager"] if options.eager else []),
         ]
         running.append(
             subprocess.Popen(

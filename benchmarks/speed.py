@@ -57,8 +57,9 @@ from paceline.config import EngineSettings
 from paceline.processor import best_linear_kernel
 
 CASES = {"8x16": (8, 16), "2x4": (2, 4), "1x1": (1, 1)}
-TUNED = {"8x16": [(4, 16)], "2x4": [(2, 4)] * 2, "1x1": [(1, 1)] * 4}
-"""Rollouts (prompts, samples) in which a setting is tried for a case; they share four prompts."""
+TUNED = {"8x16": [(4, 32)], "2x4": [(2, 4)] * 2, "1x1": [(1, 1)] * 4}
+"""Rollouts (prompts, samples) in which a setting is tried for a case, as many responses as there; they share four
+prompts."""
 NUM_TUNING_PROMPTS = 4
 TUNING_SEED, SEED = 5, 11
 COLUMNS = (

@@ -17,6 +17,7 @@ def plain_tokens(
 ) -> list[tuple[int, ...]]:
     """Tokens of these requests by plain decoding on an engine that drafts."""
     engine.set_drafting(False)
-    tokens = [response.tokens for response in engine.generate(requests, params)]
+    responses = engine.generate(requests, params)
     engine.set_drafting(True)
-    return tokens
+    assert all(response.num_draft_tokens == 0 for response in responses)
+    return [response.tokens for response in responses]

@@ -110,6 +110,28 @@ def test_whose_drafts_are_verified_is_known_when_the_step_before_is_over(
     assert step.behind([[7], [8, 9], []]) == [[5, 6, 7], [5, 6, 8, 9], [5, 6]]
 
 
+def test_a_branch_that_begins_with_what_was_decided_is_verified_instead() -> None:
+    """Two paths of each request: the trees' likeliest, and one that leaves it."""
+    branches = SimpleNamespace(
+        tokens=np.array([[[5, 8, 1]], [[5, 6, 2]], [[5, 6, 0]]], np.int32),
+        num_tokens=np.array([[3], [3], [2]], np.int32),
+    )
+    made = proposal(branches=branches)
+    step = _Step(cast(Any, None), made, [], ["a", "b", "c"], [], np.array([1, 1, 1], np.int32), 0, 0.0)
+    step.tell([[5, 6], [5, 6], [5, 6]])
+    assert step.goes_on.tolist() == [True, False, False]
+    assert step.is_in_vain.tolist() == [False, False, True], "behind the third's branch nothing is left either"
+    known = scheduler(
+        _queried=["a", "b", "c"], _positions=np.array([10, 20, 30]), _ahead=np.array([1, 1, 1], np.int32)
+    )
+    order = known._order(made, np.array([2, 0, 1], np.int32))
+    assert order.names == ["a", "c"]
+    assert order.starts.tolist() == [10, 30]
+    assert order.tokens.tolist() == [[[5, 6, 7], [5, 8, 1]], [[5, 6, 7], [5, 6, 0]]]
+    assert order.num_tokens.tolist() == [[3, 3], [2, 2]]
+    assert order.keeps.tolist() == [False, False]
+
+
 def request(eos: int | None, *stops: int, repetition_detection: Any = None) -> Any:
     params = SimpleNamespace(
         eos_token_id=eos, stop_token_ids=list(stops), repetition_detection=repetition_detection

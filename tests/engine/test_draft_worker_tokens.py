@@ -107,16 +107,20 @@ def test_likely_corrections_are_prepared_and_come(engine: RolloutEngine, wanted:
 
 def test_it_waits_for_drafts_under_way_and_says_so(engine: RolloutEngine, wanted: list[Any]) -> None:
     engine.take_observations()
-    assert generate(engine) == wanted
-    steps = engine.take_observations()
+    for _ in range(20):
+        assert generate(engine) == wanted
+        steps = engine.take_observations()
+        if any(step.wait_s > 0.0 for step in steps) and any(step.num_wasted_tokens for step in steps):
+            break
     assert sum(step.num_wasted_tokens for step in steps) > 0
+    assert any(step.wait_s > 0.0 for step in steps)
     assert all(0.0 <= step.wait_s < step.step_s for step in steps)
     assert sum(sum(step.ahead_tokens) for step in steps) > sum(step.num_model_tokens for step in steps)
     assert sum(sum(step.ahead_s) for step in steps) > 0.0
     [log] = find_decisions(Path(engine.settings.decision_log))
     with DecisionReader(log) as reader:
         waits = [line for line in reader if isinstance(line, WaitLine)]
-    assert waits
+    assert any(line.wait_s > 0.0 for line in waits)
 
 
 def test_a_killed_worker_comes_back(engine: RolloutEngine, wanted: list[Any]) -> None:

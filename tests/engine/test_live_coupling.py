@@ -60,7 +60,9 @@ def engine(
             torch._C.set_num_threads(THREADS)
             yield made
             coupling_of(made).state = replace(coupling_of(made).state, is_ahead=True)
-            next(iter(made.stream(REQUESTS, PARAMS)))
+            events = made.stream(REQUESTS, PARAMS)
+            next(iter(events))
+            assert torch.get_num_threads() == THREADS - 1
         assert torch.get_num_threads() == THREADS, "a closed engine keeps no core"
         torch._C.set_num_threads(before)
 

@@ -9,7 +9,7 @@ import torch
 from fleet_parts import POLICY, make_requests
 from vllm import SamplingParams
 
-from paceline.control.events import RunChunk
+from paceline.control.events import LoadWeights, RunChunk
 from paceline.fleet.fleet import Fleet
 
 PARAMS = SamplingParams(temperature=1.0)
@@ -72,7 +72,17 @@ def test_an_engine_refuses_a_chunk_of_another_version(
         orders.append(given)
         order(worker, given, params)
 
+    told: list[LoadWeights] = []
+    decide = fleet._controller.decide
+
+    def watch(event: Any) -> list[Any]:
+        actions = decide(event)
+        told.extend(one for one in actions if isinstance(one, LoadWeights))
+        return actions
+
     monkeypatch.setattr(fleet._actors, "order", misdirect)
+    monkeypatch.setattr(fleet._controller, "decide", watch)
     found = fleet.generate(requests, PARAMS)
     assert [r.tokens for r in found] == [r.tokens for r in wanted]
-    assert any(one.version == -1 for one in orders[0])
+    [refused] = {one.worker for one in orders[0] if isinstance(one, RunChunk)}
+    assert [one.worker for one in told] == [refused]

@@ -14,6 +14,7 @@ import pytest
 from digit_task import DigitTask, kill_run, pause_after_a_save
 from rich.console import Console
 from trace_rules import check_trace
+from watched_comparisons import watch_comparisons
 
 import paceline.training.run as training_run
 from paceline.control.events import Kept
@@ -140,7 +141,10 @@ def test_a_fleet_trains_the_same_policy(
 
     monkeypatch.setattr(FleetRollouts, "_take_rewards", watch)
     import_ray().cloudpickle.register_pickle_by_value(sys.modules[DigitTask.__module__])
+    compared = watch_comparisons(monkeypatch, FleetRollouts)
     summary = run(make_recipe(policy_dir, fleet=fleet, engine=engine, compare={"every": 2}), many)
+    assert len(compared) == 2
+    assert all(drafted[True] == 0 < drafted[False] for drafted in compared)
     ours, theirs = weights(many), weights(alone)
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     for one, other in zip(read(many, TrainStep), read(alone, TrainStep), strict=True):

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from digit_task import DigitTask, kill_run, pause_after_a_save
 from rich.console import Console
+from watched_comparisons import watch_comparisons
 
 import paceline.commands.train as train_command
 import paceline.training.run as training_run
@@ -37,6 +38,7 @@ from paceline.record.decisions import DecisionReader, find_decisions
 from paceline.record.ladder_file import read_ladder
 from paceline.tasks.alphabet import ALPHABET
 from paceline.training.recipe import Recipe
+from paceline.training.rollouts import WatchedRollouts
 from paceline.training.run import TrainingRun
 from paceline.training.step_runner import StepRunner, Summary
 
@@ -87,7 +89,10 @@ def whole(policy_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[P
     folder = tmp_path_factory.mktemp("run") / "whole"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(training_run, "load_task", lambda name, **options: DigitTask())
+        compared = watch_comparisons(patch, WatchedRollouts)
         summary, screen = run(make_recipe(policy_dir, record={"decisions": True}), folder)
+    assert len(compared) == 2
+    assert all(drafted[True] == 0 < drafted[False] for drafted in compared)
     return folder, summary, screen
 
 

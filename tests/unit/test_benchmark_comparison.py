@@ -87,6 +87,13 @@ def test_the_best_rival_is_the_measure() -> None:
     assert "over_best_rival" not in rows[2]
 
 
+def test_plain_vllm_is_the_measure_where_its_speculation_loses() -> None:
+    rows = [{"system": "ngram", "normalised": 0.84}, {"system": "paceline", "normalised": 1.22}]
+    add_rival(rows, ["ngram"])
+    assert rows[1]["best_rival"] == "ngram"
+    assert rows[1]["over_best_rival"] == pytest.approx(1.22)
+
+
 # --- bounds
 
 

@@ -14,8 +14,9 @@ import decisions
 
 @pytest.mark.parametrize("every", [0, 1])
 def test_a_step_with_drafts_of_a_worker_is_timed(every: int) -> None:
-    step_ms, windows_ms = decisions.step_of_draft_worker(2, every, num_steps=3)
-    assert 0.0 < windows_ms < step_ms
+    step = decisions.step_of_draft_worker(2, every, num_steps=3)
+    assert 0.0 < step.windows_ms < step.all_ms
+    assert 0.0 < step.waiting_ms < step.all_ms
 
 
 def test_a_worker_that_lost_its_helper_gets_another_one() -> None:

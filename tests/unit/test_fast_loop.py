@@ -757,6 +757,22 @@ def test_an_engine_that_nobody_helps_only_listens_for_who_comes() -> None:
     assert loop.observe(step(3, 12, 0)).ahead_tokens == (0,)
 
 
+def test_what_draft_workers_have_done_and_waiting_for_them_is_told_apart() -> None:
+    """Else the budget would take waits for the target's time, and a further worker's waste for the first one's."""
+    loop = FastLoop(EngineSettings(model_drafter="m", further_drafters=("n",), budget=FIXED))
+    own = DraftCounts(num_drafted=9, num_wasted=4, num_branches=3, num_hits=1, draft_s=0.5)
+    further = DraftCounts(num_drafted=5, num_wasted=2, num_branches=1, num_hits=1, draft_s=0.25)
+    ahead = SimpleNamespace(is_there=True, counts=(own, further), step_wait_s=0.03)
+    loop.ahead, loop._ahead_before = ahead, (DraftCounts(), DraftCounts(num_drafted=1))  # type: ignore[assignment]
+    told = loop.observe(step(3, 0, 0, seconds=0.05))
+    assert (told.step_s, told.wait_s) == (0.05, 0.03)
+    assert (told.num_wasted_tokens, told.further_wasted_tokens) == (6, (2,))
+    assert (told.num_branches, told.num_branch_hits) == (4, 2)
+    assert (told.ahead_tokens, told.ahead_s) == ((9, 4), (0.5, 0.25))
+    assert dict(zip(*_curve(loop), strict=True))[3.0] == pytest.approx(0.02)
+    assert loop.observe(step(3, 0, 0)).ahead_tokens == (0, 0)
+
+
 def test_without_a_budget_the_model_drafter_does_nothing() -> None:
     off = BudgetSettings(policy="off")
     loop = FastLoop(EngineSettings(drafter="none", model_drafter="somewhere", budget=off))

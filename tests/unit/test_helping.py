@@ -48,7 +48,7 @@ class Fleet:
         self.controller.decide(Opened())
         self.now_s = 0.0
         self.chunks: dict[int, RunChunk] = {}
-        self.progress = Progress()
+        self.progress: dict[tuple[str, int], Progress] = {}  # by worker and life
         for number in range(workers):
             self.up(f"w{number}", 0)
 
@@ -73,12 +73,19 @@ class Fleet:
         return self.tell(Reported(worker, life, Report(1, costs=costs)))
 
     def run(
-        self, worker: str, rate: float, seconds: float = HELP_S, batch: int = 1, step_s: float = 0.01
+        self,
+        worker: str,
+        rate: float,
+        seconds: float = HELP_S,
+        batch: int = 1,
+        step_s: float = 0.01,
+        life: int = 0,
     ) -> list[Action]:
         """The worker has generated so many tokens a second, of each response."""
         response_s = batch * seconds
-        self.progress += Progress(round(rate * response_s), seconds, response_s, round(seconds / step_s))
-        return self.tell(Reported(worker, 0, Report(1, costs=SLOW, progress=self.progress)))
+        more = Progress(round(rate * response_s), seconds, response_s, round(seconds / step_s))
+        progress = self.progress[worker, life] = self.progress.get((worker, life), Progress()) + more
+        return self.tell(Reported(worker, life, Report(1, costs=SLOW, progress=progress)))
 
     def end(self, index: int, num_tokens: int) -> list[Action]:
         order = self.chunks.pop(index)
@@ -170,6 +177,12 @@ def test_help_that_makes_it_faster_stays() -> None:
     fleet, busy, _ = helped_tail()
     assert fleet.run(busy, 110.0, 1.1 * TRIAL_S) == []
     assert fleet.run(busy, 50.0, 9.0) == [], "the trial is over: contexts grow"
+
+
+def test_a_trial_ends_with_its_helper() -> None:
+    fleet, busy, free = helped_tail()
+    assert LoseDrafter(busy, 0) in fleet.lose(free, 0)
+    assert fleet.run(busy, 10.0, 2.0 * TRIAL_S) == [], "there is nobody whom that could be put down to"
 
 
 def test_who_has_just_fallen_free_waits_until_the_straggler_was_measured_without_it() -> None:
@@ -356,8 +369,10 @@ def test_pairs_are_of_an_idle_and_a_busy_worker_whatever_happens(seed: int) -> N
     for _ in range(60):
         name = rng.choice(fleet.controller.workers)
         kind = rng.random()
-        if kind < 0.4:
+        if kind < 0.2:
             fleet.report(name, life=lives[name])
+        elif kind < 0.4:
+            fleet.run(name, rng.choice([50.0, 100.0]), life=lives[name])
         elif kind < 0.6:
             fleet.tick()
         elif kind < 0.75 and fleet.chunks:

@@ -19,13 +19,19 @@ def a_step(**fields: Any) -> SimpleNamespace:
     return SimpleNamespace(**({"scheduled_new_reqs": [], "scheduled_cached_reqs": nobody} | fields))
 
 
-@pytest.fixture
-def cache() -> Any:
-    return torch.full((8, 2, 4, 3), float("nan"))  # [blocks, keys and values, tokens, head_dim]
+@pytest.fixture(params=[1, 2])
+def cache(request: pytest.FixtureRequest) -> Any:
+    """[blocks, keys and values, tokens, head_dim]; a backend may have several smaller blocks in the place of each."""
+    return torch.full((8 * request.param, 2, 4, 3), float("nan"))
+
+
+def by_block(cache: Any) -> Any:
+    """[blocks, smaller blocks, keys and values, tokens, head_dim]"""
+    return cache.view(8, -1, 2, 4, 3)
 
 
 def cleared(cache: Any) -> list[int]:
-    return [block for block in range(len(cache)) if not cache[block].isnan().any()]
+    return [block for block in range(8) if not by_block(cache)[block].isnan().any()]
 
 
 def test_blocks_are_cleared_when_a_new_request_gets_them_but_for_its_cached_prefix(cache: Any) -> None:
@@ -50,10 +56,23 @@ def test_blocks_are_cleared_when_a_running_request_grows_into_them(cache: Any) -
 
 def test_nan_is_cleared_from_a_position_on_and_nothing_else(cache: Any) -> None:
     cache[:] = 1.0
-    cache[3, :, 1:], cache[5, 0, 0, 0] = float("nan"), float("inf")
+    blocks = by_block(cache)
+    blocks[3, :, :, 1:], blocks[5, 0, 0, 0, 0] = float("nan"), float("inf")
     NanBlocks([cache], 8, [4]).clear_from([[6, 3, 5]], 5)
-    assert cache[3].tolist() == [[[1.0] * 3, *[[0.0] * 3] * 3]] * 2
-    assert cache[5, 0, 0].tolist() == [float("inf"), 1.0, 1.0]
+    assert blocks[3].tolist() == [[[[1.0] * 3, *[[0.0] * 3] * 3]] * 2] * len(blocks[3])
+    assert blocks[5, 0, 0, 0].tolist() == [float("inf"), 1.0, 1.0]
+
+
+def test_each_group_has_blocks_of_its_own_size(cache: Any) -> None:
+    NanBlocks([cache], 8, [4, 8]).clear_from([[6, 3, 4], [5, 2]], 8)
+    assert cleared(cache) == [2, 4]
+
+
+def test_a_cache_that_is_not_laid_out_by_blocks_is_left_alone(cache: Any) -> None:
+    other = torch.full((3, 8, 4), float("nan"))
+    NanBlocks([other, cache], 8, [4]).clear_from([[1]], 0)
+    assert other.isnan().all()
+    assert cleared(cache) == [1]
 
 
 def test_blocks_are_cleared_when_an_alternative_path_borrows_them(cache: Any) -> None:
@@ -62,6 +81,6 @@ def test_blocks_are_cleared_when_an_alternative_path_borrows_them(cache: Any) ->
     plan = PathPlan(names=("a",), drafts=((7, 8, 9),), blocks=((6, 2),))
     blocks.clear_before(a_step(), plan)
     assert cleared(cache) == [2]
-    cache[2] = float("nan")
+    by_block(cache)[2] = float("nan")
     blocks.clear_before(a_step(), plan)
     assert cleared(cache) == []  # it was given once, clean

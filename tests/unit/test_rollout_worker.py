@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,10 +18,18 @@ from paceline.engine.rollout_engine import TokenEvent
 from paceline.errors import CheckpointError, EngineError
 from paceline.fleet.rollout_worker import Pace, RolloutWorker
 from paceline.fleet.weights import pack_weights, unpack_weights
-from paceline.types import DrafterScore, DraftSharingCounters, KvPoolCounters, Response, RolloutRequest
+from paceline.types import (
+    DrafterScore,
+    DraftSharingCounters,
+    KvPoolCounters,
+    Response,
+    RolloutRequest,
+    StepCosts,
+)
 
 PARAMS: Any = object()
 PACE = Pace(0.001, 1)
+COSTS = StepCosts(0.02, 0.0001, 0.0, 1.0, 1.0, 0.001, 0.8)
 
 
 @dataclass
@@ -48,6 +56,8 @@ class CountingEngine:
     )
     closed: bool = False
     drafter: int = 0
+    step_tokens: int = 1
+    """Tokens that a step brings to a response."""
 
     def num_running(self) -> int:
         return len(self.running)
@@ -87,8 +97,9 @@ class CountingEngine:
             del self.running[index]
             why = "ended with 'error': the engine reported an internal error"
             return TokenEvent(index, (), (), Response(request, (), (), "error", 0, 0, 0, 0, 0, 0, why))
-        token = len(request.generated)
-        tokens = (*request.generated, token)
+        start = len(request.generated)
+        new = tuple(range(start, min(start + self.step_tokens, request.max_tokens)))
+        tokens = (*request.generated, *new)
         grown = RolloutRequest(request.prompt, request.max_tokens, key=request.key, generated=tokens)
         response = None
         if len(tokens) == request.max_tokens:
@@ -96,7 +107,10 @@ class CountingEngine:
             response = Response(grown, tokens, (), "length", 0, 0, 0, 9, 0, 1)
         else:
             self.running[index] = grown
-        return TokenEvent(index, (token,), (-1.0,), response)
+        return TokenEvent(index, new, (-1.0,) * len(new), response)
+
+    def step_costs(self) -> StepCosts:
+        return COSTS
 
     def take_observations(self) -> list[Any]:
         return []
@@ -158,6 +172,25 @@ def test_facts_come_from_the_engine(worker: RolloutWorker) -> None:
     )
     assert facts.kv_pool_obstacle == "2 workers"
     assert facts.invariance_gap == "experts"
+
+
+def test_a_fleet_with_help_is_told_how_fast_a_worker_is(engine: CountingEngine) -> None:
+    engine.step_tokens = 2
+    made = RolloutWorker(Spec(engine, lambda: engine, tells_costs=True), PACE)  # type: ignore[arg-type]
+    made.start()
+    made.take([chunk(1, 8), chunk(2, 8)], PARAMS)
+    engine.gate.release(1000)
+    num_ended = 0
+    while num_ended < 2:
+        report = made.report(0.05)
+        num_ended += len(report.endings)
+    made.stop()
+    assert report.costs == COSTS
+    assert report.progress is not None
+    num_tokens, step_s, response_s, num_steps = astuple(report.progress)
+    assert (num_tokens, num_steps) == (16, report.num_steps)
+    assert num_steps in {4, 5}, "the second may come behind the first step"
+    assert 0.0 < step_s < response_s <= 2.0 * step_s
 
 
 def test_growth_is_told_piece_by_piece_and_the_ending_tells_the_rest(
