@@ -13,11 +13,13 @@ Four kinds of kills (SIGKILL, `--rows`), each at random moments and for each num
 * draft workers of an engine that has no other drafter, `--drafter-kills` of them, each of which had tokens of its own
   accepted in one of the last 50 steps.
 
-A row ends after `--minutes` at the latest; `counts` says whether it had all its kills by then. `evidence` in the JSON
-has, for each kill, what made it count. Every rollout is compared with an undisturbed one. `twice` and `missing` count
-responses that came twice or not at all, `diverged` tokens that differ, `rewards` rewards that differ; `engines` kills
-that hit an engine, `cut` responses that those engines were running; `kv_loads` chunks that found their keys and values
-in the KV pool.
+Engines are compiled, as recipes and commands have it; loading the code takes 10 to 20 s of every start (`--eager`: not
+compiled). A row ends after `--minutes` at the latest; `counts` says whether it had all its kills by then. `evidence` in
+the JSON has, for each kill, what made it count: of a driver, the bytes of responses in its journal when it was started
+and when it was killed. Every rollout is compared with an undisturbed one. `twice` and `missing` count responses that
+came twice or not at all, `diverged` tokens that differ, `rewards` rewards that differ; `engines` kills that hit an
+engine, `cut` responses that those engines were running; `kv_loads` chunks that found their keys and values in the KV
+pool.
 """
 
 from __future__ import annotations
@@ -42,6 +44,8 @@ import stragglers
 from exactness import is_over, make_plain
 from harness import Child, parser, print_bars, publish, save
 
+from paceline.fleet.journal import _FRAME
+
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = str(ROOT / "assets/countdown-policy")
 DRAFTER = str(ROOT / "assets/countdown-drafter")
@@ -64,7 +68,12 @@ COLUMNS = (
     "wall_s",
 )
 ROWS = ("parts", "drivers", "racers", "draft-workers")
-LEAST_KILLS = {"parts": ("engines", 50), "racers": ("kills", 25), "draft-workers": ("kills", 25)}
+LEAST_KILLS = {
+    "parts": ("engines", 50),
+    "drivers": ("kills", 4),
+    "racers": ("kills", 25),
+    "draft-workers": ("kills", 25),
+}
 """The bars, in each number format: in which column, and how many."""
 MISTAKES = ("twice", "missing", "diverged", "rewards")
 """Of each of these there may be none."""
@@ -129,7 +138,9 @@ class Killer:
         return fleet._actors.process(name), running[name]
 
 
-def roll_out(fleet: Any, requests: list[Any], killer: Killer | None, tally: Counter[str]) -> dict[int, Any]:
+def roll_out(
+    fleet: Any, requests: list[Any], killer: Killer | RacerKiller | None, tally: Counter[str]
+) -> dict[int, Any]:
     """One rollout, with kills."""
     from vllm import SamplingParams
 
@@ -189,7 +200,7 @@ def kill_parts(fleet: Any, requests: list[Any], options: argparse.Namespace) -> 
 
 @dataclass(frozen=True)
 class Drive:
-    """A `paceline rollout` that is killed and resumed, eager as the fleet that it is compared with."""
+    """A `paceline rollout` that is killed and resumed, compiled or not as the fleet that it is compared with."""
 
     folder: Path
     dtype: str
@@ -203,30 +214,37 @@ class Drive:
     def start(self) -> subprocess.Popen[bytes]:
         words = ["rollout", MODEL, self.folder / "prompts.jsonl", "--out", self.out, "--resume"]
         words += ["--samples", DRIVER_SAMPLES, "--max-tokens", self.options.max_tokens, "--dtype", self.dtype]
-        words += ["--workers", self.options.workers, "--chunk-tokens", 64, "--kv-cache-gib", 0.125, "--eager"]
+        words += ["--workers", self.options.workers, "--chunk-tokens", 64, "--kv-cache-gib", 0.125]
+        words += ["--eager" if self.options.eager else "--compiled"]
         command = [sys.executable, "-m", "paceline.cli", *map(str, words)]
         return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
     def count_bytes(self) -> int:
-        """What is written so far, finished or not."""
-        files = (self.out, self.folder / "o.jsonl.progress")
-        return sum(file.stat().st_size for file in files if file.exists())
+        """What its journal has of responses; the head, which it has before the engines start, tells of none."""
+        with contextlib.suppress(FileNotFoundError), (self.folder / "o.jsonl.progress").open("rb") as file:
+            head = file.read(_FRAME.size)
+            if len(head) == _FRAME.size:
+                num_bytes, _ = _FRAME.unpack(head)
+                return max(os.fstat(file.fileno()).st_size - len(head) - int(num_bytes), 0)
+        return 0
 
-    def run(self, rng: random.Random, *, is_killed: bool) -> bool:
-        """One life of the driver; returns whether it was killed before its end."""
+    def run(self, rng: random.Random, *, is_killed: bool) -> dict[str, int] | None:
+        """One life of the driver; returns what made its kill count, None if it came to its end."""
         before, driver = self.count_bytes(), self.start()
         while is_killed and driver.poll() is None:
-            if self.count_bytes() != before:
+            if self.count_bytes() > before:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     driver.wait(rng.uniform(0.0, MOST_WORK_S))
                 break
             time.sleep(0.01)
-        if is_killed and driver.poll() is None:
+        reached = self.count_bytes()
+        is_struck = is_killed and reached > before and driver.poll() is None
+        if is_struck:
             driver.kill()
         code = driver.wait()
-        if code not in (0, -signal.SIGKILL):
+        if code and not (is_struck and code == -signal.SIGKILL):
             raise SystemExit(f"paceline rollout ended with exit code {code}")
-        return code != 0
+        return {"kept_bytes": before, "killed_at_bytes": reached} if code else None
 
     def read(self) -> list[dict[str, Any]]:
         """The responses."""
@@ -241,15 +259,16 @@ def kill_drivers(
 ) -> dict[str, Any]:
     """Rollouts of the command until the driver has been killed often enough."""
     tally: Counter[str] = Counter()
+    evidence: list[dict[str, Any]] = []
     rng, begin_s = random.Random(options.seed), time.monotonic()
-    while tally["kills"] < options.driver_kills and not is_over(begin_s, options.minutes):
+    while len(evidence) < options.driver_kills and not is_over(begin_s, options.minutes):
         with tempfile.TemporaryDirectory() as folder:
             drive = Drive(Path(folder), dtype, options)
             lines = [json.dumps({"id": i, "prompt_ids": prompt}) for i, prompt in enumerate(prompts)]
             (drive.folder / "prompts.jsonl").write_text("\n".join(lines))
-            while drive.run(rng, is_killed=tally["kills"] < options.driver_kills):
-                tally["kills"] += 1
-                print(f"{tally['kills']} drivers", file=sys.stderr, flush=True)
+            while kill := drive.run(rng, is_killed=len(evidence) < options.driver_kills):
+                evidence.append(kill)
+                print(f"{len(evidence)} drivers", file=sys.stderr, flush=True)
             found = drive.read()
         named = {(line["id"], line["sample"]): tuple(line["tokens"]) for line in found}
         tally["rollouts"] += 1
@@ -258,10 +277,7 @@ def kill_drivers(
         tally["twice"] += len(found) - len(named)
         tally["missing"] += len(wanted.keys() - named.keys())
         tally["diverged"] += sum(count_differences(wanted[name], named[name]) for name in named)
-    counts = tally["kills"] >= options.driver_kills
-    return {
-        "case": f"{tally['kills']} driver", **tally, "counts": counts, "wall_s": time.monotonic() - begin_s
-    }  # fmt: skip
+    return describe_kills("driver", tally, evidence, options.driver_kills, begin_s)
 
 
 @dataclass
@@ -303,7 +319,9 @@ def kill_racers(dtype: str, options: argparse.Namespace) -> dict[str, Any]:
     from paceline.planning.help import Help
 
     tally: Counter[str] = Counter()
-    with stragglers.start_fleet(MODEL, DRAFTER, dtype, options.max_tokens) as fleet:
+    with stragglers.start_fleet(
+        MODEL, DRAFTER, dtype, options.max_tokens, compiled=not options.eager
+    ) as fleet:
         requests = stragglers.straggling_requests(fleet, NUM_STRAGGLERS, options.max_tokens, options.seed)
         with stragglers.forced(Help.NOTHING):
             wanted = [response.tokens for response in stragglers.roll_out(fleet, requests)]
@@ -313,9 +331,10 @@ def kill_racers(dtype: str, options: argparse.Namespace) -> dict[str, Any]:
             fleet.reset_prefix_cache()
             killer = RacerKiller(fleet, rng, evidence)
             with stragglers.forced(Help.COPY):
-                found = stragglers.roll_out(fleet, requests, killer.strike)
+                found = roll_out(fleet, requests, killer, tally)
+                fleet.advance(0.0)  # who still helped rests
             tally["rollouts"] += 1
-            count_rollout(tally, wanted, [response.tokens for response in found])
+            count_rollout(tally, wanted, {index: one.response.tokens for index, one in found.items()})
             stragglers.await_workers(fleet)
             print(f"rollout {tally['rollouts']}: {len(evidence)} racers", file=sys.stderr, flush=True)
     return describe_kills("racer", tally, evidence, options.racer_kills, begin_s)
@@ -332,11 +351,17 @@ def kill_draft_workers(dtype: str, options: argparse.Namespace) -> dict[str, Any
 
     prompts = make_prompts(MODEL, options.groups, 3)
     requests = [RolloutRequest(prompt, options.max_tokens, key=17 + at) for at, prompt in enumerate(prompts)]
-    plain = Child("plain", make_plain, MODEL, dtype)
+    plain = Child("plain", make_plain, MODEL, dtype, not options.eager)
     plain.ready()
     wanted = plain.call(requests, True)
     plain.close()
-    settings = EngineSettings(drafter="none", model_drafter=DRAFTER, draft_worker=True, batch_invariant=True)
+    settings = EngineSettings(
+        drafter="none",
+        model_drafter=DRAFTER,
+        draft_worker=True,
+        batch_invariant=True,
+        compiled=not options.eager,
+    )
     tally: Counter[str] = Counter()
     evidence: list[dict[str, Any]] = []
     rng, params = random.Random(options.seed), SamplingParams(temperature=1.0, ignore_eos=True)
@@ -349,7 +374,10 @@ def kill_draft_workers(dtype: str, options: argparse.Namespace) -> dict[str, Any
             for index, request in enumerate(requests):
                 engine.submit(index, request, params)
             while engine.num_running():
-                found |= {event.index: event.response.tokens for event in engine.step() if event.response}
+                for event in engine.step():
+                    if event.response:
+                        tally["twice"] += event.index in found
+                        found[event.index] = event.response.tokens
                 accepted = [step.num_model_tokens for step in engine.take_observations()]
                 if (
                     not link.is_there or link.child.pid in killed
@@ -363,19 +391,19 @@ def kill_draft_workers(dtype: str, options: argparse.Namespace) -> dict[str, Any
                     killed.add(link.child.pid)
                     evidence.append({"steps": len(recent), "accepted_tokens": sum(recent)})
             tally["rollouts"] += 1
-            count_rollout(tally, wanted, [found[index] for index in range(len(requests))])
+            tally["missing"] += len(requests) - len(found)
+            count_rollout(tally, wanted, found)
             print(f"rollout {tally['rollouts']}: {len(evidence)} draft workers", file=sys.stderr, flush=True)
     return describe_kills("draft worker", tally, evidence, options.drafter_kills, begin_s)
 
 
 def count_rollout(
-    tally: Counter[str], wanted: Sequence[tuple[int, ...]], found: Sequence[tuple[int, ...]]
+    tally: Counter[str], wanted: Sequence[tuple[int, ...]], found: dict[int, tuple[int, ...]]
 ) -> None:
-    """Compare a rollout with the undisturbed one."""
+    """Compare a rollout, as far as it came, with the undisturbed one."""
     tally["responses"] += len(found)
-    tally["missing"] += len(wanted) - len(found)
-    tally["tokens"] += sum(map(len, found))
-    tally["diverged"] += sum(map(count_differences, wanted, found))
+    tally["tokens"] += sum(map(len, found.values()))
+    tally["diverged"] += sum(count_differences(wanted[index], tokens) for index, tokens in found.items())
 
 
 def describe_kills(
@@ -425,8 +453,8 @@ def run_fleet(dtype: str, options: argparse.Namespace) -> list[dict[str, Any]]:
         rewards=RewardSettings(workers=2, max_crashes=100),
     )
     with Fleet(
-        MODEL, settings, EngineSettings(model_drafter=DRAFTER, batch_invariant=True), dtype=dtype,
-        max_model_len=options.max_tokens + 64, kv_cache_bytes=1 << 27,
+        MODEL, settings, EngineSettings(model_drafter=DRAFTER, batch_invariant=True, compiled=not options.eager),
+        dtype=dtype, max_model_len=options.max_tokens + 64, kv_cache_bytes=1 << 27,
         reward=lambda index, response: float(sum(response.tokens) + index),
     ) as fleet:  # fmt: skip
         rows: list[dict[str, Any]] = []
@@ -465,7 +493,7 @@ def main() -> None:
     made = parser(__doc__)
     made.add_argument("--rows", nargs="+", default=list(ROWS), choices=ROWS)
     made.add_argument(
-        "--minutes", type=float, default=30.0, help="longest time for a row, in a number format"
+        "--minutes", type=float, default=45.0, help="longest time for a row, in a number format"
     )
     made.add_argument("--kills", type=int, default=60, help="parts of a fleet, in each number format")
     made.add_argument(
@@ -480,6 +508,7 @@ def main() -> None:
     made.add_argument("--max-tokens", type=int, default=700)
     made.add_argument("--dtype", choices=["float32", "bfloat16"], nargs="+", default=["float32", "bfloat16"])
     made.add_argument("--seed", type=int, default=0)
+    made.add_argument("--eager", action="store_true", help="no compiled steps")
     options = made.parse_args()
     half = -(-options.kills // 2)
     if options.engine_kills is None:

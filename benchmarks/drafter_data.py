@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import zlib
 from collections.abc import Sequence
@@ -23,20 +24,29 @@ Measured = list[tuple[Sample, Dice]]
 
 
 def roll_out(policy: Path, prompts: Sequence[Prompt], samples: int, folder: Path = FOLDER) -> Path:
-    """A file with so many responses to each prompt, from an earlier run if that asked for the same.
+    """A file with so many responses to each prompt, from an earlier run that asked the same of the same weights.
 
-    folder: of one state of the policy.
+    One that was interrupted does not count.
     """
     asked = "".join(json.dumps({"prompt_ids": prompt}) + "\n" for prompt in prompts)
-    out = folder / f"{policy.name}-{zlib.crc32(asked.encode()):08x}-x{samples}.jsonl"
+    name = f"{policy.name}-{fingerprint(policy)}-{zlib.crc32(asked.encode()):08x}-x{samples}"
+    out = folder / f"{name}.jsonl"
     if not out.is_file():
         folder.mkdir(parents=True, exist_ok=True)
-        prompts_file = out.with_suffix(".prompts")
+        prompts_file, part = out.with_suffix(".prompts"), out.with_suffix(".part")
         prompts_file.write_text(asked)
-        run_paceline(
-            "rollout", policy, prompts_file, "--out", out, "--samples", samples, "--dtype", "float32"
-        )
+        switches = "--overwrite", "--samples", samples, "--dtype", "float32"
+        run_paceline("rollout", policy, prompts_file, "--out", part, *switches)
+        part.replace(out)
     return out
+
+
+def fingerprint(policy: Path) -> str:
+    """Tells a folder's weights from others."""
+    made = hashlib.blake2b(digest_size=8)
+    for path in sorted(policy.glob("*.safetensors")):
+        made.update(path.read_bytes())
+    return made.hexdigest()
 
 
 def draw_samples(

@@ -3,8 +3,10 @@
 The reference is the same engine without drafts, all responses in one batch. Each case generates the same requests
 (prompts, keys) in another way: suffix and model drafts, garbage drafts of ragged length, small batches, chunks that
 are submitted again, suffix drafts alone. `logits_different` counts accepted tokens whose raw logits differ in any bit.
-Diverged tokens are counted per response from its first difference on. The engine is compiled, as recipes have it, with
-Paceline's kernels where they suit the processor (`--eager`: not compiled).
+Diverged tokens are counted per response from its first difference on. A row counts (`counts`) if it has
+`--least-tokens` tokens and verified the drafts that it is about: some must be accepted, of garbage less than a fifth.
+All engines are compiled, as recipes have it, with Paceline's kernels where they suit the processor (`--eager`: not
+compiled).
 
 The next cases are the control (`invariant` false): the same with batch invariance off and vLLM's own kernels, in a
 process of its own in which nothing has been made invariant. Its target is the inflated policy, and it has fewer
@@ -20,10 +22,12 @@ process, rollout by rollout, until there are `--least-tokens` tokens and enough 
     inside or ahead  an engine on two threads that changes live between a drafter inside and a draft worker, beside
                      suffix trees; it must change 10 times, and a tenth of the accepted tokens must be the drafter's
     races            two workers, the free one copies a straggler; 100 times one of the two must take the lead
-    role changes     two workers, the free one drafts for the other; 50 times one must begin or end to do so
+    role changes     two workers, the free one drafts for the other; 50 times one must begin or end to do so, and a
+                     token of its drafts must be accepted
 
-`share`: of the accepted tokens, those of the mechanism (races: what the other worker had before). `changes`: of the
-lead, of roles, or of where the drafter is.
+`share`: of the accepted tokens, those of the mechanism (races: what the other worker had before; role changes: those of
+the drafter in steps before which the other worker was heard). `changes`: of the lead, of roles, or of where the drafter
+is.
 """
 
 from __future__ import annotations
@@ -45,14 +49,16 @@ from harness import Child, parser, print_bars, publish, save
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests/engine"))
 COLUMNS = (
-    "case", "dtype", "invariant", "tokens", "diverged_tokens", "per_million", "logits_different", "accepted_drafts",
-    "share", "changes", "counts",
+    "case", "dtype", "invariant", "tokens", "diverged_tokens", "per_million", "logits_different", "draft_tokens",
+    "accepted_drafts", "share", "changes", "counts",
 )  # fmt: skip
 CHUNK_TOKENS = 48
 SPLIT_KV = "VLLM_CPU_ATTN_SPLIT_KV"
 """What an invariant engine sets in the environment (engine/invariance.py)."""
 RUNNING = {"decoupled": 8, "enumeration": 2, "inside or ahead": 2, "races": 4, "role changes": 2}
 """Responses that run at once; of a fleet, in the tail."""
+MOST_GARBAGE = 0.2
+"""Of the draft tokens; a larger part of them accepted is no garbage."""
 LEAST_SHARE = 0.1
 LEAST_CHANGES = {"inside or ahead": 10, "races": 100, "role changes": 50}
 OWN_SHARE = ("decoupled", "enumeration", "inside or ahead")
@@ -97,12 +103,17 @@ class Bench:
         )
         self.loop = self.engine.scheduler.loop
         self.suffix = self.loop.free.drafter
+        self.drafts = Counter[str]()
+        """Of all responses and chunks so far."""
 
     def generate(self, requests: list[Any]) -> list[Any]:
         from vllm import SamplingParams
 
         self.engine.reset_prefix_cache()
-        return self.engine.generate(requests, SamplingParams(temperature=1.0))
+        responses = self.engine.generate(requests, SamplingParams(temperature=1.0))
+        self.drafts["draft_tokens"] += sum(response.num_draft_tokens for response in responses)
+        self.drafts["accepted_drafts"] += sum(response.num_accepted_tokens for response in responses)
+        return responses
 
     def plain(self, requests: list[Any]) -> list[Any]:
         self.loop.set_drafting(False)
@@ -119,11 +130,14 @@ class Bench:
         return self.generate(requests)
 
     def garbage(self, requests: list[Any]) -> list[Any]:
+        """Without the model drafter: its drafts are better, and would be verified instead."""
         from drafters import ScriptedDrafter
 
+        self.engine.drop_drafter()
         self.loop.free.drafter = ScriptedDrafter({}, 0.0, self.engine.vocab_size)
         responses = self.generate(requests)
         self.loop.free.drafter = self.suffix
+        self.engine.use_drafter(0)
         return responses
 
     def small_batches(self, requests: list[Any]) -> list[Any]:
@@ -150,10 +164,11 @@ class Bench:
         return [done[index] for index in range(len(requests))]
 
 
+PLAIN, GARBAGE = "again without drafts", "garbage drafts"
 CASES: dict[str, Callable[[Bench, list[Any]], list[Any]]] = {
-    "again without drafts": Bench.plain,
+    PLAIN: Bench.plain,
     "suffix and model drafts": Bench.drafted,
-    "garbage drafts": Bench.garbage,
+    GARBAGE: Bench.garbage,
     "batches of a few, with drafts": Bench.small_batches,
     "chunks submitted again": Bench.chunked,
     "suffix drafts alone": Bench.suffix_drafted,
@@ -184,11 +199,15 @@ def measure(
         reference = bench.plain(requests)
     tokens = sum(len(response.tokens) for response in reference)
     print(f"{dtype}: {tokens} tokens to compare", file=sys.stderr, flush=True)
+    if len(wanted) != tokens:
+        raise SystemExit(f"{dtype}: logits of {len(wanted)} tokens were recorded, of {tokens}")
     rows = []
     for case in names:
+        bench.drafts.clear()
         with recorded(bench.engine) as found:
             responses = (CASES | WITHOUT_INVARIANCE)[case](bench, requests)
         lost = sum(diverged(a.tokens, b.tokens) for a, b in zip(reference, responses, strict=True))
+        tally = Counter(tokens=tokens, **bench.drafts)
         rows.append(
             {
                 "case": case,
@@ -198,7 +217,8 @@ def measure(
                 "diverged_tokens": lost,
                 "per_million": 1e6 * lost / tokens,
                 "logits_different": sum(found.get(name) != digest for name, digest in wanted.items()),
-                "accepted_drafts": sum(response.num_accepted_tokens for response in responses),
+                **bench.drafts,
+                **({"counts": is_enough(case, tally, options.least_tokens)} if invariant else {}),
             }
         )
         print(rows[-1], file=sys.stderr, flush=True)
@@ -252,14 +272,14 @@ class Found:
     changes: int = 0
 
 
-def make_plain(model: str, dtype: str) -> Callable[[list[Any], bool], list[tuple[int, ...]]]:
+def make_plain(model: str, dtype: str, compiled: bool) -> Callable[[list[Any], bool], list[tuple[int, ...]]]:
     """Plain decoding, for a process of its own; returns what generates: requests, and whether to their limits."""
     from vllm import SamplingParams
 
     from paceline.config import EngineSettings
     from paceline.engine.rollout_engine import RolloutEngine
 
-    settings = EngineSettings(drafter="none", batch_invariant=True)
+    settings = EngineSettings(drafter="none", batch_invariant=True, compiled=compiled)
     engine = RolloutEngine(model, settings, dtype=dtype)
 
     def generate(requests: list[Any], ignore_eos: bool) -> list[tuple[int, ...]]:
@@ -284,6 +304,7 @@ def draft_worker(case: str, dtype: str, options: argparse.Namespace) -> Iterator
         draft_worker="auto" if case == "inside or ahead" else True,
         reconfigure_steps=64,
         batch_invariant=True,
+        compiled=not options.eager,
     )
     with RolloutEngine(options.model, settings, dtype=dtype) as engine:
         ahead, coupling = engine.scheduler.loop.ahead, engine.scheduler.loop.coupling
@@ -318,7 +339,9 @@ def helping_fleet(case: str, dtype: str, options: argparse.Namespace) -> Iterato
     kind = Help.COPY if case == "races" else Help.DRAFT
     with (
         stragglers.forced(kind),
-        stragglers.start_fleet(options.model, options.drafter, dtype, options.max_tokens) as fleet,
+        stragglers.start_fleet(
+            options.model, options.drafter, dtype, options.max_tokens, compiled=not options.eager
+        ) as fleet,
     ):
 
         def roll_out(seed: int) -> Found:
@@ -332,10 +355,19 @@ def helping_fleet(case: str, dtype: str, options: argparse.Namespace) -> Iterato
             if kind is Help.COPY:
                 supplied = sum(step.num_adopted_tokens for step in steps)
                 return Found(requests, ids, accepted, supplied, sum(one.num_leads for one in helps))
-            supplied = sum(step.num_model_tokens for step in steps)
-            return Found(requests, ids, accepted, supplied, 2 * len(helps))  # it begins and it ends
+            changes = 2 * len(helps)  # it begins and it ends
+            return Found(requests, ids, accepted, count_helped(steps), changes)
 
         yield roll_out
+
+
+def count_helped(steps: list[Any]) -> int:
+    """Accepted tokens of the drafter in steps before which a helper was heard: in others the engine drafts inside.
+
+    Not exactly a helper's: where both have drafted they cannot be told apart, as help begins; and a step that verifies
+    only what was heard before an earlier one is left out.
+    """
+    return sum(step.num_model_tokens for step in steps if any(step.ahead_tokens))
 
 
 MECHANISMS = {
@@ -350,7 +382,7 @@ MECHANISMS = {
 def compare(case: str, dtype: str, options: argparse.Namespace) -> dict[str, Any]:
     """Rollouts of one mechanism, each compared with plain decoding in another process, until there are enough."""
     tally = Counter[str]()
-    plain = Child("plain", make_plain, options.model, dtype)
+    plain = Child("plain", make_plain, options.model, dtype, not options.eager)
     with MECHANISMS[case](case, dtype, options) as roll_out:
         plain.ready()
         begin_s = time.monotonic()
@@ -381,19 +413,30 @@ def compare(case: str, dtype: str, options: argparse.Namespace) -> dict[str, Any
 
 def is_enough(case: str, tally: Counter[str], least_tokens: int) -> bool:
     """Whether a row counts: enough tokens, and enough of what the case is about."""
-    least = max(LEAST_SHARE * tally["accepted_drafts"], 1) if case in OWN_SHARE else 0
-    has_share, has_changes = tally["supplied"] >= least, tally["changes"] >= LEAST_CHANGES.get(case, 0)
+    if case in CASES:
+        return tally["tokens"] >= least_tokens and is_verified(case, tally)
+    least = max(LEAST_SHARE * tally["accepted_drafts"] if case in OWN_SHARE else 0, 1)
+    has_share = case == "races" or tally["supplied"] >= least  # whoever takes the lead had something before
+    has_changes = tally["changes"] >= LEAST_CHANGES.get(case, 0)
     return tally["tokens"] >= least_tokens and has_share and has_changes
 
 
-def check_rows(rows: list[dict[str, Any]], least_tokens: int) -> list[dict[str, Any]]:
+def is_verified(case: str, tally: Counter[str]) -> bool:
+    """Whether the drafts that a case of one engine is about were verified."""
+    drafted, accepted = tally["draft_tokens"], tally["accepted_drafts"]
+    if case == PLAIN:
+        return not drafted
+    return accepted < MOST_GARBAGE * drafted if case == GARBAGE else accepted > 0
+
+
+def check_rows(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The bars: no token of a row has diverged, the row counts, and its mechanism was at work. Controls have none."""
     bars = []
     for row in rows:
         if not row.get("invariant", True):
             continue
         name, lost = f"{row['case']}, {row['dtype']}", row["diverged_tokens"]
-        met = not lost and row.get("counts", row["tokens"] >= least_tokens)
+        met = not lost and row["counts"]
         bars.append({"case": f"{name}: diverged tokens", "needed": 0, "reached": lost, "met": met})
         for what, needed in (("share", dict.fromkeys(OWN_SHARE, LEAST_SHARE)), ("changes", LEAST_CHANGES)):
             if (least := needed.get(row["case"])) is not None:
@@ -433,13 +476,13 @@ def main() -> None:
     for dtype in options.dtypes:
         for found in compare_batches(options, dtype):
             rows += found
-            save("exactness", rows, options, bars=check_rows(rows, options.least_tokens))
+            save("exactness", rows, options, bars=check_rows(rows))
         for case in MECHANISMS:
             if case in options.rows:
                 rows.append(compare(case, dtype, options))
                 print(rows[-1], file=sys.stderr, flush=True)
-                save("exactness", rows, options, bars=check_rows(rows, options.least_tokens))
-    bars = check_rows(rows, options.least_tokens)
+                save("exactness", rows, options, bars=check_rows(rows))
+    bars = check_rows(rows)
     publish("exactness", rows, COLUMNS, options, bars=bars)
     print_bars(bars)
 

@@ -9,8 +9,10 @@ numbers: as in real data, some prompts are harder than others. KV cache is for `
 limit on each worker, in blocks of `--block-tokens`, of which a chunk has several. `mean_s` is when a response is
 finished, on average; `tail_s` the time from 90 % of the responses finished to the last one; `mean_ratio`,
 `tail_ratio` and `ratio` compare means, tails and tokens per second with `group` of the same repetition, `over_oracle`
-with its oracle. `equal` says whether all tokens are those of the first variant. `preemptions` must be 0 but for
-`group`.
+with its oracle; without these among `--variants` they are left out. `equal` says whether all tokens are those of the
+first variant. `preemptions` must be 0 but for `group`. `has_kv_pool`: whether chunks that move find their KV cache;
+`kv_pool_obstacle`: why not, where a worker says so. Each repetition begins with the next variant, though never with
+the oracle.
 
 With `--drafts` it measures instead what the draft server is worth: one worker that sees everything, `--workers` workers
 with the server and without. `length_ratio` is the acceptance length over that of the one worker.
@@ -24,6 +26,7 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
@@ -144,7 +147,7 @@ def roll_out(fleet: Any, requests: list[Any], true_lengths: list[int]) -> Run:
 def measure(fleets: dict[str, Any], options: argparse.Namespace) -> dict[str, list[Run]]:
     """All repetitions of all cases, in turn; a rollout of a quarter of the size warms each up.
 
-    fleets: by case; with one fleet for all, a case is its variant, and the oracle comes last.
+    fleets: by case; with one fleet for all, a case is its variant.
     """
     runs: dict[str, list[Run]] = {case: [] for case in fleets}
     rooms = {
@@ -156,9 +159,7 @@ def measure(fleets: dict[str, Any], options: argparse.Namespace) -> dict[str, li
         if repetition == 0:
             requests = requests[: len(requests) // 4]
         lengths: list[int] = []
-        cases = list(fleets)
-        turn = repetition % max(len(cases) - 1, 1)
-        for case in [*cases[turn:-1], *cases[:turn], cases[-1]]:
+        for case in order_of(list(fleets), repetition):
             if not options.drafts:
                 use_case(fleets[case], case, rooms[case])
             run = roll_out(fleets[case], requests, lengths)
@@ -172,29 +173,49 @@ def measure(fleets: dict[str, Any], options: argparse.Namespace) -> dict[str, li
     return {case: found[1:] for case, found in runs.items()}
 
 
-def row_of(case: str, runs: list[Run], base: list[Run], best: list[Run]) -> dict[str, Any]:
-    """Medians, and ratios of the same repetitions."""
-    pairs = list(zip(runs, base, strict=True))
+def pool_of(fleet: Any) -> dict[str, Any]:
+    """Whether the workers have a KV pool between them."""
+    obstacle = fleet.kv_pool_obstacle
+    wanted = fleet.engine_settings.kv_pool is not None
+    return {"has_kv_pool": wanted and obstacle is None, "kv_pool_obstacle": obstacle}
+
+
+def order_of(cases: list[str], repetition: int) -> list[str]:
+    """In which the cases have their turns. The oracle, which needs the lengths of a run before, is never the first."""
+    turn = repetition % len(cases)
+    order = [*cases[turn:], *cases[:turn]]
+    return [*order[1:2], "oracle", *order[2:]] if order[0] == "oracle" else order
+
+
+def row_of(case: str, runs: dict[str, list[Run]], base: str, best: str = "oracle") -> dict[str, Any]:
+    """Medians, and ratios of the same repetitions to those of `base` and `best`, None for a case that was not run."""
+    own, first = runs[case], next(iter(runs.values()))
+
+    def ratios(other: str, value: Callable[[Run], float]) -> list[float]:
+        pairs = zip(own, runs.get(other, ()), strict=other in runs)
+        return [value(run) / max(value(its), 1e-9) for run, its in pairs]
+
+    speed = ratios(base, lambda run: run.tokens_per_s)
     return {
         "case": case,
-        "wall_s": median([run.wall_s for run in runs]),
-        "tokens_per_s": median([run.tokens_per_s for run in runs]),
-        "ratio": median([run.tokens_per_s / other.tokens_per_s for run, other in pairs]),
-        "ratio_range": [
-            pick(run.tokens_per_s / other.tokens_per_s for run, other in pairs) for pick in (min, max)
-        ],
-        "over_oracle": median(
-            [run.tokens_per_s / other.tokens_per_s for run, other in zip(runs, best, strict=True)]
-        ),
-        "mean_s": median([run.mean_s for run in runs]),
-        "mean_ratio": median([run.mean_s / other.mean_s for run, other in pairs]),
-        "tail_s": median([run.tail_s for run in runs]),
-        "tail_ratio": median([run.tail_s / max(other.tail_s, 1e-9) for run, other in pairs]),
-        "acceptance_length": median([run.acceptance_length for run in runs]),
-        "length_ratio": median([run.acceptance_length / other.acceptance_length for run, other in pairs]),
-        "preemptions": sum(run.preemptions for run in runs),
-        "equal": all(run.tokens == other.tokens for run, other in pairs),
+        "wall_s": median([run.wall_s for run in own]),
+        "tokens_per_s": median([run.tokens_per_s for run in own]),
+        "ratio": _median(speed),
+        "ratio_range": [min(speed), max(speed)] if speed else None,
+        "over_oracle": _median(ratios(best, lambda run: run.tokens_per_s)),
+        "mean_s": median([run.mean_s for run in own]),
+        "mean_ratio": _median(ratios(base, lambda run: run.mean_s)),
+        "tail_s": median([run.tail_s for run in own]),
+        "tail_ratio": _median(ratios(base, lambda run: run.tail_s)),
+        "acceptance_length": median([run.acceptance_length for run in own]),
+        "length_ratio": _median(ratios(base, lambda run: run.acceptance_length)),
+        "preemptions": sum(run.preemptions for run in own),
+        "equal": all(run.tokens == other.tokens for run, other in zip(own, first, strict=True)),
     }
+
+
+def _median(values: list[float]) -> float | None:
+    return median(values) if values else None
 
 
 def main() -> None:
@@ -239,8 +260,8 @@ def main() -> None:
         else:
             cases = dict.fromkeys(options.variants, open_fleet(options.workers, False))
         runs = measure(cases, options)
-        first, *_, last = runs.values()
-        rows = [row_of(case, found, first, last) for case, found in runs.items()]
+        base = "one worker" if options.drafts else "group"
+        rows = [row_of(case, runs, base) | pool_of(fleet) for case, fleet in cases.items()]
     columns = DRAFT_COLUMNS if options.drafts else COLUMNS
     publish("fleet", rows, columns, options)
 

@@ -23,7 +23,8 @@ cost nothing.
 `after a disturbance` is marginal in a rollout right after one: with `--disturb 3` steps and drafting took three times
 as long in all of the rollout before, as while another process has the cores. `undisturbed` is how fast it is in parts
 of marginal, which has heard of the same rollouts at the usual speed.
-`measured_s` is what the real engine took, prefill included, which the clock leaves out.
+`measured_s` is what the real engine took, prefill included, which the clock leaves out. It drafted with the first
+drafter: with the others there is a measured time of `off` alone.
 """
 
 from __future__ import annotations
@@ -281,6 +282,11 @@ def truncate(rollout: Rollout, limit: int) -> Rollout:
     )
 
 
+def measured_with(took: dict[str, float], is_recorder: bool) -> dict[str, float]:
+    """What of the real engine's times holds for a drafter; is_recorder: the engine drafted with this one."""
+    return took if is_recorder else {"off": took["off"]}
+
+
 def compare(
     rollouts: list[Rollout], clock: Clock, drafter: str, disturb: float | None
 ) -> list[dict[str, Any]]:
@@ -346,7 +352,11 @@ def main() -> None:
     ]
     rows = []
     for drafter in options.drafters:
-        rollouts = [draft_everywhere(responses, drafter, took) for responses, took in recorded]
+        is_recorder = drafter == options.drafters[0]
+        rollouts = [
+            draft_everywhere(responses, drafter, measured_with(took, is_recorder))
+            for responses, took in recorded
+        ]
         for limit in options.limits:
             cut = [truncate(rollout, limit) for rollout in rollouts]
             found = compare(cut, recorder.clock(), drafter, options.disturb)

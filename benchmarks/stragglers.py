@@ -5,7 +5,7 @@ pays or not: what exactness.py compares and chaos.py kills.
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,7 @@ MAX_STARTS = 20
 """Kills are no reason to give a worker up."""
 
 
-def start_fleet(model: str, drafter: str, dtype: str, max_tokens: int) -> Any:
+def start_fleet(model: str, drafter: str, dtype: str, max_tokens: int, *, compiled: bool) -> Any:
     """The fleet, with both workers up. Every step verifies drafts, and tells what it has soon."""
     from paceline.config import BudgetSettings, EngineSettings, FleetSettings
     from paceline.fleet.fleet import Fleet
@@ -32,6 +32,7 @@ def start_fleet(model: str, drafter: str, dtype: str, max_tokens: int) -> Any:
         EngineSettings(
             model_drafter=drafter,
             batch_invariant=True,
+            compiled=compiled,
             budget=BudgetSettings(policy="fixed", fixed_tokens=4),
         ),
         dtype=dtype,
@@ -82,14 +83,13 @@ def choose(kind: Help, load: Load, helper: Helper) -> HelpChoice:
     return HelpChoice(kind if can and not load.is_helped else Help.NOTHING, 0.0, window=8)
 
 
-def roll_out(fleet: Any, requests: list[Any], meanwhile: Callable[[], object] = lambda: None) -> list[Any]:
-    """One rollout to the limits of its responses, with `meanwhile` called all the time."""
+def roll_out(fleet: Any, requests: list[Any]) -> list[Any]:
+    """One rollout to the limits of its responses."""
     from vllm import SamplingParams
 
     found: dict[int, Any] = {}
     fleet.submit(requests, SamplingParams(temperature=1.0, ignore_eos=True))
     while fleet.num_unfinished:
-        meanwhile()
         for one in fleet.advance(0.02):
             if one.index in found:
                 raise SystemExit(f"response {one.index} came twice")

@@ -7,8 +7,10 @@ after the other is killed with SIGKILL at a random moment, the leader and the ot
 is the leader, while its checkpoint is being written. Each that was killed is let go again, as a fleet does in its next
 session. After each kill the folder has to hold a whole checkpoint with no fewer tokens than before it.
 
-`lost_s` is the processor time that the killed leader had used since its newest checkpoint was written; others lose
-nothing, as their leader saves. `tokens` are those that the newest checkpoint has learned from in the end.
+A kill was `while it writes` if the killed trainer has left a part of a checkpoint, which is removed before the next
+kill, and `at any moment` if not, whatever was meant. `lost_s` is the processor time that the killed leader had used
+since the newest checkpoint was written; others lose nothing, as their leader saves. `all_kills` has each kill by
+itself. `tokens` are those that the newest checkpoint has learned from in the end.
 """
 
 from __future__ import annotations
@@ -32,8 +34,8 @@ from paceline.distillation.fresh_drafter import make_small_model
 from paceline.distillation.packing import Sample
 from paceline.distillation.spot import LESSON, SpotSettings, make_lesson
 from paceline.distillation.spot_link import SpotLink
-from paceline.distillation.team import ROUND, Round, read_json
-from paceline.distillation.training_folder import FILE_NAME, FURTHER_NAME, find_newest, read_folder
+from paceline.distillation.team import PRESENT, SESSION, Present, Session, is_alive, read_json
+from paceline.distillation.training_folder import file_name, find_newest, names_in, read_folder
 
 COLUMNS = ("what", "kills", "leaders", "broken", "fallen", "lost_s_median", "lost_s_most", "tokens")
 LOST_S = 10.0
@@ -73,12 +75,14 @@ class Watch:
 
     def __init__(self, link: SpotLink, folder: Path) -> None:
         self.link, self.folder = link, folder
-        self.saved_ns, self._saved_core_s = 0, 0.0
+        self.saved_ns = 0
+        self._saved_core_s: dict[int, float] = {}  # of each trainer then, by process
 
     def leader(self) -> int:
-        """Index of the trainer that leads."""
-        found = read_json(self.folder / ROUND, Round)
-        return 0 if found is None else found.members[0]
+        """Index of the trainer that leads: the first of the session that is there. One alone writes no round."""
+        session = read_json(self.folder / SESSION, Session)
+        members = () if session is None else session.members
+        return next((index for index in members if self._is_there(index)), 0)
 
     def core_s(self, index: int) -> float:
         """Processor time of a trainer so far."""
@@ -86,28 +90,38 @@ class Watch:
 
     def look(self) -> None:
         """Note when a checkpoint was written last."""
-        newest = max((path.stat().st_mtime_ns for path in self._paths("")), default=0)
+        newest = max(((self.folder / name).stat().st_mtime_ns for name in names_in(self.folder)), default=0)
         if newest > self.saved_ns:
-            self.saved_ns, self._saved_core_s = newest, self.core_s(self.leader())
+            self.saved_ns = newest
+            self._saved_core_s = {pid: self.core_s(index) for index, pid in enumerate(self.link.pids)}
 
     def lost_s(self, index: int) -> float:
-        """Processor time of a leader since then."""
-        return max(self.core_s(index) - self._saved_core_s, 0.0)
+        """Processor time of a leader since then, or since it was started."""
+        return max(self.core_s(index) - self._saved_core_s.get(self.link.pids[index], 0.0), 0.0)
 
     def is_writing(self) -> bool:
-        """Whether a checkpoint is being written."""
-        return bool(self._paths(".new"))
+        """Whether the leader is writing a checkpoint; what killed trainers have left of theirs is removed."""
+        return self._part(self.leader()).exists()
+
+    def remove_part(self, index: int) -> bool:
+        """Remove what a trainer that is dead has written of a checkpoint; False if it was not writing any."""
+        was_writing = self._part(index).exists()
+        self._part(index).unlink(missing_ok=True)
+        return was_writing
 
     def tokens(self) -> int:
         """Of the newest checkpoint; raises CheckpointError where any is broken."""
-        for path in self._paths(""):
-            read_folder(self.folder, path.name)
+        for name in names_in(self.folder):
+            read_folder(self.folder, name)
         found = read_folder(self.folder, find_newest(self.folder))
         return 0 if found is None else found[1].trained_tokens
 
-    def _paths(self, suffix: str) -> list[Path]:
-        names = FILE_NAME, FURTHER_NAME.format("*")
-        return [path for name in names for path in self.folder.glob(name + suffix)]
+    def _part(self, index: int) -> Path:
+        return self.folder / f"{file_name(index)}.new"
+
+    def _is_there(self, index: int) -> bool:
+        found = read_json(self.folder / PRESENT.format(index), Present)
+        return found is not None and is_alive(found.process)
 
     def until(self, done: Callable[[], bool]) -> None:
         """Wait, and keep looking."""
@@ -138,17 +152,17 @@ def kill_them(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]
         for number, kind in enumerate(kinds):
             seen_ns = watch.saved_ns
             watch.until(lambda seen_ns=seen_ns: watch.saved_ns > seen_ns)  # type: ignore[misc]
-            index = watch.leader()
             if kind == "while it writes":
+                before = watch.tokens()  # a write may be over before this is
                 watch.until(watch.is_writing)
+                index = leader = watch.leader()
             else:
                 end_s = time.monotonic() + rng.uniform(0.0, 3.0)
                 watch.until(lambda end_s=end_s: time.monotonic() >= end_s)  # type: ignore[misc]
-                index = (index + number) % options.trainers
-            before, lost_s, leads = watch.tokens(), watch.lost_s(index), index == watch.leader()
-            dead = link.pids[index]
+                before, leader = watch.tokens(), watch.leader()
+                index = (leader + number) % options.trainers
+            lost_s, leads, dead = watch.lost_s(index), index == leader, link.pids[index]
             os.kill(dead, signal.SIGKILL)
-            caught = kind != "while it writes" or watch.is_writing()
             try:
                 after = watch.tokens()
                 row = {
@@ -159,11 +173,12 @@ def kill_them(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]
                 }
             except CheckpointError:
                 row = {"leads": leads, "broken": True, "fallen": True, "lost_s": lost_s}
-            found[kind if caught else "at any moment"].append(row)
             while link.pids[index] == dead:  # it is gone when all its threads are
                 link.pause(names[index], names[0])
                 link.resume(names[index], names[0])
                 time.sleep(0.02)
+            row["in_write"] = watch.remove_part(index)  # the next one has to load before it writes
+            found["while it writes" if row["in_write"] else "at any moment"].append(row)
         tokens = watch.tokens()
     finally:
         link.close()
@@ -182,6 +197,7 @@ def summarise(what: str, rows: list[dict[str, Any]], tokens: int) -> dict[str, A
         "lost_s_median": lost_s[len(lost_s) // 2],
         "lost_s_most": lost_s[-1],
         "tokens": tokens,
+        "all_kills": rows,
     }
 
 

@@ -14,7 +14,7 @@ import torch
 pytest.importorskip("vllm", reason="vLLM is not installed")
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
-from host_time import NUM_DRAFTS, PROMPT_TOKENS, SHARED, Device, make_texts
+from host_time import NUM_DRAFTS, PROMPT_TOKENS, RIGHT, SHARED, Device, System, make_texts, row_of
 
 from paceline.engine.v2.runner import KeyedRunnerV2
 
@@ -46,6 +46,30 @@ def test_plain_vllm_is_given_ready_drafts() -> None:
     ready = device.take_draft_token_ids()
     assert ready.req_ids == ["a"]
     assert len(ready.draft_token_ids[0]) == NUM_DRAFTS
+
+
+@pytest.mark.parametrize(("overlaps", "tokens"), [(False, 4.0), (True, 3.1)])
+def test_ready_drafts_are_right_as_often_as_paceline_s(overlaps: bool, tokens: float) -> None:
+    device = Device({PROMPT: np.arange(20_000)}, None, right=RIGHT[overlaps])
+    device.execute_model(scheduled([], new=True))
+    device.num_tokens = 0
+    for _ in range(2000):
+        device.execute_model(scheduled(device.take_draft_token_ids().draft_token_ids[0]))
+    assert device.num_tokens / 2000 == pytest.approx(tokens, rel=0.05)
+
+
+@pytest.mark.parametrize(("tokens", "beyond"), [(3.7, 2.0), (4.3, 2.0), (3.5, None), (1.0, None)])
+def test_systems_are_compared_where_responses_grow_alike(tokens: float, beyond: float | None) -> None:
+    plain = {"wall_ms": 1.0, "cpu_ms": 1.0, "drafter_ms": 0.0, "tokens_per_request": 4.0}
+    values = {"wall_ms": 3.0, "cpu_ms": 3.0, "drafter_ms": 0.5, "tokens_per_request": tokens}
+    row = row_of(System("drafts", "fixed"), 64, values, plain)
+    assert (row["beyond_cpu_ms"], row["beyond_wall_ms"], row["drafter_ms"]) == (beyond, beyond, 0.5)
+
+
+def test_what_a_thread_drafts_beside_the_step_has_no_time_in_it() -> None:
+    values = {"wall_ms": 3.0, "cpu_ms": 3.0, "drafter_ms": 0.0, "tokens_per_request": 3.1}
+    assert row_of(System("drafts", "fixed", overlaps=True), 64, values, values)["drafter_ms"] is None
+    assert row_of(System("drafts", None), 64, values, values)["drafter_ms"] is None
 
 
 def test_drafts_of_any_length_are_put_where_their_request_is() -> None:

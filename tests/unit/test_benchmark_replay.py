@@ -47,6 +47,12 @@ def test_suffix_trees_alone_draft_what_responses_repeat(rollout: Rollout) -> Non
         assert found.wall_s < plain.wall_s
 
 
+def test_a_drafter_that_did_not_record_has_a_measured_time_of_plain_decoding_alone() -> None:
+    took = {"off": 3.0, "marginal": 2.0}
+    assert replay.measured_with(took, is_recorder=True) == took
+    assert replay.measured_with(took, is_recorder=False) == {"off": 3.0}
+
+
 def test_a_disturbance_makes_the_rollout_before_slower_and_no_other(rollout: Rollout) -> None:
     clock = Clock(np.array([0.02, 1e-4, 1e-4, 1e-4, 1e-5, 1e-6, 1e-6]), np.array([1e-3, 1e-4, 1e-5]))
     usual, slow = (replay.Replay(rollout, clock, slowness) for slowness in (1.0, 3.0))

@@ -4,13 +4,31 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 from rollouts import Timed
-from simulated_live import compare, tokens_per_round
+from simulated_live import Observer, compare, tokens_per_round
+from steps import Step
+
+from paceline.types import DraftGrowth
+
+
+def test_drafting_is_no_part_of_the_steps_that_are_fitted() -> None:
+    heard: list[Any] = []
+    loop = SimpleNamespace(receive=heard.append)
+    observer = Observer(loop)
+    drafts = SimpleNamespace(growth=DraftGrowth(num_levels=4, num_rows=8), total_s=0.25)
+    loop.receive(drafts)
+    steps = [Step(2, 10, 300, 7, True, 0.25, 1.0), Step(2, 90, 0, 2, False, 0.0, 3.0)]
+    observer.note([Timed([1.0], steps, [(1,)], [1], [(5,)], [1], 0.0)])
+    assert observer.steps == [(10, 300, 0.75)]
+    assert observer.drafting == [(2.0, 0.0625)]
+    assert heard == [drafts]
 
 
 def test_the_measured_acceptance_length_counts_each_request_s_steps() -> None:

@@ -762,7 +762,7 @@ def test_what_draft_workers_have_done_and_waiting_for_them_is_told_apart() -> No
     loop = FastLoop(EngineSettings(model_drafter="m", further_drafters=("n",), budget=FIXED))
     own = DraftCounts(num_drafted=9, num_wasted=4, num_branches=3, num_hits=1, draft_s=0.5)
     further = DraftCounts(num_drafted=5, num_wasted=2, num_branches=1, num_hits=1, draft_s=0.25)
-    ahead = SimpleNamespace(is_there=True, counts=(own, further), step_wait_s=0.03)
+    ahead = SimpleNamespace(is_there=True, links=(None, None), counts=(own, further), step_wait_s=0.03)
     loop.ahead, loop._ahead_before = ahead, (DraftCounts(), DraftCounts(num_drafted=1))  # type: ignore[assignment]
     told = loop.observe(step(3, 0, 0, seconds=0.05))
     assert (told.step_s, told.wait_s) == (0.05, 0.03)
