@@ -61,10 +61,11 @@ def engine(
             yield made
             coupling_of(made).state = replace(coupling_of(made).state, is_ahead=True)
             events = made.stream(REQUESTS, PARAMS)
-            next(iter(events))
-            assert torch.get_num_threads() == THREADS - 1
-        assert torch.get_num_threads() == THREADS, "a closed engine keeps no core"
+            was_shared = any(torch.get_num_threads() == THREADS - 1 for _ in events)  # the rest still runs
+        num_threads = torch.get_num_threads()
         torch._C.set_num_threads(before)
+        assert was_shared
+        assert num_threads == THREADS, "a closed engine keeps no core"
 
 
 @pytest.fixture(scope="module")

@@ -141,7 +141,7 @@ def test_a_fleet_trains_the_same_policy(
 
     monkeypatch.setattr(FleetRollouts, "_take_rewards", watch)
     import_ray().cloudpickle.register_pickle_by_value(sys.modules[DigitTask.__module__])
-    compared = watch_comparisons(monkeypatch, FleetRollouts)
+    compared = watch_comparisons(monkeypatch, ladder_rollouts.LadderRollouts)
     summary = run(make_recipe(policy_dir, fleet=fleet, engine=engine, compare={"every": 2}), many)
     assert len(compared) == 2
     assert all(drafted[True] == 0 < drafted[False] for drafted in compared)
