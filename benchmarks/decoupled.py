@@ -4,8 +4,8 @@ The target is the inflated Countdown policy. The shipped drafter is nearly free 
 inflated too, its function unchanged, until a draft token takes about a tenth or a fifth of a verification: real
 arithmetic. `draft_ms` (D, of one token of each response), `verify_ms` (V) and `d_over_v` are those of the steps in
 which all responses ran, with both processes busy, each pinned to a core; `cost` is D/V of one, about. Each system's
-engine lives in a process of its own; they take turns, and every one generates the same prompts. `running` responses of different prompts run at once,
-which are what is left in a tail.
+engine lives in a process of its own; they take turns, and every one generates the same prompts. `running` responses of
+different prompts run at once, which are what is left in a tail.
 
     vanilla               drafts a fixed window, then verifies all of it, on one core; the other one idles
     coupled, one core     the same with the draft budget, which drafts as far as it pays

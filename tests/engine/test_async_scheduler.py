@@ -120,7 +120,9 @@ def test_a_branch_that_begins_with_what_was_decided_is_verified_instead() -> Non
     step = _Step(cast(Any, None), made, [], ["a", "b", "c"], [], np.array([1, 1, 1], np.int32), 0, 0.0)
     step.tell([[5, 6], [5, 6], [5, 6]])
     assert step.goes_on.tolist() == [True, False, False]
-    assert step.is_in_vain.tolist() == [False, False, True], "behind the third's branch nothing is left either"
+    assert step.is_in_vain.tolist() == [False, False, True], (
+        "behind the third's branch nothing is left either"
+    )
     known = scheduler(
         _queried=["a", "b", "c"], _positions=np.array([10, 20, 30]), _ahead=np.array([1, 1, 1], np.int32)
     )

@@ -89,7 +89,9 @@ def test_algorithm_trains_on_the_engine(
     lines = steps_of(trainer)
     assert len(lines) == len(seen) == 2
     assert all(math.isfinite(line["loss"]) for line in lines)
-    assert all(sum(columns["rollout_accepted_tokens"]) > 0 for columns in seen), "its group guesses each other"
+    assert all(sum(columns["rollout_accepted_tokens"]) > 0 for columns in seen), (
+        "its group guesses each other"
+    )
     assert not before.equal(trainer.model.model.norm.weight)
     if name != "rloo":  # TRL's RLOO has no importance-sampling correction
         for line in lines:
