@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import zlib
 from collections.abc import Sequence
@@ -13,6 +12,7 @@ import torch
 from harness import ROOT, run_paceline
 from pairs import Pair, Prompt
 
+from paceline.commands.inputs.model_folder import read_checkpoint
 from paceline.distillation.measuring import Dice
 from paceline.distillation.packing import Sample
 from paceline.distillation.responses import Response, read_responses
@@ -29,7 +29,9 @@ def roll_out(policy: Path, prompts: Sequence[Prompt], samples: int, folder: Path
     One that was interrupted does not count.
     """
     asked = "".join(json.dumps({"prompt_ids": prompt}) + "\n" for prompt in prompts)
-    name = f"{policy.name}-{fingerprint(policy)}-{zlib.crc32(asked.encode()):08x}-x{samples}"
+    name = (
+        f"{policy.name}-{read_checkpoint(policy).fingerprint()}-{zlib.crc32(asked.encode()):08x}-x{samples}"
+    )
     out = folder / f"{name}.jsonl"
     if not out.is_file():
         folder.mkdir(parents=True, exist_ok=True)
@@ -39,14 +41,6 @@ def roll_out(policy: Path, prompts: Sequence[Prompt], samples: int, folder: Path
         run_paceline("rollout", policy, prompts_file, "--out", part, *switches)
         part.replace(out)
     return out
-
-
-def fingerprint(policy: Path) -> str:
-    """Tells a folder's weights from others."""
-    made = hashlib.blake2b(digest_size=8)
-    for path in sorted(policy.glob("*.safetensors")):
-        made.update(path.read_bytes())
-    return made.hexdigest()
 
 
 def draw_samples(

@@ -20,6 +20,7 @@ PROMPTS = [(1, 2), (3, 4)]
 def policy(tmp_path: Path) -> Path:
     folder = tmp_path / "policy"
     folder.mkdir()
+    (folder / "config.json").write_text("{}")
     (folder / "model.safetensors").write_bytes(b"weights")
     return folder
 
