@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from reports import make_ending
+from reports import make_ending, make_growths
 
 from paceline.config import FleetSettings
 from paceline.control.controller import HELP_S, Controller
@@ -17,6 +17,7 @@ from paceline.control.events import (
     Action,
     CancelChunk,
     DraftFor,
+    Keep,
     LoseDrafter,
     Opened,
     Report,
@@ -36,6 +37,10 @@ from paceline.types import Progress, RolloutRequest, StepCosts
 
 SLOW = StepCosts(0.02, 0.0001, 0.0, 1.0, 1.0, 0.001, 0.8)
 """Plain decoding, with a drafter of a twentieth of its time."""
+
+
+FAST = StepCosts(0.01, 0.0001, 0.0, 1.0, 1.0, 0.001, 0.8)
+"""Of a worker whose steps take half as long."""
 
 
 class Fleet:
@@ -177,6 +182,27 @@ def test_help_that_makes_it_faster_stays() -> None:
     fleet, busy, _ = helped_tail()
     assert fleet.run(busy, 110.0, 1.1 * TRIAL_S) == []
     assert fleet.run(busy, 50.0, 9.0) == [], "the trial is over: contexts grow"
+
+
+@pytest.mark.parametrize("rate", [95.0, 105.0])
+def test_a_copy_is_ended_where_the_straggler_is_slower_beside_it(rate: float) -> None:
+    """From its first tokens on; while it reads its context, nothing can come of it."""
+    fleet, busy, free = tail(help="copy")
+    fleet.report(free, FAST)
+    fleet.tell(Reported(busy, 0, Report(1, make_growths(fleet.chunks[0].chunk, 0, (5, 6)))))
+    fleet.run(busy, 100.0)
+    assert [type(one) for one in fleet.tick()] == [Keep]
+    fleet.run(busy, 100.0)
+    [copy] = fleet.tick()
+    assert isinstance(copy, RunChunk)
+    assert copy.worker == free
+    for generated in (0.0, 0.0, 50.0):
+        assert fleet.run(busy, 50.0, TRIAL_S) == fleet.run(free, generated) == fleet.tick() == []
+    cancelled = [CancelChunk(free, 0, copy.chunk)] if rate < 100.0 else []
+    assert fleet.run(busy, rate, 1.1 * TRIAL_S) == cancelled
+    for _ in range(4):
+        assert fleet.run(busy, 100.0) == fleet.tick() == [], "none is made again"
+    assert fleet.controller.state_of(free) == ("up" if cancelled else "racing")
 
 
 def test_a_trial_ends_with_its_helper() -> None:

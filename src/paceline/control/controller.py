@@ -596,7 +596,11 @@ class Controller:
             self._note_progress(self._workers[name])
         actions = helping.end(changed, self._standing)
         if isinstance(event, Reported):
-            actions += helping.judge(event.worker, self._workers[event.worker].progress)
+            in_vain = helping.judge(event.worker, self._progress)
+            if in_vain is not None and in_vain.kind is Help.COPY:
+                actions += self._runs.end_copies(self._workers[in_vain.helper.worker])
+            elif in_vain is not None:
+                actions += helping.stop_drafting(in_vain)
         if not self._idle or self._runs.dispatcher is None:
             return actions
         for name in helping.take_stale():
@@ -618,7 +622,7 @@ class Controller:
             match pair.kind:
                 case Help.COPY:
                     if (order := self._runs.copy(helper, helped, pair)) is not None:
-                        helping.add(pair)
+                        helping.race(pair, helper.progress.num_tokens if helper.progress else 0)
                         actions.append(order)
                 case Help.TAKE:
                     actions += self._runs.take_over(helper, helped, pair)

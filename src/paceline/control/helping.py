@@ -12,7 +12,7 @@ look at each worker once. An end is predicted from what was known when the worke
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from typing import NamedTuple, TypeAlias
@@ -93,12 +93,21 @@ class Pair:
 
 
 class _Trial(NamedTuple):
-    """Drafting for a worker, until it is known whether that pays."""
+    """Help for a worker, until it is known whether that pays."""
 
     before: Progress
     """Of a stretch without help."""
     begun: Progress
-    """Of the worker's life, when help was ordered."""
+    """Of the worker's life, when drafting was ordered or the copy had its first tokens."""
+
+
+class _Awaited(NamedTuple):
+    """A trial that begins with a copy's first tokens: until then it reads its context, and nothing can come of it."""
+
+    before: Progress
+    """Of the helped worker, as in `_Trial`."""
+    num_tokens: int
+    """That the helper had generated when it got the copy."""
 
 
 class _Busy(NamedTuple):
@@ -129,7 +138,8 @@ class Helping:
     _seen: dict[str, Progress] = field(default_factory=dict)  # of busy workers, at the last look
     _seen_before: dict[str, Progress] = field(default_factory=dict)  # the same, at the look before
     _trials: dict[str, _Trial] = field(default_factory=dict)  # by helped worker
-    _refused: set[str] = field(default_factory=set)  # that were slower when another one drafted for them
+    _awaited: dict[str, _Awaited] = field(default_factory=dict)  # by helped worker
+    _refused: set[tuple[str, Help]] = field(default_factory=set)  # what made which worker slower
 
     def use_drafters(self, drafter: int, others: Sequence[Drafting]) -> None:
         """A rollout begins: with which drafter the engines draft, and what is known of the others (`Submitted`)."""
@@ -141,21 +151,28 @@ class Helping:
         """Time has passed. told: of busy workers, what they have generated in their lives."""
         self._seen_before, self._seen = self._seen, told
 
-    def judge(self, worker: str, now: Progress | None) -> list[Action]:
-        """A worker tells what it has generated: is it slower now that another one drafts for it? Then that is over, and
-        nobody drafts for it any more in this rollout.
+    def judge(self, worker: str, told: Mapping[str, Progress]) -> Pair | None:
+        """A worker tells what it has generated: is it slower now that it has help? Then that is over, and nobody helps
+        it in that way any more in this rollout. Gives what is over. told: as for `look`.
         """
+        if (now := told.get(worker)) is None:
+            return None
+        for pair in self.find(worker):
+            name = pair.helped.worker
+            awaited = self._awaited.get(name)
+            if awaited is not None and now.num_tokens > awaited.num_tokens and name in told:
+                self._trials[name] = _Trial(self._awaited.pop(name).before, told[name])
         trial = self._trials.get(worker)
-        pays = None if trial is None or now is None else judge_help(trial.before, now - trial.begun)
+        pays = None if trial is None else judge_help(trial.before, now - trial.begun)
         if pays is None:
-            return []
+            return None
         del self._trials[worker]
         if pays:
-            return []
-        self._refused.add(worker)
+            return None
         pair = self._helped[worker]
+        self._refused.add((worker, pair.kind))
         self._remove(pair)
-        return [LoseDrafter(*pair.helped), self._order(pair.helper)]
+        return pair
 
     def note(self, worker: str, door: Door | None) -> None:
         """Something has happened to a worker: its prediction is stale. door: if it is busy and can be drafted for."""
@@ -250,6 +267,17 @@ class Helping:
             self._trials[name] = _Trial(self._lately(name), now)
         return self._order(pair.helper)
 
+    def stop_drafting(self, pair: Pair) -> list[Action]:
+        """What both are told when this is over."""
+        return [LoseDrafter(*pair.helped), self._order(pair.helper)]
+
+    def race(self, pair: Pair, num_tokens: int) -> None:
+        """A worker, which has generated so many tokens in its life, runs a copy of a response of another one."""
+        name = pair.helped.worker
+        self.add(pair)
+        if name in self._seen:
+            self._awaited[name] = _Awaited(self._lately(name), num_tokens)
+
     def _order(self, helper: Place) -> Action:
         """What an idle worker is told to do for others."""
         pairs = self.find(helper.worker)
@@ -274,6 +302,7 @@ class Helping:
         pairs.remove(pair)
         del self._helped[pair.helped.worker]
         self._trials.pop(pair.helped.worker, None)
+        self._awaited.pop(pair.helped.worker, None)
         self._stale[pair.helped.worker] = None
         if not pairs:
             del self._pairs[pair.helper.worker]
@@ -304,9 +333,7 @@ class Helping:
                     break
                 if rested is not None and helper.worker not in rested:
                     continue
-            able = self._describe(
-                helped, costs, can_draft=latest in self._doors and latest not in self._refused
-            )
+            able = self._describe(helped, costs)
             choice = decide_help(helped.load, able)
             if choice.kind is Help.NOTHING:
                 break
@@ -325,9 +352,11 @@ class Helping:
         now = self._seen[worker]
         return now - self._seen_before.get(worker, now)
 
-    def _describe(self, helped: _Busy, own: StepCosts | None, *, can_draft: bool) -> Helper:
+    def _describe(self, helped: _Busy, own: StepCosts | None) -> Helper:
         """What a free worker can do for that one. own: what its steps cost."""
-        costs = helped.costs
+        costs, name = helped.costs, helped.place.worker
+        kinds = {kind for kind in self.kinds if (name, kind) not in self._refused}
+        can_draft = name in self._doors and (name, Help.DRAFT) not in self._refused
         drafting = Drafting(costs.draft_s, costs.acceptance, self._drafter) if costs.draft_s > 0.0 else None
         ahead = self._others if drafting is None else (drafting, *self._others)
         slowness = 1.0
@@ -336,10 +365,10 @@ class Helping:
             slowness = own_s / step_s
             slowness = 1.0 if 1.0 - LEAST_LEAD < slowness < 1.0 / (1.0 - LEAST_LEAD) else slowness
         return Helper(
-            ahead=ahead if can_draft and Help.DRAFT in self.kinds else (),
+            ahead=ahead if can_draft and Help.DRAFT in kinds else (),
             inside=drafting if can_draft and not costs.inside_s else None,  # else the helped one has the same
-            can_copy=helped.can_copy and Help.COPY in self.kinds,
-            can_take=helped.can_take and Help.TAKE in self.kinds,
+            can_copy=helped.can_copy and Help.COPY in kinds,
+            can_take=helped.can_take and Help.TAKE in kinds,
             switch_s=SWITCH_S,
             load_token_s=slowness * costs.token_s,
             slowness=slowness,

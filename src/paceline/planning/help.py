@@ -14,8 +14,8 @@ Predicted times: a step over n tokens takes `base_s + token_s n`. A response tha
 and others that need fewer end after base_s s + token_s q sum_i s_i seconds, as the batch shrinks by itself. Where a
 step brings tau tokens in place of r, all s_i become s_i r / tau. On the helper a step takes `slowness` times as long.
 
-Predictions leave out what both workers cost each other (memory bandwidth above all), so drafting for a worker is a
-trial: `judge_help` ends it where the worker has become slower, if its steps are short enough to tell.
+Predictions leave out what both workers cost each other (memory bandwidth above all), so drafting for a worker and a
+copy are trials: `judge_help` ends them where the worker has become slower, if its steps are short enough to tell.
 
 Invariant: whoever helps shortens the predicted end of the worker that ends last by at least `MIN_GAIN` and
 `MIN_GAIN_S`, so a tail that is over soon is left alone. Equal ends: in
