@@ -66,8 +66,9 @@ def entry_file(directory: Path, number: int) -> Path:
 
 
 def used_bytes(directory: Path) -> int:
+    """Of entries and of files that are being written."""
     used = 0
-    for file in directory.iterdir():
+    for file in (*directory.glob("*.kv"), *directory.glob("*.part")):
         with contextlib.suppress(FileNotFoundError):  # a part that was discarded meanwhile
             used += file.stat().st_size
     return used

@@ -374,6 +374,28 @@ def test_v2_has_room_for_so_much_of_a_request(options: dict[str, Any], message: 
         _check_exact(params(**options), config)
 
 
+class Letters:
+    """A tokenizer with a token for each character."""
+
+    max_token_id = 255
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        return list(text.encode())
+
+
+def test_v2_has_room_for_so_many_tokens_of_bad_words() -> None:
+    config = SimpleNamespace(use_v2_model_runner=True)
+    fitting = params(bad_words=[f"{n:0128}" for n in range(8)])
+    _check_exact(fitting, config, Letters())
+    assert fitting.bad_words_token_ids is None, "the caller's options stay as they are"
+    long = params(bad_words=[f"{n:0129}" for n in range(8)])
+    with pytest.raises(UnsupportedError, match=r"bad_words has 1032 tokens.*room for 1024.*give fewer"):
+        _check_exact(long, config, Letters())
+    _check_exact(long, SimpleNamespace(use_v2_model_runner=False), Letters())
+    with pytest.raises(VLLMClientError, match=r"129.*max number is 128"):
+        _check_exact(params(bad_words=list(map(str, range(129)))), config, Letters())
+
+
 def test_engines_with_other_seeds_derive_other_keys(engine: RolloutEngine) -> None:
     engine.scheduler.finished.clear()
     run_alone(engine, params(extra_args={"paceline_sample": 6}))

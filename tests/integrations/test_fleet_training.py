@@ -203,19 +203,33 @@ def test_a_killed_driver_goes_on_within_the_rollout(
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
+@pytest.fixture(scope="module")
+def plain_run(policy_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of one engine that does not draft."""
+    folder = tmp_path_factory.mktemp("run") / "plain"
+    plain = {"compiled": False, "drafter": "none", "budget": {"policy": "off"}}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(training_run, "load_task", lambda name, **options: DigitTask())
+        run(make_recipe(policy_dir, engine=plain, steps=4), folder)
+    return folder
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("method", "trainers"), [("osd", 2), ("eagle", 1)])
 def test_a_fleet_whose_drafter_grows_trains_the_same_policy(
-    policy_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, trainers: int
+    plain_run: Path,
+    policy_dir: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    method: str,
+    trainers: int,
 ) -> None:
     """From nothing, on the time of free workers, of two at once where there are two trainers; swapped into every engine
     and used. The tokens are those of one engine that does not draft.
     """
     import torch
 
-    alone, many = tmp_path / "alone", tmp_path / "many"
-    plain = {"compiled": False, "drafter": "none", "budget": {"policy": "off"}}
-    run(make_recipe(policy_dir, engine=plain, steps=4), alone)
+    alone, many = plain_run, tmp_path / "many"
     monkeypatch.setattr(SpotLink, "pause", pause_after_a_save(many, SpotLink.pause))
     monkeypatch.setattr(fleet_module, "TICK_S", 0.005)  # the tails of a run this small are short
     recipe = make_recipe(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,16 +18,28 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 
 
 def failing(error: Exception, is_failed: bool = False) -> RolloutEngine:
-    """An engine with two running responses, whose next step brings a token of the first one and then raises."""
+    """An engine with two running responses, whose next step brings a token of the first one and then raises, as all
+    other calls do that reach vLLM.
+    """
 
     def step() -> Iterator[Grown]:
         yield Grown("a", (7,), (-0.5,), None)
         raise error
 
+    def die(*_: object, **__: object) -> None:
+        raise error
+
     engine = object.__new__(RolloutEngine)
-    inside: Any = SimpleNamespace(model_executor=SimpleNamespace(is_failed=is_failed))
-    outputs: Any = SimpleNamespace(step=step)
+    inside: Any = SimpleNamespace(
+        model_executor=SimpleNamespace(is_failed=is_failed),
+        vllm_config=SimpleNamespace(parallel_config=SimpleNamespace(world_size=1)),
+        reset_prefix_cache=die,
+        collective_rpc=die,
+    )
+    outputs: Any = SimpleNamespace(step=step, add=die)
     engine._engine, engine._outputs = inside, outputs
+    engine.settings, engine._is_torn, engine._tickets = None, False, itertools.count()
+    engine.vocab_size, engine.max_model_len, engine.policy_version = 9, 64, 0
     requests = {name: RolloutRequest((1, 2), 20) for name in ("a", "b")}
     engine._pending = {
         name: _Pending(index, request, name) for index, (name, request) in enumerate(requests.items())
@@ -53,3 +66,31 @@ def test_other_errors_come_as_they_are(error: Exception) -> None:
     with pytest.raises(type(error)) as found:
         failing(error).step()
     assert found.value is error
+
+
+def submit(engine: RolloutEngine) -> None:
+    from vllm import SamplingParams
+
+    engine.submit(2, RolloutRequest((1, 2), 20), SamplingParams())
+
+
+def push_weights(engine: RolloutEngine) -> None:
+    engine._pending.clear()
+    engine.push_weights([])
+
+
+CALLS = [submit, push_weights, RolloutEngine.reset_prefix_cache, RolloutEngine.take_samples]
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_dead_engine_is_told_whatever_is_asked_of_it(call: Callable[[RolloutEngine], object]) -> None:
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    dead = EngineDeadError()
+    with pytest.raises(EngineError, match=r"has died .EngineDeadError.*build the engine anew") as found:
+        call(failing(dead))
+    assert found.value.__cause__ is dead
+    other = RuntimeError("shapes differ")
+    with pytest.raises(RuntimeError) as kept:
+        call(failing(other))
+    assert kept.value is other

@@ -578,6 +578,22 @@ def test_a_bound_group_waits_for_its_worker_while_another_is_empty() -> None:
     assert [(a.group, a.worker) for a in all_assignments(dispatcher)] == [(0, "a")]
 
 
+def test_a_group_is_bound_to_a_worker_that_is_large_enough_for_it() -> None:
+    """Its responses need 11 KV blocks; on a smaller worker they would wait for ever."""
+    dispatcher = started("group", {0: [40] * 2, 1: [40]}, 40)
+    dispatcher.submit(2, 2, PROMPT, 8)
+    dispatcher.worker_up("small", 5, 9)
+    dispatcher.worker_up("large", 22, 9)
+    first = all_assignments(dispatcher)
+    assert [(a.group, a.worker) for a in first] == [(0, "large"), (0, "large"), (2, "small")]
+    dispatcher.worker_lost("large")
+    assert dispatcher.next_assignment() is None
+    dispatcher.chunk_finished(first[2], 8, finished=True)
+    assert [(a.group, a.worker) for a in all_assignments(dispatcher)] == [(2, "small")]
+    dispatcher.worker_up("large", 11, 9)
+    assert [(a.group, a.worker) for a in all_assignments(dispatcher)] == [(0, "large")]
+
+
 def test_only_unfinished_responses_count_where_groups_are_bound() -> None:
     dispatcher = started("group", {0: [40] * 3, 1: [40] * 2}, 40)
     for worker in ("a", "b", "c"):

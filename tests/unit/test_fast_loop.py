@@ -847,6 +847,34 @@ def test_paths_of_the_model_are_verified_beside_its_drafts_and_told_apart_when_t
     assert order.num_paths == 1, "nothing is drafted that there is no room for"
 
 
+def test_alternatives_that_were_not_sent_have_promised_nothing() -> None:
+    """KV blocks may not last for all of them: who is left out, or cut, is not to blame."""
+    loops = [
+        FastLoop(EngineSettings(drafter="none", model_drafter="somewhere", budget=FIXED, num_paths=2))
+        for _ in range(3)
+    ]
+    for loop, lengths in zip(loops, ([3, 3], [1, 0], [0, 0]), strict=True):
+        loop.order()
+        paths = DraftPaths(
+            np.array([[[4, 5, 6], [7, 1, 2]], [[4, 5, 6], [8, 1, 2]]], np.int32),
+            np.full((2, 2), 3, np.int32),
+            np.full((2, 2, 3), 0.5, np.float32),
+            np.zeros((2, 2, 3), np.int32),
+        )
+        chains = batch([[4, 5, 6], [4, 5, 6]], 0.5)
+        loop.receive(ModelDrafts(np.arange(2), np.full(2, 10), chains, GROWTH, 0.002, paths, GROWTH))
+        made = loop.propose(query(2), 0, 8)
+        assert made.alternatives is not None
+        assert made.alternatives.lengths.tolist() == [3, 3]
+        sent = replace(made.alternatives, lengths=np.array(lengths, np.int32))
+        loop.learn(replace(made, alternatives=sent), made.lengths, table_of([[9], [9]]))
+    believed = [loop._paths.worth for loop in loops]
+    assert believed == pytest.approx([4 / (4 + 2 * 0.875), 4 / (4 + 0.5), 1.0])
+    drafts = loops[2]._expected
+    assert loops[0]._expected == pytest.approx(drafts + 2 * 0.875)
+    assert loops[1]._expected == pytest.approx(drafts + 0.5)
+
+
 @pytest.mark.parametrize(
     "settings", [EngineSettings(drafter="none"), EngineSettings(budget=BudgetSettings(policy="off"))]
 )

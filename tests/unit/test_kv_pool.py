@@ -585,6 +585,27 @@ def die_while_writing(memory: Path) -> None:
     KvPool(memory, ROOMY).save(address(1), tokens(1, 10), BLOCK_TOKENS, BLOCK_BYTES, read)
 
 
+def test_saving_looks_at_each_entry_a_few_times_at_most(
+    pool: KvPool, memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where there is room; what a crash left is found all the same, a while later."""
+    looked, take_stock = [], tier.Tier.take_stock
+
+    def note(self: tier.Tier) -> tuple[list[tier.Resident], int]:
+        found = take_stock(self)
+        looked.append(len(found[0]))
+        return found
+
+    monkeypatch.setattr(tier.Tier, "take_stock", note)
+    for number in range(200):
+        assert save(pool, number, 10)
+        if number == 100:
+            (memory / "left.part").write_bytes(b"by a crash")
+    assert sum(looked) < 2 * 200
+    assert not (memory / "left.part").exists()
+    assert used_bytes(memory) == 200 * SIZE
+
+
 def test_what_a_crashed_writer_left_is_removed(pool: KvPool, memory: Path) -> None:
     save(pool, 0, 10)
     process = multiprocessing.get_context("fork").Process(target=die_while_writing, args=(memory,))

@@ -75,10 +75,10 @@ def plan(lengths: list[int], **limits: Any) -> tuple[PathPlan | None, list[int]]
         owners=np.arange(count),
         tokens=rows,
         lengths=np.array(lengths, np.int32),
+        path_probability=np.full(rows.shape, 0.5, np.float32),
         covered=np.ones(count, np.int32),
         cells=np.zeros_like(rows),
         is_free=np.ones(count, np.bool_),
-        expected_accepted=1.0,
     )
     given = {
         "starts": [14] * count,

@@ -10,8 +10,9 @@ import torch
 from tiny_target import make_samples, tiny_target
 from torch import Tensor
 
+from paceline.distillation import methods
 from paceline.distillation.methods import METHODS, compute_loss
-from paceline.distillation.networks import Network, SmallModel
+from paceline.distillation.networks import Network, Shared, SmallModel
 from paceline.distillation.packing import Pack, Sample, divide, pack_samples
 from paceline.distillation.target import share
 from paceline.errors import TrainingError
@@ -48,6 +49,29 @@ def test_gradients_of_a_pack_are_those_of_padded_rows_and_of_single_documents(me
     for name, gradient in packed.items():
         torch.testing.assert_close(gradient, padded[name], rtol=1e-4, atol=1e-6)
         torch.testing.assert_close(gradient, alone[name], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("method", sorted(METHODS))
+def test_a_long_response_is_learned_from_part_by_part(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its distributions are never all in memory, and the gradients are those of the whole."""
+    target = tiny_target()
+    kind = METHODS[method].network
+    torch.manual_seed(3)
+    network = SmallModel(tiny_target(9).requires_grad_(True)) if kind is SmallModel else kind(share(target))
+    pack = pack_samples(make_samples(target, [90]))
+    whole = gradients(network, [(pack, 1.0)], method)
+    together, logits = [], Shared.logits
+
+    def note(shared: Shared, states: Tensor) -> Tensor:
+        together.append(len(states))
+        return logits(shared, states)
+
+    monkeypatch.setattr(Shared, "logits", note)
+    monkeypatch.setattr(methods, "MOST_ROWS", 20)
+    parts = gradients(network, [(pack, 1.0)], method)
+    assert max(together) == 20
+    for name, gradient in parts.items():
+        torch.testing.assert_close(gradient, whole[name], rtol=1e-4, atol=1e-6)
 
 
 def test_what_is_decided_is_each_documents_response() -> None:

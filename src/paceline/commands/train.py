@@ -16,6 +16,7 @@ from paceline.commands.inputs.model_folder import read_checkpoint
 from paceline.engine.arguments import check_vllm_arguments
 from paceline.errors import ConfigError, PacelineError, RecordError, TrainingError
 from paceline.fleet.cluster import check_fleet
+from paceline.garbage import uncollected
 from paceline.record import FILE_NAME
 from paceline.terminal.interruption import INTERRUPTED
 from paceline.terminal.screen import Screen
@@ -112,7 +113,8 @@ def _run(recipe: Recipe, out: Path, *, resume: bool, overwrite: bool) -> Summary
         console.print(f"preparing {recipe.task.name} and {recipe.model}", soft_wrap=True)
         with hush(log):
             try:
-                from paceline.training.run import TrainingRun
+                with uncollected():
+                    from paceline.training.run import TrainingRun
 
                 check_vllm_arguments(recipe.capacity.vllm, "capacity.vllm")
                 run = TrainingRun(recipe, out, console, resume=resume, overwrite=overwrite)

@@ -12,10 +12,13 @@ Every method takes another loss on the distributions (`losses.LOSSES`); the cros
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -27,6 +30,9 @@ from paceline.drafting.checkpoint import check_vocabulary
 from paceline.errors import ConfigError
 
 MethodName = Literal["eagle", "hass", "eagle3", "osd"]
+
+MOST_ROWS = 2048
+"""Tokens whose distributions are in memory together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,20 +104,62 @@ def build_network(method: Method, shared: Shared, small_model: Path | None) -> N
 def compute_loss(network: Network, shared: Shared, pack: Pack, objective: Objective) -> Tensor:
     """Mean loss per response token of the pack, the steps of its chains added up.
 
-    Ids that only one of the two vocabularies has, rows of padding, count for nothing.
+    Ids that only one of the two vocabularies has, rows of padding, count for nothing. However long a response is, the
+    distributions of `MOST_ROWS` of its tokens at most are in memory together.
     """
+    hidden = list(network.unroll(pack, objective.steps))
+    parts = [replace(pack, deciding=rows) for rows in pack.deciding.split(MOST_ROWS)]
+    add_up = partial(_add_up, network, shared, objective)
+    if len(parts) > 1 and torch.is_grad_enabled():
+        trained = [one for one in network.parameters() if one.requires_grad]
+        total: Tensor = _PartByPart.apply(add_up, parts, len(hidden), *hidden, *trained)
+    else:
+        total = sum(add_up(part, *hidden) for part in parts)
+    return total / len(pack.deciding)
+
+
+class _PartByPart(torch.autograd.Function):  # type: ignore[misc]
+    """A sum over parts whose gradients are computed along with it, so that one part is in memory at a time."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, add_up: Callable[..., Tensor], parts: list[Pack], num_hidden: int, *inputs: Tensor
+    ) -> Tensor:
+        """inputs: the hidden states that `add_up` is given besides a part, and the weights that it uses."""
+        hidden = [one.detach().requires_grad_() for one in inputs[:num_hidden]]
+        wanted = (*hidden, *inputs[num_hidden:])
+        total, gradients = inputs[0].new_zeros(()), [torch.zeros_like(one) for one in wanted]
+        for part in parts:
+            with torch.enable_grad():
+                value = add_up(part, *hidden)
+            for gradient, more in zip(
+                gradients, torch.autograd.grad(value, wanted, allow_unused=True), strict=True
+            ):
+                if more is not None:
+                    gradient += more
+            total += value.detach()
+        ctx.save_for_backward(*gradients)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, factor: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, None, *(factor * gradient for gradient in ctx.saved_tensors)
+
+
+def _add_up(network: Network, shared: Shared, objective: Objective, pack: Pack, *hidden: Tensor) -> Tensor:
+    """The losses of the pack's deciding tokens. hidden: the drafter's states, by step, each [num_tokens, hidden]"""
     states = pack.states[:, -shared.head.shape[1] :]
     num_ids = min(shared.vocab_size, network.vocab_size)
     log_p = (shared.logits(states[pack.deciding])[:, :num_ids] / objective.temperature).log_softmax(-1)
     compare = LOSSES[objective.loss]
     total, weight = states.new_zeros(()), 1.0
-    for step, hidden in enumerate(network.unroll(pack, objective.steps)):
+    for step, one in enumerate(hidden):
         kept, rows = pack.rows(network.lead + step)
-        made = hidden[rows]
+        made = one[rows]
         log_q = (network.logits(made)[:, :num_ids] / objective.temperature).log_softmax(-1)
         value = objective.loss_weight * compare(*keep_likeliest(log_p[kept], log_q, objective.max_ids)).sum()
         if objective.feature_weight:
             near = F.smooth_l1_loss(made, states[pack.deciding[kept]], reduction="none").mean(-1)
             value = value + objective.feature_weight * near.sum()
         total, weight = total + weight * value, weight * objective.step_decay
-    return total / len(pack.deciding)
+    return total

@@ -15,6 +15,8 @@ import time
 
 import msgspec
 
+from paceline.garbage import uncollected
+
 PAUSE_S = 0.05
 """Between two looks for something to learn from."""
 SET_DEATH_SIGNAL = 1
@@ -43,9 +45,10 @@ def main(text: str) -> None:
     stand_back()
     if not end_with_parent(parent):
         return
-    import torch
+    with uncollected():
+        import torch
 
-    from paceline.distillation.spot import SpotSettings, SpotTrainer
+        from paceline.distillation.spot import SpotSettings, SpotTrainer
 
     torch.set_num_threads(1)
     trainer = SpotTrainer(msgspec.json.decode(text, type=SpotSettings))

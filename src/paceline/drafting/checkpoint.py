@@ -7,11 +7,14 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
 from paceline.drafting.drafter import fits_vocabulary
 from paceline.drafting.model_cache import ATTENTION_NAME, attend_rows
 from paceline.errors import CheckpointError, ConfigError
+from paceline.garbage import uncollected
+
+with uncollected():
+    from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
 
 def check_settings(max_model_len: int, max_requests: int, dtype: str) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import copy
 from typing import Any, cast
 
 from paceline.engine.installed import require_vllm
@@ -210,7 +211,7 @@ def allow_exact_options() -> None:
     def validate(self: Any, params: Any, *args: Any) -> Any:
         if isinstance(params, SamplingParams) and "paceline" in (self.vllm_config.additional_config or {}):
             try:
-                _check_exact(params, self.vllm_config)
+                _check_exact(params, self.vllm_config, self.tokenizer)
             except RequestError as error:
                 raise RefusedRequest(str(error)) from error
             except UnsupportedError as error:
@@ -222,8 +223,8 @@ def allow_exact_options() -> None:
     InputProcessor._validate_params = validate
 
 
-def _check_exact(params: SamplingParams, vllm_config: Any) -> None:
-    """Raise RequestError or UnsupportedError for what exact drafting cannot do."""
+def _check_exact(params: SamplingParams, vllm_config: Any, tokenizer: Any = None) -> None:
+    """Raise RequestError or UnsupportedError for what exact drafting cannot do. tokenizer: the engine's."""
     check_options(params)
     unsupported = {"thinking_token_budget": "leave it unset, or bound the response by max_tokens"}
     if vllm_config.use_v2_model_runner:
@@ -234,6 +235,8 @@ def _check_exact(params: SamplingParams, vllm_config: Any) -> None:
             whole = "score the prompt in a request that is not resumed"
             unsupported |= {"prompt_logprobs": whole, "prompt_logprob_token_ids": whole}
         _check_tables(params)
+        if params.bad_words and tokenizer is not None:
+            _check_bad_words(params, tokenizer)
     for name, remedy in unsupported.items():
         if (value := getattr(params, name)) is not None:
             raise UnsupportedError(f"{name}={value} is not supported under exact drafting: {remedy}")
@@ -255,6 +258,21 @@ def _check_tables(params: SamplingParams) -> None:
             raise UnsupportedError(
                 f"{name} has {count} tokens, and model runner V2 has room for {room} of a request: give fewer"
             )
+
+
+def _check_bad_words(params: SamplingParams, tokenizer: Any) -> None:
+    """Raise UnsupportedError for bad words of more tokens than V2 has room for; too many words vLLM refuses itself."""
+    import vllm.envs
+
+    encoded = copy(params)  # the caller's stay as they are
+    encoded.update_from_tokenizer(tokenizer)
+    room = vllm.envs.VLLM_MAX_BAD_WORDS_TOTAL_TOKENS
+    count = sum(map(len, encoded.bad_words_token_ids or ()))
+    if count > room:
+        raise UnsupportedError(
+            f"bad_words has {count} tokens in all, and model runner V2 has room for {room} of a request: give fewer, "
+            "or set VLLM_MAX_BAD_WORDS_TOTAL_TOKENS in the environment before the engine starts"
+        )
 
 
 def all_logits_processors(vllm_config: Any, device: Any) -> LogitsProcessors:

@@ -595,7 +595,7 @@ DOORS: tuple[Door, ...] = (
         "vllm.sampling_params:SamplingParams",
         "what exact drafting does not do is refused (compat.py); keys travel in extra_args, on V2 as the seed",
         members="extra_args clone skip_clone seed min_tokens thinking_token_budget logprob_token_ids prompt_logprobs "
-        "prompt_logprob_token_ids",
+        "prompt_logprob_token_ids bad_words bad_words_token_ids update_from_tokenizer",
     ),
     Door("vllm.exceptions:VLLMValidationError", "what is refused, for a server's clients (compat.py)"),
     Door(
@@ -608,7 +608,7 @@ DOORS: tuple[Door, ...] = (
         "vllm.v1.engine.input_processor:InputProcessor",
         "what speculation forbids and exact drafting does not (compat.py)",
         overrides="_validate_params speculative_config",
-        members="vllm_config",
+        members="vllm_config tokenizer",
         mentions=("self.speculative_config,",),
     ),
     Door(
@@ -639,8 +639,14 @@ DOORS: tuple[Door, ...] = (
     ),
     Door(
         "vllm.envs",
-        "keeps the kernel from splitting contexts over threads; which model runner and which kernels are wanted",
-        mentions=("VLLM_CPU_ATTN_SPLIT_KV", "VLLM_USE_V2_MODEL_RUNNER", "VLLM_BATCH_INVARIANT"),
+        "keeps the kernel from splitting contexts over threads; which model runner and which kernels are wanted; "
+        "V2's room for bad words",
+        mentions=(
+            "VLLM_CPU_ATTN_SPLIT_KV",
+            "VLLM_USE_V2_MODEL_RUNNER",
+            "VLLM_BATCH_INVARIANT",
+            "VLLM_MAX_BAD_WORDS_TOTAL_TOKENS",
+        ),
     ),
     Door(
         "vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm",

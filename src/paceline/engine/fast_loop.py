@@ -98,7 +98,7 @@ class Proposal:
     """Further paths of some requests; None when one path each is best."""
     responses: Int64Array  # [num_requests]
     expected_accepted: float = 0.0
-    """Of the tokens to verify."""
+    """Of the drafts to verify, without alternatives."""
     left: Mixture | None = None
     """What the model drafter leaves on the device behind a step under way, beside the drafts; None: nothing."""
     branches: DraftPaths | None = None
@@ -476,8 +476,6 @@ class FastLoop:
                 self._settings.budget,
                 max_alternatives,
             )
-        if alternatives is not None:
-            self._expected += alternatives.expected_accepted * self._paths.worth
         return Proposal(
             batch,
             lengths,
@@ -707,6 +705,7 @@ class FastLoop:
         accepted = leading_matches(proposal.batch.tokens, verified, decided)
         others, matches = proposal.alternatives, np.empty(0, np.int32)
         if others is not None:
+            self._expected += others.expected_accepted * self._paths.worth
             matches = leading_matches(others.tokens, others.lengths, decided[others.owners])
         self._paths.learn(others, accepted, matches)
         free = self.free.learned

@@ -33,6 +33,7 @@ from paceline.errors import (
     RequestError,
     UnsupportedError,
 )
+from paceline.garbage import uncollected
 from paceline.types import (
     DrafterScore,
     DraftSharingCounters,
@@ -156,6 +157,7 @@ class RolloutEngine:
     Raises CheckpointError, ConfigError or InstallError before the engine starts.
     """
 
+    @uncollected()
     def __init__(
         self,
         model: str | Path,
@@ -407,7 +409,8 @@ class RolloutEngine:
         if (salt := self._cache_salt()) is not None:
             prompt["cache_salt"] = salt
         try:
-            internal = self._outputs.add(name, prompt, own)
+            with self._telling_death():
+                internal = self._outputs.add(name, prompt, own)
         except PacelineError:
             raise
         except (
@@ -438,8 +441,20 @@ class RolloutEngine:
         return cache_salt(self.settings.kv_pool, self.policy_version) if self.settings is not None else None
 
     def _step(self) -> Iterator[Grown]:
-        try:
+        with self._telling_death():
             yield from self._outputs.step()
+
+    def _ask_workers(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+        """What each of vLLM's workers answers. Raises EngineError when the engine has died."""
+        with self._telling_death():
+            answers: list[Any] = self._engine.collective_rpc(method, args=args, kwargs=kwargs)
+            return answers
+
+    @contextmanager
+    def _telling_death(self) -> Iterator[None]:
+        """Raises EngineError for what vLLM raises once its engine has died; any other error comes as it is."""
+        try:
+            yield
         except Exception as error:
             if not self._has_died(error):
                 raise
@@ -511,7 +526,7 @@ class RolloutEngine:
             weights = [
                 (name, tensor.detach().cpu()) for name, tensor in weights
             ]  # generators nor device tensors
-        self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
+        self._ask_workers("reload_weights", weights_iterator=iter(weights))
         self._is_torn = False
         return self.set_policy_version(self.policy_version + 1 if version is None else version)
 
@@ -524,7 +539,7 @@ class RolloutEngine:
         self._check_idle()
         self.reset_prefix_cache()
         if self.settings is not None:
-            self._engine.collective_rpc("name_policy_version", args=(version,))
+            self._ask_workers("name_policy_version", version)
             self.scheduler.loop.use_epoch(version << 20)  # cache resets count on from there
         self.policy_version = version
         return version
@@ -537,7 +552,7 @@ class RolloutEngine:
         CheckpointError for weights that do not fit or are not finite; the old ones then go on.
         """
         self._check_model_drafter()
-        refusals: list[Refusal | None] = self._engine.collective_rpc("reload_drafter", args=(weights,))
+        refusals: list[Refusal | None] = self._ask_workers("reload_drafter", weights)
         if (refusal := next(filter(None, refusals), None)) is not None:
             kind, why = refusal
             raise kind(why)
@@ -566,7 +581,7 @@ class RolloutEngine:
                 f"drafter {place}: the engine has a model_drafter, 0, and {len(self.settings.further_drafters)} "
                 "further_drafters"
             )
-        self._engine.collective_rpc("use_drafter", args=(place, played))
+        self._ask_workers("use_drafter", place, played)
         self.scheduler.loop.renew_model(place)
 
     def drop_drafter(self) -> None:
@@ -587,7 +602,7 @@ class RolloutEngine:
         """
         if self.settings is None:
             raise UnsupportedError("hidden states are read from engines with Paceline's settings")
-        self._engine.collective_rpc("collect_states", args=(share, max_bytes))
+        self._ask_workers("collect_states", share, max_bytes)
 
     def take_samples(self) -> list[Sample]:
         """What `collect_states` has kept since the last call, of finished and of running responses.
@@ -595,12 +610,12 @@ class RolloutEngine:
         A sample holds the tokens that this engine has computed: it begins behind what came from the prefix cache or the
         KV pool, and ends before the last token, which no step has read. A running response goes on in a further sample.
         """
-        samples: list[Sample] = self._engine.collective_rpc("take_samples")[0]
+        samples: list[Sample] = self._ask_workers("take_samples")[0]
         return samples
 
     def collection_s(self) -> float:
         """Time that steps have spent on keeping hidden states since `collect_states` began it."""
-        seconds: float = self._engine.collective_rpc("collection_s")[0]
+        seconds: float = self._ask_workers("collection_s")[0]
         return seconds
 
     def _check_model_drafter(self) -> None:
@@ -619,7 +634,8 @@ class RolloutEngine:
 
     def reset_prefix_cache(self) -> None:
         """Forget cached key-value blocks and the suffix trees of all groups."""
-        self._engine.reset_prefix_cache()
+        with self._telling_death():
+            self._engine.reset_prefix_cache()
 
     def set_drafting(self, wanted: bool) -> None:
         """Switch drafting off, for plain decoding on the same engine, or on again; the tokens are the same.

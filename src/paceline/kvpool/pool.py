@@ -364,6 +364,8 @@ class KvPool:
         """Make room and begin a file. Entries that move to disk are copied while nobody waits. Raises OSError."""
         for _ in range(MAX_TRIES):
             with tier.exclusive():
+                if tier.has_room(newcomer.num_bytes, limit_bytes):
+                    return tier.begin(newcomer.num_bytes)
                 movers = []
                 for victim in self._choose(tier, newcomer, limit_bytes):
                     if victim.response == newcomer.response:

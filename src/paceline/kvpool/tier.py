@@ -1,11 +1,14 @@
 """One tier of the KV pool: a directory of entries, bounded in bytes, used by several processes at once.
 
 There is no server and no index: the directory is the index. Entries are files named by response; their modification
-time is their urgency (pool.py). Invariants:
+time is their urgency (pool.py). The lock file counts bytes, so that the directory is listed only where there may be no
+room, and after as many new files as it had entries. Invariants:
 
 * An entry appears whole or not at all: it is written beside its place and renamed.
 * The sum of all files stays within the limit: room is made and a new file takes its full length under `exclusive()`, a
   file lock that the kernel frees when a process dies.
+* The lock file counts at least the bytes of all files: new ones are added as they begin, and only listing forgets those
+  that are gone.
 * A file that is being written is locked by its writer; one that nobody has locked was left by a crash and is removed.
 * The directory belongs to those who have it open: the first to open it and the last to close it empty it.
 
@@ -33,6 +36,7 @@ LOCK_WAIT_S = 2.0
 """Longest wait for the other processes' turn; an entry that cannot be saved by then is not saved."""
 
 _LOCK_POLL_S = 0.0005
+_COUNT_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +133,7 @@ class Tier:
         self._is_memory = is_memory
         self._owner = os.getpid()
         self._lock = self._users = -1
+        self._num_unlisted = 0  # files that may begin before the directory is listed again
         try:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._check_size()
@@ -206,10 +211,20 @@ class Tier:
                         if suffix == ENTRY:
                             residents.append(_resident(stem, stat))
         residents.sort(key=lambda resident: (resident.urgency, resident.response))
+        self._num_unlisted = len(residents)
+        self._write_count(used)
         return residents, used
+
+    def has_room(self, num_bytes: int, limit_bytes: int) -> bool:
+        """Whether a new file stays within the limit by the count alone. If not, `take_stock` tells. Where there is room
+        it looks at all entries once for as many new files.
+        """
+        return self._num_unlisted > 0 and self._read_count() + num_bytes <= limit_bytes
 
     def begin(self, num_bytes: int) -> Part:
         """A new file of this length. Room must have been made."""
+        self._num_unlisted -= 1
+        self._write_count(self._read_count() + num_bytes)
         return Part(self.directory, num_bytes)
 
     def settle(self, part: Part, response: str, urgency: int) -> None:
@@ -250,6 +265,12 @@ class Tier:
         except FileNotFoundError:
             return False
         return True
+
+    def _read_count(self) -> int:
+        return int.from_bytes(os.pread(self._lock, _COUNT_BYTES, 0), "little")
+
+    def _write_count(self, num_bytes: int) -> None:
+        os.pwrite(self._lock, num_bytes.to_bytes(_COUNT_BYTES, "little"), 0)
 
     def _path(self, response: str) -> Path:
         return self.directory / f"{response}{ENTRY}"

@@ -61,8 +61,6 @@ class PathChoice:
     candidates: Int64Array  # [num_chosen] index into the snapshot
     lengths: Int32Array  # [num_chosen] draft tokens to verify, more than `covered`
     covered: Int32Array  # [num_chosen] first tokens that the draft or an earlier alternative verifies already
-    expected_accepted: float
-    """What they promise beyond the drafts, by the path probabilities alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +112,7 @@ def choose_paths(
         arm = bandit.select_strategy(state.bandit, snapshot.num_requests)
         room = arm.tokens_to_verify * snapshot.num_requests - snapshot.num_draft_tokens
         return _choose_in_order(snapshot, arm.draft_depth, room, most_rows=arm.top_k - 1)
-    return _choice([], [], [], 0.0)
+    return _choice([], [], [])
 
 
 def may_pay(
@@ -178,7 +176,6 @@ def _choose_marginal(
     chosen: list[int] = []
     lengths: list[int] = []
     starts: list[int] = []
-    gained = 0.0
     while len(chosen) < snapshot.max_rows:
         usable = (columns >= covered[:, None]) & (columns < snapshot.limits[:, None])
         gains = np.cumsum(np.where(usable, snapshot.path_probability, 0.0), axis=1, dtype=np.float64)
@@ -191,14 +188,13 @@ def _choose_marginal(
         chosen.append(row)
         lengths.append(last + 1)
         starts.append(int(covered[row]))
-        gained += float(gains[row, last])
         promised += worth * float(gains[row, last])
         size, room = size + last + 2, room - last - 2
         model = at_context(model, int(snapshot.contexts[row]))
         _cover(covered, snapshot, row, last + 1)
     if rate <= first_rate * (1.0 + settings.min_gain):
-        return _choice([], [], [], 0.0)
-    return _choice(chosen, lengths, starts, gained)
+        return _choice([], [], [])
+    return _choice(chosen, lengths, starts)
 
 
 def _rates(
@@ -242,7 +238,6 @@ def _choose_in_order(
     chosen: list[int] = []
     lengths: list[int] = []
     starts: list[int] = []
-    gained = 0.0
     rows = Counter[int]()
     for row, owner in enumerate(snapshot.owners.tolist()):
         length = min(int(limits[row]), room)
@@ -253,9 +248,8 @@ def _choose_in_order(
         chosen.append(row)
         lengths.append(length)
         starts.append(int(covered[row]))
-        gained += float(snapshot.path_probability[row, covered[row] : length].sum(dtype=np.float64))
         _cover(covered, snapshot, row, length)
-    return _choice(chosen, lengths, starts, gained)
+    return _choice(chosen, lengths, starts)
 
 
 def _cover(covered: Int32Array, snapshot: PathSnapshot, row: int, length: int) -> None:
@@ -265,10 +259,9 @@ def _cover(covered: Int32Array, snapshot: PathSnapshot, row: int, length: int) -
     covered[others] = np.maximum(covered[others], np.minimum(same, length))
 
 
-def _choice(chosen: list[int], lengths: list[int], covered: list[int], gained: float) -> PathChoice:
+def _choice(chosen: list[int], lengths: list[int], covered: list[int]) -> PathChoice:
     return PathChoice(
         np.asarray(chosen, dtype=np.int64),
         np.asarray(lengths, dtype=np.int32),
         np.asarray(covered, dtype=np.int32),
-        gained,
     )

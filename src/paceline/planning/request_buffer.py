@@ -442,6 +442,8 @@ class StickyBuffer(DividedBuffer):
 class BoundBuffer:
     """veRL's way: groups are bound, in order, to the worker with the fewest unfinished responses, and wait for it.
 
+    A group goes to workers that are large enough for its responses. Where none is, it waits, and those behind it too.
+
     Binding looks at every worker once per group. That a response's whole KV has to be free is ours: vLLM would start it
     and preempt later. To model that, give the workers as many KV blocks as you like.
     """
@@ -485,13 +487,17 @@ class BoundBuffer:
         room.line.clear()
 
     def _bind(self) -> None:
-        while self._unbound and self._rooms.by_worker:
-            response = heappop(self._unbound)[1]
+        while self._unbound:
+            response = self._unbound[0][1]
             group = response.group
             if group.room is None:
                 rooms = self._rooms.by_worker.values()
-                room = min(rooms, key=lambda room: (room.num_bound, room.order))
+                fitting = [room for room in rooms if response.num_blocks <= room.num_blocks]
+                if not fitting:
+                    return
+                room = min(fitting, key=lambda room: (room.num_bound, room.order))
                 room.groups.append(group)
                 room.num_bound += group.num_unfinished
                 group.room = room
+            heappop(self._unbound)
             self.add(response)

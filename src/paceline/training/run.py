@@ -21,6 +21,7 @@ from paceline.engine.compiled import check_compiler
 from paceline.engine.rollout_engine import RolloutEngine, check_checkpoint, prepare_environment
 from paceline.engine.rungs import measure_ladder
 from paceline.errors import ConfigError, PacelineError, TrainingError
+from paceline.garbage import uncollected
 from paceline.record import (
     FILE_NAME,
     Failure,
@@ -118,6 +119,7 @@ class TrainingRun:
                     f"a {kind} prompt has {longest} tokens, lengths.prompt_tokens is {limit}: raise it"
                 )
 
+    @uncollected()
     def _build_arguments(self) -> Any:
         import torch
 
@@ -291,6 +293,7 @@ class TrainingRun:
         folder = (self.folder / DECISIONS_FOLDER).resolve()
         return self.recipe.engine.model_copy(update={"decision_log": str(folder)})
 
+    @uncollected()
     def _build_trainer(self, runner: StepRunner) -> Any:
         from datasets import Dataset
         from transformers import PrinterCallback

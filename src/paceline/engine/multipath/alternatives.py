@@ -27,11 +27,17 @@ class Alternatives:
     owners: Int64Array  # [num_alternatives] row of the request in the query
     tokens: Int32Array  # [num_alternatives, max_draft_tokens]
     lengths: Int32Array  # [num_alternatives] draft tokens to verify
+    path_probability: Float32Array  # [num_alternatives, max_draft_tokens] 0 beyond the path
     covered: Int32Array  # [num_alternatives] first tokens that an earlier path of the request verifies too
     cells: Int32Array  # [num_alternatives, max_draft_tokens] calibration cells of its drafter
     is_free: BoolArray  # [num_alternatives] the model-free drafter's
-    expected_accepted: float
-    """What they promise beyond the drafts, by the path probabilities alone."""
+
+    @property
+    def expected_accepted(self) -> float:
+        """What the tokens to verify promise beyond the drafts, by the path probabilities alone."""
+        columns = np.arange(self.path_probability.shape[1])
+        added = (columns >= self.covered[:, None]) & (columns < self.lengths[:, None])
+        return float(self.path_probability[added].sum(dtype=np.float64))
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,10 +170,10 @@ class AlternativePaths:
             owners[rows],
             found.tokens[rows],
             choice.lengths,
+            snapshot.path_probability[rows],
             choice.covered,
             found.cells[rows],
             found.is_free[rows],
-            choice.expected_accepted,
         )
 
     def learn(
@@ -175,6 +181,7 @@ class AlternativePaths:
     ) -> None:
         """Score a step, with alternatives or not: lost trust comes back and is tried again.
 
+        alternatives: as far as they were verified: what was not sent has promised nothing.
         accepted: of each request's own draft. others_accepted: of each alternative.
         """
         promised = gained = 0.0
