@@ -12,8 +12,9 @@ pool and drafters:
     draft, copy, take   that kind, where it shortens the predicted end
     auto                whichever shortens it most
 
-Each worker is pinned to a core of its own. They are equally fast, so a copy with the same drafters gains nothing here
-and is not made (docs/fleet.md). Paceline itself has no variant "second thread": it is what else the core could do.
+Each worker is pinned to a core of its own. They are equally fast, so a copy with the same drafters gains nothing here:
+it is seldom made, and cancelled soon (docs/fleet.md). Paceline itself has no variant "second thread": it is what else
+the core could do.
 
 The target is the inflated Countdown policy, the drafter that of decoupled.py. `tail_s`: from the last short response to
 the end; `tail_ratio`: that of "none" over it, in the same repetition. `draft_ms` (D), `verify_ms` (V of one token) and

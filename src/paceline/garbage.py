@@ -10,7 +10,7 @@ from contextlib import contextmanager
 @contextmanager
 def uncollected() -> Iterator[None]:
     """Collect no garbage meanwhile, unless asked to: of the time of importing vLLM a quarter goes there, and comes back
-    with each process of a fleet.
+    with each process of a fleet. For imports alone: who is forked meanwhile stays so.
     """
     was_on = gc.isenabled()
     gc.disable()

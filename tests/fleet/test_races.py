@@ -30,6 +30,12 @@ def choose_copy(load: Load, helper: Helper) -> HelpChoice:
     return HelpChoice(Help.COPY if is_possible else Help.NOTHING, 0.0)
 
 
+@pytest.fixture(autouse=True)
+def _no_trials(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On equal workers copies bring nothing, and would be ended."""
+    monkeypatch.setattr(helping, "judge_help", lambda *_: None)
+
+
 def choose_take(load: Load, helper: Helper) -> HelpChoice:
     is_possible = helper.can_take and len(load.steps) > 1
     return HelpChoice(Help.TAKE if is_possible else Help.NOTHING, 0.0, num_taken=1)

@@ -58,7 +58,7 @@ from paceline.fleet.controller_log import open_log
 from paceline.fleet.controller_replay import replay_controller
 from paceline.planning.help import Ends, Help, HelpChoice, Helper, Load
 from paceline.record.decisions import DecisionReader
-from paceline.types import Response, RolloutRequest, StepCosts
+from paceline.types import Progress, Response, RolloutRequest, StepCosts
 
 BLOCK, LIMIT, CHUNK = 4, 40, 8
 SILENCE_S = 2.0  # ticks come less than a second apart, so all of the time counts
@@ -89,6 +89,7 @@ class Worker:
     """Versions that it was given and has not answered, in order."""
     chunks: dict[int, Running] = field(default_factory=dict)
     num_steps: int = 0
+    progress: Progress = field(default_factory=Progress)
     is_stale: bool = False
     """Its weights are not those that it told of: it refuses every chunk."""
     has_run: bool = False
@@ -470,7 +471,11 @@ class World:
                     if self.rng.random() < 0.2:
                         growths.pop()  # lost on the way
         costs = StepCosts(0.02, 0.0001, 0.0, 1.0, 1.0, 0.0, 0.0)
-        report = Report(worker.num_steps, Growths.pack(growths), tuple(endings), costs=costs)
+        steps, batch = self.rng.randint(0, 60), len(worker.chunks) + len(endings)
+        worker.progress += Progress(self.rng.randint(0, 40), 0.1 * steps, 0.1 * steps * batch, steps)
+        report = Report(
+            worker.num_steps, Growths.pack(growths), tuple(endings), costs=costs, progress=worker.progress
+        )
         self.say(Reported(name, worker.life, report))
 
     def lose(self, name: str) -> None:
@@ -556,10 +561,17 @@ def help_whoever_can_be(load: Load, helper: Helper) -> HelpChoice:
     )
 
 
+def judge_soon(before: Progress, after: Progress) -> bool | None:
+    """Help that has been there for a while pays or not, as it happens."""
+    return None if after.num_steps < 20 else after.num_steps % 2 == 0
+
+
 @pytest.fixture(autouse=True, scope="module")
 def eager_help() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(helping, "decide_help", help_whoever_can_be)
+        patch.setattr(helping, "judge_help", judge_soon)
+        patch.setattr(helping, "EARLY_S", 0.0)
         yield
 
 
@@ -718,8 +730,8 @@ def test_a_logged_run_is_replayed_without_a_difference(world: World) -> None:
 def test_worlds_race_take_over_and_train() -> None:
     """What the tests above claim of it is not claimed of none."""
     num_helps: Counter[Help | None] = Counter()
-    num_trained = 0
-    for seed in range(10):
+    num_trained = num_in_vain = 0
+    for seed in range(60):
         rooms = {f"w{i}": (40, 4) for i in range(2)}
         fleet = FleetSettings(
             workers=2, help="auto", chunk_tokens=LIMIT, silence_s=SILENCE_S, max_failed_starts=10_000
@@ -729,8 +741,11 @@ def test_worlds_race_take_over_and_train() -> None:
         world.roll_out(make_requests(world, 100))
         num_helps += world.num_helps
         num_trained += world.num_trained
-    assert num_helps[Help.COPY] >= 5
-    assert num_helps[Help.TAKE] >= 3
+        assert world.controller._helping is not None
+        num_in_vain += len(world.controller._helping._refused)
+    assert num_helps[Help.COPY] >= 20
+    assert num_helps[Help.TAKE] >= 10
+    assert num_in_vain > 0
     assert num_trained > 0
 
 

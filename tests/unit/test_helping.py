@@ -53,6 +53,8 @@ class Fleet:
         self.controller.decide(Opened())
         self.now_s = 0.0
         self.chunks: dict[int, RunChunk] = {}
+        self.orders: list[RunChunk] = []
+        self.num_grown = 0
         self.progress: dict[tuple[str, int], Progress] = {}  # by worker and life
         for number in range(workers):
             self.up(f"w{number}", 0)
@@ -61,6 +63,7 @@ class Fleet:
         actions = self.controller.decide(event)  # type: ignore[arg-type]
         for action in actions:
             if isinstance(action, RunChunk):
+                self.orders.append(action)
                 self.chunks[action.index] = action
             elif isinstance(action, CancelChunk):
                 self.chunks = {at: one for at, one in self.chunks.items() if one.chunk != action.chunk}
@@ -91,6 +94,15 @@ class Fleet:
         more = Progress(round(rate * response_s), seconds, response_s, round(seconds / step_s))
         progress = self.progress[worker, life] = self.progress.get((worker, life), Progress()) + more
         return self.tell(Reported(worker, life, Report(1, costs=SLOW, progress=progress)))
+
+    def grow(self, worker: str, count: int) -> None:
+        """The worker tells so many further tokens of response 0."""
+        chunk = min(order.chunk for order in self.orders if order.worker == worker)
+        start = self.num_grown
+        self.num_grown += count
+        self.tell(
+            Reported(worker, 0, Report(1, make_growths(chunk, start, tuple(range(start, start + count)))))
+        )
 
     def end(self, index: int, num_tokens: int) -> list[Action]:
         order = self.chunks.pop(index)
@@ -184,25 +196,45 @@ def test_help_that_makes_it_faster_stays() -> None:
     assert fleet.run(busy, 50.0, 9.0) == [], "the trial is over: contexts grow"
 
 
-@pytest.mark.parametrize("rate", [95.0, 105.0])
-def test_a_copy_is_ended_where_the_straggler_is_slower_beside_it(rate: float) -> None:
-    """From its first tokens on; while it reads its context, nothing can come of it."""
+def copied_tail() -> tuple[Fleet, str, RunChunk]:
+    """A straggler with 100 tokens a second alone, and its copy on a worker that is taken for faster."""
     fleet, busy, free = tail(help="copy")
     fleet.report(free, FAST)
-    fleet.tell(Reported(busy, 0, Report(1, make_growths(fleet.chunks[0].chunk, 0, (5, 6)))))
+    fleet.grow(busy, 2)
     fleet.run(busy, 100.0)
     assert [type(one) for one in fleet.tick()] == [Keep]
     fleet.run(busy, 100.0)
     [copy] = fleet.tick()
     assert isinstance(copy, RunChunk)
     assert copy.worker == free
+    return fleet, busy, copy
+
+
+@pytest.mark.parametrize(("gained", "pays"), [(105, False), (115, True)])
+def test_a_copy_is_cancelled_where_its_response_grows_no_faster(gained: int, pays: bool) -> None:
+    """From when it has caught up: while it reads its context, nothing can come of it."""
+    fleet, busy, copy = copied_tail()
     for generated in (0.0, 0.0, 50.0):
-        assert fleet.run(busy, 50.0, TRIAL_S) == fleet.run(free, generated) == fleet.tick() == []
-    cancelled = [CancelChunk(free, 0, copy.chunk)] if rate < 100.0 else []
-    assert fleet.run(busy, rate, 1.1 * TRIAL_S) == cancelled
+        fleet.grow(busy, 25)
+        assert fleet.run(busy, 50.0, TRIAL_S) == fleet.run(copy.worker, generated) == []
+    fleet.run(copy.worker, 200.0)
+    fleet.grow(busy, gained)
+    told = fleet.run(busy, 10.0, 1.1 * TRIAL_S)
+    assert told == ([] if pays else [CancelChunk(copy.worker, copy.life, copy.chunk)])
     for _ in range(4):
-        assert fleet.run(busy, 100.0) == fleet.tick() == [], "none is made again"
-    assert fleet.controller.state_of(free) == ("up" if cancelled else "racing")
+        fleet.run(busy, 100.0)
+        assert not any(isinstance(one, RunChunk) for one in fleet.tick()), "none is made again"
+    assert fleet.controller.state_of(copy.worker) == ("racing" if pays else "up")
+
+
+def test_a_copy_that_never_catches_up_is_judged_too() -> None:
+    fleet, busy, copy = copied_tail()
+    fleet.grow(busy, 100)
+    assert fleet.run(busy, 100.0) == fleet.run(copy.worker, 10.0) == []
+    fleet.grow(busy, 100)
+    assert fleet.run(busy, 90.0, 1.1 * TRIAL_S) == fleet.run(copy.worker, 10.0) == []
+    fleet.grow(busy, 100)
+    assert fleet.run(busy, 90.0, 1.1 * TRIAL_S) == [CancelChunk(copy.worker, copy.life, copy.chunk)]
 
 
 def test_a_trial_ends_with_its_helper() -> None:

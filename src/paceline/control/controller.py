@@ -596,7 +596,7 @@ class Controller:
             self._note_progress(self._workers[name])
         actions = helping.end(changed, self._standing)
         if isinstance(event, Reported):
-            in_vain = helping.judge(event.worker, self._progress)
+            in_vain = helping.judge(event.worker, self._progress, self._count_copied)
             if in_vain is not None and in_vain.kind is Help.COPY:
                 actions += self._runs.end_copies(self._workers[in_vain.helper.worker])
             elif in_vain is not None:
@@ -622,13 +622,18 @@ class Controller:
             match pair.kind:
                 case Help.COPY:
                     if (order := self._runs.copy(helper, helped, pair)) is not None:
-                        helping.race(pair, helper.progress.num_tokens if helper.progress else 0)
+                        generated = helper.progress.num_tokens if helper.progress else 0
+                        helping.race(pair, generated, self._count_copied(pair))
                         actions.append(order)
                 case Help.TAKE:
                     actions += self._runs.take_over(helper, helped, pair)
                 case _:
                     actions.append(helping.draft(pair))
         return actions
+
+    def _count_copied(self, pair: Pair) -> int:
+        """Tokens of the response that two workers generate."""
+        return self._workers[pair.helped.worker].chunks[pair.chunks[0]].response.num_tokens
 
     def _note_progress(self, worker: Worker) -> None:
         """What it has generated counts while it is busy."""

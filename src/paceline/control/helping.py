@@ -22,6 +22,7 @@ import numpy as np
 from paceline.control.events import Action, DraftFor, LoseDrafter, Rest
 from paceline.planning.help import (
     EARLY_S,
+    TRIAL_S,
     Drafting,
     Ends,
     Help,
@@ -96,18 +97,24 @@ class _Trial(NamedTuple):
     """Help for a worker, until it is known whether that pays."""
 
     before: Progress
-    """Of a stretch without help."""
+    """Of a stretch without help; of a response, where a copy is tried."""
     begun: Progress
-    """Of the worker's life, when drafting was ordered or the copy had its first tokens."""
+    """Of the worker's life, when drafting was ordered or the copy had caught up."""
+    num_copied: int = 0
+    """Tokens of the copied response then."""
 
 
-class _Awaited(NamedTuple):
-    """A trial that begins with a copy's first tokens: until then it reads its context, and nothing can come of it."""
+class _CatchingUp(NamedTuple):
+    """A copy that reads its context, and then what the other worker has generated meanwhile: no help yet."""
 
     before: Progress
-    """Of the helped worker, as in `_Trial`."""
-    num_tokens: int
-    """That the helper had generated when it got the copy."""
+    """As in `_Trial`."""
+    generated: int
+    """By the helper in its life, when it got the copy."""
+    num_copied: int
+    """Tokens of the copied response then."""
+    first_s: float | None = None
+    """Of the helped worker's steps, when the copy had its first token."""
 
 
 class _Busy(NamedTuple):
@@ -138,7 +145,7 @@ class Helping:
     _seen: dict[str, Progress] = field(default_factory=dict)  # of busy workers, at the last look
     _seen_before: dict[str, Progress] = field(default_factory=dict)  # the same, at the look before
     _trials: dict[str, _Trial] = field(default_factory=dict)  # by helped worker
-    _awaited: dict[str, _Awaited] = field(default_factory=dict)  # by helped worker
+    _catching_up: dict[str, _CatchingUp] = field(default_factory=dict)  # by helped worker
     _refused: set[tuple[str, Help]] = field(default_factory=set)  # what made which worker slower
 
     def use_drafters(self, drafter: int, others: Sequence[Drafting]) -> None:
@@ -151,28 +158,46 @@ class Helping:
         """Time has passed. told: of busy workers, what they have generated in their lives."""
         self._seen_before, self._seen = self._seen, told
 
-    def judge(self, worker: str, told: Mapping[str, Progress]) -> Pair | None:
+    def judge(
+        self, worker: str, told: Mapping[str, Progress], count_copied: Callable[[Pair], int]
+    ) -> Pair | None:
         """A worker tells what it has generated: is it slower now that it has help? Then that is over, and nobody helps
-        it in that way any more in this rollout. Gives what is over. told: as for `look`.
+        it in that way any more in this rollout. Gives what is over.
+
+        A copy is judged by its response, whoever of the two generates it. told: as for `look`. count_copied: tokens of
+        the response that a pair runs twice.
         """
         if (now := told.get(worker)) is None:
             return None
         for pair in self.find(worker):
             name = pair.helped.worker
-            awaited = self._awaited.get(name)
-            if awaited is not None and now.num_tokens > awaited.num_tokens and name in told:
-                self._trials[name] = _Trial(self._awaited.pop(name).before, told[name])
-        trial = self._trials.get(worker)
-        pays = None if trial is None else judge_help(trial.before, now - trial.begun)
+            if name in self._catching_up and name in told:
+                self._catch_up(name, now, told[name], count_copied(pair))
+        if (trial := self._trials.get(worker)) is None:
+            return None
+        pair, since = self._helped[worker], now - trial.begun
+        if pair.kind is Help.COPY:
+            since = replace(since, num_tokens=count_copied(pair) - trial.num_copied, response_s=since.step_s)
+        pays = judge_help(trial.before, since)
         if pays is None:
             return None
         del self._trials[worker]
         if pays:
             return None
-        pair = self._helped[worker]
         self._refused.add((worker, pair.kind))
         self._remove(pair)
         return pair
+
+    def _catch_up(self, helped: str, racer: Progress, now: Progress, num_copied: int) -> None:
+        """The trial of a copy begins once it has all of the response, or has tried to for as long as a trial takes."""
+        copy = self._catching_up[helped]
+        generated = racer.num_tokens - copy.generated
+        if generated and copy.first_s is None:
+            copy = self._catching_up[helped] = copy._replace(first_s=now.step_s)
+        is_there = generated and copy.num_copied + generated >= num_copied
+        if is_there or (copy.first_s is not None and now.step_s >= copy.first_s + TRIAL_S):
+            del self._catching_up[helped]
+            self._trials[helped] = _Trial(copy.before, now, num_copied)
 
     def note(self, worker: str, door: Door | None) -> None:
         """Something has happened to a worker: its prediction is stale. door: if it is busy and can be drafted for."""
@@ -271,12 +296,14 @@ class Helping:
         """What both are told when this is over."""
         return [LoseDrafter(*pair.helped), self._order(pair.helper)]
 
-    def race(self, pair: Pair, num_tokens: int) -> None:
-        """A worker, which has generated so many tokens in its life, runs a copy of a response of another one."""
+    def race(self, pair: Pair, generated: int, num_copied: int) -> None:
+        """A worker, which has generated so many tokens in its life, runs a copy of a response of so many tokens."""
         name = pair.helped.worker
         self.add(pair)
-        if name in self._seen:
-            self._awaited[name] = _Awaited(self._lately(name), num_tokens)
+        if name in self._seen and (before := self._lately(name)).step_s:
+            share = before.step_s / before.response_s
+            before = replace(before, num_tokens=round(share * before.num_tokens), response_s=before.step_s)
+            self._catching_up[name] = _CatchingUp(before, generated, num_copied)
 
     def _order(self, helper: Place) -> Action:
         """What an idle worker is told to do for others."""
@@ -302,7 +329,8 @@ class Helping:
         pairs.remove(pair)
         del self._helped[pair.helped.worker]
         self._trials.pop(pair.helped.worker, None)
-        self._awaited.pop(pair.helped.worker, None)
+        self._catching_up.pop(pair.helped.worker, None)
+        self._seen.pop(pair.helped.worker, None)  # the next look is not one from help to no help
         self._stale[pair.helped.worker] = None
         if not pairs:
             del self._pairs[pair.helper.worker]

@@ -128,22 +128,25 @@ class _PartByPart(torch.autograd.Function):  # type: ignore[misc]
         """inputs: the hidden states that `add_up` is given besides a part, and the weights that it uses."""
         hidden = [one.detach().requires_grad_() for one in inputs[:num_hidden]]
         wanted = (*hidden, *inputs[num_hidden:])
-        total, gradients = inputs[0].new_zeros(()), [torch.zeros_like(one) for one in wanted]
+        total, gradients = inputs[0].new_zeros(()), dict[int, Tensor]()
         for part in parts:
             with torch.enable_grad():
                 value = add_up(part, *hidden)
-            for gradient, more in zip(
-                gradients, torch.autograd.grad(value, wanted, allow_unused=True), strict=True
-            ):
-                if more is not None:
-                    gradient += more
+            for place, more in enumerate(torch.autograd.grad(value, wanted, allow_unused=True)):
+                if place in gradients and more is not None:
+                    gradients[place] += more
+                elif more is not None:
+                    gradients[place] = more
             total += value.detach()
-        ctx.save_for_backward(*gradients)
+        ctx.places, ctx.num_wanted = tuple(gradients), len(wanted)
+        ctx.save_for_backward(*gradients.values())
         return total
 
     @staticmethod
     def backward(ctx: Any, factor: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, None, *(factor * gradient for gradient in ctx.saved_tensors)
+        gradients = dict(zip(ctx.places, ctx.saved_tensors, strict=True))
+        found = (gradients.get(place) for place in range(ctx.num_wanted))
+        return None, None, None, *(None if one is None else factor * one for one in found)
 
 
 def _add_up(network: Network, shared: Shared, objective: Objective, pack: Pack, *hidden: Tensor) -> Tensor:

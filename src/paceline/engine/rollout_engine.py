@@ -157,7 +157,6 @@ class RolloutEngine:
     Raises CheckpointError, ConfigError or InstallError before the engine starts.
     """
 
-    @uncollected()
     def __init__(
         self,
         model: str | Path,
@@ -172,18 +171,19 @@ class RolloutEngine:
     ) -> None:
         folder = check_checkpoint(model)
         prepare_environment()
-        from vllm.engine.arg_utils import EngineArgs
-        from vllm.v1.engine.llm_engine import LLMEngine
+        with uncollected():  # and no longer: vLLM may fork workers, and they would stay so
+            from vllm.engine.arg_utils import EngineArgs
+            from vllm.v1.engine.llm_engine import LLMEngine
 
-        from paceline.engine.arguments import (
-            GRAPH_ARGUMENTS,
-            cache_arguments,
-            check_vllm_arguments,
-            engine_arguments,
-            graph_arguments,
-        )
-        from paceline.engine.compat import allow_exact_options, is_cpu
-        from paceline.engine.compiled import check_compiler, mend_cache
+            from paceline.engine.arguments import (
+                GRAPH_ARGUMENTS,
+                cache_arguments,
+                check_vllm_arguments,
+                engine_arguments,
+                graph_arguments,
+            )
+            from paceline.engine.compat import allow_exact_options, is_cpu
+            from paceline.engine.compiled import check_compiler, mend_cache
 
         allow_exact_options()
         arguments: dict[str, Any] = {

@@ -212,7 +212,8 @@ class Tier:
                             residents.append(_resident(stem, stat))
         residents.sort(key=lambda resident: (resident.urgency, resident.response))
         self._num_unlisted = len(residents)
-        self._write_count(used)
+        with contextlib.suppress(OSError):  # a full file system: what stands there is no less
+            self._write_count(used)
         return residents, used
 
     def has_room(self, num_bytes: int, limit_bytes: int) -> bool:

@@ -20,7 +20,7 @@ copy are trials: `judge_help` ends them where the worker has become slower, if i
 Invariant: whoever helps shortens the predicted end of the worker that ends last by at least `MIN_GAIN` and
 `MIN_GAIN_S`, so a tail that is over soon is left alone. Equal ends: in
 the order above, the drafter that is named first, fewer responses taken, the shorter window. A decision is
-O(log workers + responses of one worker). Called by the controller, live and simulated.
+O(log workers + responses of one worker). Called by the controller, and `decide_help` by the simulator.
 """
 
 from __future__ import annotations
@@ -165,7 +165,8 @@ def decide_help(load: Load, helper: Helper) -> HelpChoice:
 def judge_help(before: Progress, after: Progress) -> bool | None:
     """Whether a worker is at least as fast under help as it was before it; None: that cannot be said, or not yet.
 
-    before: without help, while who helps was free already. after: under help, from its order on.
+    before: without help, while who helps was free already. after: under help; of a copied response alone, where a copy
+    is judged, both of one response.
     """
     if min(before.step_s, after.step_s) < EARLY_S or min(before.num_steps, after.num_steps) < LEAST_STEPS:
         return None

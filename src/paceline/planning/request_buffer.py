@@ -174,7 +174,8 @@ class Rooms:
         self.by_worker: dict[str, Room] = {}
         self.largest_blocks = 0
         """KV blocks of the largest worker so far."""
-        self._num_added = 0
+        self.num_added = 0
+        """Workers that have come, those that have gone included."""
         self._by_free_blocks = _LazyHeap[Room]()
 
     def add(self, worker: str, num_blocks: int, max_concurrency: int) -> None:
@@ -186,8 +187,8 @@ class Rooms:
                 f"worker {worker!r} has {num_blocks} KV blocks and runs {max_concurrency} responses: "
                 "give it at least 1 of each"
             )
-        room = self.by_worker[worker] = Room(worker, self._num_added, num_blocks, max_concurrency)
-        self._num_added += 1
+        room = self.by_worker[worker] = Room(worker, self.num_added, num_blocks, max_concurrency)
+        self.num_added += 1
         self.largest_blocks = max(self.largest_blocks, num_blocks)
         self._by_free_blocks.put(room, -num_blocks)
 
@@ -444,14 +445,15 @@ class BoundBuffer:
 
     A group goes to workers that are large enough for its responses. Where none is, it waits, and those behind it too.
 
-    Binding looks at every worker once per group. That a response's whole KV has to be free is ours: vLLM would start it
-    and preempt later. To model that, give the workers as many KV blocks as you like.
+    Binding looks at every worker once per group, and again when one has come. That a response's whole KV has to be free
+    is ours: vLLM would start it and preempt later. To model that, give the workers as many KV blocks as you like.
     """
 
     def __init__(self, rooms: Rooms) -> None:
         self._rooms = rooms
         self._unbound: list[tuple[int, BufferedResponse]] = []  # heap by order
         self._ready: deque[Room] = deque()  # every one that may fit the first of its line
+        self._tried: tuple[int, int] | None = None  # whose group fits none of so many workers
 
     def add(self, response: BufferedResponse) -> None:
         room = response.group.room
@@ -491,9 +493,12 @@ class BoundBuffer:
             response = self._unbound[0][1]
             group = response.group
             if group.room is None:
+                if self._tried == (response.order, self._rooms.num_added):
+                    return
                 rooms = self._rooms.by_worker.values()
                 fitting = [room for room in rooms if response.num_blocks <= room.num_blocks]
                 if not fitting:
+                    self._tried = response.order, self._rooms.num_added
                     return
                 room = min(fitting, key=lambda room: (room.num_bound, room.order))
                 room.groups.append(group)

@@ -293,13 +293,13 @@ class TrainingRun:
         folder = (self.folder / DECISIONS_FOLDER).resolve()
         return self.recipe.engine.model_copy(update={"decision_log": str(folder)})
 
-    @uncollected()
     def _build_trainer(self, runner: StepRunner) -> Any:
-        from datasets import Dataset
-        from transformers import PrinterCallback
+        with uncollected():
+            from datasets import Dataset
+            from transformers import PrinterCallback
 
-        from paceline.integrations.trl import trainers as trl
-        from paceline.training.hooks import TrainingHooks
+            from paceline.integrations.trl import trainers as trl
+            from paceline.training.hooks import TrainingHooks
 
         fleet = self.recipe.fleet
         kind = trl.RLOOTrainer if self.recipe.algorithm.name == "rloo" else trl.GRPOTrainer
