@@ -2,9 +2,9 @@
 
 One fleet of two workers for each drafter cost. A few long responses run on one worker, and as many short ones as take
 the same room on the other, which falls free soon. The long ones are the longest of a rollout of held-out prompts, made
-before: what a tail consists of. The variants take turns on the very same requests. But for plain
-decoding and the second thread they differ in `FleetSettings.help` alone, so "no help" has the same engines, dispatcher,
-pool and drafters:
+before: what a tail consists of. The variants take turns on the very same requests, in another order each time. But for
+plain decoding and the second thread they differ in `FleetSettings.help` alone, so "no help" has the same engines,
+dispatcher, pool and drafters:
 
     plain               nobody drafts: both workers verify, with the same dice
     none                no help
@@ -25,6 +25,7 @@ about. `equal`: the tokens are those of "none". The result file is written after
 from __future__ import annotations
 
 import os
+import random
 import sys
 import time
 from argparse import Namespace
@@ -289,7 +290,7 @@ def measure(fleet: Any, long: list[Any], stragglers: int, options: Namespace) ->
     for repetition in range(-1, options.repetitions):
         own, seed = long[repetition % turns : turns * stragglers : turns], 100 * stragglers + repetition + 1
         requests = make_requests(own, options, facts.block_tokens, seed)
-        for variant in options.variants[:: 1 if repetition % 2 else -1]:
+        for variant in random.Random(seed).sample(options.variants, len(options.variants)):
             result = roll_out(fleet, requests, variant)
             if repetition >= 0:
                 found[variant].append(result)

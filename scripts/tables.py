@@ -470,6 +470,16 @@ def list_racing_bars(rows: Rows) -> str:
     return _list_named_bars(rows("racing.bars"))
 
 
+def list_long_racing(rows: Rows) -> str:
+    """The same of one straggler that may be twice as long."""
+    return _list_variants(rows("racing_long"), "case", "stragglers", "tail_ratio", "stragglers")
+
+
+def list_long_racing_bars(rows: Rows) -> str:
+    """What was to be reached there and what was."""
+    return _list_named_bars(rows("racing_long.bars"))
+
+
 def _list_variants(
     rows: Sequence[dict[str, Any]], variant: str, size: str, value: str, size_name: str
 ) -> str:
@@ -629,6 +639,8 @@ TABLES: dict[str, Callable[[Rows], str]] = {
     "planned": list_planned,
     "racing": list_racing,
     "racing.bars": list_racing_bars,
+    "racing_long": list_long_racing,
+    "racing_long.bars": list_long_racing_bars,
     "gpu": list_gpu,
     "drafter_losses": list_drafter_losses,
     "drafter_growth": list_grown,
