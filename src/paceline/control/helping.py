@@ -300,7 +300,7 @@ class Helping:
         """A worker, which has generated so many tokens in its life, runs a copy of a response of so many tokens."""
         name = pair.helped.worker
         self.add(pair)
-        if name in self._seen and (before := self._lately(name)).step_s:
+        if name in self._seen and (before := self._lately(name)).response_s:
             share = before.step_s / before.response_s
             before = replace(before, num_tokens=round(share * before.num_tokens), response_s=before.step_s)
             self._catching_up[name] = _CatchingUp(before, generated, num_copied)

@@ -705,9 +705,8 @@ class FastLoop:
         accepted = leading_matches(proposal.batch.tokens, verified, decided)
         others, matches = proposal.alternatives, np.empty(0, np.int32)
         if others is not None:
-            self._expected += others.expected_accepted * self._paths.worth
             matches = leading_matches(others.tokens, others.lengths, decided[others.owners])
-        self._paths.learn(others, accepted, matches)
+        self._expected += self._paths.learn(others, accepted, matches)
         free = self.free.learned
         for learned, candidate in zip((free, self.model), proposal.candidates, strict=True):
             if candidate is None:

@@ -178,19 +178,21 @@ class AlternativePaths:
 
     def learn(
         self, alternatives: Alternatives | None, accepted: Int32Array, others_accepted: Int32Array
-    ) -> None:
-        """Score a step, with alternatives or not: lost trust comes back and is tried again.
+    ) -> float:
+        """Score a step, with alternatives or not: lost trust comes back and is tried again. Gives the accepted tokens
+        that the alternatives had been counted on for.
 
         alternatives: as far as they were verified: what was not sent has promised nothing.
         accepted: of each request's own draft. others_accepted: of each alternative.
         """
-        promised = gained = 0.0
+        promised, gained, worth = 0.0, 0.0, self.worth
         if alternatives is not None:
             most = accepted.copy()
             np.maximum.at(most, alternatives.owners, others_accepted)
             promised, gained = alternatives.expected_accepted, float((most - accepted).sum())
         self._log.write_paths_gain(promised, gained)
         self._trust = paths.update_trust(self._trust, promised, gained)
+        return promised * worth
 
 
 def outcomes_of(
