@@ -21,7 +21,7 @@ from reports import make_ending, make_growths, pack
 
 from paceline.config import FleetSettings, Variant
 from paceline.control import helping
-from paceline.control.controller import Controller
+from paceline.control.controller import MOST_FAILURES, Controller
 from paceline.control.events import (
     Abandoned,
     Action,
@@ -130,6 +130,7 @@ class World:
     fatal: set[int] = field(default_factory=set)  # responses whose prompt has ended workers
     proven: set[str] = field(default_factory=set)  # workers that may blame a response
     failed: dict[int, set[tuple[str, int]]] = field(default_factory=dict)  # places where responses failed
+    num_failed: Counter[int] = field(default_factory=Counter)  # times that each did
     verdicts: dict[int, tuple[str, int, int]] = field(
         default_factory=dict
     )  # the last one, until it is refuted: place, end
@@ -270,12 +271,14 @@ class World:
             assert self.num_crashes[index] == self.settings.max_crashes + 1
         else:
             assert "NaN" in response.failure
-            assert len(self.failed[index]) > 1 or index in self.alone
+            often = self.num_failed[index] == MOST_FAILURES  # on one worker, as each other one was lost first
+            assert len(self.failed[index]) > 1 or index in self.alone or often
             assert index in self.failing or self.has_broken
 
     def note_failure(self, index: int, name: str, end: int) -> None:
         place = name, self.workers[name].life
         self.failed.setdefault(index, set()).add(place)
+        self.num_failed[index] += 1
         self.verdicts[index] = *place, end
         if self.up() == {name} or self.settings.variant == "group":
             self.alone.add(index)
@@ -527,6 +530,7 @@ class World:
         self.verdicts.clear()
         self.has_buried = False
         self.alone.clear()
+        self.num_failed.clear()
         self.most_trainers = 1 + len(requests) % 3
         self.tell(Submitted(requests, kept, tuple(self.lengths), trainers=self.most_trainers))
 
