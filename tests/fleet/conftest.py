@@ -22,7 +22,7 @@ from paceline.fleet.fleet import Fleet
 
 
 @pytest.fixture(scope="session")
-def fleet(ray: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+def whole_fleet(ray: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     """Two workers, small chunks, drafts, a draft server, a reward worker and decision logs."""
     settings = FleetSettings(
         workers=2,
@@ -37,6 +37,13 @@ def fleet(ray: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]
     )
     with Fleet(POLICY, settings, engine, kv_cache_bytes=KV_BYTES, reward=make_score(), **ENGINE) as made:
         yield made
+
+
+@pytest.fixture
+def fleet(whole_fleet: Fleet) -> Iterator[Fleet]:
+    """What a test that failed has left running is none of the next one's."""
+    yield whole_fleet
+    whole_fleet.abandon()
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections import Counter
 from dataclasses import replace
@@ -162,6 +163,16 @@ def test_a_restarted_driver_goes_on_from_the_journal(
     for index, response in enumerate(wanted):
         assert found[index].logprobs == pytest.approx(response.logprobs, abs=1e-4)
     again.discard()
+
+
+def test_workers_come_behind_nobody(fleet: Fleet) -> None:
+    """Ray gives its workers a niceness of 15."""
+    wanted = os.getpriority(os.PRIO_PROCESS, 0)
+    assert fleet._rewards is not None
+    engines = [fleet._actors.process(name) for name in fleet.board.workers]
+    for process in (*engines, *fleet._rewards.processes):
+        assert process is not None
+        assert os.getpriority(os.PRIO_PROCESS, process) == wanted
 
 
 def test_every_worker_reports_what_it_does(fleet: Fleet, prompts: list[tuple[int, ...]]) -> None:

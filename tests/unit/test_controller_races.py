@@ -108,6 +108,8 @@ def test_a_lone_straggler_is_copied_by_a_faster_worker_alone() -> None:
     assert not tail.orders(), "once"
     assert not Tail(5000).orders(), "an equally fast one would end no sooner"
     assert not Tail(5000, own=StepCosts(0.018, 0.0001, 0.0, 1.0, 1.0, 0.0, 0.0)).orders(), "measured, hardly"
+    least = StepCosts(0.0157, 0.00008, 0.0, 1.0, 1.0, 0.0, 0.0)
+    assert not Tail(5000, own=least).orders(), "what of its lead is sure is not worth it"
     drafts = StepCosts(0.02, 0.0001, 0.005, 2.5, 5.0, 0.0005, 0.95)
     assert not Tail(5000, costs=drafts, own=drafts).orders(), "that has the same drafter"
     assert not Tail(5000, own=FAST, help="take").orders()

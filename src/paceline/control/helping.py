@@ -38,7 +38,9 @@ SWITCH_S = 0.1
 """Until a free worker helps another one: its models are in memory, and have to read the running responses."""
 
 LEAST_LEAD = 0.2
-"""Workers are taken for equally fast unless one's steps are so much shorter: they were measured at other batches."""
+"""Workers are taken for equally fast unless one's steps are so much shorter: they were measured at other batches. That
+of a helper counts as far as it goes beyond: it may be so wrong too.
+"""
 
 
 class Place(NamedTuple):
@@ -391,7 +393,8 @@ class Helping:
         if own is not None:
             step_s, own_s = (one.base_s + one.token_s * costs.step_tokens for one in (costs, own))
             slowness = own_s / step_s
-            slowness = 1.0 if 1.0 - LEAST_LEAD < slowness < 1.0 / (1.0 - LEAST_LEAD) else slowness
+            if slowness < 1.0 / (1.0 - LEAST_LEAD):
+                slowness = min(slowness / (1.0 - LEAST_LEAD), 1.0)
         return Helper(
             ahead=ahead if can_draft and Help.DRAFT in kinds else (),
             inside=drafting if can_draft and not costs.inside_s else None,  # else the helped one has the same
