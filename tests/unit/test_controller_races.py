@@ -176,6 +176,15 @@ def test_where_one_of_the_two_is_lost_the_other_goes_on(lost: str) -> None:
     assert span.outcome == ("won" if lost == "w0" else "stopped")
 
 
+def test_a_copy_that_is_cancelled_while_another_response_ends_has_lost_no_race() -> None:
+    tail, _, copy = race()
+    ending = make_ending(copy.chunk + 1, 0, TOKENS[:2], "length")
+    cancel = CancelChunk(copy.worker, 0, copy.chunk)
+    tail.log.note(Reported("w0", 0, Report(3, endings=(ending,))), [cancel], 1.0)
+    [span] = tail.log.take()
+    assert (span.outcome, span.index) == ("stopped", copy.index)
+
+
 def test_where_both_are_lost_the_response_goes_on_from_what_either_told() -> None:
     tail, _, copy = race()
     tail.grow(copy, 2, 6)

@@ -322,6 +322,18 @@ def test_a_failed_engine_is_told(engine: CountingEngine) -> None:
         wait_for(worker, lambda report: False)
 
 
+def test_a_dead_engine_ends_its_worker_and_blames_no_chunk(
+    worker: RolloutWorker, engine: CountingEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def submit(*_: Any) -> None:
+        raise EngineError("the engine has died")
+
+    monkeypatch.setattr(engine, "submit", submit)
+    worker.take([chunk(1, 30)], PARAMS)
+    with pytest.raises(EngineError, match="the engine failed: the engine has died"):
+        wait_for(worker, lambda report: bool(report.rejected))
+
+
 def test_who_asks_an_engine_that_has_ended_does_not_wait(
     engine: CountingEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

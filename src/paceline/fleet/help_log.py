@@ -14,6 +14,7 @@ from paceline.control.events import (
     Action,
     Adopt,
     CancelChunk,
+    Deliver,
     DraftFor,
     Event,
     LoseDrafter,
@@ -50,6 +51,8 @@ class HelpSpan:
     """copy: it ended before the other one (won), after it (lost), or one of the two had to stop before (stopped)."""
     leader: str = ""
     """copy: who was the first to tell the last tokens so far."""
+    index: int | None = None
+    """copy: of the response at this place of the rollout."""
     num_leads: int = 0
     """copy: times that somebody got ahead of the other."""
 
@@ -96,6 +99,7 @@ class HelpLog:
         ended = {one.chunk for one in event.report.endings} if isinstance(event, Reported) else set()
         for chunk in ended & self._copying.keys():
             self._end_copy(chunk, now_s, "won")
+        went_on = {one.index for one in actions if isinstance(one, (Deliver, RunChunk))}
         for action in actions:
             match action:
                 case DraftFor(worker, _, helped):
@@ -113,7 +117,8 @@ class HelpLog:
                 case Adopt(worker):
                     self._note_lead(worker)
                 case CancelChunk(_, _, chunk):
-                    self._end_copy(chunk, now_s, "lost" if ended else "stopped")
+                    copy = self._copying.get(chunk)
+                    self._end_copy(chunk, now_s, "lost" if copy and copy.index in went_on else "stopped")
                 case StartWorker(worker) | StopWorker(worker):
                     self._end_drafting(worker, now_s)
                     for chunk in [at for at, one in self._copying.items() if worker == one.worker]:
@@ -130,7 +135,7 @@ class HelpLog:
             return
         span = HelpSpan(order.help, order.worker, order.helped, now_s, now_s)
         if order.help is Help.COPY:
-            self._copying[order.chunk] = span
+            self._copying[order.chunk] = replace(span, index=order.index)
         else:
             self._done.append(span)
 

@@ -363,6 +363,8 @@ class RolloutWorker:
             return
         try:
             self._engine.submit(order.chunk, order.request, params)
+        except EngineError:  # it has died: no chunk runs here any more
+            raise
         except Exception as error:  # a request or parameters that this engine cannot run: no reason to end it
             self._tell(self._rejected, (order.chunk, _describe_failure(error)))
             return
