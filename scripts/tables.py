@@ -427,6 +427,16 @@ def list_decoupled(rows: Rows) -> str:
     return _list_variants(rows("decoupled"), "system", "running", "ratio", "responses")
 
 
+def list_decoupled_parts(rows: Rows) -> str:
+    """The same with the rules of today, drafting ahead alone."""
+    return _list_variants(rows("decoupled_parts"), "system", "running", "ratio", "responses")
+
+
+def list_decoupled_parts_bars(rows: Rows) -> str:
+    """What was to be reached there and what was."""
+    return _list_named_bars(rows("decoupled_parts.bars"))
+
+
 def list_auto(rows: Rows) -> str:
     """One engine that chooses where its drafter drafts, beside what it could be: tokens per second."""
     found = {(row["cost"], row["running"], row["system"]): row for row in rows("decoupled_auto")}
@@ -635,6 +645,8 @@ TABLES: dict[str, Callable[[Rows], str]] = {
     "exactness.control": tell_control,
     "decoupled": list_decoupled,
     "decoupled.bars": list_decoupled_bars,
+    "decoupled_parts": list_decoupled_parts,
+    "decoupled_parts.bars": list_decoupled_parts_bars,
     "decoupled_auto": list_auto,
     "planned": list_planned,
     "racing": list_racing,
