@@ -55,16 +55,3 @@ def little_to_collect() -> Iterator[None]:
             patch.setattr(gc, name, lambda: None)
         yield
     gc.unfreeze()
-
-
-@pytest.fixture(scope="session")
-def ray() -> Iterator[Any]:
-    """Ray on this machine, with more CPUs than there are: the only one of this process, whichever tests run in it."""
-    from paceline.fleet.cluster import import_ray
-
-    module = import_ray()
-    module.init(
-        address="local", num_cpus=16, include_dashboard=False, log_to_driver=False, logging_level="ERROR"
-    )
-    yield module
-    module.shutdown()

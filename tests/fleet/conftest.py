@@ -18,10 +18,22 @@ os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 from paceline.config import BudgetSettings, EngineSettings, FleetSettings, RewardSettings
+from paceline.fleet.cluster import import_ray
 from paceline.fleet.fleet import Fleet
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
+def ray() -> Iterator[Any]:
+    """Ray on this machine, with more CPUs than there are: the only one of this process."""
+    module = import_ray()
+    module.init(
+        address="local", num_cpus=16, include_dashboard=False, log_to_driver=False, logging_level="ERROR"
+    )
+    yield module
+    module.shutdown()
+
+
+@pytest.fixture(scope="package")
 def whole_fleet(ray: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     """Two workers, small chunks, drafts, a draft server, a reward worker and decision logs."""
     settings = FleetSettings(
@@ -46,7 +58,7 @@ def fleet(whole_fleet: Fleet) -> Iterator[Fleet]:
     whole_fleet.abandon()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def plain(little_to_collect: None) -> Iterator[Generate]:
     """A single engine without drafts."""
     from paceline.engine.rollout_engine import RolloutEngine
