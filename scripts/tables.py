@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import prod
 from statistics import fmean
 from typing import Any
@@ -14,6 +15,8 @@ Rows = Callable[[str], list[dict[str, Any]]]
 """`Results.rows`: the rows of a source such as `papers` or `papers.systems`."""
 
 SYSTEMS = ("vanilla speculation", "SpecActor", "Seer", "TLT", "Paceline")
+WITH_BARS = ("decoupled", "decoupled_parts", "racing", "racing_long")
+"""Results whose bars have a table."""
 TECHNIQUES = ("divided", "budget", "coupled", "decoupled", "single-path")
 
 
@@ -422,19 +425,9 @@ def list_gpu(rows: Rows) -> str:
     )
 
 
-def list_decoupled(rows: Rows) -> str:
+def list_decoupled(rows: Rows, source: str) -> str:
     """Decoupled speculation part by part: tokens per second over those of the pair coupled on one core."""
-    return _list_variants(rows("decoupled"), "system", "running", "ratio", "responses")
-
-
-def list_decoupled_parts(rows: Rows) -> str:
-    """The same with the rules of today, drafting ahead alone."""
-    return _list_variants(rows("decoupled_parts"), "system", "running", "ratio", "responses")
-
-
-def list_decoupled_parts_bars(rows: Rows) -> str:
-    """What was to be reached there and what was."""
-    return _list_named_bars(rows("decoupled_parts.bars"))
+    return _list_variants(rows(source), "system", "running", "ratio", "responses")
 
 
 def list_auto(rows: Rows) -> str:
@@ -463,31 +456,11 @@ def list_planned(rows: Rows) -> str:
     return format_table(("", "responses", "planned", "measured", "planned over measured"), lines)
 
 
-def list_decoupled_bars(rows: Rows) -> str:
-    """What was to be reached and what was."""
-    return _list_named_bars(rows("decoupled.bars"))
-
-
-def list_racing(rows: Rows) -> str:
+def list_racing(rows: Rows, source: str) -> str:
     """Help for stragglers: how many times as fast as without help a rollout comes from the last short response to the
     end; and how often anybody helped, in all repetitions.
     """
-    return _list_variants(rows("racing"), "case", "stragglers", "tail_ratio", "stragglers")
-
-
-def list_racing_bars(rows: Rows) -> str:
-    """What was to be reached and what was."""
-    return _list_named_bars(rows("racing.bars"))
-
-
-def list_long_racing(rows: Rows) -> str:
-    """The same of one straggler that may be twice as long."""
-    return _list_variants(rows("racing_long"), "case", "stragglers", "tail_ratio", "stragglers")
-
-
-def list_long_racing_bars(rows: Rows) -> str:
-    """What was to be reached there and what was."""
-    return _list_named_bars(rows("racing_long.bars"))
+    return _list_variants(rows(source), "case", "stragglers", "tail_ratio", "stragglers")
 
 
 def _list_variants(
@@ -509,10 +482,11 @@ def _show_variant(row: dict[str, Any], value: str) -> str:
     return f"{shown}, {row['helps']}" if row.get("helps") else shown
 
 
-def _list_named_bars(bars: Sequence[dict[str, Any]]) -> str:
+def list_named_bars(rows: Rows, source: str) -> str:
+    """What was to be reached and what was."""
     lines = [
         (bar["case"], f"{bar['needed']:.2f}", f"{bar['reached']:.2f}", "met" if bar["met"] else "missed")
-        for bar in bars
+        for bar in rows(source)
     ]
     return format_table(("what", "aimed at", "reached", ""), lines)
 
@@ -643,16 +617,11 @@ TABLES: dict[str, Callable[[Rows], str]] = {
     "driver_load": list_driver_load,
     "decisions": list_decisions,
     "exactness.control": tell_control,
-    "decoupled": list_decoupled,
-    "decoupled.bars": list_decoupled_bars,
-    "decoupled_parts": list_decoupled_parts,
-    "decoupled_parts.bars": list_decoupled_parts_bars,
+    **{source: partial(list_decoupled, source=source) for source in ("decoupled", "decoupled_parts")},
     "decoupled_auto": list_auto,
     "planned": list_planned,
-    "racing": list_racing,
-    "racing.bars": list_racing_bars,
-    "racing_long": list_long_racing,
-    "racing_long.bars": list_long_racing_bars,
+    **{source: partial(list_racing, source=source) for source in ("racing", "racing_long")},
+    **{f"{source}.bars": partial(list_named_bars, source=f"{source}.bars") for source in WITH_BARS},
     "gpu": list_gpu,
     "drafter_losses": list_drafter_losses,
     "drafter_growth": list_grown,

@@ -42,8 +42,7 @@ def kill_run(recipe: Any, folder: Path, *, step: int, num_finished: int) -> None
 
 
 def pause_after_a_save(folder: Path, pause: Any, killed: list[int] | None = None) -> Any:
-    """Sessions of a run this short would end before anything was learned: they last until a trainer saves something,
-    which may be long where others compute: it stands back behind them.
+    """Sessions of a run this short would end before anything was learned: they last until a trainer saves something.
 
     killed: takes the first trainer that saved something; None: nobody is killed.
     """
@@ -56,7 +55,7 @@ def pause_after_a_save(folder: Path, pause: Any, killed: list[int] | None = None
     def wait(link: SpotLink, lender: str, leader: str | None) -> Any:
         before = saved_ns()
         trainer = link._children[link._lent[lender]] if lender in link._lent else None
-        for _ in range(12000):
+        for _ in range(2400):
             if not lesson.is_file() or saved_ns() > before:
                 break
             if trainer is None or trainer.core_s() is None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import random
 from collections import Counter
 
-import pytest
 from fleet_parts import Generate, make_requests, make_score
 from saboteurs import Chaos, roll_out
 from vllm import SamplingParams
@@ -19,7 +18,6 @@ ENGINE_KILLS, DRAFT_KILLS, REWARD_KILLS = 3, 9, 10
 MOST_ROUNDS = 12
 
 
-@pytest.mark.timeout(1200)
 def test_nothing_is_lost_and_no_token_changes(
     fleet: Fleet, plain: Generate, prompts: list[tuple[int, ...]]
 ) -> None:
