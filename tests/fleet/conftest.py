@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from fleet_parts import ENGINE, KV_BYTES, POLICY, Generate, make_score
+from local_ray import local_ray
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
@@ -18,19 +19,13 @@ os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 from paceline.config import BudgetSettings, EngineSettings, FleetSettings, RewardSettings
-from paceline.fleet.cluster import import_ray
 from paceline.fleet.fleet import Fleet
 
 
 @pytest.fixture(scope="package")
 def ray() -> Iterator[Any]:
-    """Ray on this machine, with more CPUs than there are: the only one of this process."""
-    module = import_ray()
-    module.init(
-        address="local", num_cpus=16, include_dashboard=False, log_to_driver=False, logging_level="ERROR"
-    )
-    yield module
-    module.shutdown()
+    with local_ray() as module:
+        yield module
 
 
 @pytest.fixture(scope="package")

@@ -5,13 +5,14 @@ from __future__ import annotations
 import io
 import shutil
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 from digit_task import DigitTask, kill_run, pause_after_a_save
+from local_ray import local_ray
 from rich.console import Console
 from trace_rules import check_trace
 from watched_comparisons import watch_comparisons
@@ -46,7 +47,13 @@ from paceline.training.step_runner import Summary
 from paceline.types import RolloutRequest
 
 pytest.importorskip("ray", reason="Ray is not installed")
-pytestmark = pytest.mark.usefixtures("ray")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ray() -> Iterator[None]:
+    """One for all trainings; workers start and end with each."""
+    with local_ray():
+        yield
 
 
 @pytest.fixture(autouse=True)
