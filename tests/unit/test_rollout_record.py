@@ -17,6 +17,7 @@ from paceline.commands.rollout.rollout_record import RolloutRecord, refuse_exist
 from paceline.config import EngineSettings, FleetSettings
 from paceline.control.events import (
     CancelChunk,
+    Deliver,
     DraftFor,
     LoseDrafter,
     Report,
@@ -137,17 +138,17 @@ def test_who_helped_whom_is_recorded(job: Job, tmp_path: Path) -> None:
 
 
 def test_races_and_those_that_copies_won_are_counted() -> None:
-    told = Told()
-    for chunk in (1, 2, 3):
-        order = RunChunk("w1", 0, chunk, RolloutRequest((1, 2), 9, key=0, group=0), 0, 0, Help.COPY, "w0")
+    told, request = Told(), RolloutRequest((1, 2), 9, key=0, group=0)
+    for chunk in (1, 2, 3, 4):
+        order = RunChunk("w1", 0, chunk, request, 0, chunk, Help.COPY, "w0")
         told.helps.note(Tick(0.0), [order], 0.0)
-    for ended, cancelled in ((1, 7), (8, 2)):
-        ending = make_ending(ended, 0, (5,), "stop")
-        event = Reported("w1", 0, Report(1, endings=(ending,)))
-        told.helps.note(event, [CancelChunk("w1", 0, cancelled)], 1.0)
-    told.helps.note(Tick(2.0), [CancelChunk("w1", 0, 3)], 2.0)
-    assert [one.outcome for one in told.helps.take()] == ["won", "lost", "stopped"]
-    assert (told.helps.races["w1"], told.helps.won["w1"], told.helps.races["w0"]) == (3, 1, 0)
+    over = Response(request, (5,), (-1.0,), "stop", 0, 0, 0, 0, 0, 1)
+    for ended, delivered, cancelled in ((1, 1, 7), (8, 2, 2), (9, 6, 3)):
+        event = Reported("w1", 0, Report(1, endings=(make_ending(ended, 0, (5,), "stop"),)))
+        told.helps.note(event, [Deliver(delivered, over), CancelChunk("w1", 0, cancelled)], 1.0)
+    told.helps.note(Tick(2.0), [CancelChunk("w1", 0, 4)], 2.0)
+    assert [one.outcome for one in told.helps.take()] == ["won", "lost", "stopped", "stopped"]
+    assert (told.helps.races["w1"], told.helps.won["w1"], told.helps.races["w0"]) == (4, 1, 0)
 
 
 def test_a_draft_server_that_did_not_keep_up_is_noted_and_reported(job: Job, tmp_path: Path) -> None:
