@@ -9,9 +9,9 @@ ends last has lost its helper, and 100 reports.
 And what an engine step spends on its draft worker, telling and hearing all and deciding whether to wait, at 1 and 128
 responses: the engine thread's time, median of 200 steps. `wait or go` is the part of it that decides: what the next
 drafts would bring, what waiting for them costs. `draft windows`: what it takes to learn from a step's drafts
-and to plan all windows, which is done every `reconfigure_steps` steps. `limit_ms` is what each should take at most; a
-row above it misses its limit. Before each measurement the processor's caches are filled with something else, as a
-target fills them.
+and to plan all windows, which is done every `reconfigure_steps` steps. `inside or ahead`: what an engine that chooses
+learns from a step. `limit_ms` is what each should take at most; a row above it misses its limit. Before each
+measurement the processor's caches are filled with something else, as a target fills them.
 """
 
 from __future__ import annotations
@@ -54,6 +54,7 @@ from paceline.drafting.worker_wire import (
 )
 from paceline.engine.draft_ahead import DraftAhead
 from paceline.engine.loop_log import EngineLog
+from paceline.planning.coupling import Coupling
 from paceline.planning.dispatch import Dispatcher, DispatchSettings
 from paceline.planning.latency import StepTimeModel, update_measured_time
 from paceline.planning.latency_profile import AffineLatency
@@ -61,7 +62,7 @@ from paceline.planning.placement import Cluster, place
 from paceline.planning.racing import RacingSnapshot, assign_best_of_n, assign_fastest_of_n
 from paceline.planning.reconfigure import reconfigure
 from paceline.planning.window import Rules, profiled_times
-from paceline.types import DraftQuery, RolloutRequest, StepCosts
+from paceline.types import DraftQuery, RolloutRequest, StepCosts, StepObservation
 
 COLUMNS = ("case", "ms", "limit_ms")
 LEVELS, SURE = np.arange(16, dtype=np.int32), np.full(16, 0.8, np.float32)
@@ -274,6 +275,24 @@ def step_of_draft_worker(num_responses: int, every: int = 0, num_steps: int = 20
     return DraftWorkerStep(*(1e3 * median(some) for some in (seconds, planning_s, deciding_s)))
 
 
+def inside_or_ahead_ms(num_responses: int, num_steps: int = 200) -> float:
+    """What a step of an engine with `draft_worker="auto"` spends on where its model is to draft."""
+    coupling, rng = Coupling(), np.random.default_rng(0)
+    caches, seconds = np.zeros(1 << 24, np.float32), []
+    for number in range(num_steps):
+        accepted = int(rng.binomial(8 * num_responses, 0.5))
+        told = (accepted,) if coupling.is_ahead else ()
+        context = num_responses * (200 + 4 * number)
+        step = StepObservation(
+            num_responses, 8 * num_responses, accepted, 0, 0.02, num_context_tokens=context, ahead_tokens=told
+        )
+        caches += 1.0
+        start_s = time.thread_time()
+        coupling.after_step(step)
+        seconds.append(time.thread_time() - start_s)
+    return 1e3 * median(seconds)
+
+
 def main() -> None:
     options = parser(__doc__).parse_args()
     cases: list[tuple[str, Callable[[], Callable[[], object]], float]] = [
@@ -298,6 +317,7 @@ def main() -> None:
         found = {
             "wait or go": step.waiting_ms,
             "draft windows": planned.windows_ms,
+            "inside or ahead": inside_or_ahead_ms(count),
             "step of a draft worker": step.all_ms,
         }
         rows += [

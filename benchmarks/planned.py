@@ -107,7 +107,7 @@ def main() -> None:
     made.set_defaults(fixed_window=4)  # of systems that are not compared here
     options = made.parse_args()
     target = PAIRS["countdown"].make_target(TARGETS / "countdown")
-    drafter = inflate_drafter(options.cost, TARGETS / f"countdown-drafter-{options.cost:g}")
+    drafter = inflate_drafter(options.cost)
     with tempfile.TemporaryDirectory() as folder:
         profiles = [profile(target, drafter, options, Path(folder), count) for count in (1, 2)]
     children = {system: Child(system, make_engine, system, target, drafter, options) for system in SYSTEMS}

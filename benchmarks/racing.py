@@ -267,7 +267,7 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     long: list[Any] = []
     for cost in options.costs:
-        with start(options, target, inflate_drafter(cost, TARGETS / f"countdown-drafter-{cost:g}")) as fleet:
+        with start(options, target, inflate_drafter(cost)) as fleet:
             long = long or find_long(fleet, options)
             for stragglers in options.stragglers:
                 done = len(rows)

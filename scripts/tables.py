@@ -15,7 +15,7 @@ Rows = Callable[[str], list[dict[str, Any]]]
 """`Results.rows`: the rows of a source such as `papers` or `papers.systems`."""
 
 SYSTEMS = ("vanilla speculation", "SpecActor", "Seer", "TLT", "Paceline")
-WITH_BARS = ("decoupled", "decoupled_parts", "racing", "racing_long")
+WITH_BARS = ("decoupled", "decoupled_parts", "decoupled_costs", "racing", "racing_long", "racing_cheap")
 """Results whose bars have a table."""
 TECHNIQUES = ("divided", "budget", "coupled", "decoupled", "single-path")
 
@@ -617,10 +617,13 @@ TABLES: dict[str, Callable[[Rows], str]] = {
     "driver_load": list_driver_load,
     "decisions": list_decisions,
     "exactness.control": tell_control,
-    **{source: partial(list_decoupled, source=source) for source in ("decoupled", "decoupled_parts")},
+    **{
+        source: partial(list_decoupled, source=source)
+        for source in ("decoupled", "decoupled_parts", "decoupled_costs")
+    },
     "decoupled_auto": list_auto,
     "planned": list_planned,
-    **{source: partial(list_racing, source=source) for source in ("racing", "racing_long")},
+    **{source: partial(list_racing, source=source) for source in ("racing", "racing_long", "racing_cheap")},
     **{f"{source}.bars": partial(list_named_bars, source=f"{source}.bars") for source in WITH_BARS},
     "gpu": list_gpu,
     "drafter_losses": list_drafter_losses,

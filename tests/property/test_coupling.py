@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
@@ -20,9 +20,6 @@ from paceline.planning.coupling import (
     Coupling,
     Rate,
     Size,
-    after_step,
-    begin_again,
-    without_worker,
 )
 from paceline.types import StepObservation
 
@@ -54,7 +51,7 @@ def run(
         modes.append(coupling.is_ahead)
         ahead_tokens = (1,) if modes[-1] and all(modes[-1 - reading :]) else ()
         step = step_of(batch, *world(number, modes[-1], batch), ahead_tokens=ahead_tokens)
-        coupling = after_step(coupling, step)
+        coupling.after_step(step)
     return coupling, modes
 
 
@@ -188,11 +185,8 @@ def test_two_homes_at_a_border_do_not_take_turns_for_ever(length: int, seed: int
     """A batch goes back and forth between two sizes of other homes: few changes of mode where neither lasts."""
     world = steady(0.6, seed)
     begin, _ = run(world, [7] * 1000 + [8] * 1000)
-    sizes = list(begin.sizes)
-    sizes[3] = replace(sizes[3], is_ahead=True, until_trial=0)  # was wrong, or has become so
-    coupling, modes = run(
-        world, ([7] * length + [8] * length) * (6000 // length), replace(begin, sizes=tuple(sizes))
-    )
+    begin.sizes[3].is_ahead, begin.sizes[3].until_trial = True, 0  # was wrong, or has become so
+    coupling, modes = run(world, ([7] * length + [8] * length) * (6000 // length), begin)
     assert not coupling.sizes[3].is_ahead or length < SETTLING_STEPS
     assert np.mean(modes[len(modes) // 2 :]) < 0.2
     assert sum(np.diff(modes)) < 0.1 * len(modes)
@@ -236,7 +230,7 @@ class Rollouts:
     """What the worker takes to read a token; steps take twice as long meanwhile."""
     batches: Sequence[int]
     """Of a rollout's steps."""
-    between: Callable[[Coupling], Coupling] = lambda coupling: coupling
+    between: Callable[[Coupling], None] = lambda _: None
     """What happens before each rollout."""
     step_s: float = 0.05
     prompt: int = 50
@@ -252,16 +246,16 @@ class Rollouts:
         best_s = count * sum(self.step_s / max(self.ahead(batch), 1.0) for batch in self.batches)
         for _ in range(count):
             prompts = self.batches[0] * self.prompt
-            coupling = self.between(coupling)
-            coupling = after_step(coupling, step_of(0, 0, self.step_s, num_prefill_tokens=prompts))
+            self.between(coupling)
+            coupling.after_step(step_of(0, 0, self.step_s, num_prefill_tokens=prompts))
             self._unread_s = prompts * self.read_s
             for place, batch in enumerate(self.batches):
                 was_ahead = coupling.is_ahead
                 step = self._step(was_ahead, batch, batch * (self.prompt + place))
-                coupling, seconds = after_step(coupling, step), seconds + step.step_s + step.draft_s
+                coupling.after_step(step)
+                seconds += step.step_s + step.draft_s
                 if coupling.is_ahead and not was_ahead:
                     self.begins.append(place)
-        self.coupling = coupling
         return seconds / best_s
 
     def _step(self, is_ahead: bool, batch: int, context: int) -> StepObservation:
@@ -313,7 +307,7 @@ def test_a_tail_that_is_drafted_ahead_does_not_keep_larger_sizes_from_trials() -
 
 def test_an_engine_that_drafts_in_every_other_rollout_finds_out_as_well() -> None:
     """`begin_again` keeps the time since the last trial."""
-    rollouts = Rollouts(lambda _: 0.8, 1e-4, [16] * 120, between=begin_again, prompt=100)
+    rollouts = Rollouts(lambda _: 0.8, 1e-4, [16] * 120, between=Coupling.begin_again, prompt=100)
     rollouts.run(20)
     assert rollouts.begins
 
@@ -322,16 +316,14 @@ def reading(num_steps: int, drafts_after: int | None = None, seconds: float = 0.
     """After so many steps ahead of a worker that has to read 4,000 tokens, at a home of 100 tokens/s."""
     known = [Size(is_ahead=False, until_trial=0 if at == 2 else 999, since_s=1e9) for at in range(12)]
     home = Rate(100.0, 400.0, 4.0)
-    coupling = replace(
-        Coupling(), settling=0, at=2, lasted=99, unread=9999, priced=4000.0, priced_s=4.0, sizes=tuple(known)
-    )
-    coupling = replace(coupling, rates=((home, Rate()),) * len(coupling.rates))
-    coupling = after_step(coupling, step_of(4, 4, 0.04, num_context_tokens=4000))
+    coupling = Coupling(settling=0, at=2, lasted=99, unread=9999, priced=4000.0, priced_s=4.0, sizes=known)
+    coupling.rates = [(home, Rate())] * len(coupling.rates)
+    coupling.after_step(step_of(4, 4, 0.04, num_context_tokens=4000))
     assert coupling.is_ahead
     for number in range(num_steps):
         has_drafted = drafts_after is not None and number >= drafts_after
         tokens = (4,) if has_drafted else ()
-        coupling = after_step(coupling, step_of(4, 4, seconds, num_context_tokens=4000, ahead_tokens=tokens))
+        coupling.after_step(step_of(4, 4, seconds, num_context_tokens=4000, ahead_tokens=tokens))
     return coupling
 
 
@@ -358,23 +350,28 @@ def test_reading_that_outlasts_its_steps_is_priced_all_the_same() -> None:
 
 
 def test_reading_that_was_interrupted_costs_no_less_than_before() -> None:
-    coupling = after_step(reading(10), step_of(64, 64, 0.1, num_context_tokens=4000))
+    coupling = reading(10)
+    coupling.after_step(step_of(64, 64, 0.1, num_context_tokens=4000))
     assert not coupling.is_ahead
     assert coupling.token_s == 1e-3
-    assert begin_again(reading(10)).token_s == 1e-3
-    assert begin_again(reading(100, seconds=0.2)).token_s > 1.5e-3
+    short, long = reading(10), reading(100, seconds=0.2)
+    short.begin_again()
+    long.begin_again()
+    assert short.token_s == 1e-3
+    assert long.token_s > 1.5e-3
 
 
 def test_a_worker_that_comes_anew_has_to_read_everything() -> None:
-    coupling = without_worker(reading(10))
+    coupling = Coupling.without_worker(reading(10).at)
     assert coupling.unread > 1 << 30
+    assert coupling.at == 2
 
 
 def test_a_trial_ends_where_nothing_can_be_told() -> None:
     coupling, _ = run(steady(1.3, 4), [4] * (FIRST_STEPS + TRIAL_STEPS + 5))
     assert coupling.is_trial
     for _ in range(MOST_AWAY_STEPS):
-        coupling = after_step(coupling, step_of(4, 8, 0.01, num_prefill_tokens=3))
+        coupling.after_step(step_of(4, 8, 0.01, num_prefill_tokens=3))
     assert not coupling.is_trial
     assert not coupling.is_ahead
 
@@ -389,9 +386,12 @@ def test_sizes_that_come_and_go_are_found_out(seed: int, ahead: float) -> None:
 
 def test_prefill_and_odd_steps_tell_nothing() -> None:
     for odd in ({"num_prefill_tokens": 5}, {"is_typical": False}):
-        told = after_step(Coupling(), step_of(2, 4, 0.1, **odd))
-        assert told == replace(Coupling(), unread=4 + odd.get("num_prefill_tokens", 0))
-    assert after_step(Coupling(), step_of(0, 0, 0.1)) == Coupling()
+        told = Coupling()
+        told.after_step(step_of(2, 4, 0.1, **odd))
+        assert told == Coupling(unread=4 + odd.get("num_prefill_tokens", 0))
+    told = Coupling()
+    told.after_step(step_of(0, 0, 0.1))
+    assert told == Coupling()
 
 
 def test_drafting_by_the_engine_counts_as_time() -> None:
@@ -402,7 +402,7 @@ def test_drafting_by_the_engine_counts_as_time() -> None:
         tokens, seconds = world(number, is_ahead, 1)
         draft_s = 0.0 if is_ahead else 0.4 * seconds
         step = step_of(1, tokens, seconds - draft_s, draft_s=draft_s, ahead_tokens=(1,) if is_ahead else ())
-        coupling = after_step(coupling, step)
+        coupling.after_step(step)
     assert coupling.sizes[0].is_ahead
 
 
@@ -424,7 +424,10 @@ def test_a_slow_beginning_is_not_believed_for_long() -> None:
 def test_without_a_worker_the_engine_drafts(is_gone: bool) -> None:
     coupling, _ = run(steady(2.0, 8), [1] * 1000)
     assert coupling.is_ahead
-    coupling = without_worker(coupling) if is_gone else begin_again(coupling)
+    if is_gone:
+        coupling = Coupling.without_worker(coupling.at)
+    else:
+        coupling.begin_again()
     assert not coupling.is_ahead
     assert coupling.settling == (FIRST_STEPS if is_gone else SETTLING_STEPS)
     assert (coupling.sizes[0].is_ahead is None) == is_gone
@@ -435,19 +438,19 @@ def test_without_a_worker_the_engine_drafts(is_gone: bool) -> None:
 def test_a_rollouts_short_contexts_speak_for_no_mode(batch: int) -> None:
     """What is tried where a rollout begins is faster than the last one's end, with long contexts: not by itself."""
 
-    def rollout(coupling: Coupling, steps: int) -> Coupling:
+    coupling = Coupling()
+
+    def rollout(steps: int) -> None:
         for place in range(steps):
             context = batch * (50 + place)
             seconds = (0.03 + 8e-6 * context * 8 / batch) / (0.6 if coupling.is_ahead else 1.0)
             told = {"ahead_tokens": (batch,) if coupling.is_ahead else ()}
-            coupling = after_step(
-                coupling, step_of(batch, batch, seconds, num_context_tokens=context, **told)
-            )
-        return coupling
+            coupling.after_step(step_of(batch, batch, seconds, num_context_tokens=context, **told))
 
-    coupling = rollout(Coupling(), 1000)
+    rollout(1000)
     assert coupling.size.is_ahead is False
-    due = tuple(replace(size, until_trial=0) for size in coupling.sizes)
-    coupling = rollout(replace(coupling, sizes=due), 150)
+    for size in coupling.sizes:
+        size.until_trial = 0
+    rollout(150)
     assert coupling.size.confirmations > 0, "it was tried"
     assert coupling.size.is_ahead is False

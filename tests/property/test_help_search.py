@@ -183,3 +183,23 @@ def test_what_helps_depends_on_what_is_left() -> None:
     assert decide_help(eight, Helper((ahead, grows))).drafter == 0
     almost = Load(np.array([3.0]), np.array([500.0]), 1.0, 1.0, 0.01, 0.0001)
     assert decide_help(almost, everything).kind is Help.NOTHING, "it ends before anyone could help"
+
+
+@pytest.mark.parametrize(("draft_s", "kind"), [(0.002, Help.NOTHING), (0.0084, Help.DRAFT)])
+def test_a_drafter_that_is_cheap_beside_the_target_stays_inside(draft_s: float, kind: Help) -> None:
+    """A twentieth is promised of the first, which sharing memory takes back, a quarter of the second."""
+    window = np.arange(1, MAX_WINDOW + 1)
+    tokens = coupled_tokens(0.96, window)
+    seconds = 0.058 + 0.008 * (window + 1) + draft_s * window
+    best = int((tokens / seconds).argmax())
+    load = Load(
+        steps=np.array([150.0]),
+        context_tokens=np.array([500.0]),
+        tokens_per_step=float(tokens[best]),
+        step_tokens=2.0 + best,
+        base_s=0.058,
+        token_s=0.008,
+        inside_s=draft_s * (1 + best),
+    )
+    choice = decide_help(load, Helper(ahead=(Drafting(draft_s, 0.96),), switch_s=0.1))
+    assert choice.kind is kind

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from paceline.engine.draft_ahead import DraftAhead
 from paceline.engine.loop_log import EngineLog
 from paceline.planning.budget import BudgetState
-from paceline.planning.coupling import Coupling, after_step, begin_again, without_worker
+from paceline.planning.coupling import Coupling
 from paceline.types import StepObservation
 
 
@@ -34,13 +34,13 @@ class LiveCoupling:
     def observe(self, step: StepObservation) -> None:
         """A measured step. One that went without a proposal, after a change was decided, was drafted for as before."""
         if self.state.is_ahead == self._is_ahead:
-            self.state = after_step(self.state, step)
+            self.state.after_step(step)
 
     def advance(self, budget: BudgetState, log: EngineLog) -> BudgetState:
         """A step begins: decide how its drafts are made, and return what the budget knows of such steps."""
         has_worker = self._ahead.has_come
         if not has_worker:
-            self.state = without_worker(self.state)
+            self.state = Coupling.without_worker(self.state.at)
         log.write_coupling(self.state.is_ahead, has_worker)
         budget = self._carry_out(budget)
         if self._is_ahead == self._has_all_threads:
@@ -49,7 +49,7 @@ class LiveCoupling:
 
     def leave(self, budget: BudgetState, log: EngineLog) -> BudgetState:
         """Go back to coupled with all threads, as for plain decoding. What was learned stays."""
-        self.state = begin_again(self.state)
+        self.state.begin_again()
         log.write_coupling(self.state.is_ahead, begins_again=True)
         self.take_all_threads()
         return self._carry_out(budget)

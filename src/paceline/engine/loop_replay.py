@@ -19,7 +19,7 @@ from paceline.planning.budget import (
     expected_accepted,
     update,
 )
-from paceline.planning.coupling import Coupling, after_step, begin_again, without_worker
+from paceline.planning.coupling import Coupling
 from paceline.planning.reconfigure import replan
 from paceline.planning.wait import WaitSnapshot, decide_wait
 from paceline.planning.window import StepTimes
@@ -214,9 +214,9 @@ class _Replay:
     def plan_coupling(self, line: CouplingLine) -> None:
         """How a step's drafts are made: what the budget knows depends on it."""
         if line.begins_again:
-            self._coupling = begin_again(self._coupling)
+            self._coupling.begin_again()
         if not line.has_worker:
-            self._coupling = without_worker(self._coupling)
+            self._coupling = Coupling.without_worker(self._coupling.at)
         self._couplings.compare(line.is_ahead, self._coupling.is_ahead, _tell_coupling)
         if line.is_ahead != self._is_ahead:
             self._is_ahead = line.is_ahead
@@ -227,7 +227,7 @@ class _Replay:
         """A step was measured."""
         self._budget = update(self._budget, line.step, self._settings.budget, line.expected_tokens)
         if self._settings.draft_worker == "auto" and self._coupling.is_ahead == self._is_ahead:
-            self._coupling = after_step(self._coupling, line.step)
+            self._coupling.after_step(line.step)
 
 
 def _tell_lengths(one: tuple[int, ...], other: tuple[int, ...]) -> str:

@@ -26,7 +26,7 @@ mode, and D may be another device's; decision 0040.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from paceline.types import StepObservation
 
@@ -103,7 +103,7 @@ class Rate:
         return min(seconds, LONGEST_STEP * self.seconds / self.steps) if self.is_known else seconds
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Size:
     """What is known of batches of a power of two of requests, or more."""
 
@@ -129,9 +129,9 @@ class Size:
     """Seconds of the steps at home, that count, since the last trial began here, or was decided."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Coupling:
-    """Where an engine stands; it begins coupled."""
+    """Where an engine stands; it begins coupled. Nothing but what is told here decides about the next step."""
 
     is_ahead: bool = False
     """How the next step drafts."""
@@ -167,8 +167,10 @@ class Coupling:
     """What that took."""
     at: int = -1
     """The present size; -1: there was no step."""
-    sizes: tuple[Size, ...] = field(default=(Size(),) * _NUM_SIZES)
-    rates: tuple[tuple[Rate, Rate], ...] = field(default=((Rate(), Rate()),) * (_NUM_COUNTS * _NUM_CONTEXTS))
+    sizes: list[Size] = field(default_factory=lambda: [Size() for _ in range(_NUM_SIZES)])
+    rates: list[tuple[Rate, Rate]] = field(
+        default_factory=lambda: [(Rate(), Rate())] * (_NUM_COUNTS * _NUM_CONTEXTS)
+    )
     """Coupled and ahead, by number of requests, up to 16 each, beyond four to a power of two; then by their context
     tokens, powers of two.
     """
@@ -187,188 +189,182 @@ class Coupling:
             return self.priced_s / self.priced
         return self.drafted_s / self.drafted if self.drafted else 0.0
 
+    @classmethod
+    def without_worker(cls, at: int) -> Coupling:
+        """Where an engine stands while nobody can draft ahead: whoever comes is tried anew, and has to read everything.
 
-def after_step(coupling: Coupling, step: StepObservation) -> Coupling:
-    """Where the engine stands after a measured step, the drafter's time in it told apart; others than typical ones
-    without prefill tell nothing, but for what the worker has to read.
-    """
-    if not coupling.is_ahead:
-        coupling = _write(coupling, step)
-    if coupling.is_trial:
-        coupling = replace(coupling, away=coupling.away + 1)
-        if coupling.away > MOST_AWAY_STEPS:
-            return _go(_put_off(coupling), coupling.is_home_ahead)
-    count = step.num_requests
-    if not count or step.num_prefill_tokens or not step.is_typical:
-        return coupling
-    at = min(count.bit_length() - 1, _NUM_SIZES - 1)
-    if at != coupling.at:
-        coupling = _resized(coupling, at)
-    num_ahead = coupling.num_ahead + coupling.is_ahead
-    tokens, seconds = count + step.num_accepted_tokens, step.step_s + step.draft_s
-    coupling = replace(coupling, lasted=coupling.lasted + 1, num_ahead=num_ahead)
-    if coupling.is_ahead and any(step.ahead_tokens):
-        was_reading = coupling.reading > 0
-        if was_reading or coupling.unread:
-            coupling = _has_read(coupling, step)
-        if was_reading:
-            return coupling
-    elif coupling.reading:
-        return _reads(coupling, step, tokens, seconds)
-    if coupling.settling:
-        return replace(coupling, settling=coupling.settling - 1)
-    return _count(coupling, count, tokens, seconds, step.num_context_tokens)
+        at: the present size.
+        """
+        return cls(at=at, unread=_EVERYTHING)
 
+    def begin_again(self) -> None:
+        """Drafting was switched off: coupled, with what is known."""
+        self._price(is_whole=False)
+        self.is_ahead = self.is_home_ahead = self.is_trial = False
+        self.settling, self.at = SETTLING_STEPS, -1
+        self.reading = self.away = self.lasted = 0
 
-def without_worker(coupling: Coupling) -> Coupling:
-    """Where the engine stands while nobody can draft ahead: whoever comes is tried anew, and has to read everything."""
-    return replace(Coupling(), at=coupling.at, unread=_EVERYTHING)
+    def after_step(self, step: StepObservation) -> None:
+        """A step was measured, the drafter's time in it told apart. Others than typical ones without prefill tell
+        nothing, but for what the worker has to read.
+        """
+        if not self.is_ahead:
+            self._write(step)
+        if self.is_trial:
+            self.away += 1
+            if self.away > MOST_AWAY_STEPS:
+                self._put_off()
+                self._go(self.is_home_ahead)
+                return
+        count = step.num_requests
+        if not count or step.num_prefill_tokens or not step.is_typical:
+            return
+        at = min(count.bit_length() - 1, _NUM_SIZES - 1)
+        if at != self.at:
+            self._resize(at)
+        self.num_ahead += self.is_ahead
+        self.lasted += 1
+        tokens, seconds = count + step.num_accepted_tokens, step.step_s + step.draft_s
+        if self.is_ahead and any(step.ahead_tokens):
+            was_reading = self.reading > 0
+            if was_reading or self.unread:
+                self._end_reading(step)
+            if was_reading:
+                return
+        elif self.reading:
+            self._read(step, tokens, seconds)
+            return
+        if self.settling:
+            self.settling -= 1
+        else:
+            self._count(count, tokens, seconds, step.num_context_tokens)
 
+    def _write(self, step: StepObservation) -> None:
+        """A coupled step: what it brings the worker will have to read."""
+        self.unread += step.num_requests + step.num_accepted_tokens + step.num_prefill_tokens
+        if step.draft_s and step.num_draft_tokens:
+            self.drafted = self.drafted * MEMORY + step.num_draft_tokens
+            self.drafted_s = self.drafted_s * MEMORY + step.draft_s
 
-def begin_again(coupling: Coupling) -> Coupling:
-    """Where the engine stands where drafting was switched off: coupled, with what it knows."""
-    coupling = _price(coupling, is_whole=False)
-    return Coupling(
-        settling=SETTLING_STEPS,
-        num_ahead=coupling.num_ahead,
-        unread=coupling.unread,
-        priced=coupling.priced,
-        priced_s=coupling.priced_s,
-        drafted=coupling.drafted,
-        drafted_s=coupling.drafted_s,
-        sizes=coupling.sizes,
-        rates=coupling.rates,
-    )
+    def _end_reading(self, step: StepObservation) -> None:
+        """The worker has drafted: what it has read does not count against its trial."""
+        self._price(is_whole=self.reading > 0 and step.num_context_tokens >= self.read)
+        if self.reading:
+            self.away = 0
+        self.unread = self.reading = 0
 
+    def _read(self, step: StepObservation, tokens: int, seconds: float) -> None:
+        """A step ahead in which the worker still reads; where there is no rate to compare it with it tells nothing."""
+        self.reading -= 1
+        home = self._home(_place(step.num_requests, step.num_context_tokens))
+        if home.is_known:
+            self.lost_s += home.clip(seconds) - tokens * home.seconds / home.tokens
+            self.read = self.read or min(self.unread, step.num_context_tokens)
 
-def _write(coupling: Coupling, step: StepObservation) -> Coupling:
-    """A coupled step: what it brings the worker will have to read."""
-    unread = coupling.unread + step.num_requests + step.num_accepted_tokens + step.num_prefill_tokens
-    if not (step.draft_s and step.num_draft_tokens):
-        return replace(coupling, unread=unread)
-    drafted = coupling.drafted * MEMORY + step.num_draft_tokens
-    drafted_s = coupling.drafted_s * MEMORY + step.draft_s
-    return replace(coupling, unread=unread, drafted=drafted, drafted_s=drafted_s)
+    def _price(self, *, is_whole: bool) -> None:
+        """The worker has read: what did that cost? is_whole: False where it was cut short, or not measured to its end:
+        at least so much.
+        """
+        read, lost_s = self.read, max(self.lost_s, 0.0)
+        self.read, self.lost_s = 0, 0.0
+        if read and (is_whole or lost_s > self.token_s * read):
+            kept = _PRICE_KEPT if is_whole else 0.0
+            self.priced = kept * self.priced + read
+            self.priced_s = kept * self.priced_s + lost_s
 
+    def _count(self, count: int, tokens: int, seconds: float, context: int) -> None:
+        """A step of so many requests, with so many tokens of context, tells what the present mode brings."""
+        place = _place(count, context)
+        inside, ahead = self.rates[place]
+        seconds = (ahead if self.is_ahead else inside).clip(seconds)
+        self.rates[place] = (
+            (inside, ahead.add(tokens, seconds)) if self.is_ahead else (inside.add(tokens, seconds), ahead)
+        )
+        home = self._home(place)
+        size, is_settled = self.size, self.lasted >= SETTLING_STEPS
+        if self.is_ahead == self.is_home_ahead:
+            size.until_trial = max(size.until_trial - 1, 0)
+            size.since_s += seconds
+            if not size.until_trial and is_settled and home.is_known:
+                self._begin_trial(home, min(self.unread, context))  # unread of the responses that run
+            return
+        if home.is_known:
+            if size.tries_ahead != self.is_ahead:  # no home of its own, and others' has changed since
+                size.tries_ahead = self.is_ahead
+                size.tokens, size.home_tokens = size.home_tokens, size.tokens
+            size.tried += 1
+            size.tokens += tokens
+            size.home_tokens += home.tokens / home.seconds * seconds
+            is_lost = size.tried >= EARLY_STEPS and size.tokens < FAR_BEHIND * size.home_tokens
+            if is_lost or size.tried >= TRIAL_STEPS:
+                self._decide()
+                return
+        elif self.is_trial:
+            self._put_off()
+            self._go(self.is_home_ahead)
+            return
+        if is_settled and not self.is_trial:
+            self._go(self.is_home_ahead)
 
-def _has_read(coupling: Coupling, step: StepObservation) -> Coupling:
-    """The worker has drafted: what it has read does not count against its trial."""
-    is_whole = coupling.reading > 0 and step.num_context_tokens >= coupling.read
-    away = 0 if coupling.reading else coupling.away
-    return replace(_price(coupling, is_whole=is_whole), unread=0, reading=0, away=away)
+    def _begin_trial(self, home: Rate, unread: int) -> None:
+        """A trial is due: it begins unless what the worker has to read before it, or behind one away from ahead, costs
+        too much.
+        """
+        read = home.tokens / home.steps * (SETTLING_STEPS + TRIAL_STEPS) if self.is_ahead else unread
+        cost = max(FIRST_COST / (1 << self.size.confirmations), TRIAL_COST)
+        if read * self.token_s <= cost * self.size.since_s:
+            self.size.since_s = 0.0
+            self._go(not self.is_ahead, is_trial=True)
 
+    def _decide(self) -> None:
+        """The present size's trial is over: the better mode is its home."""
+        size = self.size
+        is_better = size.tokens > size.home_tokens
+        is_ahead = self.is_ahead if is_better else self.is_home_ahead
+        confirmations = min(size.confirmations + 1, _MOST_DOUBLINGS) if is_ahead == size.is_ahead else 0
+        loss = 1.0 - min(size.tokens, size.home_tokens) / max(size.tokens, size.home_tokens)
+        price = int((size.away + self.away + SETTLING_STEPS) * loss / TRIAL_COST)
+        until = max(LEAST_STEPS, min(price, LEAST_STEPS << confirmations))
+        self.sizes[self.at] = Size(is_ahead, until, confirmations=confirmations)
+        self.is_home_ahead = is_ahead
+        self._go(is_ahead)
 
-def _reads(coupling: Coupling, step: StepObservation, tokens: int, seconds: float) -> Coupling:
-    """A step ahead in which the worker still reads; where there is no rate to compare it with it tells nothing."""
-    coupling = replace(coupling, reading=coupling.reading - 1)
-    home = _home(coupling, _place(step.num_requests, step.num_context_tokens))
-    if not home.is_known:
-        return coupling
-    lost_s = coupling.lost_s + home.clip(seconds) - tokens * home.seconds / home.tokens
-    read = coupling.read or min(coupling.unread, step.num_context_tokens)
-    return replace(coupling, read=read, lost_s=lost_s)
+    def _resize(self, at: int) -> None:
+        """The batch has another size now."""
+        new, was_trial = self.sizes[at], self.is_trial
+        home = self.is_home_ahead if new.is_ahead is None else new.is_ahead
+        goes_on = was_trial and self.is_ahead != home and new.until_trial <= TRIAL_STEPS // 2
+        if goes_on:
+            self.size.away += self.away
+        elif was_trial:
+            self._put_off()
+        self.at, self.is_home_ahead, self.is_trial, self.lasted, self.away = at, home, goes_on, 0, 0
+        if was_trial and not goes_on:
+            self._go(home)
 
+    def _put_off(self) -> None:
+        """The present size's trial goes on later."""
+        size = self.size
+        size.until_trial = PUT_OFF_STEPS << min(size.interruptions, _MOST_DOUBLINGS)
+        size.away += self.away
+        size.interruptions += 1
 
-def _price(coupling: Coupling, *, is_whole: bool) -> Coupling:
-    """The worker has read: what did that cost? is_whole: False where it was cut short, or not measured to its end: at
-    least so much.
-    """
-    read, lost_s = coupling.read, max(coupling.lost_s, 0.0)
-    coupling = replace(coupling, read=0, lost_s=0.0)
-    if not read or not (is_whole or lost_s > coupling.token_s * read):
-        return coupling
-    kept = _PRICE_KEPT if is_whole else 0.0
-    return replace(coupling, priced=kept * coupling.priced + read, priced_s=kept * coupling.priced_s + lost_s)
+    def _go(self, is_ahead: bool, *, is_trial: bool = False) -> None:
+        """Draft so from now on."""
+        if self.read and not is_ahead:
+            self._price(is_whole=False)
+        if is_ahead != self.is_ahead:
+            self.settling = max(SETTLING_STEPS, FIRST_STEPS - self.num_ahead) if is_ahead else SETTLING_STEPS
+            self.reading = MOST_READING_STEPS if is_ahead else 0
+        self.is_ahead, self.is_trial, self.away = is_ahead, is_trial, 0
 
-
-def _count(coupling: Coupling, count: int, tokens: int, seconds: float, context: int) -> Coupling:
-    """A step of so many requests, with so many tokens of context, tells what the present mode brings."""
-    place = _place(count, context)
-    own = coupling.rates[place][coupling.is_ahead]
-    seconds = own.clip(seconds)
-    coupling = _learn(coupling, place, own.add(tokens, seconds))
-    home = _home(coupling, place)
-    size, is_settled = coupling.size, coupling.lasted >= SETTLING_STEPS
-    if coupling.is_ahead == coupling.is_home_ahead:
-        size = replace(size, until_trial=max(size.until_trial - 1, 0), since_s=size.since_s + seconds)
-        coupling = _known(coupling, size)
-        is_due = not size.until_trial and is_settled and home.is_known
-        unread = min(coupling.unread, context)  # of the responses that run
-        return _begin_trial(coupling, home, unread) if is_due else coupling
-    if home.is_known:
-        if size.tries_ahead != coupling.is_ahead:  # no home of its own, and others' has changed since
-            size = replace(
-                size,
-                tries_ahead=coupling.is_ahead,
-                tokens=size.home_tokens,
-                home_tokens=size.tokens,
-            )
-        home_tokens = size.home_tokens + home.tokens / home.seconds * seconds
-        size = replace(size, tried=size.tried + 1, tokens=size.tokens + tokens, home_tokens=home_tokens)
-        coupling = _known(coupling, size)
-        is_lost = size.tried >= EARLY_STEPS and size.tokens < FAR_BEHIND * home_tokens
-        if is_lost or size.tried >= TRIAL_STEPS:
-            return _decide(coupling)
-    elif coupling.is_trial:
-        return _go(_put_off(coupling), coupling.is_home_ahead)
-    return coupling if coupling.is_trial or not is_settled else _go(coupling, coupling.is_home_ahead)
-
-
-def _begin_trial(coupling: Coupling, home: Rate, unread: int) -> Coupling:
-    """A trial is due: it begins unless what the worker has to read before it, or behind one away from ahead, costs too
-    much.
-    """
-    read = home.tokens / home.steps * (SETTLING_STEPS + TRIAL_STEPS) if coupling.is_ahead else unread
-    cost = max(FIRST_COST / (1 << coupling.size.confirmations), TRIAL_COST)
-    if read * coupling.token_s > cost * coupling.size.since_s:
-        return coupling
-    coupling = _known(coupling, replace(coupling.size, since_s=0.0))
-    return _go(coupling, not coupling.is_ahead, is_trial=True)
-
-
-def _decide(coupling: Coupling) -> Coupling:
-    """The present size's trial is over: the better mode is its home."""
-    size = coupling.size
-    is_better = size.tokens > size.home_tokens
-    is_ahead = coupling.is_ahead if is_better else coupling.is_home_ahead
-    confirmations = min(size.confirmations + 1, _MOST_DOUBLINGS) if is_ahead == size.is_ahead else 0
-    loss = 1.0 - min(size.tokens, size.home_tokens) / max(size.tokens, size.home_tokens)
-    price = int((size.away + coupling.away + SETTLING_STEPS) * loss / TRIAL_COST)
-    until = max(LEAST_STEPS, min(price, LEAST_STEPS << confirmations))
-    coupling = _known(coupling, Size(is_ahead, until, confirmations=confirmations))
-    return _go(replace(coupling, is_home_ahead=is_ahead), is_ahead)
-
-
-def _resized(coupling: Coupling, at: int) -> Coupling:
-    """The batch has another size now."""
-    new = coupling.sizes[at]
-    home = coupling.is_home_ahead if new.is_ahead is None else new.is_ahead
-    is_trial = coupling.is_trial
-    if is_trial and coupling.is_ahead != home and new.until_trial <= TRIAL_STEPS // 2:
-        coupling = _known(coupling, replace(coupling.size, away=coupling.size.away + coupling.away))
-        return replace(coupling, at=at, is_home_ahead=home, lasted=0, away=0)
-    if is_trial:
-        coupling = _put_off(coupling)
-    coupling = replace(coupling, at=at, is_home_ahead=home, is_trial=False, lasted=0, away=0)
-    return _go(coupling, home) if is_trial else coupling
-
-
-def _put_off(coupling: Coupling) -> Coupling:
-    """The present size's trial goes on later."""
-    size = coupling.size
-    until, away = PUT_OFF_STEPS << min(size.interruptions, _MOST_DOUBLINGS), size.away + coupling.away
-    return _known(coupling, replace(size, until_trial=until, away=away, interruptions=size.interruptions + 1))
-
-
-def _go(coupling: Coupling, is_ahead: bool, *, is_trial: bool = False) -> Coupling:
-    """Draft so from now on."""
-    settling, reading = coupling.settling, coupling.reading
-    if coupling.read and not is_ahead:
-        coupling = _price(coupling, is_whole=False)
-    if is_ahead != coupling.is_ahead:
-        settling = max(SETTLING_STEPS, FIRST_STEPS - coupling.num_ahead) if is_ahead else SETTLING_STEPS
-        reading = MOST_READING_STEPS if is_ahead else 0
-    return replace(coupling, is_ahead=is_ahead, is_trial=is_trial, settling=settling, reading=reading, away=0)
+    def _home(self, place: int) -> Rate:
+        """The home's rate there; where that is not known that at the nearest shorter contexts, taken to be no lower."""
+        for at in range(place, place - place % _NUM_CONTEXTS - 1, -1):
+            rate = self.rates[at][self.is_home_ahead]
+            if rate.is_known:
+                return rate
+        return self.rates[place][self.is_home_ahead]
 
 
 def _place(count: int, context: int) -> int:
@@ -377,23 +373,3 @@ def _place(count: int, context: int) -> int:
     at = count - 1 if count <= 16 else min(15 + 4 * (power - 4) + (count >> (power - 2)) - 4, _NUM_COUNTS - 1)
     length = min(max(context.bit_length() - _SHORT_BITS, 0), _NUM_CONTEXTS - 1)
     return at * _NUM_CONTEXTS + length
-
-
-def _home(coupling: Coupling, place: int) -> Rate:
-    """The home's rate there; where that is not known that at the nearest shorter contexts, taken to be no lower."""
-    shorter = range(place, place - place % _NUM_CONTEXTS - 1, -1)
-    rates = [coupling.rates[at][coupling.is_home_ahead] for at in shorter]
-    return next((rate for rate in rates if rate.is_known), rates[0])
-
-
-def _learn(coupling: Coupling, place: int, rate: Rate) -> Coupling:
-    """With this rate of the present mode."""
-    inside, ahead = coupling.rates[place]
-    both = (inside, rate) if coupling.is_ahead else (rate, ahead)
-    return replace(coupling, rates=(*coupling.rates[:place], both, *coupling.rates[place + 1 :]))
-
-
-def _known(coupling: Coupling, size: Size) -> Coupling:
-    """With this about the present size."""
-    at = coupling.at
-    return replace(coupling, sizes=(*coupling.sizes[:at], size, *coupling.sizes[at + 1 :]))
