@@ -1,6 +1,6 @@
 """Decoupled speculation on two cores: one verifies, the other drafts ahead (SpecActor 4.1), against the pair coupled.
 
-The target is the pair's policy, inflated. The shipped drafter is nearly free beside it, real ones are not, so it is
+The target is the inflated Countdown policy. The shipped drafter is nearly free beside it, real ones are not, so it is
 inflated too, its function unchanged, until a draft token takes about a tenth or a fifth of a verification: real
 arithmetic. `draft_ms` (D, of one token of each response), `verify_ms` (V) and `d_over_v` are those of the steps in
 which all responses ran, with both processes busy, each pinned to a core; `cost` is D/V of one, about. Each system's
@@ -211,8 +211,7 @@ def generate(engine: Any, requests: list[Any], running: int, judged: Judged) -> 
 
 def main() -> None:
     made = parser(__doc__)
-    made.add_argument("--pair", default="countdown", choices=list(PAIRS), help="policy, drafter and prompts")
-    made.add_argument("--model", metavar="DIR", help="another target; default: the pair's policy, inflated")
+    made.add_argument("--model", metavar="DIR", help="another target; default: the inflated Countdown policy")
     made.add_argument("--eager", action="store_true", help="no compiled steps")
     made.add_argument("--running", type=int, nargs="+", default=[1, 2, 4, 16])
     made.add_argument("--costs", type=float, nargs="+", default=list(SIZES), choices=list(SIZES))
@@ -226,7 +225,7 @@ def main() -> None:
     made.add_argument("--window", type=int, default=8)
     made.add_argument("--fixed-window", type=int, default=4, help="of vanilla and naive")
     options = made.parse_args()
-    target = options.model or PAIRS[options.pair].make_target(TARGETS / options.pair)
+    target = options.model or PAIRS["countdown"].make_target(TARGETS / "countdown")
     rows: list[dict[str, Any]] = []
     for cost in options.costs:
         for running, found in measure(cost, target, options):
@@ -240,7 +239,7 @@ def main() -> None:
 
 def measure(cost: float, target: str, options: Any) -> Iterator[tuple[int, dict[str, list[dict[str, Any]]]]]:
     """After every repetition its number of running responses and, by system, what was found with it so far."""
-    drafter = inflate_drafter(cost, options.pair)
+    drafter = inflate_drafter(cost)
     found: dict[int, dict[str, list[dict[str, Any]]]] = {running: {} for running in options.running}
     for block in blocks(options.systems):
         children = {system: Child(system, make_engine, system, target, drafter, options) for system in block}
@@ -249,7 +248,7 @@ def measure(cost: float, target: str, options: Any) -> Iterator[tuple[int, dict[
         for running in options.running:
             for repetition in range(-options.warm_ups, options.repetitions):
                 count, seed = max(options.responses, running), 1000 * running + repetition + 1
-                requests = make_requests(options, count, seed, options.pair)
+                requests = make_requests(options, count, seed)
                 results = {
                     system: children[system].call(requests, running)
                     for system in block[:: 1 if repetition % 2 else -1]
@@ -278,21 +277,21 @@ def blocks(systems: list[str]) -> Iterator[list[str]]:
             yield [COUPLED, *block]
 
 
-def inflate_drafter(cost: float, pair: str = "countdown") -> str:
-    """A pair's drafter, as large as this cost needs it."""
+def inflate_drafter(cost: float) -> str:
+    """The shipped drafter, as large as this cost needs it."""
     from paceline.tasks.inflation import inflate_checkpoint
 
-    folder = TARGETS / f"{pair}-drafter-{cost:g}"
-    inflate_checkpoint(PAIRS[pair].drafter, folder, **SIZES[cost])
+    folder = TARGETS / f"countdown-drafter-{cost:g}"
+    inflate_checkpoint(PAIRS["countdown"].drafter, folder, **SIZES[cost])
     return str(folder)
 
 
-def make_requests(options: Any, count: int, seed: int, name: str = "countdown") -> list[Any]:
-    """One response to each of some held-out prompts of the pair of this name."""
+def make_requests(options: Any, count: int, seed: int) -> list[Any]:
+    """One response to each of some held-out prompts."""
     from paceline.dice import derive_key
     from paceline.types import RolloutRequest
 
-    pair = PAIRS[name]
+    pair = PAIRS["countdown"]
     prompts = pair.draw_prompts(pair.policy, count, seed)
     return [RolloutRequest(p, options.max_tokens, key=derive_key(seed, p, 0)) for p in prompts]
 
