@@ -24,10 +24,11 @@ different prompts run at once, which are what is left in a tail.
 `of_protocol`: the speed of the steps in which all of them ran, over what the decoupled protocol gives
 (docs/decisions/0003-decoupled-rounds.md) for the draft time, the step times and the acceptance rate measured in
 the same rollouts; the chain's at its window, else at the best that the engine may use.
-At most five engines are alive, so systems run in blocks, each with one of the coupled pair. `ratio` compares with its
-speed, `over_chain`, `over_reconfigured` and `over_best` (auto, over the best of two threads, decoupled and suffix only,
-which is no slower than plain) with those of the same block, in the same repetition each. Two repetitions before the
-first do not count: engines learn what steps take, and auto what is faster. No bar is met by tokens that are not equal.
+At most five engines are alive, so systems run in blocks, each with one of the coupled pair; where suffix only is in the
+block, its engine makes plain too, without drafting. `ratio` compares with the pair's speed, `over_chain`,
+`over_reconfigured` and `over_best` (auto, over the best of two threads, decoupled, suffix only and plain) with those of
+the same block, in the same repetition each. Two repetitions before the first do not count: engines learn what steps
+take, and auto what is faster. No bar is met by tokens that are not equal.
 The result file is written after every repetition, with the rows so far.
 """
 
@@ -59,10 +60,10 @@ REPLANNED = (RECONFIGURED, DECOUPLED)
 """With windows that are planned anew."""
 BLOCKS = (
     (VANILLA, NAIVE, PLAIN),
-    (CHAIN, RECONFIGURED, DECOUPLED),
-    (TWO_THREADS, DECOUPLED, SUFFIX_ONLY, AUTO),
+    (CHAIN, RECONFIGURED, DECOUPLED, PLAIN),
+    (TWO_THREADS, DECOUPLED, SUFFIX_ONLY, PLAIN, AUTO),
 )
-"""Systems that are alive together, beside the coupled pair; compared by repetition are those of one block."""
+"""Systems that take turns, beside the coupled pair; compared by repetition are those of one block."""
 SYSTEMS = (COUPLED, *dict.fromkeys(system for block in BLOCKS for system in block))
 RATIOS = {"ratio": COUPLED, "over_chain": CHAIN, "over_reconfigured": RECONFIGURED}
 """Whose speed each of these columns compares with."""
@@ -105,7 +106,7 @@ COLUMNS = (
 
 
 def make_engine(system: str, target: str, drafter: str, options: Any) -> Callable[..., dict[str, Any]]:
-    """Start a system's engine in this process; returns what generates once."""
+    """Start a system's engine in this process; returns what generates once, with or without drafting."""
     has_worker = system in AHEAD
     one_core = has_worker or system in (VANILLA, COUPLED, PLAIN_ONE_CORE)
     cores = sorted(os.sched_getaffinity(0))[:2]
@@ -136,7 +137,12 @@ def make_engine(system: str, target: str, drafter: str, options: Any) -> Callabl
     if has_worker:
         os.sched_setaffinity(engine.scheduler.loop.ahead.links[0].child.pid, cores[-1:])
         judged.watch(engine.scheduler.loop._trees)
-    return lambda requests, running: generate(engine, requests, running, judged)
+
+    def serve(requests: list[Any], running: int, drafting: bool = True) -> dict[str, Any]:
+        engine.set_drafting(drafting)
+        return generate(engine, requests, running, judged)
+
+    return serve
 
 
 class Judged:
@@ -243,7 +249,9 @@ def measure(cost: float, target: str, options: Any) -> Iterator[tuple[int, dict[
     drafter = inflate_drafter(cost, options.drafter)
     found: dict[int, dict[str, list[dict[str, Any]]]] = {running: {} for running in options.running}
     for block in blocks(options.systems):
-        children = {system: Child(system, make_engine, system, target, drafter, options) for system in block}
+        children = {
+            system: Child(system, make_engine, system, target, drafter, options) for system in engines(block)
+        }
         for child in children.values():
             child.ready()
         for running in options.running:
@@ -251,7 +259,7 @@ def measure(cost: float, target: str, options: Any) -> Iterator[tuple[int, dict[
                 count, seed = max(options.responses, running), 1000 * running + repetition + 1
                 requests = make_requests(options, count, seed)
                 results = {
-                    system: children[system].call(requests, running)
+                    system: children[maker(system, block)].call(requests, running, system != PLAIN)
                     for system in block[:: 1 if repetition % 2 else -1]
                 }
                 if repetition < 0:
@@ -276,6 +284,16 @@ def blocks(systems: list[str]) -> Iterator[list[str]]:
         others = (set(other) for at, other in enumerate(wanted) if at > place)
         if block and not any(set(block) <= other for other in others):
             yield [COUPLED, *block]
+
+
+def engines(block: list[str]) -> list[str]:
+    """The systems of a block that have an engine of their own."""
+    return [system for system in block if maker(system, block) == system]
+
+
+def maker(system: str, block: list[str]) -> str:
+    """Whose engine of the block makes what this system does."""
+    return SUFFIX_ONLY if system == PLAIN and SUFFIX_ONLY in block else system
 
 
 def inflate_drafter(cost: float, drafter: str | None = None) -> str:

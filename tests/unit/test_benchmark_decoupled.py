@@ -18,14 +18,19 @@ import decoupled
 
 def test_what_is_compared_is_in_one_block_beside_the_coupled_pair() -> None:
     blocks = list(decoupled.blocks(list(decoupled.SYSTEMS)))
-    assert all(block[0] == decoupled.COUPLED and len(block) <= 5 for block in blocks)
+    assert all(block[0] == decoupled.COUPLED and len(decoupled.engines(block)) <= 5 for block in blocks)
     assert {system for block in blocks for system in block} == set(decoupled.SYSTEMS)
     parts = {decoupled.CHAIN, decoupled.RECONFIGURED, decoupled.DECOUPLED}
-    choices = {decoupled.AUTO, decoupled.TWO_THREADS, decoupled.DECOUPLED, decoupled.SUFFIX_ONLY}
-    for compared in (parts, choices):
+    for compared in (parts, {decoupled.AUTO, *decoupled.REACHED}):
         assert any(compared <= set(block) for block in blocks)
-    assert {decoupled.AUTO, *decoupled.REACHED} == choices | {decoupled.PLAIN}
     assert list(decoupled.blocks([decoupled.PLAIN])) == [[decoupled.COUPLED, decoupled.PLAIN]]
+
+
+def test_plain_is_made_by_an_engine_that_drafts_otherwise() -> None:
+    block = [decoupled.COUPLED, decoupled.SUFFIX_ONLY, decoupled.PLAIN]
+    assert decoupled.engines(block) == block[:2]
+    assert decoupled.maker(decoupled.PLAIN, block) == decoupled.SUFFIX_ONLY
+    assert decoupled.engines([decoupled.COUPLED, decoupled.PLAIN])[1] == decoupled.PLAIN
 
 
 def test_no_block_is_run_in_vain() -> None:
