@@ -15,7 +15,9 @@ Rows = Callable[[str], list[dict[str, Any]]]
 """`Results.rows`: the rows of a source such as `papers` or `papers.systems`."""
 
 SYSTEMS = ("vanilla speculation", "SpecActor", "Seer", "TLT", "Paceline")
-WITH_BARS = ("decoupled", "decoupled_parts", "decoupled_costs", "racing", "racing_long", "racing_cheap")
+WITH_BARS = (
+    "decoupled", "decoupled_parts", "decoupled_costs", "decoupled_avx2", "racing", "racing_long", "racing_cheap",
+)  # fmt: skip
 """Results whose bars have a table."""
 TECHNIQUES = ("divided", "budget", "coupled", "decoupled", "single-path")
 
@@ -430,18 +432,18 @@ def list_decoupled(rows: Rows, source: str) -> str:
     return _list_variants(rows(source), "system", "running", "ratio", "responses")
 
 
-def list_auto(rows: Rows) -> str:
+def list_auto(rows: Rows, source: str) -> str:
     """One engine that chooses where its drafter drafts, beside what it could be: tokens per second."""
-    found = {(row["cost"], row["running"], row["system"]): row for row in rows("decoupled_auto")}
+    found = {(row["cost"], row["running"], row["system"]): row for row in rows(source)}
     lines = []
     for cost, running, system in found:
         if system == "auto":
             row = found[cost, running, system]
-            others = ("suffix only", "decoupled", "coupled, two threads", "auto")
+            others = ("plain", "suffix only", "decoupled", "coupled, two threads", "auto")
             speeds = (f"{found[cost, running, other]['tokens_per_s']:.0f}" for other in others)
             over = f"{row['over_best']:.2f}{_show_range(row['over_best_range'])}"
             lines.append((f"{cost:g}", str(running), *speeds, over, f"{row['share_ahead']:.0%}"))
-    heads = ("suffix only", "decoupled", "two threads", "auto", "auto over the best", "steps ahead")
+    heads = ("plain", "suffix only", "decoupled", "two threads", "auto", "auto over the best", "steps ahead")
     return format_table(("D/V, about", "responses", *heads), lines)
 
 
@@ -621,7 +623,7 @@ TABLES: dict[str, Callable[[Rows], str]] = {
         source: partial(list_decoupled, source=source)
         for source in ("decoupled", "decoupled_parts", "decoupled_costs")
     },
-    "decoupled_auto": list_auto,
+    **{source: partial(list_auto, source=source) for source in ("decoupled_auto", "decoupled_avx2")},
     "planned": list_planned,
     **{source: partial(list_racing, source=source) for source in ("racing", "racing_long", "racing_cheap")},
     **{f"{source}.bars": partial(list_named_bars, source=f"{source}.bars") for source in WITH_BARS},
