@@ -218,7 +218,6 @@ def generate(engine: Any, requests: list[Any], running: int, judged: Judged) -> 
 def main() -> None:
     made = parser(__doc__)
     made.add_argument("--model", metavar="DIR", help="another target; default: the inflated Countdown policy")
-    made.add_argument("--drafter", metavar="DIR", help="another one, of the shipped one's shape, to inflate")
     made.add_argument("--eager", action="store_true", help="no compiled steps")
     made.add_argument("--running", type=int, nargs="+", default=[1, 2, 4, 16])
     made.add_argument("--costs", type=float, nargs="+", default=list(SIZES), choices=list(SIZES))
@@ -246,7 +245,7 @@ def main() -> None:
 
 def measure(cost: float, target: str, options: Any) -> Iterator[tuple[int, dict[str, list[dict[str, Any]]]]]:
     """After every repetition its number of running responses and, by system, what was found with it so far."""
-    drafter = inflate_drafter(cost, options.drafter)
+    drafter = inflate_drafter(cost)
     found: dict[int, dict[str, list[dict[str, Any]]]] = {running: {} for running in options.running}
     for block in blocks(options.systems):
         children = {
@@ -296,12 +295,12 @@ def maker(system: str, block: list[str]) -> str:
     return SUFFIX_ONLY if system == PLAIN and SUFFIX_ONLY in block else system
 
 
-def inflate_drafter(cost: float, drafter: str | None = None) -> str:
-    """The drafter, by default the shipped one, as large as this cost needs it."""
+def inflate_drafter(cost: float) -> str:
+    """The shipped drafter, as large as this cost needs it."""
     from paceline.tasks.inflation import inflate_checkpoint
 
     folder = TARGETS / f"countdown-drafter-{cost:g}"
-    inflate_checkpoint(drafter or PAIRS["countdown"].drafter, folder, **SIZES[cost])
+    inflate_checkpoint(PAIRS["countdown"].drafter, folder, **SIZES[cost])
     return str(folder)
 
 
