@@ -100,6 +100,11 @@ def test_bars_are_met_by_ratios_of_one_repetition() -> None:
     assert not verdicts(mode_changes=1)["changes of mode"]
 
 
+def test_changes_by_auto_are_no_changes_by_algorithm_2() -> None:
+    row = {"system": decoupled.AUTO, "running": 4, "cost": 0.1, "mode_changes": 99, "equal": True}
+    assert decoupled.check_rows([row]) == []
+
+
 def test_other_tokens_than_plain_meet_no_bar() -> None:
     assert set(verdicts(ids=[(1, 2, 4)]).values()) == {False}
 
